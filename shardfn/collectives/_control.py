@@ -1,0 +1,109 @@
+"""The control plane: small CPU messages by which ranks agree on what they are about to run, and learn who failed.
+
+Every exchange is one all_reduce of two integers when the ranks agree. A failing peer becomes a `RankError` that names it.
+"""
+
+import hashlib
+import pickle
+import time
+
+import torch
+import torch.distributed as dist
+
+from shardfn.core import Mesh, RankError
+
+GRACE = 3.0
+
+
+class Control:
+    """A gloo group over the whole mesh for agreement. Making one is collective; on one rank it does nothing."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.size = mesh.size
+        self.rank = mesh.rank
+        self._group = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
+        self._round = 0
+
+    def exchange(self, value: int) -> list[int]:
+        """Every rank's value (63 bits), in rank order.
+
+        Raises:
+            RankError: a rank did not answer within the group's timeout.
+        """
+        if self._group is None:
+            return [value]
+        pair = torch.tensor([value, -value])
+        self._reduce_max(pair)
+        if int(pair[0]) == -int(pair[1]):
+            return [value] * self.size
+        return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's picklable value, in rank order."""
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._reduce_max(size)
+        padded = torch.zeros(int(size) + 8, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
+        try:
+            dist.all_gather_into_tensor(out, padded, group=self._group)
+        except RuntimeError as error:
+            raise self.failure(error) from error
+        return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]
+
+    def agree(self, what: str, text: str) -> None:
+        """Raises the same error on all ranks unless all pass the same `text`.
+
+        Raises:
+            RankError: lists what each rank passed.
+        """
+        codes = self.exchange(text_hash(text))
+        if len(set(codes)) == 1:
+            return
+        texts = [str(t) for t in self.gather(text)]
+        raise RankError(f"ranks disagree on {what}:\n" + _differences(texts))
+
+    def failure(self, error: BaseException) -> RankError:
+        """The error to raise when a transfer failed: names the ranks that do not answer any more."""
+        self._round += 1
+        silent: list[int] = []
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"shardfn/failure/{self._round}/{self.rank}", b"1")
+            deadline = time.monotonic() + GRACE
+            silent = [r for r in range(self.size) if r != self.rank]
+            while silent and time.monotonic() < deadline:
+                silent = [r for r in silent if not store.check([f"shardfn/failure/{self._round}/{r}"])]
+                time.sleep(0.05)
+        except RuntimeError:
+            silent = silent or [0]
+        names = ", ".join(f"rank {r}" for r in silent) or "a rank"
+        return RankError(
+            f"{names} died, or left the step without a word, while rank {self.rank} was waiting for it"
+            f" ({type(error).__name__}: {str(error).splitlines()[0]}). The state this rank passed in is unchanged unless"
+            " its update had begun; restart the job from the last checkpoint."
+        )
+
+    def _reduce_max(self, x: torch.Tensor) -> None:
+        try:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise self.failure(error) from error
+
+
+def text_hash(text: str) -> int:
+    """A 62-bit hash of `text` that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+def _differences(texts: list[str]) -> str:
+    lines = [t.splitlines() for t in texts]
+    same = set(lines[0]).intersection(*lines[1:])
+    out = []
+    for rank, mine in enumerate(lines):
+        own = [line for line in mine if line not in same] or ["(nothing that the others lack)"]
+        out.append("\n".join(f"  - rank {rank}: {line}" for line in own[:20]))
+    return "\n".join(out)

@@ -1,0 +1,204 @@
+"""The mesh: ranks in a grid with named axes, and the process groups along them.
+
+House names: `dp` data, `tp` tensor, `sp` sequence, `ep` expert, `pp` pipeline. A missing axis, an axis of size 1 and a
+program without torch.distributed are the same thing: the identity.
+"""
+
+import datetime
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._errors import did_you_mean
+
+HOUSE_AXES = ("dp", "tp", "sp", "ep", "pp")
+Axes = str | tuple[str, ...] | None
+
+
+class Mesh:
+    """Ranks in a grid with named axes. Build one with `make_mesh`.
+
+    Attributes:
+        shape: axis name -> size, in order (row-major over ranks: the last axis varies fastest).
+        coords: this rank's index on each axis.
+        device: the device this rank computes on.
+        device_mesh: the `torch.distributed.DeviceMesh` behind it, or None when everything is one process.
+    """
+
+    def __init__(self, shape: Mapping[str, int], device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
+        self.shape = dict(shape)
+        self.device = device
+        self.device_mesh = device_mesh
+        self.rank = dist.get_rank() if device_mesh is not None else 0
+        grid = torch.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
+        where = (grid == self.rank).nonzero()[0].tolist()
+        self.coords = dict(zip(self.shape, where, strict=False))
+        self._grid = grid
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axis names, major to minor."""
+        return tuple(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape.values())
+
+    def axes(self, axes: Axes) -> tuple[str, ...]:
+        """The named axes that exist here and are larger than 1, as a tuple.
+
+        Raises:
+            ValueError: a name is neither an axis of this mesh nor a house name.
+        """
+        names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self.shape and name not in HOUSE_AXES:
+                hint = did_you_mean(name, (*self.shape, *HOUSE_AXES))
+                raise ValueError(f"axis {name!r} is not in the mesh, which has {self.axis_names}.{hint}")
+        return tuple(n for n in names if self.shape.get(n, 1) > 1)
+
+    def axis_size(self, axes: Axes) -> int:
+        """The number of ranks along `axes`; 1 for a missing axis."""
+        return math.prod(self.shape[n] for n in self.axes(axes))
+
+    def axis_index(self, axes: Axes) -> int:
+        """This rank's index along `axes`, the first name being the major one."""
+        index = 0
+        for name in self.axes(axes):
+            index = index * self.shape[name] + self.coords[name]
+        return index
+
+    def group(self, axes: Axes) -> dist.ProcessGroup | None:
+        """The process group along `axes` (None when that is one rank). Group rank == `axis_index(axes)`.
+
+        The first call for a tuple of several axes is collective over the whole mesh.
+
+        Raises:
+            ValueError: several axes are named in another order than the mesh's.
+        """
+        names = self.axes(axes)
+        if not names:
+            return None
+        if names not in self._groups:
+            if len(names) == 1 and self.device_mesh is not None:
+                self._groups[names] = self.device_mesh.get_group(names[0])
+            else:
+                self._groups[names] = self._make_group(names)
+        return self._groups[names]
+
+    def new_group(self, axes: Axes, backend: str | None = None) -> dist.ProcessGroup | None:
+        """A fresh communicator along `axes`, whose operations are ordered apart from all others. Collective over the mesh."""
+        names = self.axes(axes)
+        return self._make_group(names, backend) if names else None
+
+    def _make_group(self, names: tuple[str, ...], backend: str | None = None) -> dist.ProcessGroup:
+        if list(names) != [n for n in self.axis_names if n in names]:
+            ordered = tuple(n for n in self.axis_names if n in names)
+            raise ValueError(f"axes {names} are not in the mesh's order; use {ordered}.")
+        dims = [self.axis_names.index(n) for n in names]
+        rest = [d for d in range(len(self.shape)) if d not in dims]
+        rows = self._grid.permute(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))
+        mine = None
+        for ranks in rows.tolist():
+            group = dist.new_group(ranks, backend=backend)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{k}={v}" for k, v in self.shape.items())
+        return f"Mesh({axes}; rank {self.rank} on {self.device})"
+
+
+def make_mesh(
+    axes: Mapping[str, int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: float | None = None,
+) -> Mesh:
+    """A mesh over all ranks of the program.
+
+    Starts torch.distributed when the launcher (torchrun) has set its environment and nobody started it yet: NCCL on CUDA,
+    gloo on CPU. With one rank nothing is started at all.
+
+    Args:
+        axes: axis name -> size, major to minor. One size may be -1: what is left of the ranks. Default: `{"dp": -1}`.
+        device: where this rank computes; default CUDA if there is one, else CPU.
+        timeout: seconds that a collective may wait for a peer; default torch's (30 minutes for gloo).
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks.
+
+    Example:
+        >>> make_mesh({"dp": -1}, device="cpu").shape
+        {'dp': 1}
+    """
+    shape = dict(axes if axes is not None else {"dp": -1})
+    dev = _local_device(device)
+    launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if launched and not dist.is_initialized():
+        if dev.type == "cuda":
+            torch.cuda.set_device(dev)
+        limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+        dist.init_process_group("nccl" if dev.type == "cuda" else "gloo", timeout=limit)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shape = _fill(shape, world)
+    if world == 1:
+        return Mesh(shape, dev)
+    mesh = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return Mesh(shape, dev, mesh)
+
+
+def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
+    """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, None is the mesh of one rank and no axes."""
+    if mesh is None:
+        return Mesh({}, torch.device("cpu"))
+    if isinstance(mesh, Mesh):
+        return mesh
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError("the DeviceMesh has no axis names; pass mesh_dim_names to init_device_mesh.")
+    sizes: Sequence[int] = tuple(mesh.mesh.shape)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Mesh(dict(zip(names, sizes, strict=True)), device, mesh)
+
+
+def all_coords(shape: Mapping[str, int]) -> list[dict[str, int]]:
+    """The coordinates of every rank of a mesh of this shape, in rank order."""
+    return [dict(zip(shape, c, strict=True)) for c in itertools.product(*(range(n) for n in shape.values()))]
+
+
+def _fill(shape: dict[str, int], world: int) -> dict[str, int]:
+    free = [n for n, s in shape.items() if s == -1]
+    known = math.prod(s for s in shape.values() if s != -1)
+    if len(free) == 1 and known > 0 and world % known == 0:
+        shape[free[0]] = world // known
+    if len(free) > 1 or math.prod(shape.values()) != world or any(s < 1 for s in shape.values()):
+        raise ValueError(
+            f"a mesh of {shape} does not fit {world} rank{'s' * (world > 1)}: the sizes must multiply to the number of ranks"
+            " (one of them may be -1). Start the program with `torchrun --nproc-per-node N`."
+        )
+    return shape
+
+
+def _local_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        dev = torch.device(device)
+    else:
+        dev = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if dev.type == "cuda" and dev.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return dev
+
+

@@ -1,0 +1,141 @@
+"""`P` and `Sharding`: where each dim of a leaf lives on the mesh.
+
+`P("dp", None, ("tp", "sp"))` has one entry a tensor dim: `None` (whole), an axis name, or a tuple of names from major to
+minor. Trailing `None`s may be left out. Blocks are cut as `torch.chunk` cuts them: ceil(size / n) rows each, the last ones
+short or empty, so no size must divide anything.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+Entry = None | str | tuple[str, ...]
+MemoryKind = Literal["device", "host", "disk"]
+
+
+class P:
+    """PartitionSpec: one entry a tensor dim. Immutable and hashable; `P()` replicates.
+
+    Raises:
+        TypeError: an entry is neither `None`, a name, nor a tuple of names.
+        ValueError: an axis name occurs twice.
+
+    Example:
+        >>> P("dp", None) == P("dp")
+        True
+        >>> P(("dp", "tp")).axes
+        ('dp', 'tp')
+    """
+
+    __slots__ = ("entries",)
+    entries: tuple[Entry, ...]
+
+    def __init__(self, *entries: Any) -> None:
+        clean = [_entry(e) for e in entries]
+        while clean and clean[-1] is None:
+            clean.pop()
+        names = [n for e in clean for n in _names(e)]
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ValueError(f"P{entries!r} uses axis {twice[0]!r} twice; an axis can shard one dim only.")
+        object.__setattr__(self, "entries", tuple(clean))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("P is immutable; build a new one.")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis name in the spec, in order of dims."""
+        return tuple(n for e in self.entries for n in _names(e))
+
+    def dim_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that shard tensor dim `dim`, major to minor."""
+        return _names(self.entries[dim]) if dim < len(self.entries) else ()
+
+    def with_axes(self, dim: int, axes: tuple[str, ...]) -> "P":
+        """This spec with `axes` added as the minor-most axes of `dim`."""
+        entries = list(self.entries) + [None] * (dim + 1 - len(self.entries))
+        both = _names(entries[dim]) + axes
+        entries[dim] = both[0] if len(both) == 1 else both
+        return P(*entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and self.entries == other.entries
+
+    def __hash__(self) -> int:
+        return hash(("P", self.entries))
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self.entries))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return P, self.entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """Layout and memory of one leaf: JAX's `NamedSharding` without the mesh.
+
+    Example:
+        >>> Sharding(P("dp")).memory_kind
+        'device'
+    """
+
+    spec: P = P()
+    memory_kind: MemoryKind = "device"
+
+
+def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
+    """Start and stop of block `index` when `size` rows are cut in `n`, as `torch.chunk` cuts them.
+
+    Example:
+        >>> [chunk_bounds(7, 4, i) for i in range(4)]
+        [(0, 2), (2, 4), (4, 6), (6, 7)]
+        >>> [chunk_bounds(2, 4, i) for i in range(4)]
+        [(0, 1), (1, 2), (2, 2), (2, 2)]
+    """
+    step = -(-size // n)
+    return min(size, index * step), min(size, (index + 1) * step)
+
+
+def block_slices(
+    shape: tuple[int, ...], spec: P, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> tuple[slice, ...]:
+    """The block of a leaf of global `shape` that the rank at `coords` holds.
+
+    Args:
+        shape: global shape.
+        spec: layout.
+        sizes: axis sizes; a missing axis has size 1.
+        coords: the rank's index on each axis.
+
+    Example:
+        >>> block_slices((7, 4), P("dp"), {"dp": 2}, {"dp": 1})
+        (slice(4, 7, None), slice(0, 4, None))
+    """
+    out = []
+    for dim, size in enumerate(shape):
+        start, stop = 0, size
+        for axis in spec.dim_axes(dim):
+            lo, hi = chunk_bounds(stop - start, sizes.get(axis, 1), coords.get(axis, 0))
+            start, stop = start + lo, start + hi
+        out.append(slice(start, stop))
+    return tuple(out)
+
+
+def _entry(e: Any) -> Entry:
+    if e is None or isinstance(e, str):
+        return e
+    if isinstance(e, tuple | list) and all(isinstance(n, str) for n in e):
+        return None if not e else e[0] if len(e) == 1 else tuple(e)
+    raise TypeError(f"P entry {e!r} is neither None, an axis name, nor a tuple of axis names.")
+
+
+def _names(e: Entry) -> tuple[str, ...]:
+    return () if e is None else (e,) if isinstance(e, str) else e

@@ -1,0 +1,106 @@
+"""Pytrees: the package's only import of optree, and the paths that errors print.
+
+A missing subtree is `None` and has no leaves, as in JAX. Paths read as Python: `params['blocks'][0]['wq']`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+
+from ._errors import did_you_mean, raise_all
+
+# jaxtyping has a PyTree too, but it needs JAX.
+PyTree = Any
+
+tree_map = optree.tree_map
+tree_flatten = optree.tree_flatten
+tree_unflatten = optree.tree_unflatten
+tree_leaves = optree.tree_leaves
+tree_structure = optree.tree_structure
+
+
+def tree_paths(tree: PyTree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """The path of each leaf, in flattening order, as Python that reaches it from `root`.
+
+    Example:
+        >>> tree_paths({"w": [1, 2]}, "params")
+        ["params['w'][0]", "params['w'][1]"]
+    """
+    return [a.codify(root) for a in optree.tree_accessors(tree, is_leaf=is_leaf)]
+
+
+def tree_entries(tree: PyTree) -> list[tuple[Any, ...]]:
+    """The keys, indices and field positions that lead to each leaf."""
+    return list(optree.tree_paths(tree))
+
+
+def broadcast_prefix(
+    prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool], *, names: tuple[str, str]
+) -> list[Any]:
+    """The leaf of `prefix` that stands for each leaf of `tree`; a leaf of `prefix` covers the whole subtree below it.
+
+    Args:
+        prefix: a tree whose leaves (by `is_leaf`) stand at or above those of `tree`.
+        tree: the full tree.
+        is_leaf: tells a leaf of `prefix`.
+        names: what messages call `prefix` and `tree`.
+
+    Returns:
+        One leaf of `prefix` for each leaf of `tree`, in flattening order.
+
+    Raises:
+        ValueError: lists every path that only one of the two trees has, with near misses.
+
+    Example:
+        >>> broadcast_prefix({"a": 1, "b": 2}, {"a": [10, 20], "b": 30}, lambda x: isinstance(x, int), names=("s", "t"))
+        [1, 1, 2]
+    """
+    out: list[Any] = []
+    problems: list[str] = []
+
+    def walk(pre: Any, sub: Any, path_pre: str, path_sub: str) -> None:
+        if is_leaf(pre):
+            out.extend([pre] * len(tree_leaves(sub)))
+            return
+        if pre is None and sub is None:
+            return
+        if pre is None:
+            problems.append(f"{path_pre} is None, but {path_sub} has leaves. Instead of `None`, did you mean `P()`?")
+            return
+        if _is_leaf(pre):
+            problems.append(f"{path_pre} is a {type(pre).__name__}, which is no leaf of {names[0]}.")
+            return
+        if _is_leaf(sub):
+            problems.append(f"{path_pre} is a {type(pre).__name__}, but {path_sub} is a leaf.")
+            return
+        pre_kids, sub_kids = _children(pre), _children(sub)
+        missing = [k for k in sub_kids if k not in pre_kids and tree_leaves(sub_kids[k])]
+        extra = [k for k in pre_kids if k not in sub_kids]
+        for k in missing:
+            hint = did_you_mean(str(k), [str(e) for e in extra])
+            problems.append(f"{_join(path_sub, sub, k)} has no entry in {names[0]}.{hint}")
+        for k in extra:
+            hint = did_you_mean(str(k), [str(m) for m in missing])
+            problems.append(f"{_join(path_pre, pre, k)} has no leaf in {names[1]}.{hint}")
+        for k in sub_kids:
+            if k in pre_kids:
+                walk(pre_kids[k], sub_kids[k], _join(path_pre, pre, k), _join(path_sub, sub, k))
+
+    walk(prefix, tree, names[0], names[1])
+    raise_all(ValueError, f"{names[0]} does not match {names[1]}:", problems)
+    return out
+
+
+def _is_leaf(x: Any) -> bool:
+    return optree.tree_is_leaf(x)
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    level = optree.tree_flatten_one_level(node)
+    return dict(zip(level[2], level[0], strict=True))
+
+
+def _join(path: str, node: Any, key: Any) -> str:
+    fields = getattr(node, "_fields", None)
+    return f"{path}.{fields[key]}" if fields and isinstance(key, int) else f"{path}[{key!r}]"

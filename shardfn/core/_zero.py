@@ -1,0 +1,76 @@
+"""`Zero`: the rule from shapes and compute specs to storage specs.
+
+stage 0 keeps everything replicated; 1 shards the optimizer state; 2 the gradients too; 3 the parameters too.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2019,
+https://arxiv.org/abs/1910.02054
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+from ._errors import did_you_mean
+from ._mesh import Mesh
+from ._spec import P
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """Which states are kept in pieces, over which axis, and how the pieces travel. Values never depend on the last four.
+
+    Attributes:
+        stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
+        axis: mesh axis or axes over which states are cut.
+        prefetch: stage 3: bytes of gathered parameters that may be alive ahead of their use.
+        persist: stage 3: leaves of at most this many elements stay gathered.
+        bucket: bytes; smaller leaves travel together up to this size, larger ones alone.
+        reduce: with `accumulate`: "each" reduces every microbatch (gradients stay sharded), "once" reduces their local
+            sum at the end (fewer bytes sent, full gradients held).
+
+    Raises:
+        ValueError: a field is out of range.
+
+    Example:
+        >>> Zero(stage=3).axis
+        'dp'
+    """
+
+    stage: int = 0
+    axis: str | tuple[str, ...] = "dp"
+    prefetch: int = 32 << 20
+    persist: int = 2048
+    bucket: int = 1 << 20
+    reduce: Literal["each", "once"] = "each"
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"Zero(stage={self.stage!r}): the stages are 0, 1, 2 and 3.")
+        if self.reduce not in ("each", "once"):
+            hint = did_you_mean(str(self.reduce), ("each", "once"))
+            raise ValueError(f"Zero(reduce={self.reduce!r}): use 'each' or 'once'.{hint}")
+        for name in ("prefetch", "persist", "bucket"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Zero({name}={getattr(self, name)}): must not be negative.")
+
+
+def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh) -> P:
+    """The compute spec with the ZeRO axes added on the dim that they cut best.
+
+    Dim 0 is taken when it wastes at most an eighth in padding, since blocks along it are contiguous; else the dim with the
+    least waste. A leaf without a dim of 2 or more stays as it is.
+
+    Example:
+        >>> import torch
+        >>> zero_spec((10, 3), P(), "dp", Mesh({"dp": 1}, torch.device("cpu")))
+        P()
+    """
+    axes = tuple(a for a in mesh.axes(axis) if a not in compute.axes)
+    n = math.prod(mesh.shape[a] for a in axes)
+    if n == 1:
+        return compute
+    local = [-(-s // math.prod(mesh.shape.get(a, 1) for a in compute.dim_axes(d))) for d, s in enumerate(shape)]
+    waste = [-(-s // n) * n / s if s > 1 else math.inf for s in local]
+    if not waste or min(waste) == math.inf:
+        return compute
+    dim = 0 if waste[0] <= 1.125 else waste.index(min(waste))
+    return compute.with_axes(dim, axes)
