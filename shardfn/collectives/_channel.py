@@ -90,7 +90,7 @@ class Channel:
         own = sizes[self.index]
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
-            work = dist.reduce_scatter_tensor(out, flat, group=self.group, async_op=True)
+            work = dist.reduce_scatter_single(out, flat, group=self.group, async_op=True)
             assert work is not None
             return Pending([work], lambda: out)
         parts = flat.new_empty(self.size, own)
@@ -117,6 +117,34 @@ class Channel:
         return works
 
 
+class Channels:
+    """The channels of one step: for each set of axes one that gathers and one that reduces, so that neither waits in the
+    other's line. Made on first request, which is collective: all ranks must ask in the same order."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
+
+    def gather(self, axes: tuple[str, ...]) -> Channel:
+        """The channel that gathers along `axes`."""
+        return self._get("gather", axes)
+
+    def reduce(self, axes: tuple[str, ...]) -> Channel:
+        """The channel that reduces along `axes`."""
+        return self._get("reduce", axes)
+
+    def flush(self) -> None:
+        """Waits until every block sent by this rank has left it."""
+        for channel in self._made.values():
+            channel.flush()
+
+    def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
+        key = (kind, axes)
+        if key not in self._made:
+            self._made[key] = Channel(self._mesh, axes)
+        return self._made[key]
+
+
 def _ordered_sum(parts: Tensor) -> Tensor:
     out = torch.add(parts[0], parts[1])
     for part in parts[2:]:
@@ -129,7 +157,7 @@ def _native_all_gather(blocks: Sequence[Tensor], mine: Tensor, group: dist.Proce
     adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in zip(blocks, blocks[1:], strict=False))
     if equal and adjacent:
         out = blocks[0].as_strided((len(blocks) * mine.numel(),), (1,))
-        work = dist.all_gather_into_tensor(out, mine.view(-1), group=group, async_op=True)
+        work = dist.all_gather_single(out, mine.view(-1), group=group, async_op=True)
     else:
         work = dist.all_gather(list(blocks), mine, group=group, async_op=True)
     assert work is not None

@@ -49,7 +49,7 @@ class Control:
         padded[: data.numel()] = data
         out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
         try:
-            dist.all_gather_into_tensor(out, padded, group=self._group)
+            dist.all_gather_single(out, padded, group=self._group)
         except RuntimeError as error:
             raise self.failure(error) from error
         return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]

@@ -130,7 +130,7 @@ def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
     return GlobalTensor(block.to(mesh.device, copy=True).contiguous(), x.shape, spec, mesh)
 
 
-def full(tree: PyTree) -> PyTree:
+def unshard(tree: PyTree) -> PyTree:
     """Every `GlobalTensor` of `tree` as a whole plain tensor. Collective; other leaves pass through."""
     return tree_map(lambda x: x.full_tensor() if isinstance(x, GlobalTensor) else x, tree)
 

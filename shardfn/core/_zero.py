@@ -64,7 +64,8 @@ def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], m
         >>> zero_spec((10, 3), P(), "dp", Mesh({"dp": 1}, torch.device("cpu")))
         P()
     """
-    axes = tuple(a for a in mesh.axes(axis) if a not in compute.axes)
+    wanted = mesh.axes(axis)
+    axes = tuple(a for a in mesh.axis_names if a in wanted and a not in compute.axes)
     n = math.prod(mesh.shape[a] for a in axes)
     if n == 1:
         return compute

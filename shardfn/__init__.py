@@ -1,0 +1,50 @@
+"""shardfn: training large models as pure functions over pytrees of sharded tensors."""
+
+# isort: off
+from shardfn import collectives as collectives, core as core
+from shardfn import data as data, nn as nn, optim as optim
+from shardfn import models as models, transforms as transforms
+from shardfn import testing as testing
+
+from shardfn.collectives import (
+    GlobalTensor as GlobalTensor,
+    all_gather as all_gather,
+    all_gather_invariant as all_gather_invariant,
+    all_to_all as all_to_all,
+    axis_index as axis_index,
+    axis_size as axis_size,
+    count_traffic as count_traffic,
+    pmax as pmax,
+    pmean as pmean,
+    ppermute as ppermute,
+    psum as psum,
+    psum_scatter as psum_scatter,
+    pvary as pvary,
+    shard as shard,
+    unshard as unshard,
+)
+from shardfn.core import (
+    DonatedError as DonatedError,
+    Mesh as Mesh,
+    P as P,
+    RankError as RankError,
+    Sharding as Sharding,
+    Zero as Zero,
+    fold_in as fold_in,
+    key as key,
+    make_mesh as make_mesh,
+    split as split,
+)
+from shardfn.transforms import (
+    TrainState as TrainState,
+    WeightedMean as WeightedMean,
+    accumulate as accumulate,
+    from_module as from_module,
+    grad as grad,
+    remat as remat,
+    shard_map as shard_map,
+    sharded_step as sharded_step,
+    value_and_grad as value_and_grad,
+)
+
+__version__ = "0.1.0"

@@ -1,0 +1,100 @@
+"""The ranks along some mesh axes, as one collective sees them.
+
+A caller names axes from major to minor, in any order; a process group has the mesh's order. `Line` is the map between
+the two. Sizes that the axes do not divide are cut axis by axis, from major to minor, each cut as `torch.chunk` makes
+it, which is what `P(("dp", "tp"))` means.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from shardfn.core import Axes, Mesh, chunk_bounds
+
+from ._env import current_mesh
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Line:
+    """The ranks along `axes`, seen from one of them. "Index" counts them as the caller named the axes.
+
+    Attributes:
+        axes: the axes in the mesh's order.
+        sizes: the sizes of the axes as the caller named them, major to minor.
+        index: this rank's index.
+        ranks: index -> rank in `group`.
+        group: the process group.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    index: int
+    ranks: Sequence[int]
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether index and rank in the group are the same number."""
+        return isinstance(self.ranks, range)
+
+    @property
+    def indices(self) -> list[int]:
+        """Rank in `group` -> index."""
+        return sorted(range(self.size), key=lambda i: self.ranks[i])
+
+    def lengths(self, size: int) -> tuple[int, ...]:
+        """How many of `size` rows each index holds."""
+        return block_lengths(size, self.sizes)
+
+
+def line_along(axis: Axes) -> Line | None:
+    """The line of the bound mesh along `axis`; None where that is this rank alone.
+
+    Raises:
+        ValueError: an axis is unknown or named twice.
+    """
+    mesh = current_mesh()
+    named = mesh.axes(axis)
+    if len(set(named)) != len(named):
+        raise ValueError(f"axis={axis!r} names an axis twice; name each axis once.")
+    if not named:
+        return None
+    axes = tuple(n for n in mesh.axis_names if n in named)
+    group = mesh.group(axes)
+    assert group is not None
+    sizes = tuple(mesh.shape[n] for n in named)
+    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), group)
+
+
+@functools.lru_cache(maxsize=1024)
+def block_lengths(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The rows of each block when `size` rows are cut along axes of `sizes`, major to minor.
+
+    Example:
+        >>> block_lengths(7, (4,))
+        (2, 2, 2, 1)
+        >>> block_lengths(5, (2, 2))
+        (2, 1, 1, 1)
+    """
+    n = math.prod(sizes)
+    if size % n == 0:
+        return (size // n,) * n
+    bounds = [chunk_bounds(size, sizes[0], i) for i in range(sizes[0])]
+    return tuple(rows for start, stop in bounds for rows in block_lengths(stop - start, sizes[1:]))
+
+
+def _ranks(mesh: Mesh, named: tuple[str, ...], axes: tuple[str, ...]) -> Sequence[int]:
+    if named == axes:
+        return range(math.prod(mesh.shape[n] for n in axes))
+    stride = {n: math.prod(mesh.shape[m] for m in axes[i + 1 :]) for i, n in enumerate(axes)}
+    grid = itertools.product(*(range(0, mesh.shape[n] * stride[n], stride[n]) for n in named))
+    return tuple(sum(offsets) for offsets in grid)

@@ -1,0 +1,76 @@
+"""What goes over the wire: torch's functional collectives on buffers whose first dim counts ranks or rows.
+
+They are the ops that a tracer captures. No gradients and no odd sizes here; every function reports to the traffic
+counter under the name of the primitive that it serves.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._line import Line
+from ._traffic import record
+
+_ops = torch.ops._c10d_functional
+
+
+def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
+    """`op` ("sum" or "max") over the line; the same on every rank."""
+    if x.numel() == 0:
+        return x.clone()
+    record(name, line.axes, 2 * x.numel() * x.element_size() * (line.size - 1) // line.size, dtype=x.dtype)
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, line.group.group_name))
+
+
+def all_gather(x: Tensor, line: Line, *, name: str) -> Tensor:
+    """The blocks of the line stacked by index: `[...] -> [n, ...]`."""
+    n, shape = line.size, x.shape
+    if x.numel() == 0:
+        return x.new_empty((n, *shape))
+    record(name, line.axes, x.numel() * x.element_size() * (n - 1), dtype=x.dtype)
+    out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), n, line.group.group_name)).view(n, *shape)
+    return out if line.in_order else out[list(line.ranks)]
+
+
+def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
+    """The sum over the line of the row of each rank's `x` that belongs to this index: `[n, ...] -> [...]`."""
+    n, shape = line.size, x.shape[1:]
+    if x.numel() == 0:
+        return x.new_empty(shape)
+    if _sums_at_home(line.group):
+        each = [shape.numel()] * n
+        return _sum_in_order(exchange(x.reshape(-1), each, each, line, name=name).view(n, *shape))
+    record(name, line.axes, shape.numel() * x.element_size() * (n - 1), dtype=x.dtype)
+    rows = x if line.in_order else x[line.indices]
+    out = _ops.reduce_scatter_tensor(rows.contiguous().view(-1), "sum", n, line.group.group_name)
+    return _ops.wait_tensor(out).view(shape)
+
+
+def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *, name: str) -> Tensor:
+    """Sends `send[i]` elements of the flat `x` to each index i; returns the `recv[i]` elements from each, in order."""
+    record(name, line.axes, (x.numel() - send[line.index]) * x.element_size(), dtype=x.dtype)
+    if line.in_order:
+        out = _ops.all_to_all_single(x.contiguous(), list(recv), list(send), line.group.group_name)
+        return _ops.wait_tensor(out)
+    order = line.indices
+    pieces = x.split(list(send))
+    flat = torch.cat([pieces[i] for i in order])
+    out = _ops.all_to_all_single(flat, [recv[i] for i in order], [send[i] for i in order], line.group.group_name)
+    pieces = _ops.wait_tensor(out).split([recv[i] for i in order])
+    return torch.cat([pieces[rank] for rank in line.ranks])
+
+
+def _sums_at_home(group: dist.ProcessGroup) -> bool:
+    """The one place that chooses how to reduce-scatter: gloo's own is an all-reduce, which sends twice the bytes."""
+    return dist.get_backend(group) == "gloo"
+
+
+def _sum_in_order(rows: Tensor) -> Tensor:
+    """The sum over dim 0 from the first row to the last; 16-bit floats are summed in 32 bits and rounded once."""
+    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
+    total = rows[0].to(wide) + rows[1]
+    for row in rows[2:].unbind(0):
+        total.add_(row)
+    return total.to(rows.dtype)

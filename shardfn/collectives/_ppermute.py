@@ -1,0 +1,61 @@
+"""Point to point: `ppermute`."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from shardfn.core import Axes, raise_all
+
+from ._line import line_along
+from ._primitive import Call, bind
+
+
+def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
+    """Sends `x` from each source to its destination; who receives nothing gets zeros: `V -> V`.
+
+        NCCL: send / recv.  Slow spec: `out = zeros; out[dst] = blocks[src] for src, dst in perm`.
+
+        [A] [B] [C]  =>  [0] [A] [B]        with perm = [(0, 1), (1, 2)]
+
+    Transpose: `ppermute` with every pair turned round.
+
+    When: a ring (attention over sequence blocks), a pipeline's hand-over, a halo.
+
+    Args:
+        x: of one shape on all ranks.
+        axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 have the one index 0: `[(0, 0)]`,
+            which every ring comes to, is the identity, and `[]`, which every shift comes to, gives zeros.
+        perm: pairs (source, destination) of indices along `axis`; the same list on all ranks.
+
+    Returns:
+        A tensor like `x`.
+
+    Raises:
+        ValueError: unknown axis, an index out of range, or two pairs with one source or one destination.
+
+    Example:
+        >>> ppermute(torch.tensor([1, 2]), "pp", [(0, 0)])
+        tensor([1, 2])
+        >>> ppermute(torch.tensor([1, 2]), "pp", [])
+        tensor([0, 0])
+    """
+    line = line_along(axis)
+    pairs = tuple((int(src), int(dst)) for src, dst in perm)
+    _check(pairs, 1 if line is None else line.size)
+    if line is not None:
+        return bind(x, Call("ppermute", line, perm=pairs))
+    # Not zeros_like: the result is a function of x, with gradient zero, on one rank as on many.
+    return x if pairs else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+
+
+def _check(pairs: tuple[tuple[int, int], ...], n: int) -> None:
+    known = f"use 0 to {n - 1}" if n > 1 else "one rank has index 0 only"
+    problems = [f"{p}: an index is out of range; {known}" for p in pairs if not all(0 <= i < n for i in p)]
+    for side, word in ((0, "source"), (1, "destination")):
+        ends = [p[side] for p in pairs]
+        problems += [
+            f"{word} {i} occurs in {ends.count(i)} pairs; it may in one" for i in set(ends) if ends.count(i) > 1
+        ]
+    raise_all(ValueError, f"ppermute: perm={list(pairs)} is no permutation of {n} rank{'s' * (n > 1)}:", problems)

@@ -1,0 +1,231 @@
+"""The closed table of collectives: each one linear, each with its transpose in the same table.
+
+    psum                 V -> I    pvary
+    pvary                I -> V    psum
+    all_gather           V -> V    psum_scatter
+    psum_scatter         V -> V    all_gather
+    all_gather_invariant V -> I    take_own_block
+    take_own_block       I -> V    all_gather_invariant
+    all_to_all           V -> V    all_to_all, dims swapped
+    ppermute             V -> V    ppermute, inverse
+    pmax                 V -> I    none: not linear
+
+`I` is a value that all ranks hold alike and that counts once; `V` one that differs. The cotangent of an `I` value is
+`I`: every rank must compute it alike. References: the `shard_map` design note of JAX (JEP 14273) for the types;
+Radul et al., "You Only Linearize Once", POPL 2023, for the transposition.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from . import _native as native
+from ._line import Line
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One application of a primitive: everything but the tensor.
+
+    Attributes:
+        name: a key of `PRIMITIVES`.
+        line: the ranks that take part.
+        dim: the tensor dim that is cut or joined (`all_to_all`: cut).
+        size: the global size along `dim`.
+        concat_dim: `all_to_all`: the dim that is joined.
+        concat_size: the global size along `concat_dim`.
+        perm: `ppermute`: pairs (source index, destination index).
+    """
+
+    name: str
+    line: Line
+    dim: int = 0
+    size: int = 0
+    concat_dim: int = 0
+    concat_size: int = 0
+    perm: tuple[tuple[int, int], ...] = ()
+
+
+class Primitive(NamedTuple):
+    """A row of the table: the wire, and the call that is the transpose of a call."""
+
+    impl: Callable[[Tensor, Call], Tensor]
+    transpose: Callable[[Call], Call]
+
+
+def bind(x: Tensor, call: Call) -> Tensor:
+    """Applies `call` to `x`, differentiably. A tensor subclass may intercept it by `__torch_function__`."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(bind, (x,), x, call)
+    return _Collective.apply(x, call)
+
+
+def transposed(call: Call) -> Call:
+    """The call whose result pairs with cotangents as `call`'s operand pairs with values: `<A x, y> = <x, A^T y>`."""
+    return PRIMITIVES[call.name].transpose(call)
+
+
+class _Collective(torch.autograd.Function):
+    """The one differentiable function behind every primitive, closed under backward, jvp and vmap."""
+
+    @staticmethod
+    def forward(x: Tensor, call: Call) -> Tensor:
+        return PRIMITIVES[call.name].impl(x, call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Call], output: Tensor) -> None:
+        ctx.call = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return bind(grad, transposed(ctx.call)), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        transposed(ctx.call)  # what has no transpose is not linear
+        return bind(tangent, ctx.call)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, call: Call) -> tuple[Tensor, int]:
+        # The function is called only where x has a batch dim: its other argument is no tensor.
+        batched = dataclasses.replace(call, dim=call.dim + 1, concat_dim=call.concat_dim + 1)
+        return bind(x.movedim(in_dims[0] or 0, 0), batched), 0
+
+
+# psum: V -> I
+
+
+def _psum(x: Tensor, call: Call) -> Tensor:
+    return native.all_reduce(x, call.line, "sum", name="psum")
+
+
+# pvary: I -> V
+
+
+def _pvary(x: Tensor, call: Call) -> Tensor:
+    return x.view_as(x)
+
+
+# pmax: V -> I
+
+
+def _pmax(x: Tensor, call: Call) -> Tensor:
+    return native.all_reduce(x, call.line, "max", name="pmax")
+
+
+# all_gather: V -> V, all_gather_invariant: V -> I
+
+
+def _all_gather(x: Tensor, call: Call) -> Tensor:
+    lengths = call.line.lengths(call.size)
+    rows = _pad(x.movedim(call.dim, 0), lengths[0])
+    blocks = native.all_gather(rows, call.line, name="all_gather")
+    return _join(blocks, lengths).movedim(0, call.dim).contiguous()
+
+
+# psum_scatter: V -> V
+
+
+def _psum_scatter(x: Tensor, call: Call) -> Tensor:
+    lengths = call.line.lengths(call.size)
+    blocks = _cut(x.movedim(call.dim, 0), lengths)
+    own = native.reduce_scatter(blocks, call.line, name="psum_scatter")
+    return own[: lengths[call.line.index]].movedim(0, call.dim).contiguous()
+
+
+# take_own_block: I -> V
+
+
+def _take_own_block(x: Tensor, call: Call) -> Tensor:
+    lengths, index = call.line.lengths(call.size), call.line.index
+    # A copy, so that the block does not keep the whole alive.
+    return x.narrow(call.dim, sum(lengths[:index]), lengths[index]).clone(memory_format=torch.contiguous_format)
+
+
+# all_to_all: V -> V
+
+
+def _all_to_all(x: Tensor, call: Call) -> Tensor:
+    line, rows = call.line, call.line.lengths(call.size)
+    arriving = [_arriving(x, call, width) for width in line.lengths(call.concat_size)]
+    per_row = x.numel() // max(x.shape[call.dim], 1)
+    send, recv = [r * per_row for r in rows], [shape.numel() for shape in arriving]
+    flat = native.exchange(x.movedim(call.dim, 0).reshape(-1), send, recv, line, name="all_to_all")
+    blocks = [b.view(shape).movedim(0, call.dim) for b, shape in zip(flat.split(recv), arriving, strict=True)]
+    return torch.cat(blocks, call.concat_dim)
+
+
+def _arriving(x: Tensor, call: Call, width: int) -> torch.Size:
+    """The shape, cut dim first, of what comes from a rank that holds `width` of `concat_dim`."""
+    shape = list(x.shape)
+    shape[call.concat_dim] = width
+    shape[call.dim] = call.line.lengths(call.size)[call.line.index]
+    return torch.Size([shape.pop(call.dim), *shape])
+
+
+# ppermute: V -> V
+
+
+def _ppermute(x: Tensor, call: Call) -> Tensor:
+    line, n = call.line, x.numel()
+    send = [n * ((line.index, i) in call.perm) for i in range(line.size)]
+    recv = [n * ((i, line.index) in call.perm) for i in range(line.size)]
+    out = native.exchange(x.reshape(-1)[: sum(send)], send, recv, line, name="ppermute")
+    return out.view(x.shape) if sum(recv) or n == 0 else torch.zeros_like(x)
+
+
+def _pad(x: Tensor, rows: int) -> Tensor:
+    missing = rows - x.shape[0]
+    return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing else x
+
+
+def _cut(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The blocks of `x` along dim 0, padded to the first one's length and stacked."""
+    if x.shape[0] == len(lengths) * lengths[0]:
+        return x.reshape(len(lengths), lengths[0], *x.shape[1:])
+    return torch.stack([_pad(block, lengths[0]) for block in x.split(lengths)])
+
+
+def _join(blocks: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The transpose of `_cut`: stacked padded blocks to rows."""
+    if len(set(lengths)) == 1:
+        return blocks.flatten(0, 1)
+    return torch.cat([block[:rows] for block, rows in zip(blocks.unbind(0), lengths, strict=True)])
+
+
+def _becomes(name: str) -> Callable[[Call], Call]:
+    return lambda call: dataclasses.replace(call, name=name)
+
+
+def _swap_dims(call: Call) -> Call:
+    return dataclasses.replace(
+        call, dim=call.concat_dim, size=call.concat_size, concat_dim=call.dim, concat_size=call.size
+    )
+
+
+def _inverse(call: Call) -> Call:
+    return dataclasses.replace(call, perm=tuple((dst, src) for src, dst in call.perm))
+
+
+def _no_transpose(call: Call) -> Call:
+    raise NotImplementedError(
+        f"{call.name} has no derivative. Where the result is a constant of the mathematics, as the shift of a softmax"
+        f" is, say so: `{call.name}(x.detach(), axis)`."
+    )
+
+
+PRIMITIVES: dict[str, Primitive] = {
+    "psum": Primitive(_psum, _becomes("pvary")),
+    "pvary": Primitive(_pvary, _becomes("psum")),
+    "pmax": Primitive(_pmax, _no_transpose),
+    "all_gather": Primitive(_all_gather, _becomes("psum_scatter")),
+    "psum_scatter": Primitive(_psum_scatter, _becomes("all_gather")),
+    "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block")),
+    "take_own_block": Primitive(_take_own_block, _becomes("all_gather_invariant")),
+    "all_to_all": Primitive(_all_to_all, _swap_dims),
+    "ppermute": Primitive(_ppermute, _inverse),
+}

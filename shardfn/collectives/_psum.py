@@ -1,0 +1,150 @@
+"""Reductions over an axis, and the cast that is the transpose of a sum: `psum`, `pmean`, `pmax`, `pvary`."""
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Axes, PyTree
+
+from ._arguments import map_tensors
+from ._line import line_along
+from ._primitive import Call, bind
+
+
+def psum(x: PyTree, axis: Axes) -> PyTree:
+    """The sum over the ranks along `axis`: `V -> I`.
+
+        NCCL: all_reduce.  Slow spec: `[sum(blocks)] * n`.  Layout: `A{U_axis} -> A`.
+
+        [A] [B]  =>  [A + B] [A + B]
+
+    Transpose: `pvary`. The cotangent of an invariant value is invariant, and counts once: a loss that ends in `psum`
+    has the gradient of the sum, not n times it.
+
+    When: all ranks need the whole sum. When each goes on with a block of it, `psum_scatter` sends half the bytes.
+
+    Args:
+        x: a tensor, or a tree of them, of one shape on all ranks. Booleans are counted, as by `torch.sum` (int64).
+        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+
+    Returns:
+        A tree like `x`.
+
+    Raises:
+        ValueError: an axis is neither in the mesh nor a house name, or is named twice.
+        TypeError: a leaf is no tensor.
+
+    Example:
+        >>> psum(torch.tensor([1.0, 2.0]), "dp")
+        tensor([1., 2.])
+    """
+    line = line_along(axis)
+
+    def leaf(t: Tensor) -> Tensor:
+        t = t.long() if t.dtype == torch.bool else t
+        return t if line is None else bind(t, Call("psum", line))
+
+    return map_tensors("psum", leaf, x)
+
+
+def pmean(x: PyTree, axis: Axes) -> PyTree:
+    """The mean over the ranks along `axis`: `V -> I`, `psum(x) / n`.
+
+        NCCL: all_reduce.  Slow spec: `[sum(blocks) / n] * n`.
+
+        [A] [B]  =>  [(A + B) / 2] [(A + B) / 2]
+
+    Transpose: `pvary(y) / n`.
+
+    When: ranks hold equally many rows. With unequal numbers, sum totals and weights apart and divide once.
+
+    Args:
+        x: a tensor, or a tree of them, of one shape on all ranks. Integers give the default float.
+        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+
+    Returns:
+        A tree like `x`.
+
+    Raises:
+        ValueError: an axis is neither in the mesh nor a house name, or is named twice.
+        TypeError: a leaf is no tensor.
+
+    Example:
+        >>> pmean({"loss": torch.tensor(3.0)}, "dp")
+        {'loss': tensor(3.)}
+    """
+    line = line_along(axis)
+
+    def leaf(t: Tensor) -> Tensor:
+        if line is None:
+            return t if t.is_floating_point() or t.is_complex() else t / 1
+        return psum(t, axis) / line.size
+
+    return map_tensors("pmean", leaf, x)
+
+
+def pmax(x: PyTree, axis: Axes) -> PyTree:
+    """The elementwise maximum over the ranks along `axis`: `V -> I`.
+
+        NCCL: all_reduce (max).  Slow spec: `[max(blocks)] * n`.
+
+        [A] [B]  =>  [max(A, B)] [max(A, B)]
+
+    Transpose: none; it is not linear, and differentiating through it is an error. The minimum is `-pmax(-x)`.
+
+    When: the shift of a softmax over sharded logits (`pmax(x.detach(), axis)`), a scale that ranks share, a flag.
+
+    Args:
+        x: a tensor, or a tree of them, of one shape on all ranks.
+        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+
+    Returns:
+        A tree like `x`.
+
+    Raises:
+        ValueError: an axis is neither in the mesh nor a house name, or is named twice.
+        TypeError: a leaf is no tensor.
+        NotImplementedError: a gradient is asked for (when it is: in the backward, or in a jvp).
+
+    Example:
+        >>> pmax(torch.tensor([1, 5]), "tp")
+        tensor([1, 5])
+    """
+    line = line_along(axis)
+
+    def leaf(t: Tensor) -> Tensor:
+        if line is None:
+            return t
+        # Backends have no maximum of booleans; "any" is that of bytes.
+        return bind(t.byte(), Call("pmax", line)).bool() if t.dtype == torch.bool else bind(t, Call("pmax", line))
+
+    return map_tensors("pmax", leaf, x)
+
+
+def pvary(x: PyTree, axis: Axes) -> PyTree:
+    """The identity that declares an invariant value varying: `I -> V`.
+
+        NCCL: nothing forward, all_reduce backward.  Slow spec: `blocks`.
+
+        [A] [A]  =>  [A] [A]
+
+    Transpose: `psum`. Each rank's use of `x` gives a part of its gradient; the parts are summed.
+
+    When: an invariant value (replicated weights, activations between tensor-parallel layers) meets a varying one.
+
+    Args:
+        x: a tensor, or a tree of them, equal on all ranks.
+        axis: mesh axes; None, a missing axis and an axis of size 1 are the identity.
+
+    Returns:
+        A tree like `x`.
+
+    Raises:
+        ValueError: an axis is neither in the mesh nor a house name, or is named twice.
+        TypeError: a leaf is no tensor.
+
+    Example:
+        >>> pvary([torch.tensor(1)], "tp")
+        [tensor(1)]
+    """
+    line = line_along(axis)
+    return map_tensors("pvary", lambda t: t if line is None else bind(t, Call("pvary", line)), x)

@@ -1,0 +1,85 @@
+"""The meaning of every collective, slowly: functions from the list of all ranks' blocks to that of their results."""
+
+import torch
+from torch import Tensor
+
+Blocks = list[Tensor]
+
+
+def psum_ref(blocks: Blocks) -> Blocks:
+    """Everyone gets the sum, taken in the order of ranks.
+
+    Example:
+        >>> psum_ref([torch.tensor(1), torch.tensor(2)])
+        [tensor(3), tensor(3)]
+    """
+    total = blocks[0]
+    for block in blocks[1:]:
+        total = total + block
+    return [total] * len(blocks)
+
+
+def pmean_ref(blocks: Blocks) -> Blocks:
+    """Everyone gets the mean."""
+    return [total / len(blocks) for total in psum_ref(blocks)]
+
+
+def pmax_ref(blocks: Blocks) -> Blocks:
+    """Everyone gets the elementwise maximum."""
+    return [torch.stack(blocks).amax(0)] * len(blocks)
+
+
+def pvary_ref(blocks: Blocks) -> Blocks:
+    """Everyone keeps what it has."""
+    return list(blocks)
+
+
+def all_gather_ref(blocks: Blocks, dim: int) -> Blocks:
+    """Everyone gets the concatenation.
+
+    Example:
+        >>> all_gather_ref([torch.tensor([1]), torch.tensor([2])], 0)
+        [tensor([1, 2]), tensor([1, 2])]
+    """
+    return [torch.cat(blocks, dim)] * len(blocks)
+
+
+all_gather_invariant_ref = all_gather_ref
+
+
+def psum_scatter_ref(blocks: Blocks, dim: int) -> Blocks:
+    """Everyone gets its block of the sum."""
+    return take_own_block_ref(psum_ref(blocks), dim)
+
+
+def take_own_block_ref(blocks: Blocks, dim: int) -> Blocks:
+    """Everyone keeps its block of what it has.
+
+    Example:
+        >>> take_own_block_ref([torch.arange(3), torch.arange(3)], 0)
+        [tensor([0, 1]), tensor([2])]
+    """
+    return [cut(whole, len(blocks), dim)[i] for i, whole in enumerate(blocks)]
+
+
+def all_to_all_ref(blocks: Blocks, split_dim: int, concat_dim: int) -> Blocks:
+    """Block i of every rank goes to rank i, which joins what it gets."""
+    pieces = [cut(block, len(blocks), split_dim) for block in blocks]
+    return [torch.cat([cuts[i] for cuts in pieces], concat_dim) for i in range(len(blocks))]
+
+
+def ppermute_ref(blocks: Blocks, perm: list[tuple[int, int]]) -> Blocks:
+    """Destinations get their source's block, the others zeros."""
+    source = {dst: src for src, dst in perm}
+    return [blocks[source[i]] if i in source else torch.zeros_like(b) for i, b in enumerate(blocks)]
+
+
+def cut(x: Tensor, n: int, dim: int) -> Blocks:
+    """`torch.chunk`, with the empty blocks that it leaves out.
+
+    Example:
+        >>> cut(torch.arange(2), 3, 0)
+        [tensor([0]), tensor([1]), tensor([], dtype=torch.int64)]
+    """
+    chunks = list(x.chunk(n, dim))
+    return chunks + [x.narrow(dim, 0, 0)] * (n - len(chunks))

@@ -1,0 +1,91 @@
+"""How many bytes a rank sends: a counter that every collective reports to.
+
+The counts are those of ring algorithms: what one rank puts on the wire, whatever the backend does underneath. For a
+full tensor of M bytes over N ranks: `all_gather` and `psum_scatter` M (N - 1) / N, `psum` 2 M (N - 1) / N; for a local
+buffer of m bytes: `all_to_all` m less what stays at home; `ppermute` what this rank really sends.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What one rank sent while `count_traffic` was open.
+
+    Attributes:
+        by_op: (operation, axes in the mesh's order) -> [calls, bytes].
+        by_dtype: dtype of the elements on the wire -> bytes; None where the caller did not say.
+    """
+
+    by_op: dict[tuple[str, tuple[str, ...]], list[int]] = dataclasses.field(default_factory=dict)
+    by_dtype: dict[torch.dtype | None, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def calls(self) -> int:
+        """The number of collectives."""
+        return sum(calls for calls, _ in self.by_op.values())
+
+    @property
+    def bytes(self) -> int:
+        """The bytes sent, over all operations and axes."""
+        return sum(sent for _, sent in self.by_op.values())
+
+    def add(self, op: str, axes: tuple[str, ...], sent: int, dtype: torch.dtype | None) -> None:
+        """Counts one collective."""
+        entry = self.by_op.setdefault((op, axes), [0, 0])
+        entry[0] += 1
+        entry[1] += sent
+        self.by_dtype[dtype] = self.by_dtype.get(dtype, 0) + sent
+
+
+# A plain list and no context variable: backward functions run on autograd's threads and are to be counted too.
+_COUNTERS: list[Traffic] = []
+
+
+def record(op: str, axes: tuple[str, ...], sent: int, *, dtype: torch.dtype | None = None) -> None:
+    """Reports one collective to every open counter; costs one list test when there is none.
+
+    Args:
+        op: the collective's name.
+        axes: the mesh axes that it crossed, in the mesh's order.
+        sent: bytes that this rank sends.
+        dtype: what travels, for `Traffic.by_dtype`.
+
+    Example:
+        >>> with count_traffic() as traffic:
+        ...     record("psum", ("dp",), 64)
+        >>> traffic.by_op
+        {('psum', ('dp',)): [1, 64]}
+    """
+    if _COUNTERS:
+        for counter in _COUNTERS:
+            counter.add(op, axes, sent, dtype)
+
+
+@contextlib.contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Counts what this rank sends while the context is open. Counters nest; each one sees everything below it.
+
+    Under a tracer the collectives of the captured program are counted once, when they are traced.
+
+    Returns:
+        A context manager that gives a `Traffic`, which stays readable after the end.
+
+    Example:
+        >>> with count_traffic() as traffic:
+        ...     record("all_gather", ("dp",), 10)
+        ...     record("all_gather", ("dp",), 20)
+        >>> traffic.calls, traffic.bytes
+        (2, 30)
+    """
+    counter = Traffic()
+    _COUNTERS.append(counter)
+    try:
+        yield counter
+    finally:
+        # By identity: two counters with the same counts compare equal.
+        _COUNTERS[:] = [c for c in _COUNTERS if c is not counter]

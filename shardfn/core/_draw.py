@@ -1,0 +1,439 @@
+"""Draws: tensors as functions of (key, shape), any block of which can be had without the rest.
+
+Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`; so are the others. Inside `deferred()`
+the functions return a `Draw`, which is drawn when it is used or cut, so that one `init(config, key)` serves a laptop and
+a mesh on which no rank could hold the whole.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64, Shaped
+from torch import Tensor
+
+from ._key import threefry2x32
+from ._tree import tree_map
+
+Device = torch.device | str | None
+Slices = tuple[slice, ...]
+# Elements drawn at a time: the temporaries of the cipher stay in a core's cache, and no kernel of so few starts threads,
+# whose barriers (a hundred a chunk) cost far more than they save where cores are shared between ranks.
+CHUNK = 1 << 15
+# Chunks are padded to whole vectors, because a kernel's scalar tail may round otherwise than its vector body.
+_VECTOR = 64
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+_deferred_depth = 0
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Inside, `normal`, `uniform`, `zeros`, `ones` and `full` return a `Draw` instead of drawing. Nests.
+
+    Example:
+        >>> with deferred():
+        ...     w = ones((1 << 20, 1 << 20))
+        >>> draw_block(w, (slice(0, 1), slice(0, 3)))
+        tensor([[1., 1., 1.]])
+    """
+    global _deferred_depth
+    _deferred_depth += 1
+    try:
+        yield
+    finally:
+        _deferred_depth -= 1
+
+
+def uniform(
+    key: Int64[Tensor, "2"],
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    minval: float = 0.0,
+    maxval: float = 1.0,
+    device: Device = None,
+) -> Float[Tensor, "..."]:
+    """Uniform numbers in [minval, maxval): the upper 23 bits of a word (52 for float64) as a fraction, then scaled.
+
+    float16 and bfloat16 are drawn as float32 and rounded, which may round up to `maxval`.
+
+    Args:
+        key: the key; do not draw from it twice.
+        shape: shape of the result.
+        dtype: a floating dtype.
+        minval: inclusive lower end.
+        maxval: upper end.
+        device: default the key's.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> uniform(key(42), (2,)).tolist()
+        [0.48871052265167236, 0.6797974109649658]
+    """
+    draw = functools.partial(
+        uniform_block, key, shape, dtype=dtype, minval=minval, maxval=maxval, device=device or key.device
+    )
+    return _maybe_deferred(draw, shape, dtype, device or key.device)
+
+
+def normal(
+    key: Int64[Tensor, "2"],
+    shape: Sequence[int],
+    *,
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    device: Device = None,
+) -> Float[Tensor, "..."]:
+    """Normal numbers: mean + stddev * sqrt(2) * erfinv(u), u uniform in (-1, 1).
+
+    Args:
+        key: the key; do not draw from it twice.
+        shape: shape of the result.
+        mean: mean.
+        stddev: standard deviation. Scale here and not afterwards, so that a deferred draw stays one.
+        dtype: a floating dtype; the 16-bit ones are drawn as float32 and rounded.
+        device: default the key's.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> normal(key(0), (2, 3)).shape
+        torch.Size([2, 3])
+    """
+    draw = functools.partial(
+        normal_block, key, shape, mean=mean, stddev=stddev, dtype=dtype, device=device or key.device
+    )
+    return _maybe_deferred(draw, shape, dtype, device or key.device)
+
+
+def bernoulli(key: Int64[Tensor, "2"], p: float, shape: Sequence[int]) -> Bool[Tensor, "..."]:
+    """True with probability `p`: `uniform(key, shape) < p`.
+
+    Args:
+        key: the key; do not draw from it twice.
+        p: probability of True.
+        shape: shape of the result.
+
+    Raises:
+        ValueError: `p` is not in [0, 1].
+
+    Example:
+        >>> from shardfn.core import key
+        >>> bernoulli(key(0), 1.0, (2,)).tolist()
+        [True, True]
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"bernoulli(p={p}): a probability lies in [0, 1].")
+    return uniform_block(key, shape, ()) < p
+
+
+def full(
+    shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32, device: Device = None
+) -> Shaped[Tensor, "..."]:
+    """A tensor filled with `value`; a `Draw` inside `deferred()`.
+
+    Args:
+        shape: shape of the result.
+        value: the value.
+        dtype: any dtype.
+        device: default torch's.
+
+    Example:
+        >>> full((2,), 3.0).tolist()
+        [3.0, 3.0]
+    """
+    device = device or torch.get_default_device()
+    draw = functools.partial(_full_block, shape, value=value, dtype=dtype, device=device)
+    return _maybe_deferred(draw, shape, dtype, device)
+
+
+def zeros(
+    shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Device = None
+) -> Shaped[Tensor, "..."]:
+    """A tensor of zeros; a `Draw` inside `deferred()`.
+
+    Example:
+        >>> zeros((2,)).tolist()
+        [0.0, 0.0]
+    """
+    return full(shape, 0, dtype=dtype, device=device)
+
+
+def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Device = None) -> Shaped[Tensor, "..."]:
+    """A tensor of ones; a `Draw` inside `deferred()`.
+
+    Example:
+        >>> ones((2,)).tolist()
+        [1.0, 1.0]
+    """
+    return full(shape, 1, dtype=dtype, device=device)
+
+
+def uniform_block(
+    key: Int64[Tensor, "2"],
+    shape: Sequence[int],
+    slices: Slices,
+    *,
+    dtype: torch.dtype = torch.float32,
+    minval: float = 0.0,
+    maxval: float = 1.0,
+    device: Device = None,
+) -> Float[Tensor, "..."]:
+    """The block `uniform(key, shape, ...)[slices]`, bit for bit, at the cost of the block.
+
+    Args:
+        key: the key.
+        shape: shape of the full draw.
+        slices: one slice of step 1 a dim; missing ones are whole.
+        dtype: as in `uniform`.
+        minval: as in `uniform`.
+        maxval: as in `uniform`.
+        device: as in `uniform`.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype.
+        ValueError: more slices than dims, or a step other than 1.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> block = uniform_block(key(0), (4, 6), (slice(1, 3),))
+        >>> torch.equal(block, uniform(key(0), (4, 6))[1:3])
+        True
+    """
+    work = _work_dtype(dtype)
+
+    def sample(hi: Tensor, lo: Tensor) -> Tensor:
+        u = _unit(hi, lo, work).mul_(maxval - minval).add_(minval)
+        return u.clamp_(min=minval)
+
+    return _draw(key, shape, slices, dtype, device, sample)
+
+
+def normal_block(
+    key: Int64[Tensor, "2"],
+    shape: Sequence[int],
+    slices: Slices,
+    *,
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    device: Device = None,
+) -> Float[Tensor, "..."]:
+    """The block `normal(key, shape, ...)[slices]`, bit for bit, at the cost of the block.
+
+    Args:
+        key: the key.
+        shape: shape of the full draw.
+        slices: one slice of step 1 a dim; missing ones are whole.
+        mean: as in `normal`.
+        stddev: as in `normal`.
+        dtype: as in `normal`.
+        device: as in `normal`.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype.
+        ValueError: more slices than dims, or a step other than 1.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> block = normal_block(key(0), (4, 6), (slice(1, 3), slice(0, 5)))
+        >>> torch.equal(block, normal(key(0), (4, 6))[1:3, 0:5])
+        True
+    """
+    work = _work_dtype(dtype)
+    # nextafter(-1, 0): the open end keeps erfinv finite.
+    lowest = -1.0 + torch.finfo(work).eps / 2
+
+    def sample(hi: Tensor, lo: Tensor) -> Tensor:
+        u = _unit(hi, lo, work).mul_(2.0).add_(lowest)
+        return u.erfinv_().mul_(math.sqrt(2)).mul_(stddev).add_(mean)
+
+    return _draw(key, shape, slices, dtype, device, sample)
+
+
+def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, "..."]:
+    """The block `leaf[slices]` as a tensor of its own: a `Draw` draws only that, an ordinary tensor is copied.
+
+    Args:
+        leaf: a `Draw` or a tensor.
+        slices: one slice of step 1 a dim; missing ones are whole.
+
+    Example:
+        >>> draw_block(torch.arange(4), (slice(1, 3),)).tolist()
+        [1, 2]
+    """
+    if isinstance(leaf, Draw):
+        return leaf.block(slices)
+    return leaf[slices].clone(memory_format=torch.contiguous_format)
+
+
+class Draw(Tensor):
+    """A tensor that is drawn when it is needed. Its shape, dtype and device cost nothing; any other use draws the whole.
+
+    Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`.
+    """
+
+    _draw: Callable[[Slices], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, draw: Callable[[Slices], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> "Draw":
+        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self._draw = draw
+        return self
+
+    def block(self, slices: Slices) -> Tensor:
+        """The block `self.full()[slices]`, bit for bit, at the cost of the block."""
+        return self._draw(slices)
+
+    def full(self) -> Tensor:
+        """The whole tensor."""
+        return self._draw(())
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Draw(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if isinstance(kwargs.get("out"), Draw) or (_writes(name) and isinstance(args[0], Draw)):
+            raise TypeError(f"{name} would write into a deferred draw, which is immutable; call .full() on it first.")
+        args, kwargs = tree_map(lambda x: x.full() if isinstance(x, Draw) else x, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"a deferred draw reached {func} without being drawn; call .full() on it first.")
+
+
+_METADATA = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    *(getattr(Tensor, n).__get__ for n in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf")),
+    *(getattr(Tensor, n).__get__ for n in ("grad", "grad_fn", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")),
+}
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_")
+
+
+def _maybe_deferred(draw: Callable[[Slices], Tensor], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    return Draw(draw, shape, dtype, torch.device(device)) if _deferred_depth else draw(())
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    if dtype in _HALF_DTYPES:
+        return torch.float32
+    raise TypeError(f"random numbers of {dtype}: draw float64, float32, bfloat16 or float16 and convert.")
+
+
+def _unit(hi: Tensor, lo: Tensor, dtype: torch.dtype) -> Tensor:
+    """[0, 1): the upper bits as a fraction. The same numbers as writing them under the exponent of 1.0 and taking 1."""
+    if dtype == torch.float64:
+        word = (hi.to(torch.int64) << 32) | (lo.to(torch.int64) & 0xFFFFFFFF)
+        return ((word >> 12) & ((1 << 52) - 1)).to(dtype).mul_(2.0**-52)
+    return (((hi ^ lo) >> 9) & ((1 << 23) - 1)).to(dtype).mul_(2.0**-23)
+
+
+def _full_block(
+    shape: Sequence[int], slices: Slices, *, value: float, dtype: torch.dtype, device: Device
+) -> Tensor:
+    return torch.full([b - a for a, b in _bounds(shape, slices)], value, dtype=dtype, device=device)
+
+
+def _draw(
+    key: Tensor,
+    shape: Sequence[int],
+    slices: Slices,
+    dtype: torch.dtype,
+    device: Device,
+    sample: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """`sample(words)` at every position of the block."""
+    bounds = _bounds(shape, slices)
+    sizes = [b - a for a, b in bounds]
+    count = math.prod(sizes)
+    key = key.to(device) if device is not None else key
+    if count == 0:
+        return key.new_empty(sizes, dtype=dtype)
+    # A traced key (a subclass of Tensor) draws at once: a graph has no cache to fit, and no loop to unroll.
+    chunk = CHUNK if type(key) is Tensor else count
+    if count <= chunk:
+        (index,) = _index_chunks(shape, bounds, count, key.device)
+        return _sample_padded(key, index, sample).to(dtype).reshape(sizes)
+    out, start = key.new_empty(count, dtype=dtype), 0
+    for index in _index_chunks(shape, bounds, chunk, key.device):
+        out[start : start + len(index)] = _sample_padded(key, index, sample)
+        start += len(index)
+    return out.view(sizes)
+
+
+def _sample_padded(key: Tensor, index: Tensor, sample: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    n = len(index)
+    return sample(*threefry2x32(key, F.pad(index, (0, -n % _VECTOR))))[:n]
+
+
+def _bounds(shape: Sequence[int], slices: Slices) -> list[tuple[int, int]]:
+    """Start and stop in each dim."""
+    if len(slices) > len(shape):
+        raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}, which has {len(shape)} dims.")
+    if bad := [s for s in slices if s.step not in (None, 1)]:
+        raise ValueError(f"slices of a draw have step 1, not {bad[0]}; slice the drawn block further.")
+    cuts = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)]
+    return [(a, max(a, b)) for a, b in cuts] + [(0, n) for n in shape[len(slices) :]]
+
+
+def _index_chunks(
+    shape: Sequence[int], bounds: list[tuple[int, int]], chunk: int, device: torch.device
+) -> Iterator[Tensor]:
+    """The flat positions of a block of `shape`, in order, in pieces of about `chunk`.
+
+    A block is a set of rows (the dims before `cut`), each a contiguous run of positions (the dims from `cut` on).
+    """
+    cut = len(shape)
+    while cut > 0 and bounds[cut - 1] == (0, shape[cut - 1]):
+        cut -= 1
+    cut = max(cut - 1, 0)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    first, last = (bounds[cut][0] * strides[cut], bounds[cut][1] * strides[cut]) if shape else (0, 1)
+    dims = list(zip(bounds[:cut], strides[:cut], strict=True))
+    if last - first >= chunk:
+        for row in itertools.product(*(range(a * s, b * s, s) for (a, b), s in dims)):
+            for start in range(sum(row) + first, sum(row) + last, chunk):
+                yield torch.arange(start, min(start + chunk, sum(row) + last), device=device)
+        return
+    run = torch.arange(first, last, device=device)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for (a, b), s in dims:
+        rows = (rows[:, None] + torch.arange(a, b, device=device) * s).flatten()
+    for some in rows.split(max(1, chunk // len(run))):
+        yield (some[:, None] + run).flatten()

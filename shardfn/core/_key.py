@@ -1,0 +1,142 @@
+"""Keys: explicit, stateless randomness by threefry2x32 in torch integer ops.
+
+Law: a random word is a function of (key, position) alone, so any block of a draw is the same bits on every rank, under
+every mesh, remat and microbatching. The words are those of `jax.random` with its partitionable threefry.
+
+Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, https://doi.org/10.1145/2063384.2063405
+"""
+
+import torch
+from jaxtyping import Int, Int32, Int64
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+_PARITY = 0x1BD11BDA
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor, "2"]:
+    """A key from a seed: the two halves of the seed as unsigned 32-bit words, high half first.
+
+    It is an ordinary tensor, so that it lives in a state tree and is traced like any other leaf.
+
+    Args:
+        seed: any integer of 64 bits, signed or unsigned.
+        device: where draws from the key are made unless they say otherwise.
+
+    Returns:
+        int64 of shape [2], each word in [0, 2**32).
+
+    Raises:
+        ValueError: `seed` has more than 64 bits.
+
+    Example:
+        >>> key(42).tolist()
+        [0, 42]
+    """
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"key({seed}): a seed has at most 64 bits; use {seed & (2**64 - 1)}, its low 64 bits.")
+    return torch.tensor([(seed >> 32) & MASK, seed & MASK], dtype=torch.int64, device=device)
+
+
+def split(key: Int64[Tensor, "2"], num: int = 2) -> Int64[Tensor, "n 2"]:
+    """`num` independent keys: `split(key, n)[i] == fold_in(key, i)`.
+
+    Args:
+        key: the key to derive from; do not draw from it as well.
+        num: how many.
+
+    Returns:
+        int64 of shape [num, 2]; unpack or index it.
+
+    Raises:
+        ValueError: `num` is negative.
+
+    Example:
+        >>> a, b = split(key(0))
+        >>> torch.equal(b, fold_in(key(0), 1))
+        True
+    """
+    if num < 0:
+        raise ValueError(f"split(key, {num}): the number of keys must not be negative.")
+    return fold_in(key, torch.arange(num, device=key.device))
+
+
+def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[Tensor, "*m 2"]:
+    """The key of (key, data): threefry of the two words of `data`. A tensor of data gives a key for each entry.
+
+    Args:
+        key: one key, or keys whose leading dims broadcast with those of `data`.
+        data: an integer such as a step, layer or sample number.
+
+    Returns:
+        int64 keys of shape [*m, 2], `m` the broadcast of the leading dims and the shape of `data`.
+
+    Raises:
+        ValueError: an integer `data` has more than 64 bits.
+
+    Example:
+        >>> fold_in(key(42), 7).tolist()
+        [2547012911, 1371500959]
+    """
+    if isinstance(data, int):
+        if not -(1 << 63) <= data < 1 << 64:
+            raise ValueError(f"fold_in(key, {data}): data has at most 64 bits.")
+        data = torch.tensor(data - (1 << 64) if data >> 63 > 0 else data, device=key.device)
+    words = threefry2x32(key, data.to(device=key.device, dtype=torch.int64))
+    return torch.stack(words, dim=-1).to(torch.int64) & MASK
+
+
+def bits(key: Int64[Tensor, "2"], start: int, count: int) -> Int64[Tensor, " n"]:
+    """The 32-bit words of flat positions start .. start + count: `hi ^ lo` of threefry2x32(key, position).
+
+    Args:
+        key: the key.
+        start: first position.
+        count: number of positions.
+
+    Returns:
+        int64 of shape [count], each in [0, 2**32).
+
+    Example:
+        >>> bits(key(42), 0, 2).tolist()
+        [2098992034, 2919706841]
+    """
+    hi, lo = threefry2x32(key, torch.arange(start, start + count, device=key.device))
+    return (hi ^ lo).to(torch.int64) & MASK
+
+
+def threefry2x32(
+    key: Int64[Tensor, "*k 2"], index: Int64[Tensor, "*n"]
+) -> tuple[Int32[Tensor, "*m"], Int32[Tensor, "*m"]]:
+    """Threefry-2x32 with 20 rounds of the counters (index >> 32, index & 0xffffffff).
+
+    int32 arithmetic wraps around exactly as the cipher's uint32 does, and is what CPUs vectorise best.
+
+    Args:
+        key: keys; the leading dims broadcast with `index`.
+        index: counters.
+
+    Returns:
+        The two words, as the int32 of the same bits.
+
+    Example:
+        >>> [hex(w.item() & 0xffffffff) for w in threefry2x32(key(0), torch.tensor(0))]
+        ['0x6b200159', '0x99ba4efe']
+    """
+    k0, k1 = key.to(torch.int32).unbind(-1)
+    ks = (k0, k1, k0 ^ k1 ^ _PARITY)
+    x0, x1 = (index >> 32).to(torch.int32) + k0, index.to(torch.int32) + k1
+    for i in range(5):
+        for r in _ROTATIONS[i % 2]:
+            x0 = x0 + x1
+            x1 = _rotate_left(x1, r) ^ x0
+        x0 = x0 + ks[(i + 1) % 3]
+        x1 = x1 + (ks[(i + 2) % 3] + (i + 1))
+    return x0, x1
+
+
+def _rotate_left(x: Tensor, r: int) -> Tensor:
+    # The shift right is arithmetic, hence the mask; the sum with alpha is the shift left and the or in one pass.
+    low = (x >> (32 - r)) & ((1 << r) - 1)
+    return torch.add(low, x, alpha=1 << r)

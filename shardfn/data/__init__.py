@@ -1,0 +1,8 @@
+"""What batch n is: a pure function of (seed, n), the same under any number of ranks."""
+
+from ._batches import Batches as Batches, TokenSource as TokenSource
+from ._corpus import default_corpus as default_corpus
+from ._permute import permute as permute
+from ._prefetch import prefetch as prefetch
+from ._tokenizers import BPETokenizer as BPETokenizer, ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
+from ._tokens import TokenFile as TokenFile, encode_files as encode_files

@@ -1,0 +1,147 @@
+"""Batches as a function: row i of batch n is a window of the corpus that (seed, n, i) name.
+
+The corpus is cut into windows of T ids (each read with the one id after it, the last target). A fixed shuffle puts them in
+an order from which training and validation take disjoint ranges; each epoch visits its range once, in an order of its own:
+
+    g = n B + i,   epoch, k = divmod(g, W),   window = shuffle(first + permute(k, W, seed, epoch))
+
+Nothing is remembered between batches: resuming at batch n needs n, and any rank can compute any rows.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from shardfn.core import chunk_bounds
+
+from ._permute import permute
+
+
+class TokenSource(Protocol):
+    """What `Batches` reads: numbered token ids. `TokenFile` is one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many ids there are."""
+        ...
+
+    def read(self, starts: Int64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, "n count"]:
+        """The `count` ids from each start on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The global batches of a corpus, and every rank's rows of them.
+
+    Attributes:
+        source: the token ids.
+        batch_size: B, rows of a global batch, over all ranks.
+        length: T, ids a row predicts; a row holds T + 1.
+        seed: names the order of windows; the windows held out by `split` do not depend on it.
+        part: (first, stop) of the fixed shuffle of windows; None takes all. `split` sets it.
+
+    Raises:
+        ValueError: the corpus is shorter than one window, or a size is not positive.
+    """
+
+    source: TokenSource
+    batch_size: int
+    length: int
+    seed: int = 0
+    part: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Batches({name}={getattr(self, name)}): must be at least 1.")
+        if self._total < 1:
+            raise ValueError(
+                f"{self.source!r} has {max(self.source.num_tokens, 0)} ids, but one window of length={self.length} needs"
+                f" {self.length + 1}; use a longer corpus or a smaller length."
+            )
+        first, stop = self._part
+        if not 0 <= first < stop <= self._total:
+            raise ValueError(f"Batches(part={self.part}): not a range of the {self._total} windows of the corpus.")
+
+    @property
+    def num_windows(self) -> int:
+        """W, the windows an epoch visits; W / batch_size batches make an epoch."""
+        first, stop = self._part
+        return stop - first
+
+    def split(self, fraction: float) -> tuple["Batches", "Batches"]:
+        """Two disjoint parts, training and validation; the latter takes `fraction` of the windows, drawn at random.
+
+        Which windows those are depends on source and length alone, so runs with other seeds validate on the same text.
+
+        Raises:
+            ValueError: one of the parts would be empty.
+
+        Example:
+            >>> import tempfile, pathlib; from shardfn.data import ByteTokenizer, encode_files
+            >>> folder = pathlib.Path(tempfile.mkdtemp())
+            >>> _ = (folder / "a.txt").write_text("0123456789" * 10)
+            >>> source = encode_files([folder / "a.txt"], folder / "a.bin", ByteTokenizer())
+            >>> train, validation = Batches(source, batch_size=2, length=9).split(0.2)
+            >>> train.num_windows, validation.num_windows, train(0)["tokens"].shape
+            (9, 2, torch.Size([2, 10]))
+        """
+        first, stop = self._part
+        middle = stop - round(fraction * (stop - first))
+        if not first < middle < stop:
+            raise ValueError(
+                f"split({fraction}) of {stop - first} windows leaves {middle - first} and {stop - middle}; both parts need"
+                " at least one: use a longer corpus, a smaller length or another fraction."
+            )
+        return dataclasses.replace(self, part=(first, middle)), dataclasses.replace(self, part=(middle, stop))
+
+    def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> dict[str, Int64[Tensor, "..."]]:
+        """Batch n, or the rows of it that rank `rank` of `world` holds; ranks in order concatenate to the global batch.
+
+        Args:
+            n: number of the batch, from 0 on, through all epochs.
+            rank: index of the rank along the batch axis.
+            world: ranks along the batch axis; rows are cut as `core.chunk_bounds` cuts them.
+
+        Returns:
+            "tokens": int64 [rows, T + 1]; "index": int64 [rows], n B + i, which no other row of the run has.
+
+        Raises:
+            ValueError: `n` is negative, or `rank` is not below `world`.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank} is not one of the {world} ranks along the batch axis.")
+        return self.rows(n, *chunk_bounds(self.batch_size, world, rank))
+
+    def rows(self, n: int, first: int, stop: int) -> dict[str, Int64[Tensor, "..."]]:
+        """Rows `first` to `stop` (exclusive) of batch n, as `__call__` returns them."""
+        if n < 0 or not 0 <= first <= stop <= self.batch_size:
+            raise ValueError(f"rows {first}:{stop} of batch {n} do not exist; a batch has {self.batch_size} rows.")
+        index = n * self.batch_size + np.arange(first, stop, dtype=np.int64)
+        tokens = self.source.read(self.windows(index) * self.length, self.length + 1)
+        return {"tokens": torch.from_numpy(tokens), "index": torch.from_numpy(index)}
+
+    def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Which window each row number n B + i reads; window w starts at id w T."""
+        epoch, place = np.divmod(index, self.num_windows)
+        for e in np.unique(epoch):
+            place[epoch == e] = permute(place[epoch == e], self.num_windows, self.seed, int(e))
+        return permute(place + self._part[0], self._total)
+
+    def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:
+        """Batches `first` to `stop` (exclusive) in order."""
+        return (self(n, rank=rank, world=world) for n in range(first, stop))
+
+    @property
+    def _total(self) -> int:
+        return (self.source.num_tokens - 1) // self.length
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        return (0, self._total) if self.part is None else self.part

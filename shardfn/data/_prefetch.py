@@ -1,0 +1,69 @@
+"""The next batches, computed by a thread while the step runs."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+_POLL = 0.05  # seconds after which a full queue looks whether anybody still reads
+
+
+def prefetch(iterable: Iterable[T], depth: int = 2) -> Iterator[T]:
+    """The same items in the same order, computed up to `depth` ahead by a background thread.
+
+    The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for` loop
+    left and the iterator dropped) or has raised. An exception of `iterable` is raised here, in its place in the order.
+
+    Args:
+        iterable: what to run ahead of; it runs in the thread.
+        depth: items that may wait.
+
+    Raises:
+        ValueError: `depth` is below 1.
+
+    Example:
+        >>> list(prefetch(range(4)))
+        [0, 1, 2, 3]
+    """
+    if depth < 1:
+        raise ValueError(f"prefetch(depth={depth}): must be at least 1.")
+    return _run(iterable, depth)
+
+
+def _run(iterable: Iterable[T], depth: int) -> Iterator[T]:
+    items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
+    left = threading.Event()
+    thread = threading.Thread(target=_fill, args=(iterable, items, left), name="shardfn-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, item = items.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                assert isinstance(item, BaseException)
+                raise item
+            yield item  # pyright: ignore[reportReturnType] -- kind says which of the union it is
+    finally:
+        left.set()
+        thread.join()
+
+
+def _fill(iterable: Iterable[T], items: "queue.Queue[tuple[str, T | BaseException | None]]", left: threading.Event) -> None:
+    def put(kind: str, item: T | BaseException | None) -> bool:
+        while not left.is_set():
+            try:
+                items.put((kind, item), timeout=_POLL)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    try:
+        for item in iterable:
+            if not put("item", item):
+                return
+        put("end", None)
+    except BaseException as error:  # whatever it is, the reader gets it
+        put("error", error)

@@ -1,0 +1,160 @@
+"""Token ids on disk: a header-less array that is mapped, never loaded, and a small json beside it that says what it is."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from ._tokenizers import Tokenizer, checked, read_text
+
+_DTYPES = ("uint8", "uint16", "uint32")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """Token ids in a file `x.bin`, described by `x.bin.json`. Write one with `encode_files`, open it with `open`.
+
+    The file is mapped anew for each read, so that its pages never count as this process's for long, and a `TokenFile` can be
+    copied, hashed and sent to another process.
+
+    Attributes:
+        path: the `.bin` file.
+        dtype: "uint8", "uint16" or "uint32", the smallest that holds the vocabulary.
+        vocab_size: every id is below it.
+        num_tokens: how many ids there are.
+    """
+
+    path: pathlib.Path
+    dtype: str
+    vocab_size: int
+    num_tokens: int
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "TokenFile":
+        """Reads the description beside `path` and checks the size of the file; no id is read.
+
+        Raises:
+            FileNotFoundError: the file or its description is missing.
+            ValueError: the description is no description, or the file has another size than it says.
+        """
+        path = pathlib.Path(path)
+        for needed in (path, _sidecar(path)):
+            if not needed.is_file():
+                raise FileNotFoundError(f"{str(needed)!r} does not exist; write it with encode_files(paths, {str(path)!r}, ...).")
+        said = _read_sidecar(path)
+        file = cls(path, said["dtype"], said["vocab_size"], said["num_tokens"])
+        expected, found = file.num_tokens * np.dtype(file.dtype).itemsize, path.stat().st_size
+        if expected != found:
+            raise ValueError(
+                f"{str(path)!r} has {found} bytes, but its description says {file.num_tokens} ids of {file.dtype} ="
+                f" {expected} bytes; write it again with encode_files."
+            )
+        return file
+
+    @property
+    def tokens(self) -> Int[np.ndarray, " n"]:
+        """All ids as a read-only memory map."""
+        if self.num_tokens == 0:  # an empty file cannot be mapped
+            return np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, mode="r", shape=(self.num_tokens,))
+
+    def read(self, starts: Int64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, "n count"]:
+        """The `count` ids from each start on.
+
+        Raises:
+            ValueError: an id is not below `vocab_size`, or a range leaves the file.
+        """
+        if starts.size and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens - count:
+            raise ValueError(f"{str(self.path)!r} has {self.num_tokens} ids; {count} from {starts.max()} on leave it.")
+        tokens = self.tokens
+        out = np.empty((len(starts), count), np.int64)
+        for row, start in zip(out, starts, strict=True):
+            row[:] = tokens[start : start + count]
+        bad = np.argwhere(out >= self.vocab_size)
+        if len(bad):
+            row, col = bad[0]
+            where = f"{str(self.path)!r}: id {out[row, col]} at position {starts[row] + col}"
+            raise ValueError(f"{where} is not below vocab_size={self.vocab_size}; write the file again with encode_files.")
+        return out
+
+
+def encode_files(
+    paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], tokenizer: Tokenizer
+) -> TokenFile:
+    """Writes the ids of files, one after the other, to `out` and its description to `out` + ".json".
+
+    Files are streamed, a million characters at a time. Both files appear by rename: a reader sees an old pair, a new one, or
+    (between the two renames) a pair that `TokenFile.open` refuses unless the sizes agree.
+
+    Args:
+        paths: text files, UTF-8; other bytes are kept by ByteTokenizer.
+        out: the `.bin` file to write; its folder is made.
+        tokenizer: text to ids.
+
+    Returns:
+        The file written.
+
+    Raises:
+        FileNotFoundError: lists every path that is missing.
+        ValueError: the tokenizer made an id that is not below its `vocab_size`.
+
+    Example:
+        >>> import tempfile; from shardfn.data import ByteTokenizer
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.txt").write_text("hello")
+        >>> encode_files([folder / "a.txt"], folder / "a.bin", ByteTokenizer()).tokens.tolist()
+        [104, 101, 108, 108, 111]
+    """
+    paths, out = checked(paths), pathlib.Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    dtype = next(d for d in _DTYPES if tokenizer.vocab_size <= np.iinfo(d).max + 1)
+    digest, num_tokens, partial = hashlib.sha256(), 0, pathlib.Path(f"{out}.partial")
+    with partial.open("wb") as sink:
+        for path in paths:
+            for text in read_text(path):
+                digest.update(text.encode("utf-8", "surrogateescape"))
+                ids = _checked_ids(tokenizer.encode(text), tokenizer.vocab_size, path)
+                sink.write(ids.astype(dtype).tobytes())
+                num_tokens += len(ids)
+    file = TokenFile(out, dtype, tokenizer.vocab_size, num_tokens)
+    inputs = [{"path": str(path), "bytes": path.stat().st_size} for path in paths]
+    _write_sidecar(file, {"tokenizer": repr(tokenizer), "sha256": digest.hexdigest(), "inputs": inputs})
+    os.replace(partial, out)
+    return file
+
+
+def _checked_ids(ids: Any, vocab_size: int, path: pathlib.Path) -> Int64[np.ndarray, " n"]:
+    ids = np.asarray(ids, np.int64)
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"{str(path)!r}: the tokenizer made ids from {ids.min()} to {ids.max()}, but its vocab_size is {vocab_size}."
+        )
+    return ids
+
+
+def _sidecar(path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(f"{path}.json")
+
+
+def _write_sidecar(file: TokenFile, more: dict[str, Any]) -> None:
+    said = {"dtype": file.dtype, "vocab_size": file.vocab_size, "num_tokens": file.num_tokens, **more}
+    partial = pathlib.Path(f"{file.path}.json.partial")
+    partial.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, _sidecar(file.path))
+
+
+def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        said = json.loads(_sidecar(path).read_text(encoding="utf-8"))
+        good = said["dtype"] in _DTYPES and int(said["vocab_size"]) > 0 and int(said["num_tokens"]) >= 0
+    except (ValueError, KeyError, TypeError):
+        said, good = None, False
+    if not good:
+        raise ValueError(f"{str(_sidecar(path))!r} does not describe a token file: {said!r:.200}; write it again.")
+    return said

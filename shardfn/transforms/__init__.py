@@ -1,0 +1,10 @@
+"""Functions to functions of the same meaning."""
+
+from ._accumulate import Accumulated as Accumulated, accumulate as accumulate
+from ._from_module import from_module as from_module
+from ._loss import WeightedMean as WeightedMean
+from ._remat import remat as remat
+from ._shard_map import shard_map as shard_map
+from ._sharded_step import ShardedStep as ShardedStep, sharded_step as sharded_step
+from ._state import TrainState as TrainState
+from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

@@ -1,0 +1,89 @@
+"""`accumulate`: the same loss, evaluated and differentiated one microbatch at a time."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
+
+from ._loss import Loss, WeightedMean
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """A loss that is a mean over microbatches. `value_and_grad` and `sharded_step` fold over them, one graph at a time."""
+
+    inner: Loss
+    num_microbatches: int
+
+    def __call__(self, params: PyTree, batch: PyTree, *args: Any) -> Any:
+        """The loss of the whole batch (the graph of all microbatches is alive at once)."""
+        outs = [self.inner(params, micro, *args) for micro in split_batch(batch, self.num_microbatches)]
+        return _mean(outs)
+
+
+def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
+    """Cuts the batch in microbatches along dim 0 and averages: `mean_i loss(params, batch_i)`.
+
+    For a loss that is a mean over rows this equals `loss(params, batch)`, and so does its gradient; what it trades is
+    activation memory (one microbatch's) against time. A `WeightedMean` is averaged by its weights, exactly. Every tensor of
+    the batch is cut along dim 0; 0-d tensors go to each microbatch whole. A key is passed on as it is, since randomness is
+    addressed by sample.
+
+    Args:
+        loss: `loss(params, batch, ...)`.
+        num_microbatches: into how many pieces; must divide the rows.
+
+    Raises:
+        ValueError: `num_microbatches` is not positive, or (when called) does not divide a leaf's rows.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda w, x: (w * x).mean()
+        >>> accumulate(loss, 2)(torch.tensor(2.0), torch.arange(4.0))
+        tensor(3.)
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"accumulate needs a positive number of microbatches, got {num_microbatches!r}.")
+    return Accumulated(loss, num_microbatches)
+
+
+def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
+    """The loss of one microbatch, and the microbatches; nested `accumulate`s are flattened."""
+    batches = [batch]
+    while isinstance(loss, Accumulated):
+        batches = [micro for b in batches for micro in split_batch(b, loss.num_microbatches)]
+        loss = loss.inner
+    return loss, batches
+
+
+def split_batch(batch: PyTree, n: int) -> list[PyTree]:
+    """Cuts every leaf of a batch in `n` equal pieces along dim 0.
+
+    Raises:
+        ValueError: lists the leaves whose rows `n` does not divide.
+    """
+    if n == 1:
+        return [batch]
+    pairs = zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+    bad = [f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n]
+    if bad:
+        raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {', '.join(bad)}; use a divisor.")
+    return [tree_map(lambda x: x.chunk(n)[i] if _cuts(x) and x.shape[0] else x, batch) for i in range(n)]
+
+
+def _cuts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _mean(outs: list[Any]) -> Any:
+    first = outs[0]
+    if isinstance(first, WeightedMean):
+        return WeightedMean(sum(o.total for o in outs), sum(o.weight for o in outs))  # type: ignore[arg-type]
+    if isinstance(first, tuple):
+        loss = _mean([o[0] for o in outs])
+        return loss, {k: _mean([o[1][k] for o in outs]) for k in first[1]}
+    return torch.stack([torch.as_tensor(o) for o in outs]).mean()

@@ -1,0 +1,214 @@
+"""One step's loss and gradients: storage -> compute, the user's loss, and the transpose, microbatch by microbatch."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Channels, Control
+from shardfn.core import Mesh, PyTree, RankError, Zero, tree_unflatten
+
+from ._accumulate import microbatches
+from ._gather import Gatherer
+from ._layout import LeafLayout, Unit, gather_units, reduce_units, refresh_units
+from ._lazy import LazyLeaf, LeafBook
+from ._loss import Loss, Value, WeightedMean, evaluate
+from ._order import UseOrder
+from ._reduce import Reducer
+
+
+class Comms:
+    """The communicators of a step, and whether they can still be trusted. Making them is collective."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.channels = Channels(mesh)
+        self.control = Control(mesh)
+        self.broken = False
+
+
+@dataclasses.dataclass
+class Plan:
+    """Everything that follows from the shapes of a parameter tree: its layout, its units, and the orders learnt so far."""
+
+    leaves: list[LeafLayout]
+    treedef: Any
+    zero: Zero
+    gather_units: list[Unit] = dataclasses.field(init=False)
+    reduce_units: list[Unit] = dataclasses.field(init=False)
+    refresh_units: list[Unit] = dataclasses.field(init=False)
+    use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
+    reduce_orders: dict[Any, list[int]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gather_units = gather_units(self.leaves, self.zero)
+        self.reduce_units = reduce_units(self.leaves, self.zero)
+        self.refresh_units = refresh_units(self.leaves, self.zero)
+
+    def use_order(self, key: Any) -> UseOrder:
+        """The order of use learnt for one kind of call."""
+        return self.use_orders.setdefault(key, UseOrder())
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What the backward leaves: sums over this rank's microbatches, and gradients summed over ranks."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: dict[str, WeightedMean]
+    num_microbatches: int
+    reducer: Reducer
+
+
+def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f: Callable[[PyTree], Any]) -> Any:
+    """`f(params)` without gradients, with the leaves as a loss sees them."""
+    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
+    with _told(gatherer, comms), torch.no_grad():
+        params, _ = _enter(plan, blocks, LeafBook(gatherer.whole), None)
+        gatherer.begin_phase()
+        out = f(params)
+        gatherer.end_phase(last=True)
+    gatherer.close()
+    return out
+
+
+def run_backward(
+    plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, loss: Loss, args: tuple[Any, ...], has_aux: bool, ranks: int, even: bool
+) -> Outcome:
+    """The loss and the summed gradients of one global batch.
+
+    Args:
+        plan: the layout.
+        comms: the communicators.
+        blocks: this rank's piece of each parameter.
+        key: names the kind of call; orders are learnt by kind.
+        loss: the user's loss, possibly accumulated.
+        args: this rank's batch, and a key if the loss takes one.
+        has_aux: whether the loss returns aux.
+        ranks: over how many ranks the batch is spread.
+        even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
+    """
+    inner, batches = microbatches(loss, args[0])
+    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
+    order = plan.reduce_orders.get(key) or list(reversed(range(len(plan.reduce_units))))
+    reducer = Reducer(
+        plan.leaves,
+        plan.reduce_units,
+        comms.channels,
+        order,
+        comms.mesh.device,
+        overlap_gather=not plan.gather_units,
+    )
+    values: list[Value] = []
+    with _told(gatherer, comms), torch.enable_grad():
+        book = LeafBook(gatherer.whole)
+        params, handles = _enter(plan, blocks, book, reducer)
+        for k, batch in enumerate(batches):
+            last = k == len(batches) - 1
+            reducer.begin(send=last or plan.zero.reduce == "each", last=last)
+            gatherer.begin_phase()
+            with book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
+                value = evaluate(inner, params, (batch, *args[1:]), has_aux)
+            if not even and value.weight is None:
+                raise ValueError(
+                    "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
+                    " return WeightedMean(total, weight) from the loss, or pass equal batches."
+                )
+            gatherer.end_phase(last=False)
+            values.append(Value(value.total.detach(), value.weight, value.aux))
+            gatherer.begin_phase()
+            _differentiate(value, handles, 1.0 / (ranks * len(batches)))
+            del value
+            gatherer.end_phase(last=last)
+            reducer.end()
+            book.forget_dead()
+    gatherer.close()
+    if key not in plan.reduce_orders:
+        first: Any = comms.control.gather(reducer.seen)[0]
+        plan.reduce_orders[key] = first
+    return _outcome(values, reducer)
+
+
+def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor], order: UseOrder) -> Gatherer:
+    pieces = [b if leaf.gathered else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    return Gatherer(
+        plan.leaves, plan.gather_units, pieces, comms.channels, comms.control, order, plan.zero.prefetch
+    )
+
+
+def _enter(
+    plan: Plan, blocks: Sequence[Tensor], book: LeafBook, reducer: Reducer | None
+) -> tuple[PyTree, list[Tensor]]:
+    """The parameter tree as the loss sees it, and the handles that its gradients arrive at."""
+    tree: list[Tensor] = []
+    handles: list[Tensor] = []
+    for i, (leaf, block) in enumerate(zip(plan.leaves, blocks, strict=True)):
+        handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=leaf.dtype, device=block.device)
+        if not leaf.gathered:
+            handle = block.detach()
+        if reducer is not None and leaf.trainable:
+            handle.requires_grad_()
+            handle.register_hook(_taker(reducer, i, handle.detach()))
+            handles.append(handle)
+        tree.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.gathered else handle)
+    return tree_unflatten(plan.treedef, tree), handles
+
+
+def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor], Tensor]:
+    """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
+
+    def take(grad: Tensor) -> Tensor:
+        reducer.take(leaf, grad.detach())
+        return stand_in
+
+    return take
+
+
+def _differentiate(value: Value, handles: list[Tensor], scale: float) -> None:
+    if not handles or not value.total.requires_grad:
+        return
+    seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
+    torch.autograd.grad(value.total, handles, seed, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _told(gatherer: Gatherer, comms: Comms) -> Any:
+    """Tells the other ranks of an error before raising it; turns a lost peer into a `RankError`."""
+    try:
+        yield
+    except RankError:
+        comms.broken = True
+        raise
+    except Exception as error:
+        comms.broken = comms.mesh.size > 1
+        if _is_transport(error):
+            raise comms.control.failure(error) from error
+        gatherer.fail(error)
+        raise
+    except BaseException:
+        comms.broken = comms.mesh.size > 1
+        raise
+
+
+def _is_transport(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("gloo", "connection", "timed out", "nccl", "socket")
+    )
+
+
+def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
+    total = torch.stack([v.total for v in values]).sum()
+    weights = [v.weight for v in values if v.weight is not None]
+    weight = torch.stack(weights).sum() if weights else None
+    aux: dict[str, WeightedMean] = {}
+    for name in values[0].aux:
+        pairs = [v.aux[name] for v in values]
+        aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
+    return Outcome(total, weight, aux, len(values), reducer)
+
+

@@ -1,0 +1,132 @@
+"""What can be wrong with the arguments of a step, found before anything is sent."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Control
+from shardfn.core import (
+    HOUSE_AXES,
+    Mesh,
+    P,
+    PyTree,
+    RankError,
+    Sharding,
+    Zero,
+    broadcast_prefix,
+    did_you_mean,
+    raise_all,
+    tree_leaves,
+    tree_paths,
+)
+
+
+def is_spec(x: Any) -> bool:
+    """Whether `x` is a leaf of a tree of specs."""
+    return isinstance(x, P | Sharding)
+
+
+def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
+    """Refuses axes that are not in the mesh, and things that are no specs.
+
+    Raises:
+        ValueError: lists every entry.
+    """
+    problems = []
+    for name, tree in (("specs", specs), ("batch", batch)):
+        for path, spec in zip(tree_paths(tree, name, is_leaf=is_spec), tree_leaves(tree, is_leaf=is_spec), strict=True):
+            if not is_spec(spec):
+                problems.append(f"{path} is {spec!r}, not a P. Did you mean P({spec!r})?")
+                continue
+            spec = spec.spec if isinstance(spec, Sharding) else spec
+            problems += [f"{path} = {spec!r}: {_unknown(a, mesh)}" for a in spec.axes if not _known(a, mesh)]
+    axes = (zero.axis,) if isinstance(zero.axis, str) else zero.axis
+    problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in axes if not _known(a, mesh)]
+    if zero.stage and mesh.size > 1 and not any(a in mesh.shape for a in axes):
+        problems.append(f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}.")
+    raise_all(ValueError, "the specs do not fit the mesh:", problems)
+
+
+def check_params(params: PyTree) -> None:
+    """Refuses leaves that are no tensors.
+
+    Raises:
+        TypeError: lists every such leaf.
+    """
+    named = zip(tree_paths(params, "params"), tree_leaves(params), strict=True)
+    raise_all(
+        TypeError,
+        "params must be a tree of tensors:",
+        [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, Tensor)],
+    )
+
+
+def check_replicas(leaves: list[Tensor], plan: Any, control: Control) -> None:
+    """Refuses parameters whose values differ between ranks (drawn without a common seed, say).
+
+    Raises:
+        RankError: lists every such leaf.
+    """
+    if control.size == 1:
+        return
+    plain = [(leaf.path, _checksum(x)) for leaf, x in zip(plan.leaves, leaves, strict=True) if type(x) in (Tensor, torch.nn.Parameter)]
+    rows: list[Any] = control.gather([c for _, c in plain])
+    bad = [
+        f"{path}: checksums {[row[k] for row in rows]}"
+        for k, (path, _) in enumerate(plain)
+        if len({row[k] for row in rows}) > 1
+    ]
+    raise_all(
+        RankError,
+        "ranks pass different values for the same parameters; draw them from one seed or key on all ranks:",
+        bad,
+    )
+
+
+def check_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:
+    """Refuses a batch that the specs cannot describe.
+
+    Returns:
+        A text of what must be the same on all ranks, and the sizes of the dims that are cut.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        ValueError: a leaf has fewer dims than its spec, or the trees differ.
+    """
+    paths, leaves = tree_paths(batch, "batch"), tree_leaves(batch)
+    named = list(zip(paths, leaves, strict=True))
+    raise_all(
+        TypeError,
+        "the batch must be a tree of tensors:",
+        [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, Tensor)] or ([] if named else ["it is empty"]),
+    )
+    cuts = broadcast_prefix(specs, batch, is_spec, names=("batch spec", "batch"))
+    raise_all(
+        ValueError,
+        "the batch does not fit its specs:",
+        [f"{p} of shape {tuple(x.shape)} has spec {c!r}" for (p, x), c in zip(named, cuts, strict=True) if len(c) > x.ndim],
+    )
+    fixed, sizes = [], []
+    for (path, x), spec in zip(named, cuts, strict=True):
+        cut = [d for d in range(x.ndim) if mesh.axes(spec.dim_axes(d))]
+        sizes += [x.shape[d] for d in cut]
+        fixed.append(f"{path}: {x.dtype} {['*' if d in cut else n for d, n in enumerate(x.shape)]}")
+    return "\n".join(fixed), tuple(sizes)
+
+
+def _checksum(x: Tensor) -> tuple[float, float]:
+    flat = x.detach().reshape(-1)
+    if x.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    flat = flat.to(torch.float64).nan_to_num()
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=x.device).reciprocal_()
+    return float(flat.sum()), float(flat @ weights)
+
+
+def _known(axis: str, mesh: Mesh) -> bool:
+    return axis in mesh.shape or axis in HOUSE_AXES
+
+
+def _unknown(axis: str, mesh: Mesh) -> str:
+    return f"axis {axis!r} is not in the mesh, which has {mesh.axis_names}.{did_you_mean(axis, mesh.axis_names)}"

@@ -1,0 +1,213 @@
+"""Storage -> compute for leaves that are kept in pieces: gather late, free early, prefetch along the agreed order.
+
+What is issued, and when, is a function of the position in the agreed order alone; so all ranks issue the same transfers in
+the same order whatever their own data makes them do.
+"""
+
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Channel, Channels, Control, Pending
+from shardfn.core import RankError
+
+from ._layout import LeafLayout, Unit
+from ._order import UseOrder
+
+DONE, FAILED = -1, -2
+
+
+class Gatherer:
+    """Serves the whole leaves of one step. Made anew each step; what it learns stays in `order`.
+
+    Args:
+        leaves: the layout.
+        units: groups of leaves gathered together.
+        blocks: this rank's piece of each leaf (None for leaves that are not gathered).
+        channels: the step's communicators.
+        control: agreement between ranks.
+        order: the agreed order of use; extended in place.
+        window: bytes of whole leaves that may be alive ahead of their use.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LeafLayout],
+        units: Sequence[Unit],
+        blocks: Sequence[Tensor | None],
+        channels: Channels,
+        control: Control,
+        order: UseOrder,
+        window: int,
+    ) -> None:
+        self._leaves, self._units, self._blocks = leaves, units, blocks
+        self._channels, self._control, self._order, self._window = channels, control, order, window
+        self._sizes = [u.nbytes for u in units]
+        self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
+        self._scheduled: dict[int, _Whole] = {}
+        self._asked: tuple[int, _Whole] | None = None
+        self._phase, self._pos = -1, 0
+        self._served: list[int] = []
+
+    def begin_phase(self) -> None:
+        """Starts the next phase of the agreed order."""
+        self._phase, self._pos, self._served = self._phase + 1, 0, []
+        self._order.phase(self._phase)
+
+    def whole(self, leaf: int) -> Tensor:
+        """The whole leaf; waits for it, and issues what is used next."""
+        unit, slot = self._slot[leaf]
+        return self._need(unit).leaf(slot)
+
+    def end_phase(self, *, last: bool) -> None:
+        """Issues what the phase still owes to other ranks and serves those that ask for more.
+
+        Where no leaf is gathered, the phases need no agreement, and only the `last` one asks whether all is well.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        if not self._units and not last:
+            return
+        self._catch_up()
+        while self._ask(DONE):
+            pass
+        if self._served:
+            self._order.phase(self._phase).extend(self._served)
+        self._asked = None
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks that this one cannot go on; they raise `RankError` at their next agreement."""
+        self._catch_up()
+        wants = self._control.exchange(FAILED)
+        self._control.gather(_describe(error) if FAILED in wants else "")
+
+    def close(self) -> None:
+        """Drops everything and waits until this rank's pieces may be written again."""
+        self._scheduled.clear()
+        self._asked = None
+        self._channels.flush()
+
+    def _need(self, unit: int) -> "_Whole":
+        if self._asked is not None and self._asked[0] == unit:
+            return self._asked[1]
+        order = self._order.phase(self._phase)
+        if self._pos and order[self._pos - 1] == unit and unit in self._scheduled:
+            return self._scheduled[unit]
+        found = self._order.find(self._phase, self._pos, unit)
+        if found is None:
+            return self._scheduled[unit] if unit in self._scheduled else self._need_unplanned(unit)
+        while self._pos <= found:
+            self._step()
+        return self._scheduled[unit]
+
+    def _step(self) -> None:
+        ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
+        for unit in [u for u in self._scheduled if u not in ahead]:
+            del self._scheduled[unit]
+        for unit in ahead:
+            if unit not in self._scheduled:
+                self._scheduled[unit] = self._issue(unit)
+        self._pos += 1
+
+    def _catch_up(self) -> None:
+        while self._pos < len(self._order.phase(self._phase)):
+            self._step()
+
+    def _need_unplanned(self, unit: int) -> "_Whole":
+        self._catch_up()
+        self._asked = None
+        while self._asked is None:
+            self._ask(unit)
+        return self._asked[1]
+
+    def _ask(self, want: int) -> bool:
+        """One round of asking: gathers what any rank wants. False once nobody wants anything."""
+        wants = self._control.exchange(want)
+        if FAILED in wants:
+            _raise_failed(self._control, wants)
+        for unit in dict.fromkeys(w for w in wants if w != DONE):
+            whole = self._issue(unit)
+            self._served.append(unit)
+            if unit == want:
+                self._asked = (unit, whole)
+        return any(w != DONE for w in wants)
+
+    def _issue(self, unit: int) -> "_Whole":
+        members = self._units[unit].leaves
+        channel = self._channels.gather(self._leaves[members[0]].zero_axes)
+        return _Whole([(self._leaves[i], self._blocks[i]) for i in members], channel)
+
+
+class _Whole:
+    """The leaves of one unit, in flight or here."""
+
+    def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: Channel) -> None:
+        self._members = [(leaf, block) for leaf, block in members if block is not None]
+        self._pending, self._out, self._parts = start_gather(self._members, channel)
+        self._tensors: list[Tensor] | None = None
+
+    def leaf(self, slot: int) -> Tensor:
+        if self._tensors is None:
+            self._pending.result()
+            self._tensors = finish_gather(self._members, self._out, self._parts)
+            self._parts = []
+        return self._tensors[slot]
+
+
+def start_gather(
+    members: Sequence[tuple[LeafLayout, Tensor]], channel: Channel, *, keep_parts: bool = False
+) -> tuple[Pending, Tensor, list[list[Tensor]]]:
+    """Begins to gather leaves from their pieces, in one message.
+
+    A single leaf cut along dim 0 lands in place; others are packed and laid out when they arrive.
+
+    Returns:
+        The transfer, its destination, and per rank the views of the destination that hold each leaf's piece (none for a
+        leaf that lands in place, unless `keep_parts`).
+    """
+    first = members[0][0]
+    total = sum(leaf.block.numel() for leaf, _ in members)
+    out = members[0][1].new_empty(total)
+    parts: list[list[Tensor]] = []
+    blocks: list[Tensor] = []
+    offset = 0
+    for rank in range(channel.size):
+        shapes = [leaf.shard_shape(rank) for leaf, _ in members]
+        size = sum(torch.Size(s).numel() for s in shapes)
+        block = out[offset : offset + size]
+        blocks.append(block)
+        parts.append([p.view(s) for p, s in zip(block.split([torch.Size(s).numel() for s in shapes]), shapes, strict=True)])
+        offset += size
+    for part, (_, piece) in zip(parts[channel.index], members, strict=True):
+        part.copy_(piece)
+    if len(members) == 1 and first.dim == 0 and not keep_parts:
+        parts = []
+    return channel.all_gather(blocks), out, parts
+
+
+def finish_gather(
+    members: Sequence[tuple[LeafLayout, Tensor]], out: Tensor, parts: list[list[Tensor]]
+) -> list[Tensor]:
+    """The whole leaves of a transfer that has arrived."""
+    if not parts:
+        return [out.view(members[0][0].block)]
+    whole = []
+    for k, (leaf, _) in enumerate(members):
+        assert leaf.dim is not None
+        whole.append(torch.cat([p[k] for p in parts], dim=leaf.dim))
+    return whole
+
+
+def _raise_failed(control: Control, codes: Sequence[int]) -> None:
+    texts = control.gather("")
+    told = [f"  - rank {r} raised {texts[r]}" for r, code in enumerate(codes) if code == FAILED]
+    raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))
+
+
+def _describe(error: BaseException) -> str:
+    where = traceback.extract_tb(error.__traceback__)
+    line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
+    return f"{type(error).__name__}: {error}{line}"

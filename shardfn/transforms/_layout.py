@@ -1,0 +1,163 @@
+"""The layout of a step: for each leaf, where its parameter, gradient and optimizer state live; and which leaves travel together.
+
+ZeRO's stages differ here and nowhere else: a leaf is `gathered` on use (stage 3) or resident, and its gradient comes back
+in the optimizer's layout. Everything else in the step reads these tables.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardfn.core import Mesh, P, Zero, block_slices, chunk_bounds, zero_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """Where one leaf lives.
+
+    Attributes:
+        path: how errors call it.
+        shape: global shape.
+        dtype: element type.
+        compute: what the loss sees.
+        param: how the parameter is kept between steps.
+        shard: how its gradient and optimizer state are kept.
+        trainable: whether it gets a gradient.
+        block: shape of what the loss sees on this rank.
+        zero_axes: the axes along which `shard` cuts the block further.
+        dim: the dim that is cut so; None if it is not.
+        bounds: along `dim`, start and stop of each ZeRO rank's rows.
+        reduce_axes: the axes over which its gradient is summed in one message, keeping only the own rows if `cut`.
+        extra_axes: the other axes over which its gradient is summed.
+        cut: whether the summed gradient arrives as rows (else whole, and rows are taken from it).
+    """
+
+    path: str
+    shape: torch.Size
+    dtype: torch.dtype
+    compute: P
+    param: P
+    shard: P
+    trainable: bool
+    block: torch.Size
+    zero_axes: tuple[str, ...]
+    dim: int | None
+    bounds: tuple[tuple[int, int], ...]
+    reduce_axes: tuple[str, ...]
+    extra_axes: tuple[str, ...]
+    cut: bool
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the parameter is kept in pieces and gathered when it is used."""
+        return self.param != self.compute
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the loss sees."""
+        return self.block.numel() * self.dtype.itemsize
+
+    def rows(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """ZeRO rank `rank`'s part of a block, as a view."""
+        if self.dim is None:
+            return x
+        lo, hi = self.bounds[rank]
+        return x.narrow(self.dim, lo, hi - lo)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of ZeRO rank `rank`'s part."""
+        shape = list(self.block)
+        if self.dim is not None:
+            shape[self.dim] = self.bounds[rank][1] - self.bounds[rank][0]
+        return tuple(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Leaves that travel in one message, by index into the layout."""
+
+    leaves: tuple[int, ...]
+    nbytes: int
+
+
+def leaf_layout(
+    path: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    compute: P,
+    *,
+    zero: Zero,
+    mesh: Mesh,
+    batch_axes: tuple[str, ...],
+    trainable: bool,
+) -> LeafLayout:
+    """Applies the ZeRO rule to one leaf."""
+    rule = zero_spec(tuple(shape), compute, zero.axis, mesh) if zero.stage >= 1 else compute
+    dim = next((d for d in range(len(shape)) if rule.dim_axes(d) != compute.dim_axes(d)), None)
+    zero_axes = tuple(a for a in rule.axes if a not in compute.axes)
+    param = rule if zero.stage == 3 and shape.numel() > zero.persist else compute
+    slices = block_slices(tuple(shape), compute, mesh.shape, mesh.coords)
+    block = torch.Size(s.stop - s.start for s in slices)
+    n = mesh.axis_size(zero_axes)
+    bounds = () if dim is None else tuple(chunk_bounds(block[dim], n, r) for r in range(n))
+    summed = tuple(a for a in batch_axes if a not in compute.axes)
+    cut = dim is not None and set(zero_axes) <= set(summed)
+    reduce_axes = zero_axes if cut else summed
+    extra = tuple(a for a in summed if a not in reduce_axes)
+    return LeafLayout(
+        path, shape, dtype, compute, param, rule, trainable, block, zero_axes, dim, bounds, reduce_axes, extra, cut
+    )
+
+
+def make_units(
+    leaves: Sequence[LeafLayout], members: Sequence[int], bucket: int, key: Callable[[LeafLayout], object], span: float
+) -> list[Unit]:
+    """Groups leaves of one `key`: a leaf of `bucket` bytes or more travels alone, smaller neighbours share up to that.
+
+    Args:
+        leaves: the layout.
+        members: indices of the leaves to group, in order.
+        bucket: bytes.
+        key: only leaves with equal keys share a unit.
+        span: how many bytes of other leaves may lie between the first and the last leaf of a unit.
+    """
+    units: list[Unit] = []
+    open_units: dict[object, tuple[list[int], int, int]] = {}
+    passed = 0
+    for i in members:
+        leaf, k = leaves[i], (leaves[i].dtype, key(leaves[i]))
+        passed += leaf.nbytes
+        if leaf.nbytes >= bucket:
+            units.append(Unit((i,), leaf.nbytes))
+            continue
+        group, size, start = open_units.pop(k, ([], 0, passed))
+        if group and (size + leaf.nbytes > bucket or passed - start > span):
+            units.append(Unit(tuple(group), size))
+            group, size, start = [], 0, passed
+        open_units[k] = ([*group, i], size + leaf.nbytes, start)
+    units += [Unit(tuple(group), size) for group, size, _ in open_units.values()]
+    return sorted(units, key=lambda u: u.leaves[0])
+
+
+def gather_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
+    """The units in which stage-3 leaves are gathered on use: near neighbours only, so that a window stays small."""
+    members = [i for i, leaf in enumerate(leaves) if leaf.gathered]
+    return make_units(leaves, members, zero.bucket, lambda leaf: leaf.zero_axes, 4 * zero.bucket)
+
+
+def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
+    """The units in which resident leaves are gathered after their shards were updated."""
+    members = [i for i, leaf in enumerate(leaves) if not leaf.gathered and leaf.trainable and leaf.shard != leaf.param]
+    return make_units(leaves, members, zero.bucket, lambda leaf: leaf.zero_axes, math.inf)
+
+
+def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
+    """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same."""
+    members = [i for i, leaf in enumerate(leaves) if leaf.trainable]
+    return make_units(leaves, members, zero.bucket, _reduce_key, math.inf)
+
+
+def _reduce_key(leaf: LeafLayout) -> object:
+    return leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut

@@ -1,0 +1,85 @@
+"""What a loss may look like, and what one evaluation of it yields.
+
+`loss(params, batch)` or `loss(params, batch, key)` returns a 0-d tensor; `(loss, aux)` with `has_aux=True`; the loss itself
+may be a `WeightedMean` when ranks or microbatches hold unequal numbers of terms.
+"""
+
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree
+
+Loss = Callable[..., Any]
+
+
+class WeightedMean(NamedTuple):
+    """A mean whose terms are spread unevenly: `sum(total) / sum(weight)` over microbatches and ranks.
+
+    Example:
+        >>> WeightedMean(torch.tensor(6.0), torch.tensor(3)).mean()
+        tensor(2.)
+    """
+
+    total: Tensor
+    weight: Any
+
+    def mean(self) -> Tensor:
+        """total / weight on this rank alone."""
+        return self.total / self.weight
+
+
+class Value(NamedTuple):
+    """One evaluation: the tensor to differentiate, its weight (None: equal weights), and the aux values."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: dict[str, WeightedMean]
+
+
+def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
+    """Calls the loss and checks what it returns.
+
+    Raises:
+        TypeError: the loss is no tensor, or aux is no dict of scalars.
+        ValueError: the loss is not 0-d.
+    """
+    out = loss(params, *args)
+    aux: Any = {}
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2) or isinstance(out, WeightedMean):
+            raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out).__name__}.")
+        out, aux = out
+    weight = None
+    if isinstance(out, WeightedMean):
+        weight = torch.as_tensor(out.weight, device=out.total.device).detach()
+        out = out.total
+    if isinstance(out, tuple):
+        raise TypeError(f"the loss returned a tuple of {len(out)}; did you mean has_aux=True?")
+    if not isinstance(out, Tensor):
+        raise TypeError(f"the loss must return a 0-d tensor or a WeightedMean, got {type(out).__name__}.")
+    for name, x in (("loss", out), ("weight", weight)):
+        if x is not None and x.shape != ():
+            raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
+    if not out.is_floating_point():
+        raise TypeError(f"the loss must be a floating-point tensor, got {out.dtype}.")
+    return Value(out, weight, _check_aux(aux, out))
+
+
+def _check_aux(aux: Any, like: Tensor) -> dict[str, WeightedMean]:
+    if not isinstance(aux, dict):
+        raise TypeError(f"aux must be a dict of scalars, which join the metrics; got {type(aux).__name__}.")
+    out = {}
+    for name, value in aux.items():
+        pair = value if isinstance(value, WeightedMean) else WeightedMean(value, 1.0)
+        if not isinstance(pair.total, Tensor | numbers.Number):
+            raise TypeError(f"aux[{name!r}] is a {type(value).__name__}; aux values are 0-d tensors, numbers or WeightedMean.")
+        total = torch.as_tensor(pair.total, device=like.device).detach()
+        weight = torch.as_tensor(pair.weight, device=like.device).detach()
+        if total.shape != () or weight.shape != ():
+            raise ValueError(f"aux[{name!r}] must be 0-d, got shape {tuple(total.shape)}; reduce it inside the loss.")
+        out[name] = WeightedMean(total, weight)
+    return out

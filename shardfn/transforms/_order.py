@@ -1,0 +1,44 @@
+"""The order of use: which units a step gathers, in which order, agreed by all ranks and learnt while running.
+
+A step has phases (a forward, a backward, for each microbatch). Within a phase the agreed order is a list of units; the
+first time it is empty. A rank that needs a unit which is not ahead in the list asks for it aloud, all ranks serve it, and
+it joins the list. So a branch that only some ranks take neither hangs nor goes unnoticed by the others.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class UseOrder:
+    """The agreed order, phase by phase."""
+
+    phases: list[list[int]] = dataclasses.field(default_factory=list)
+
+    def phase(self, index: int) -> list[int]:
+        """The units of one phase (created empty)."""
+        while len(self.phases) <= index:
+            self.phases.append([])
+        return self.phases[index]
+
+    def find(self, phase: int, start: int, unit: int) -> int | None:
+        """The next position of `unit` in a phase, from `start` on."""
+        try:
+            return self.phase(phase).index(unit, start)
+        except ValueError:
+            return None
+
+    def window(self, phase: int, start: int, sizes: list[int], limit: int) -> dict[int, None]:
+        """The distinct units used next, from a position on and across phases, while they fit `limit` bytes; at least one."""
+        out: dict[int, None] = {}
+        total = 0
+        for p in range(phase, len(self.phases)):
+            units = self.phases[p]
+            for pos in range(start if p == phase else 0, len(units)):
+                unit = units[pos]
+                if unit in out:
+                    continue
+                total += sizes[unit]
+                if out and total > limit:
+                    return out
+                out[unit] = None
+        return out

@@ -1,0 +1,180 @@
+"""The transpose of storage -> compute: gradients are summed over the batch's axes and land in the optimizer's layout.
+
+Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with the
+rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that this
+rank's loss did not use contributes zeros, so ranks may take different branches.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Channels, Pending, psum
+
+from ._layout import LeafLayout, Unit
+
+
+class Reducer:
+    """Collects one step's gradients. Made anew each step.
+
+    Args:
+        leaves: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
+        units: groups of leaves reduced together.
+        channels: the step's communicators.
+        order: the agreed order in which units are sent.
+        device: where gradients are.
+        overlap_gather: whether leaves may be made whole during the backward (not while parameters use `gather`).
+
+    Attributes:
+        seen: the order in which this rank's units became ready in the last backward.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LeafLayout],
+        units: Sequence[Unit],
+        channels: Channels,
+        order: Sequence[int],
+        device: torch.device,
+        overlap_gather: bool,
+    ) -> None:
+        self._leaves, self._units, self._device = leaves, units, device
+        axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
+        self._scatter = [channels.reduce(a) for a in axes]
+        self._cut = [leaves[unit.leaves[0]].cut for unit in units]
+        self._gather = {u: channels.gather(a) for u, a in enumerate(axes) if not self._cut[u]}
+        self._overlap_gather = overlap_gather
+        self._order = order
+        self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
+        self._local: dict[int, Tensor] = {}
+        self._grads: dict[int, Tensor] = {}
+        self._missing: list[int] = []
+        self._pending: list[tuple[int, Pending]] = []
+        self._parts: dict[int, Tensor] = {}
+        self._whole: dict[int, tuple[Tensor, Pending]] = {}
+        self._taken: set[int] = set()
+        self._next = 0
+        self._send = self._last = True
+        self.seen: list[int] = []
+
+    def begin(self, *, send: bool, last: bool) -> None:
+        """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
+        self._send, self._last, self._next, self.seen = send, last, 0, []
+        self._missing = [len(unit.leaves) for unit in self._units]
+
+    def take(self, leaf: int, grad: Tensor) -> None:
+        """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        before = self._local.pop(leaf, None)
+        if before is not None:
+            grad = before + grad
+        if not self._send:
+            self._local[leaf] = grad
+            return
+        self._grads[leaf] = grad
+        unit = self._unit_of[leaf]
+        self._missing[unit] -= 1
+        if self._missing[unit] == 0:
+            self.seen.append(unit)
+            self._send_ready()
+        self._collect(block=False)
+
+    def end(self) -> None:
+        """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
+        if not self._send:
+            return
+        for u, unit in enumerate(self._units):
+            if self._missing[u]:
+                self._grads.update({i: self._absent(i) for i in unit.leaves if i not in self._grads})
+                self._missing[u] = 0
+                self.seen.append(u)
+        self._send_ready()
+        self._collect(block=True)
+        if self._last:
+            for u, part in self._parts.items():
+                self._parts[u] = psum(part, self._leaves[self._units[u].leaves[0]].extra_axes)
+
+    def parts(self) -> dict[int, Tensor]:
+        """Per unit, this rank's share of the summed gradients, 1-D; the shares of all ranks are disjoint."""
+        return self._parts
+
+    def gradients(self) -> dict[int, Tensor]:
+        """Per leaf, the summed gradient in the layout: this rank's rows, or the whole leaf where it is not cut."""
+        out: dict[int, Tensor] = {}
+        for u in self._order:
+            leaves = self._units[u].leaves
+            members = [self._leaves[i] for i in leaves]
+            rank = self._scatter[u].index
+            shapes = [torch.Size(m.shard_shape(rank)) if self._cut[u] else m.block for m in members]
+            flat = self._parts[u] if self._cut[u] else self._whole_part(u)
+            pieces = flat.split([s.numel() for s in shapes])
+            out.update({i: p.view(s) for i, p, s in zip(leaves, pieces, shapes, strict=True)})
+        self._parts = {}
+        return out
+
+    def _absent(self, leaf: int) -> Tensor:
+        local = self._local.pop(leaf, None)
+        if local is not None:
+            return local
+        return torch.zeros(self._leaves[leaf].block, dtype=self._leaves[leaf].dtype, device=self._device)
+
+    def _send_ready(self) -> None:
+        while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
+            unit = self._order[self._next]
+            self._next += 1
+            members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
+            flat, sizes = flatten_for(members, self._scatter[unit].size, self._cut[unit])
+            self._pending.append((unit, self._scatter[unit].reduce_scatter(flat, sizes)))
+
+    def _collect(self, *, block: bool) -> None:
+        while self._pending and (block or self._pending[0][1].done()):
+            unit, pending = self._pending.pop(0)
+            self._finish(unit, pending.result())
+
+    def _finish(self, unit: int, part: Tensor) -> None:
+        if unit in self._parts:
+            part = self._parts[unit] + part
+        elif self._scatter[unit].size == 1 and part.data_ptr() in self._taken:
+            part = part.clone()  # autograd may hand one tensor to two leaves
+        self._taken.add(part.data_ptr())
+        self._parts[unit] = part
+        if self._last and self._overlap_gather and not self._cut[unit]:
+            self._start_whole(unit)
+
+    def _start_whole(self, unit: int) -> None:
+        part = self._parts[unit]
+        if self._scatter[unit].size == 1:
+            self._whole[unit] = (part, Pending((), lambda: part))
+            return
+        total = sum(self._leaves[i].block.numel() for i in self._units[unit].leaves)
+        out = part.new_empty(total)
+        blocks = list(out.split(flat_sizes(total, self._scatter[unit].size)))
+        self._whole[unit] = (out, self._gather[unit].all_gather(blocks, part))
+
+    def _whole_part(self, unit: int) -> Tensor:
+        if unit not in self._whole:
+            self._start_whole(unit)
+        out, pending = self._whole.pop(unit)
+        pending.result()
+        return out
+
+
+def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bool) -> tuple[Tensor, list[int]]:
+    """Gradients as one flat tensor in which each rank's part is contiguous, and the sizes of the parts.
+
+    A single contiguous leaf cut along dim 0, or not cut at all, is not copied.
+    """
+    first, grad = members[0]
+    if not cut or size == 1:
+        flat = grad.reshape(-1) if len(members) == 1 else torch.cat([g.reshape(-1) for _, g in members])
+        return flat.contiguous(), flat_sizes(flat.numel(), size)
+    sizes = [sum(torch.Size(leaf.shard_shape(r)).numel() for leaf, _ in members) for r in range(size)]
+    if len(members) == 1 and first.dim == 0:
+        return grad.contiguous().view(-1), sizes
+    return torch.cat([leaf.rows(g, r).reshape(-1) for r in range(size) for leaf, g in members]), sizes
+
+
+def flat_sizes(total: int, size: int) -> list[int]:
+    """How an uncut flat tensor is dealt to the ranks while it is summed."""
+    step = -(-total // size)
+    return [max(0, min(total, (r + 1) * step) - r * step) for r in range(size)]

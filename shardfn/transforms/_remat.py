@@ -1,0 +1,39 @@
+"""`remat`: the same function, whose backward recomputes what the forward does not keep."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+
+from ._accumulate import Accumulated
+
+
+def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps only the inputs of `f` for the backward and runs it again there: `remat(f)(*args) == f(*args)`, bit for bit.
+
+    Trades activation memory for one more forward of `f`. Lazy parameters inside are gathered for the recomputation, which
+    the backward then shares. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
+    https://arxiv.org/abs/1604.06174
+
+    Args:
+        f: a pure function; wrap a block of a model, or a whole loss.
+
+    Raises:
+        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> remat(torch.sin)(x).backward()
+        >>> torch.equal(x.grad, torch.cos(x.detach()))
+        True
+    """
+    if isinstance(f, Accumulated):
+        raise ValueError("remat(accumulate(f, n)) would keep every microbatch at once; use accumulate(remat(f), n).")
+
+    @functools.wraps(f)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(f, *args, use_reentrant=False, **kwargs)
+
+    return recomputed

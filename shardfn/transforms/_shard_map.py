@@ -1,0 +1,84 @@
+"""`shard_map`: a function over blocks, as a function over whole tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn.collectives import GlobalTensor, all_gather_invariant, bind_mesh, psum, pvary, take_own_block
+from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
+
+from ._check import check_specs, is_spec
+
+
+def shard_map(
+    f: Callable[..., Any], *, mesh: Mesh | DeviceMesh | None, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Any]:
+    """Runs `f` once a rank on blocks: in `f` a dim that a spec cuts has the block's size, and collectives know the axes.
+
+    Every rank passes the same whole tensors, takes its own blocks of them, and gets the same whole results. It can be
+    differentiated: the transpose of a cut is `all_gather_invariant`, of replication `psum`.
+
+    Args:
+        f: a function over blocks; may use `psum` and the others with the mesh's axis names.
+        mesh: the mesh.
+        in_specs: a prefix tree of `P` for the tuple of arguments.
+        out_specs: a prefix tree of `P` for the result. A result must be the same on all ranks along axes its spec leaves out.
+
+    Returns:
+        `g(*args)` with whole tensors (or `GlobalTensor`s of just that spec, whose blocks are taken as they are).
+
+    Raises:
+        ValueError: a spec names an unknown axis, or (when called) does not fit its argument.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.collectives import psum
+        >>> total = shard_map(lambda x: psum(x.sum(), "dp"), mesh=None, in_specs=P("dp"), out_specs=P())
+        >>> total(torch.arange(4.0))
+        tensor(6.)
+    """
+    on = as_mesh(mesh)
+    check_specs({"in_specs": in_specs, "out_specs": out_specs}, P(), Zero(), on)
+
+    def mapped(*args: Any) -> Any:
+        given = args[0] if is_spec(in_specs) and len(args) == 1 else args
+        with bind_mesh(on):
+            leaves, treedef = tree_flatten(given)
+            specs = broadcast_prefix(in_specs, given, is_spec, names=("in_specs", "args"))
+            names = tree_paths(given, "args")
+            blocks = tree_unflatten(treedef, [_enter(x, s, n, on) for x, s, n in zip(leaves, specs, names, strict=True)])
+            out = f(blocks) if given is not args else f(*blocks)
+            leaves, treedef = tree_flatten(out)
+            specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
+            return tree_unflatten(treedef, [_leave(x, s, on) for x, s in zip(leaves, specs, strict=True)])
+
+    return mapped
+
+
+def _enter(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
+    if isinstance(x, GlobalTensor):
+        if x.spec != spec:
+            raise ValueError(f"{name} is kept as {x.spec!r}, in_specs says {spec!r}; pass x.full_tensor() or change the spec.")
+        return x.local
+    if not isinstance(x, Tensor):
+        return x
+    if len(spec) > x.ndim:
+        raise ValueError(f"{name} of shape {tuple(x.shape)} has spec {spec!r}, which has more entries than it has dims.")
+    for dim in range(len(spec)):
+        for axis in spec.dim_axes(dim):
+            x = take_own_block(x, axis, dim=dim)
+    rest = tuple(a for a in mesh.axis_names if a not in spec.axes)
+    return pvary(x, rest) if x.is_floating_point() else x
+
+
+def _leave(x: Any, spec: P, mesh: Mesh) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    for dim in range(len(spec)):
+        for axis in reversed(mesh.axes(spec.dim_axes(dim))):
+            size = int(psum(torch.tensor(x.shape[dim], device=x.device), axis))
+            x = all_gather_invariant(x, axis, dim=dim, size=size)
+    return x

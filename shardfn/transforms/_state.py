@@ -1,0 +1,71 @@
+"""`TrainState`: what a step takes and gives back."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import DonatedError, P, PyTree, tree_entries, tree_leaves, tree_map, tree_paths
+
+
+class TrainState(NamedTuple):
+    """Parameters, optimizer state, step number and key: a pytree.
+
+    Attributes:
+        params: tree of `GlobalTensor`.
+        opt_state: the optimizer's state; its tensors are `GlobalTensor`s.
+        step: 0-d int64 tensor on the CPU: number of updates made.
+        key: the key from which each step's key is folded; None when the loss takes none.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    step: Tensor
+    key: Tensor | None = None
+
+
+def check_alive(state: TrainState) -> None:
+    """Raises if any leaf was donated.
+
+    Raises:
+        DonatedError: lists the leaves.
+    """
+    named = zip(tree_paths(state, "state"), tree_leaves(state), strict=True)
+    gone = [p for p, x in named if isinstance(x, GlobalTensor) and x.donated]
+    if gone:
+        shown = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
+        raise DonatedError(
+            f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
+            " the step with donate=False."
+        )
+
+
+def state_specs(opt_state: PyTree, params: PyTree, specs: list[P], shapes: list[Any]) -> list[tuple[Any, P]]:
+    """Global shape and spec of each leaf of an optimizer state that was initialised on local blocks.
+
+    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; 0-d leaves are replicated.
+
+    Raises:
+        ValueError: a leaf is neither.
+    """
+    by_path = dict(zip(tree_entries(params), zip(tree_leaves(params), specs, shapes, strict=True), strict=True))
+    out: list[tuple[Any, P]] = []
+    for path, name, leaf in zip(
+        tree_entries(opt_state), tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True
+    ):
+        owner = next((by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path), None)
+        if owner is not None and owner[0].shape == leaf.shape:
+            out.append((owner[2], owner[1]))
+        elif leaf.ndim == 0:
+            out.append((leaf.shape, P()))
+        else:
+            raise ValueError(
+                f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding cannot be told;"
+                " optimizer states are 0-d or shaped as their parameter."
+            )
+    return out
+
+
+def donate(tree: PyTree) -> PyTree:
+    """Takes the blocks of every leaf; the leaves cannot be touched afterwards."""
+    return tree_map(lambda x: x.donate() if isinstance(x, GlobalTensor) else x, tree)

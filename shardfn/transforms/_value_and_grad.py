@@ -1,0 +1,95 @@
+"""`value_and_grad` and `grad`: reverse mode over pytrees, one microbatch at a time.
+
+They use `torch.autograd.grad`: `torch.func.grad` refuses the saved-tensor hooks that keep gathered parameters out of the
+graph. torch.func's own transforms stay usable inside the loss.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_flatten, tree_paths, tree_unflatten
+
+from ._accumulate import microbatches
+from ._loss import Loss, evaluate
+
+
+def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that returns the loss and its gradient with respect to its first argument.
+
+    Args:
+        loss: `loss(params, ...)` -> 0-d tensor, or `(0-d tensor, aux)`, or with a `WeightedMean` for the tensor.
+        has_aux: whether it returns aux.
+
+    Returns:
+        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`; grads has the structure of params, zeros where the
+        loss does not depend on a leaf.
+
+    Raises:
+        TypeError: (when called) a leaf of params is no floating-point tensor; all are listed.
+
+    Example:
+        >>> import torch
+        >>> value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
+        (tensor(5.), {'w': tensor([2., 4.])})
+    """
+
+    def call(params: PyTree, *args: Any) -> Any:
+        leaves, treedef = tree_flatten(params)
+        _check_leaves(params, leaves)
+        handles = [x.detach().requires_grad_() for x in leaves]
+        tree = tree_unflatten(treedef, handles)
+        inner, batches = microbatches(loss, args[0]) if args else (loss, [None])
+        grads: list[Tensor | None] = [None] * len(handles)
+        total, weight, auxes = 0.0, 0.0, []
+        for batch in batches:
+            with torch.enable_grad():
+                value = evaluate(inner, tree, (batch, *args[1:]) if args else (), has_aux)
+            new = _gradients(value.total, handles)
+            grads = [b if a is None else a if b is None else a + b for a, b in zip(grads, new, strict=True)]
+            total = total + value.total.detach()
+            weight = weight + (1.0 if value.weight is None else value.weight)
+            auxes.append(value.aux)
+        scaled = [torch.zeros_like(x) if g is None else g / weight for g, x in zip(grads, handles, strict=True)]
+        out: Any = total / weight
+        if has_aux:
+            out = out, {k: sum(a[k].total for a in auxes) / sum(a[k].weight for a in auxes) for k in auxes[0]}
+        return out, tree_unflatten(treedef, scaled)
+
+    return call
+
+
+def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that returns the gradient alone, or `(grads, aux)`; see `value_and_grad`.
+
+    Example:
+        >>> import torch
+        >>> grad(lambda p: p**3)(torch.tensor(2.0))
+        tensor(12.)
+    """
+    both = value_and_grad(loss, has_aux=has_aux)
+
+    def call(params: PyTree, *args: Any) -> Any:
+        value, grads = both(params, *args)
+        return (grads, value[1]) if has_aux else grads
+
+    return call
+
+
+def _gradients(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:
+    if not total.requires_grad:
+        return [None] * len(handles)
+    return list(torch.autograd.grad(total, handles, allow_unused=True))
+
+
+def _check_leaves(params: PyTree, leaves: list[Any]) -> None:
+    pairs = zip(tree_paths(params, "params"), leaves, strict=True)
+    bad = [f"{p} is {getattr(x, 'dtype', type(x).__name__)}" for p, x in pairs if not _is_float(x)]
+    if bad:
+        raise TypeError("can only differentiate floating-point tensors; " + ", ".join(bad) + ". Close over the others.")
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
