@@ -19,10 +19,10 @@ def all_gather(
 
         [A] [B]  =>  [A, B] [A, B]
 
-    Transpose: `psum_scatter`. Each rank may use the whole in a way of its own, so that the cotangents differ and are summed.
+    Transpose: `psum_scatter`. Each rank may use the whole in its own way, so that cotangents differ and are summed.
 
-    When: every rank needs the whole and goes on differently with it: ZeRO's parameters, the sequence before attention.
-    When all go on alike, use `all_gather_invariant`, whose gradient needs no communication.
+    When: every rank needs the whole and goes on differently with it: ZeRO's parameters, the sequence before
+    attention. When all go on alike, use `all_gather_invariant`, whose gradient needs no communication.
 
     Args:
         x: this rank's block.

@@ -28,7 +28,7 @@ def all_to_all(
         x: whole along `split_dim`, a block along `concat_dim`.
         axis: mesh axes, major to minor; None, a missing axis and an axis of size 1 are the identity.
         split_dim: the dim that is cut. Any size: blocks are those of `torch.chunk`.
-        concat_dim: the dim that is joined. May be `split_dim`, which exchanges blocks in place and keeps the shape; then
+        concat_dim: the dim that is joined. May be `split_dim`, which exchanges blocks and keeps the shape; then
             the axis must divide it.
         size: the global size of `concat_dim`, needed where the axis does not divide it. Default: n times this block.
             The transpose knows that of `split_dim` from `x`.
@@ -37,8 +37,8 @@ def all_to_all(
         A block along `split_dim`, whole along `concat_dim`.
 
     Raises:
-        ValueError: unknown axis, a dim out of range, a block that is not as long as `size` says, or one dim for both that
-            the axis does not divide.
+        ValueError: unknown axis, a dim out of range, a block that is not as long as `size` says, or one dim for both
+            that the axis does not divide.
 
     Example:
         >>> all_to_all(torch.ones(4, 6), "sp", split_dim=1, concat_dim=0).shape
@@ -64,7 +64,7 @@ def _exchanged_size(x: Shaped[torch.Tensor, "..."], line: Line | None, dim: int,
         )
     if rows % n:
         raise ValueError(
-            f"all_to_all: split_dim and concat_dim are both {dim}, of size {rows}, which {n} ranks do not divide; pad it"
-            f" to {-(-rows // n) * n}."
+            f"all_to_all: split_dim and concat_dim are both {dim}, of size {rows}, which {n} ranks do not divide;"
+            f" pad it to {-(-rows // n) * n}."
         )
     return rows

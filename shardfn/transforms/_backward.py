@@ -8,49 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Channels, Control
-from shardfn.core import Mesh, PyTree, RankError, Zero, tree_unflatten
+from shardfn.core import PyTree, RankError, tree_unflatten
 
 from ._accumulate import microbatches
+from ._comms import Comms
 from ._gather import Gatherer
-from ._layout import LeafLayout, Unit, gather_units, reduce_units, refresh_units
 from ._lazy import LazyLeaf, LeafBook
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._order import UseOrder
+from ._plan import Plan
 from ._reduce import Reducer
-
-
-class Comms:
-    """The communicators of a step, and whether they can still be trusted. Making them is collective."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.channels = Channels(mesh)
-        self.control = Control(mesh)
-        self.broken = False
-
-
-@dataclasses.dataclass
-class Plan:
-    """Everything that follows from the shapes of a parameter tree: its layout, its units, and the orders learnt so far."""
-
-    leaves: list[LeafLayout]
-    treedef: Any
-    zero: Zero
-    gather_units: list[Unit] = dataclasses.field(init=False)
-    reduce_units: list[Unit] = dataclasses.field(init=False)
-    refresh_units: list[Unit] = dataclasses.field(init=False)
-    use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
-    reduce_orders: dict[Any, list[int]] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.gather_units = gather_units(self.leaves, self.zero)
-        self.reduce_units = reduce_units(self.leaves, self.zero)
-        self.refresh_units = refresh_units(self.leaves, self.zero)
-
-    def use_order(self, key: Any) -> UseOrder:
-        """The order of use learnt for one kind of call."""
-        return self.use_orders.setdefault(key, UseOrder())
 
 
 @dataclasses.dataclass
@@ -77,7 +44,14 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f:
 
 
 def run_backward(
-    plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, loss: Loss, args: tuple[Any, ...], has_aux: bool, ranks: int, even: bool
+    plan: Plan,
+    comms: Comms,
+    blocks: Sequence[Tensor],
+    loss: Loss,
+    args: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    even: bool,
 ) -> Outcome:
     """The loss and the summed gradients of one global batch.
 
@@ -85,16 +59,15 @@ def run_backward(
         plan: the layout.
         comms: the communicators.
         blocks: this rank's piece of each parameter.
-        key: names the kind of call; orders are learnt by kind.
         loss: the user's loss, possibly accumulated.
         args: this rank's batch, and a key if the loss takes one.
         has_aux: whether the loss returns aux.
-        ranks: over how many ranks the batch is spread.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
     """
     inner, batches = microbatches(loss, args[0])
-    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
-    order = plan.reduce_orders.get(key) or list(reversed(range(len(plan.reduce_units))))
+    ranks = plan.mesh.axis_size(plan.batch_axes)
+    gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
+    order = plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
     reducer = Reducer(
         plan.leaves,
         plan.reduce_units,
@@ -127,9 +100,9 @@ def run_backward(
             reducer.end()
             book.forget_dead()
     gatherer.close()
-    if key not in plan.reduce_orders:
+    if not plan.reduce_order:
         first: Any = comms.control.gather(reducer.seen)[0]
-        plan.reduce_orders[key] = first
+        plan.reduce_order = first
     return _outcome(values, reducer)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Control
+from shardfn.collectives import Control, text_hash
 from shardfn.core import (
     HOUSE_AXES,
     Mesh,
@@ -82,6 +82,26 @@ def check_replicas(leaves: list[Tensor], plan: Any, control: Control) -> None:
         "ranks pass different values for the same parameters; draw them from one seed or key on all ranks:",
         bad,
     )
+
+
+def agree_on_step(control: Control, number: int, plan: Any, batch: PyTree, specs: PyTree) -> bool:
+    """Compares what the ranks are about to run, before the first transfer.
+
+    Returns:
+        Whether all ranks pass batches of the same shapes.
+
+    Raises:
+        RankError: they differ in the step's number, the batch's structure, or the model.
+    """
+    fixed, sizes = check_batch(batch, specs, plan.mesh)
+    if control.size == 1:
+        return True
+    text = f"step {number} of {len(plan.leaves)} leaves\n{fixed}"
+    codes = control.exchange(text_hash(f"{text}{sizes}"))
+    if len(set(codes)) == 1:
+        return True
+    control.agree("what to run", text)
+    return False
 
 
 def check_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:

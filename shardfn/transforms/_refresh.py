@@ -6,9 +6,9 @@ from torch import Tensor
 
 from shardfn.collectives import Channel, Channels, Pending
 
-from ._backward import Plan
 from ._gather import start_gather
 from ._layout import LeafLayout
+from ._plan import Plan
 
 
 def refresh(plan: Plan, channels: Channels, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives import GlobalTensor, bind_mesh, psum
+from shardfn.collectives import bind_mesh
 from shardfn.core import (
     Mesh,
     P,
@@ -20,25 +20,24 @@ from shardfn.core import (
     Zero,
     as_mesh,
     block_slices,
-    broadcast_prefix,
     deferred,
     draw_block,
     fold_in,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_paths,
-    tree_structure,
     tree_unflatten,
 )
-from shardfn.optim import GradientTransformation, inplace
+from shardfn.optim import GradientTransformation
 
-from ._backward import Comms, Outcome, Plan, run_backward, run_forward
-from ._check import check_batch, check_params, check_replicas, check_specs, is_spec
-from ._layout import leaf_layout
+from ._backward import run_backward, run_forward
+from ._check import agree_on_step, check_params, check_replicas, check_specs
+from ._comms import Comms
 from ._loss import Loss
-from ._refresh import refresh
-from ._state import TrainState, check_alive, donate, state_specs
+from ._metrics import measure
+from ._plan import Plan, Planner
+from ._state import TrainState, check_alive
+from ._update import init_optimizer, update, wrap
 
 
 def sharded_step(
@@ -94,38 +93,32 @@ def sharded_step(
     References:
         Rajbhandari et al., ZeRO, 2019, https://arxiv.org/abs/1910.02054
     """
+    on, rule = as_mesh(mesh), zero or Zero()
+    check_specs(specs, batch, rule, on)
+    planner = Planner(on, specs, batch, rule, trainable)
     return ShardedStep(
-        loss, optimizer, as_mesh(mesh), specs, batch, zero or Zero(), key, has_aux, donate, skip_nonfinite, trainable
+        loss, optimizer, planner, key=key, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
     )
 
 
 class ShardedStep:
-    """A compiled-by-annotation training step. Build one with `sharded_step`."""
+    """A training step. Build one with `sharded_step`, which documents it."""
 
     def __init__(
         self,
         loss: Loss,
         optimizer: GradientTransformation,
-        mesh: Mesh,
-        specs: PyTree,
-        batch: PyTree,
-        zero: Zero,
+        planner: Planner,
+        *,
         key: Tensor | None,
         has_aux: bool,
         donate: bool,
         skip_nonfinite: bool,
-        trainable: PyTree,
     ) -> None:
-        check_specs(specs, batch, zero, mesh)
-        self.mesh, self.zero = mesh, zero
-        self._loss, self._optimizer, self._has_aux = loss, optimizer, has_aux
-        self._specs, self._batch, self._trainable, self._key = specs, batch, trainable, key
-        self._donate, self._skip = donate, skip_nonfinite
-        self._update = inplace(optimizer)
-        used = {a for p in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(p.axes)}
-        self._batch_axes = tuple(a for a in mesh.axis_names if a in used)
+        self.mesh = planner.mesh
+        self._loss, self._optimizer, self._planner = loss, optimizer, planner
+        self._key, self._has_aux, self._donate, self._skip = key, has_aux, donate, skip_nonfinite
         self._comms: Comms | None = None
-        self._plans: dict[Any, Plan] = {}
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -135,6 +128,7 @@ class ShardedStep:
                 such a function `shardfn`'s own draws are deferred, so that each rank draws its own blocks and no others.
 
         Raises:
+            TypeError: a leaf is no tensor.
             ValueError: the tree does not fit the specs.
             RankError: ranks pass different trees or different values.
         """
@@ -144,35 +138,34 @@ class ShardedStep:
         check_params(params)
         leaves, treedef = tree_flatten(params)
         comms = self._ready_comms()
-        plan = self._plan(treedef, tree_paths(params, "params"), [x.shape for x in leaves], [x.dtype for x in leaves])
+        plan = self._planner.plan(treedef, tree_paths(params, "params"), leaves)
         comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
         check_replicas(leaves, plan, comms.control)
+        del params
         blocks = []
         for i, leaf in enumerate(plan.leaves):
             where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
             blocks.append(draw_block(leaves[i], where).to(self.mesh.device).contiguous())
             leaves[i] = None
-        return TrainState(
-            self._wrap(plan, blocks), self._init_optimizer(plan, blocks), torch.zeros((), dtype=torch.int64), self._key
-        )
+        step = torch.zeros((), dtype=torch.int64)
+        return TrainState(wrap(plan, blocks), init_optimizer(plan, self._optimizer, blocks), step, self._key)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch."""
         check_alive(state)
-        plan = self._plan_of(state)
-        comms = self._ready_comms()
-        even = self._agree(plan, comms, state, batch)
+        plan, comms = self._planner.plan_of(state), self._ready_comms()
+        even = agree_on_step(comms.control, int(state.step), plan, batch, self._planner.batch)
         args = (batch,) if self._key is None else (batch, fold_in(self._key_of(state), state.step))
         blocks = [g.local for g in tree_leaves(state.params)]
         with bind_mesh(self.mesh):
-            ranks = self.mesh.axis_size(self._batch_axes)
-            out = run_backward(plan, comms, blocks, "step", self._loss, args, self._has_aux, ranks, even)
-            metrics, scale = self._measure(plan, out)
+            out = run_backward(plan, comms, blocks, self._loss, args, has_aux=self._has_aux, even=even)
+            metrics, scale = measure(plan, out)
             if self._skip and not bool(metrics["finite"]):
                 metrics["skipped"] = torch.ones_like(metrics["finite"])
                 return state, metrics
             grads = out.reducer.gradients()
-            return self._advance(plan, comms, state, grads, scale), metrics
+            new = update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate)
+        return new, metrics
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
@@ -181,7 +174,7 @@ class ShardedStep:
         rank's. Passing the same function again reuses the order of gathers learnt the first time.
         """
         check_alive(state)
-        plan, comms = self._plan_of(state), self._ready_comms()
+        plan, comms = self._planner.plan_of(state), self._ready_comms()
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
             plan.use_orders.pop(("apply", f), None)
@@ -190,9 +183,9 @@ class ShardedStep:
             return run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
 
     def specs(self, params: PyTree) -> PyTree:
-        """The storage `Sharding` of each leaf of a parameter tree (tensors, `GlobalTensor`s, or anything with shape and dtype)."""
+        """The storage `Sharding` of each leaf of a parameter tree (tensors, `GlobalTensor`s, or what has shape and dtype)."""
         leaves, treedef = tree_flatten(params)
-        plan = self._plan(treedef, tree_paths(params, "params"), [x.shape for x in leaves], [x.dtype for x in leaves])
+        plan = self._planner.plan(treedef, tree_paths(params, "params"), leaves)
         return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])
 
     def _ready_comms(self) -> Comms:
@@ -200,179 +193,11 @@ class ShardedStep:
             self._comms = Comms(self.mesh)
         return self._comms
 
-    def _plan(self, treedef: Any, paths: list[str], shapes: list[torch.Size], dtypes: list[torch.dtype]) -> Plan:
-        cache_key = (treedef, tuple(shapes), tuple(dtypes))
-        if cache_key not in self._plans:
-            tree = tree_unflatten(treedef, list(range(len(paths))))
-            specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
-            train = broadcast_prefix(
-                self._trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params")
-            )
-            specs = [s.spec if isinstance(s, Sharding) else s for s in specs]
-            too_long = [f"{p} of shape {tuple(s)} has spec {c!r}" for p, s, c in zip(paths, shapes, specs, strict=True) if len(c) > len(s)]
-            if too_long:
-                raise ValueError("specs have more entries than the leaf has dims; drop some:\n  - " + "\n  - ".join(too_long))
-            leaves = [
-                leaf_layout(
-                    p,
-                    torch.Size(s),
-                    d,
-                    c,
-                    zero=self.zero,
-                    mesh=self.mesh,
-                    batch_axes=self._batch_axes,
-                    trainable=t and d.is_floating_point,
-                )
-                for p, s, d, c, t in zip(paths, shapes, dtypes, specs, train, strict=True)
-            ]
-            self._plans[cache_key] = Plan(leaves, treedef, self.zero)
-        return self._plans[cache_key]
-
-    def _plan_of(self, state: TrainState) -> Plan:
-        if not isinstance(state, TrainState):
-            raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
-        leaves, treedef = tree_flatten(state.params)
-        bad = [f"{p} is a {type(x).__name__}" for p, x in zip(tree_paths(state.params, "state.params"), leaves, strict=True) if not isinstance(x, GlobalTensor)]
-        if bad:
-            raise TypeError("state.params must hold GlobalTensors (make the state with step.init):\n  - " + "\n  - ".join(bad))
-        plan = self._plan(treedef, tree_paths(state.params, "params"), [x.shape for x in leaves], [x.dtype for x in leaves])
-        wrong = [
-            f"{leaf.path} is kept as {x.spec!r}, this step keeps it as {leaf.param!r}"
-            for leaf, x in zip(plan.leaves, leaves, strict=True)
-            if x.spec != leaf.param
-        ]
-        if wrong:
-            raise ValueError("the state was made by a step with other shardings:\n  - " + "\n  - ".join(wrong))
-        return plan
-
     def _key_of(self, state: TrainState) -> Tensor:
         if state.key is None:
-            raise ValueError("the step was built with a key, but the state has none; make the state with this step's init.")
+            raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
         return state.key
 
     def _describe(self, plan: Plan) -> str:
-        lines = [f"{x.path}: {tuple(x.shape)} {x.dtype} compute {x.compute!r} trainable {x.trainable}" for x in plan.leaves]
         flags = f"donate {self._donate} skip_nonfinite {self._skip} has_aux {self._has_aux} key {self._key is not None}"
-        return "\n".join([f"{self.zero!r}", f"mesh {self.mesh.shape}", f"batch {self._batch!r}", flags, *lines])
-
-    def _agree(self, plan: Plan, comms: Comms, state: TrainState, batch: PyTree) -> bool:
-        """Compares what the ranks are about to run. True when all ranks pass batches of the same shapes."""
-        fixed, sizes = check_batch(batch, self._batch, self.mesh)
-        text = f"step {int(state.step)}\n{fixed}\n{len(plan.leaves)} leaves"
-        if self.mesh.size == 1:
-            return True
-        comms.control.agree("what to run", text)
-        return len(set(comms.control.exchange(hash(sizes) >> 2))) == 1
-
-    def _measure(self, plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Global loss, norm and aux; and by what the gradients are still to be multiplied (None: nothing)."""
-        like = out.total
-        count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
-        row = [out.total, count if out.weight is None else out.weight]
-        row += [x for pair in out.aux.values() for x in pair]
-        sums = psum(torch.stack([x.to(torch.float64) for x in row]), self._batch_axes)
-        loss = sums[0] / sums[1]
-        norm = torch.sqrt(_sum_squares(plan, out))
-        scale = None
-        if out.weight is not None:
-            scale = 1.0 / sums[1]
-            norm = norm * scale
-        metrics = {"loss": loss.to(like.dtype), "grad_norm": norm.to(torch.float32)}
-        metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
-        metrics["skipped"] = torch.zeros_like(metrics["finite"])
-        for k, name in enumerate(out.aux):
-            if name in metrics:
-                raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")
-            metrics[name] = (sums[2 + 2 * k] / sums[3 + 2 * k]).to(torch.float32)
-        return metrics, scale
-
-    def _advance(
-        self, plan: Plan, comms: Comms, state: TrainState, grads: dict[int, Tensor], scale: Tensor | None
-    ) -> TrainState:
-        take = donate if self._donate else _clone
-        with torch.no_grad():
-            params, opt_state = take(state.params), take(state.opt_state)
-            blocks = tree_leaves(params)
-            rows = [self._rows(leaf, b) for leaf, b in zip(plan.leaves, blocks, strict=True)]
-            train = [leaf.trainable for leaf in plan.leaves]
-            g = [self._own(plan.leaves[i], grads[i]) if t else None for i, t in enumerate(train)]
-            if scale is not None:
-                torch._foreach_mul_([x for x in g if x is not None], float(scale))
-            new, opt_state = self._update(
-                tree_unflatten(plan.treedef, g),
-                opt_state,
-                tree_unflatten(plan.treedef, [x if t else None for x, t in zip(rows, train, strict=True)]),
-                specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
-            )
-            fresh = iter(tree_leaves(new))
-            blocks = refresh(plan, comms.channels, blocks, [next(fresh) if t else None for t in train])
-        return TrainState(
-            self._wrap(plan, blocks),
-            _like(opt_state, state.opt_state),
-            state.step + 1,
-            state.key,
-        )
-
-    def _rows(self, leaf: Any, block: Tensor) -> Tensor:
-        """The part of a parameter that this rank updates."""
-        if leaf.gathered or leaf.dim is None:
-            return block
-        return leaf.rows(block, self.mesh.axis_index(leaf.zero_axes)).contiguous()
-
-    def _own(self, leaf: Any, grad: Tensor) -> Tensor:
-        """The part of a summed gradient that this rank applies."""
-        if leaf.cut or leaf.dim is None:
-            return grad
-        return leaf.rows(grad, self.mesh.axis_index(leaf.zero_axes)).contiguous()
-
-    def _init_optimizer(self, plan: Plan, blocks: list[Tensor]) -> PyTree:
-        rows = [self._rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-        tree = tree_unflatten(plan.treedef, rows)
-        opt_state = self._optimizer.init(tree)
-        specs = [leaf.shard for leaf in plan.leaves if leaf.trainable]
-        shapes = [leaf.shape for leaf in plan.leaves if leaf.trainable]
-        where = state_specs(opt_state, tree, specs, shapes)
-        leaves, treedef = tree_flatten(opt_state)
-        return tree_unflatten(
-            treedef, [GlobalTensor(x, torch.Size(s), p, self.mesh) for x, (s, p) in zip(leaves, where, strict=True)]
-        )
-
-    def _wrap(self, plan: Plan, blocks: list[Tensor]) -> PyTree:
-        return tree_unflatten(
-            plan.treedef,
-            [GlobalTensor(b, leaf.shape, leaf.param, self.mesh) for b, leaf in zip(blocks, plan.leaves, strict=True)],
-        )
-
-
-def _sum_squares(plan: Plan, out: Outcome) -> Tensor:
-    """The squared global norm of the summed gradients (float64)."""
-    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-    for unit, part in out.reducer.parts().items():
-        leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
-        axes = tuple(dict.fromkeys(leaf.reduce_axes + leaf.compute.axes))
-        by_axes.setdefault(axes, []).append(_square(part))
-    total = torch.zeros((), dtype=torch.float64, device=out.total.device)
-    for axes, squares in by_axes.items():
-        total = total + psum(torch.stack(squares).sum(), axes)
-    return total
-
-
-def _square(x: Tensor) -> Tensor:
-    if x.dtype in (torch.float32, torch.float64) and x.numel():
-        return torch.dot(x, x).to(torch.float64)
-    return torch.linalg.vector_norm(x, dtype=torch.float32).to(torch.float64) ** 2
-
-
-def _clone(tree: PyTree) -> PyTree:
-    return tree_map(lambda x: x.local.clone() if isinstance(x, GlobalTensor) else x, tree)
-
-
-def _like(tree: PyTree, old: PyTree) -> PyTree:
-    """Local tensors of an updated optimizer state, wrapped as the old state's leaves were."""
-    leaves, treedef = tree_flatten(tree)
-    if treedef != tree_structure(old):
-        raise ValueError(f"the optimizer changed the structure of its state from {tree_structure(old)} to {treedef}.")
-    meta = tree_leaves(old)
-    return tree_unflatten(
-        treedef, [GlobalTensor(x, m.shape, m.spec, m.mesh) for x, m in zip(leaves, meta, strict=True)]
-    )
+        return f"{flags}\n{plan.describe()}"

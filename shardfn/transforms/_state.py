@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import DonatedError, P, PyTree, tree_entries, tree_leaves, tree_map, tree_paths
+from shardfn.core import DonatedError, P, PyTree, tree_entries, tree_leaves, tree_paths
 
 
 class TrainState(NamedTuple):
@@ -64,8 +64,3 @@ def state_specs(opt_state: PyTree, params: PyTree, specs: list[P], shapes: list[
                 " optimizer states are 0-d or shaped as their parameter."
             )
     return out
-
-
-def donate(tree: PyTree) -> PyTree:
-    """Takes the blocks of every leaf; the leaves cannot be touched afterwards."""
-    return tree_map(lambda x: x.donate() if isinstance(x, GlobalTensor) else x, tree)

@@ -1,0 +1,53 @@
+"""What a step measures: the global loss, the norm of the averaged gradient, and the loss's aux."""
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import psum
+
+from ._backward import Outcome
+from ._plan import Plan
+
+
+def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The metrics of a step, the same on all ranks; and what the gradients are still to be multiplied by (None: nothing).
+
+    Raises:
+        ValueError: an aux has the name of one of the step's own metrics.
+    """
+    like = out.total
+    count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
+    row = [out.total, count if out.weight is None else out.weight]
+    row += [x for pair in out.aux.values() for x in pair]
+    sums = psum(torch.stack([x.to(torch.float64) for x in row]), plan.batch_axes)
+    norm, scale = torch.sqrt(_sum_squares(plan, out)), None
+    if out.weight is not None:
+        scale = 1.0 / sums[1]
+        norm = norm * scale
+    metrics = {"loss": (sums[0] / sums[1]).to(like.dtype), "grad_norm": norm.to(torch.float32)}
+    metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
+    metrics["skipped"] = torch.zeros_like(metrics["finite"])
+    for k, name in enumerate(out.aux):
+        if name in metrics:
+            raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")
+        metrics[name] = (sums[2 + 2 * k] / sums[3 + 2 * k]).to(torch.float32)
+    return metrics, scale
+
+
+def _sum_squares(plan: Plan, out: Outcome) -> Tensor:
+    """The squared norm of the summed gradients. Each element counts once: parts are disjoint along the axes summed over."""
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for unit, part in out.reducer.parts().items():
+        leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
+        axes = tuple(a for a in plan.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
+        by_axes.setdefault(axes, []).append(_square(part))
+    total = torch.zeros((), dtype=torch.float64, device=out.total.device)
+    for axes, squares in by_axes.items():
+        total = total + psum(torch.stack(squares).sum(), axes)
+    return total
+
+
+def _square(x: Tensor) -> Tensor:
+    if x.dtype in (torch.float32, torch.float64) and x.numel():
+        return torch.dot(x, x).to(torch.float64)
+    return torch.linalg.vector_norm(x, dtype=torch.float32).to(torch.float64) ** 2

@@ -1,0 +1,143 @@
+"""The plan: everything that follows from a step's annotations and the shapes of a parameter tree, computed once."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import (
+    Mesh,
+    PyTree,
+    Sharding,
+    Zero,
+    broadcast_prefix,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+
+from ._check import is_spec
+from ._layout import LeafLayout, Unit, gather_units, leaf_layout, reduce_units, refresh_units
+from ._order import UseOrder
+from ._state import TrainState
+
+
+@dataclasses.dataclass
+class Plan:
+    """A layout, its units of transfer, and the orders of use learnt so far.
+
+    Attributes:
+        leaves: where each leaf lives.
+        treedef: the structure of the parameter tree.
+        zero: the rule.
+        mesh: the mesh.
+        batch_axes: the axes that cut the batch.
+        use_orders: by kind of call, the order in which leaves are gathered.
+        reduce_order: the order in which gradients become ready; empty until a step has run.
+    """
+
+    leaves: list[LeafLayout]
+    treedef: Any
+    zero: Zero
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    gather_units: list[Unit] = dataclasses.field(init=False)
+    reduce_units: list[Unit] = dataclasses.field(init=False)
+    refresh_units: list[Unit] = dataclasses.field(init=False)
+    use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
+    reduce_order: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gather_units = gather_units(self.leaves, self.zero)
+        self.reduce_units = reduce_units(self.leaves, self.zero)
+        self.refresh_units = refresh_units(self.leaves, self.zero)
+
+    def use_order(self, key: Any) -> UseOrder:
+        """The order of use learnt for one kind of call."""
+        return self.use_orders.setdefault(key, UseOrder())
+
+    def zero_rank(self, leaf: LeafLayout) -> int:
+        """This rank's index among those that share a leaf's rows."""
+        return self.mesh.axis_index(leaf.zero_axes)
+
+    def describe(self) -> str:
+        """One line a fact; equal on all ranks that run the same plan."""
+        lines = [f"{self.zero!r}", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
+        for x in self.leaves:
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtype} compute {x.compute!r} trainable {x.trainable}")
+        return "\n".join(lines)
+
+
+class Planner:
+    """A step's annotations; makes a `Plan` for each parameter tree it meets.
+
+    Args:
+        mesh: the mesh.
+        specs: prefix tree of compute specs.
+        batch: prefix tree of the batch's specs.
+        zero: the ZeRO rule.
+        trainable: prefix tree of bools.
+    """
+
+    def __init__(self, mesh: Mesh, specs: PyTree, batch: PyTree, zero: Zero, trainable: PyTree) -> None:
+        self.mesh, self.batch, self.zero = mesh, batch, zero
+        self._specs, self._trainable = specs, trainable
+        used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
+        self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
+        self._plans: dict[Any, Plan] = {}
+
+    def plan(self, treedef: Any, paths: list[str], like: list[Any]) -> Plan:
+        """The plan for leaves of these paths, shapes and dtypes.
+
+        Raises:
+            ValueError: specs do not fit; every leaf is listed.
+        """
+        shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
+        if (treedef, shapes, dtypes) not in self._plans:
+            self._plans[treedef, shapes, dtypes] = self._make(treedef, paths, shapes, dtypes)
+        return self._plans[treedef, shapes, dtypes]
+
+    def plan_of(self, state: TrainState) -> Plan:
+        """The plan of a state, which must be kept as the plan says.
+
+        Raises:
+            TypeError: it is no state of global tensors.
+            ValueError: it was made under other annotations; every leaf is listed.
+        """
+        if not isinstance(state, TrainState):
+            raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
+        leaves, treedef = tree_flatten(state.params)
+        named = list(zip(tree_paths(state.params, "params"), leaves, strict=True))
+        raise_all(
+            TypeError,
+            "the state's params are not GlobalTensors; make the state with step.init:",
+            [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor)],
+        )
+        plan = self.plan(treedef, [p for p, _ in named], leaves)
+        pairs = zip(plan.leaves, leaves, strict=True)
+        raise_all(
+            ValueError,
+            "the state was made by a step with other shardings:",
+            [f"{leaf.path} is kept as {x.spec!r}; here it is {leaf.param!r}" for leaf, x in pairs if x.spec != leaf.param],
+        )
+        return plan
+
+    def _make(self, treedef: Any, paths: list[str], shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
+        tree = tree_unflatten(treedef, list(range(len(paths))))
+        specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
+        train = broadcast_prefix(self._trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
+        computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
+        rows = list(zip(paths, shapes, dtypes, computes, train, strict=True))
+        raise_all(
+            ValueError,
+            "specs have more entries than their leaf has dims:",
+            [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, _ in rows if len(c) > len(s)],
+        )
+        leaves = [
+            leaf_layout(p, s, d, c, zero=self.zero, mesh=self.mesh, batch_axes=self.batch_axes, trainable=t and d.is_floating_point)
+            for p, s, d, c, t in rows
+        ]
+        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
