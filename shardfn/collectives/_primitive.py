@@ -81,17 +81,20 @@ class _Collective(torch.autograd.Function):
         ctx.call = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return bind(grad, transposed(ctx.call)), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return bind(grad_outputs[0], transposed(ctx.call)), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+    def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
         transposed(ctx.call)  # what has no transpose is not linear
+        tangent = grad_inputs[0]
+        assert tangent is not None
         return bind(tangent, ctx.call)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, call: Call) -> tuple[Tensor, int]:
-        # The function is called only where x has a batch dim: its other argument is no tensor.
+    def vmap(info: Any, in_dims: tuple[int | None, None], *args: Any) -> tuple[Tensor, int]:
+        x, call = args
+        # torch calls this only where x has a batch dim: the other argument is no tensor.
         batched = dataclasses.replace(call, dim=call.dim + 1, concat_dim=call.concat_dim + 1)
         return bind(x.movedim(in_dims[0] or 0, 0), batched), 0
 
@@ -175,7 +178,7 @@ def _ppermute(x: Tensor, call: Call) -> Tensor:
     send = [n * ((line.index, i) in call.perm) for i in range(line.size)]
     recv = [n * ((i, line.index) in call.perm) for i in range(line.size)]
     out = native.exchange(x.reshape(-1)[: sum(send)], send, recv, line, name="ppermute")
-    return out.view(x.shape) if sum(recv) or n == 0 else torch.zeros_like(x)
+    return out.view(x.shape) if sum(recv) else x.new_zeros(x.shape)
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Draws: tensors as functions of (key, shape), any block of which can be had without the rest.
 
-Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`; so are the others. Inside `deferred()`
-the functions return a `Draw`, which is drawn when it is used or cut, so that one `init(config, key)` serves a laptop and
-a mesh on which no rank could hold the whole.
+Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`; so are the others. Inside
+`deferred()` the functions return a `Draw`, drawn when it is used or cut, so that one `init(config, key)` serves
+a laptop and a mesh on which no rank could hold the whole.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from ._tree import tree_map
 
 Device = torch.device | str | None
 Slices = tuple[slice, ...]
-# Elements drawn at a time: the temporaries of the cipher stay in a core's cache, and no kernel of so few starts threads,
-# whose barriers (a hundred a chunk) cost far more than they save where cores are shared between ranks.
+# Elements drawn at a time: the cipher's temporaries stay in a core's cache, and torch splits no kernel of so few over
+# threads, whose barriers (a hundred a chunk) cost far more than they save where ranks share cores.
 CHUNK = 1 << 15
 # Chunks are padded to whole vectors, because a kernel's scalar tail may round otherwise than its vector body.
 _VECTOR = 64
@@ -77,7 +77,7 @@ def uniform(
     Example:
         >>> from shardfn.core import key
         >>> uniform(key(42), (2,)).tolist()
-        [0.48871052265167236, 0.6797974109649658]
+        [0.48870956897735596, 0.6797971725463867]
     """
     draw = functools.partial(
         uniform_block, key, shape, dtype=dtype, minval=minval, maxval=maxval, device=device or key.device
@@ -140,7 +140,7 @@ def bernoulli(key: Int64[Tensor, "2"], p: float, shape: Sequence[int]) -> Bool[T
 
 
 def full(
-    shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32, device: Device = None
+    shape: Sequence[int], value: float | int | bool, *, dtype: torch.dtype = torch.float32, device: Device = None
 ) -> Shaped[Tensor, "..."]:
     """A tensor filled with `value`; a `Draw` inside `deferred()`.
 
@@ -159,9 +159,7 @@ def full(
     return _maybe_deferred(draw, shape, dtype, device)
 
 
-def zeros(
-    shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Device = None
-) -> Shaped[Tensor, "..."]:
+def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Device = None) -> Shaped[Tensor, "..."]:
     """A tensor of zeros; a `Draw` inside `deferred()`.
 
     Example:
@@ -280,7 +278,7 @@ def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, ".
 
 
 class Draw(Tensor):
-    """A tensor that is drawn when it is needed. Its shape, dtype and device cost nothing; any other use draws the whole.
+    """A tensor that is drawn when needed. Its shape, dtype and device cost nothing; any other use draws the whole.
 
     Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`.
     """
@@ -315,7 +313,8 @@ class Draw(Tensor):
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("out"), Draw) or (_writes(name) and isinstance(args[0], Draw)):
             raise TypeError(f"{name} would write into a deferred draw, which is immutable; call .full() on it first.")
-        args, kwargs = tree_map(lambda x: x.full() if isinstance(x, Draw) else x, (tuple(args), kwargs))
+        call: Any = (tuple(args), kwargs)
+        args, kwargs = tree_map(lambda x: x.full() if isinstance(x, Draw) else x, call)
         return func(*args, **kwargs)
 
     @classmethod
@@ -365,7 +364,7 @@ def _unit(hi: Tensor, lo: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _full_block(
-    shape: Sequence[int], slices: Slices, *, value: float, dtype: torch.dtype, device: Device
+    shape: Sequence[int], slices: Slices, *, value: float | int | bool, dtype: torch.dtype, device: Device
 ) -> Tensor:
     return torch.full([b - a for a, b in _bounds(shape, slices)], value, dtype=dtype, device=device)
 

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 import torch
@@ -29,6 +30,7 @@ class Mesh:
         coords: this rank's index on each axis.
         device: the device this rank computes on.
         device_mesh: the `torch.distributed.DeviceMesh` behind it, or None when everything is one process.
+        resources: what other rooms keep for as long as the mesh lives (communicators, say).
     """
 
     def __init__(self, shape: Mapping[str, int], device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
@@ -39,6 +41,7 @@ class Mesh:
         grid = torch.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
         where = (grid == self.rank).nonzero()[0].tolist()
         self.coords = dict(zip(self.shape, where, strict=False))
+        self.resources: dict[str, Any] = {}
         self._grid = grid
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 

@@ -1,7 +1,8 @@
 """Batches as a function: row i of batch n is a window of the corpus that (seed, n, i) name.
 
-The corpus is cut into windows of T ids (each read with the one id after it, the last target). A fixed shuffle puts them in
-an order from which training and validation take disjoint ranges; each epoch visits its range once, in an order of its own:
+The corpus is cut into windows of T ids (each read with the one id after it, the last target). A fixed shuffle puts
+them in an order from which training and validation take disjoint ranges; each epoch visits its range once, in an order
+of its own:
 
     g = n B + i,   epoch, k = divmod(g, W),   window = shuffle(first + permute(k, W, seed, epoch))
 
@@ -10,7 +11,7 @@ Nothing is remembered between batches: resuming at batch n needs n, and any rank
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from shardfn.core import chunk_bounds
 from ._permute import permute
 
 
+@runtime_checkable
 class TokenSource(Protocol):
     """What `Batches` reads: numbered token ids. `TokenFile` is one."""
 
@@ -62,8 +64,8 @@ class Batches:
                 raise ValueError(f"Batches({name}={getattr(self, name)}): must be at least 1.")
         if self._total < 1:
             raise ValueError(
-                f"{self.source!r} has {max(self.source.num_tokens, 0)} ids, but one window of length={self.length} needs"
-                f" {self.length + 1}; use a longer corpus or a smaller length."
+                f"{self.source!r} has {self.source.num_tokens} ids, but one window of length={self.length}"
+                f" needs {self.length + 1}; use a longer corpus or a smaller length."
             )
         first, stop = self._part
         if not 0 <= first < stop <= self._total:
@@ -96,8 +98,8 @@ class Batches:
         middle = stop - round(fraction * (stop - first))
         if not first < middle < stop:
             raise ValueError(
-                f"split({fraction}) of {stop - first} windows leaves {middle - first} and {stop - middle}; both parts need"
-                " at least one: use a longer corpus, a smaller length or another fraction."
+                f"split({fraction}) of {stop - first} windows leaves {middle - first} and {stop - middle};"
+                " both parts need at least one: use a longer corpus, a smaller length or another fraction."
             )
         return dataclasses.replace(self, part=(first, middle)), dataclasses.replace(self, part=(middle, stop))
 

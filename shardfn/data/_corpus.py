@@ -1,5 +1,6 @@
 """A corpus that every machine with Python has: the sources of its standard library."""
 
+import os
 import pathlib
 import sysconfig
 
@@ -25,8 +26,10 @@ def default_corpus(*, tests: bool = False) -> list[pathlib.Path]:
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     skip = _NOT_LIBRARY if tests else _NOT_LIBRARY | _TESTS
-    inner = (path.relative_to(root) for path in root.rglob("*.py"))
-    paths = [root / p for p in sorted(inner, key=lambda p: p.as_posix()) if skip.isdisjoint(p.parts)]
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - skip
+        paths += [pathlib.Path(folder, name) for name in files if name.endswith(".py")]
     if not paths:
         raise FileNotFoundError(f"{root} holds no .py files; name text files of your own instead.")
-    return paths
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())

@@ -1,7 +1,8 @@
 """A shuffle that is never stored: a keyed bijection of {0, ..., size - 1}, evaluated where it is asked.
 
-A Feistel network permutes the integers of b bits, the smallest b with 2^b >= size; an image outside {0, ..., size - 1} is
-sent through again until it lies inside (cycle walking), which takes at most two rounds on average.
+A Feistel network permutes the integers of b bits, the smallest b with 2^b >= size; an image outside {0, ..., size - 1}
+is sent through again until it lies inside (cycle walking), which takes at most two passes on average.
+
 Luby, Rackoff: How to Construct Pseudorandom Permutations from Pseudorandom Functions, 1988,
 https://doi.org/10.1137/0217022
 Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002, https://doi.org/10.1007/3-540-45760-7_9

@@ -2,18 +2,19 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds after which a full queue looks whether anybody still reads
 
 
-def prefetch(iterable: Iterable[T], depth: int = 2) -> Iterator[T]:
+def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """The same items in the same order, computed up to `depth` ahead by a background thread.
 
-    The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for` loop
-    left and the iterator dropped) or has raised. An exception of `iterable` is raised here, in its place in the order.
+    The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for`
+    loop left and the iterator dropped) or has raised. An exception of `iterable` is raised here, in its place in the
+    order. An item that is being computed is waited for.
 
     Args:
         iterable: what to run ahead of; it runs in the thread.
@@ -31,7 +32,7 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Iterator[T]:
     return _run(iterable, depth)
 
 
-def _run(iterable: Iterable[T], depth: int) -> Iterator[T]:
+def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     left = threading.Event()
     thread = threading.Thread(target=_fill, args=(iterable, items, left), name="shardfn-prefetch", daemon=True)
@@ -50,7 +51,9 @@ def _run(iterable: Iterable[T], depth: int) -> Iterator[T]:
         thread.join()
 
 
-def _fill(iterable: Iterable[T], items: "queue.Queue[tuple[str, T | BaseException | None]]", left: threading.Event) -> None:
+def _fill(
+    iterable: Iterable[T], items: "queue.Queue[tuple[str, T | BaseException | None]]", left: threading.Event
+) -> None:
     def put(kind: str, item: T | BaseException | None) -> bool:
         while not left.is_set():
             try:

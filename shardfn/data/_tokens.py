@@ -1,4 +1,4 @@
-"""Token ids on disk: a header-less array that is mapped, never loaded, and a small json beside it that says what it is."""
+"""Token ids on disk: a header-less array that is mapped, never loaded, and a small json beside it that describes it."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int64, UInt
 
 from ._tokenizers import Tokenizer, checked, read_text
 
@@ -20,8 +20,8 @@ _DTYPES = ("uint8", "uint16", "uint32")
 class TokenFile:
     """Token ids in a file `x.bin`, described by `x.bin.json`. Write one with `encode_files`, open it with `open`.
 
-    The file is mapped anew for each read, so that its pages never count as this process's for long, and a `TokenFile` can be
-    copied, hashed and sent to another process.
+    The file is mapped anew for each read, so that its pages never count as this process's for long, and a `TokenFile`
+    can be copied, hashed and sent to another process.
 
     Attributes:
         path: the `.bin` file.
@@ -46,7 +46,9 @@ class TokenFile:
         path = pathlib.Path(path)
         for needed in (path, _sidecar(path)):
             if not needed.is_file():
-                raise FileNotFoundError(f"{str(needed)!r} does not exist; write it with encode_files(paths, {str(path)!r}, ...).")
+                raise FileNotFoundError(
+                    f"{str(needed)!r} does not exist; write it with encode_files(paths, {str(path)!r}, ...)."
+                )
         said = _read_sidecar(path)
         file = cls(path, said["dtype"], said["vocab_size"], said["num_tokens"])
         expected, found = file.num_tokens * np.dtype(file.dtype).itemsize, path.stat().st_size
@@ -58,7 +60,7 @@ class TokenFile:
         return file
 
     @property
-    def tokens(self) -> Int[np.ndarray, " n"]:
+    def tokens(self) -> UInt[np.ndarray, " n"]:
         """All ids as a read-only memory map."""
         if self.num_tokens == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
@@ -80,7 +82,9 @@ class TokenFile:
         if len(bad):
             row, col = bad[0]
             where = f"{str(self.path)!r}: id {out[row, col]} at position {starts[row] + col}"
-            raise ValueError(f"{where} is not below vocab_size={self.vocab_size}; write the file again with encode_files.")
+            raise ValueError(
+                f"{where} is not below vocab_size={self.vocab_size}; write the file again with encode_files."
+            )
         return out
 
 
@@ -89,8 +93,8 @@ def encode_files(
 ) -> TokenFile:
     """Writes the ids of files, one after the other, to `out` and its description to `out` + ".json".
 
-    Files are streamed, a million characters at a time. Both files appear by rename: a reader sees an old pair, a new one, or
-    (between the two renames) a pair that `TokenFile.open` refuses unless the sizes agree.
+    Files are streamed, a million characters at a time. Both files appear by rename: a reader sees an old pair, a new
+    one, or (between the two renames) a pair that `TokenFile.open` refuses unless the sizes agree.
 
     Args:
         paths: text files, UTF-8; other bytes are kept by ByteTokenizer.
@@ -133,7 +137,8 @@ def _checked_ids(ids: Any, vocab_size: int, path: pathlib.Path) -> Int64[np.ndar
     ids = np.asarray(ids, np.int64)
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(
-            f"{str(path)!r}: the tokenizer made ids from {ids.min()} to {ids.max()}, but its vocab_size is {vocab_size}."
+            f"{str(path)!r}: the tokenizer made ids from {ids.min()} to {ids.max()}, but its vocab_size is"
+            f" {vocab_size}."
         )
     return ids
 
@@ -150,11 +155,11 @@ def _write_sidecar(file: TokenFile, more: dict[str, Any]) -> None:
 
 
 def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
+    text = _sidecar(path).read_text(encoding="utf-8")
     try:
-        said = json.loads(_sidecar(path).read_text(encoding="utf-8"))
-        good = said["dtype"] in _DTYPES and int(said["vocab_size"]) > 0 and int(said["num_tokens"]) >= 0
+        said = json.loads(text)
+        if said["dtype"] in _DTYPES and int(said["vocab_size"]) > 0 and int(said["num_tokens"]) >= 0:
+            return said
     except (ValueError, KeyError, TypeError):
-        said, good = None, False
-    if not good:
-        raise ValueError(f"{str(_sidecar(path))!r} does not describe a token file: {said!r:.200}; write it again.")
-    return said
+        pass
+    raise ValueError(f"{str(_sidecar(path))!r} does not describe a token file: {text[:200]!r}; write it again.")

@@ -1,15 +1,15 @@
-"""The communicators of a step."""
+"""The communicators of a mesh's steps."""
 
 from shardfn.collectives import Channels, Control
 from shardfn.core import Mesh
 
 
 class Comms:
-    """Channels and control plane of a step, and whether they can still be trusted. Making them is collective.
+    """Channels and control plane, and whether they can still be trusted. Making them is collective.
 
     Attributes:
         mesh: the mesh.
-        channels: the step's asynchronous traffic.
+        channels: asynchronous traffic.
         control: agreement between ranks.
         broken: set when a step failed half-way: transfers may be left over, so the next step makes new ones.
     """
@@ -19,3 +19,14 @@ class Comms:
         self.channels = Channels(mesh)
         self.control = Control(mesh)
         self.broken = False
+
+
+def comms_of(mesh: Mesh) -> Comms:
+    """The communicators of a mesh, made on first use and again after a failure.
+
+    All steps on a mesh share them, as they run one after another, in the same order on all ranks.
+    """
+    comms = mesh.resources.get("comms")
+    if comms is None or comms.broken:
+        comms = mesh.resources["comms"] = Comms(mesh)
+    return comms

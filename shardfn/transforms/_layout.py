@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardfn.core import Mesh, P, Zero, block_slices, chunk_bounds, zero_spec
+from shardfn.core import Mesh, P, Zero, all_coords, block_slices, zero_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class LeafLayout:
         shard: how its gradient and optimizer state are kept.
         trainable: whether it gets a gradient.
         block: shape of what the loss sees on this rank.
+        nbytes: bytes of the largest rank's block: the same number on all ranks, since groupings follow from it.
         zero_axes: the axes along which `shard` cuts the block further.
         dim: the dim that is cut so; None if it is not.
         bounds: along `dim`, start and stop of each ZeRO rank's rows.
@@ -42,6 +43,7 @@ class LeafLayout:
     shard: P
     trainable: bool
     block: torch.Size
+    nbytes: int
     zero_axes: tuple[str, ...]
     dim: int | None
     bounds: tuple[tuple[int, int], ...]
@@ -53,11 +55,6 @@ class LeafLayout:
     def gathered(self) -> bool:
         """Whether the parameter is kept in pieces and gathered when it is used."""
         return self.param != self.compute
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what the loss sees."""
-        return self.block.numel() * self.dtype.itemsize
 
     def rows(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         """ZeRO rank `rank`'s part of a block, as a view."""
@@ -100,15 +97,22 @@ def leaf_layout(
     param = rule if zero.stage == 3 and shape.numel() > zero.persist else compute
     slices = block_slices(tuple(shape), compute, mesh.shape, mesh.coords)
     block = torch.Size(s.stop - s.start for s in slices)
-    n = mesh.axis_size(zero_axes)
-    bounds = () if dim is None else tuple(chunk_bounds(block[dim], n, r) for r in range(n))
+    first = block_slices(tuple(shape), compute, mesh.shape, {})
+    nbytes = torch.Size(s.stop for s in first).numel() * dtype.itemsize
+    bounds = () if dim is None else _bounds(block[dim], zero_axes, mesh)
     summed = tuple(a for a in batch_axes if a not in compute.axes)
     cut = dim is not None and set(zero_axes) <= set(summed)
     reduce_axes = zero_axes if cut else summed
     extra = tuple(a for a in summed if a not in reduce_axes)
     return LeafLayout(
-        path, shape, dtype, compute, param, rule, trainable, block, zero_axes, dim, bounds, reduce_axes, extra, cut
+        path, shape, dtype, compute, param, rule, trainable, block, nbytes, zero_axes, dim, bounds, reduce_axes, extra, cut
     )
+
+
+def _bounds(rows: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    sizes = {a: mesh.shape[a] for a in axes}
+    cuts = [block_slices((rows,), P(axes), sizes, coords)[0] for coords in all_coords(sizes)]
+    return tuple((c.start, c.stop) for c in cuts)
 
 
 def make_units(

@@ -32,7 +32,7 @@ from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward, run_forward
 from ._check import agree_on_step, check_params, check_replicas, check_specs
-from ._comms import Comms
+from ._comms import comms_of
 from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan, Planner
@@ -118,7 +118,6 @@ class ShardedStep:
         self.mesh = planner.mesh
         self._loss, self._optimizer, self._planner = loss, optimizer, planner
         self._key, self._has_aux, self._donate, self._skip = key, has_aux, donate, skip_nonfinite
-        self._comms: Comms | None = None
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -137,7 +136,7 @@ class ShardedStep:
                 params = params(*args)
         check_params(params)
         leaves, treedef = tree_flatten(params)
-        comms = self._ready_comms()
+        comms = comms_of(self.mesh)
         plan = self._planner.plan(treedef, tree_paths(params, "params"), leaves)
         comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
         check_replicas(leaves, plan, comms.control)
@@ -153,7 +152,7 @@ class ShardedStep:
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch."""
         check_alive(state)
-        plan, comms = self._planner.plan_of(state), self._ready_comms()
+        plan, comms = self._planner.plan_of(state), comms_of(self.mesh)
         even = agree_on_step(comms.control, int(state.step), plan, batch, self._planner.batch)
         args = (batch,) if self._key is None else (batch, fold_in(self._key_of(state), state.step))
         blocks = [g.local for g in tree_leaves(state.params)]
@@ -174,7 +173,7 @@ class ShardedStep:
         rank's. Passing the same function again reuses the order of gathers learnt the first time.
         """
         check_alive(state)
-        plan, comms = self._planner.plan_of(state), self._ready_comms()
+        plan, comms = self._planner.plan_of(state), comms_of(self.mesh)
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
             plan.use_orders.pop(("apply", f), None)
@@ -187,11 +186,6 @@ class ShardedStep:
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, tree_paths(params, "params"), leaves)
         return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])
-
-    def _ready_comms(self) -> Comms:
-        if self._comms is None or self._comms.broken:
-            self._comms = Comms(self.mesh)
-        return self._comms
 
     def _key_of(self, state: TrainState) -> Tensor:
         if state.key is None:

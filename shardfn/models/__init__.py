@@ -1,0 +1,3 @@
+"""Models: one file each, as (Config, init, specs, apply, loss)."""
+
+from . import gpt as gpt

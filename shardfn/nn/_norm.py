@@ -1,0 +1,50 @@
+"""Normalisation over the last dim D.
+
+Ba, Kiros, Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450
+Zhang, Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
+"""
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+
+def layer_norm(
+    x_D: Float[Tensor, "*batch d"],
+    w_D: Float[Tensor, " d"],
+    b_D: Float[Tensor, " d"] | None = None,
+    *,
+    eps: float = 1e-5,
+) -> Float[Tensor, "*batch d"]:
+    """Layer norm: w (x - mean(x)) / sqrt(var(x) + eps) + b.
+
+    Args:
+        x_D: any leading dims.
+        w_D: scale.
+        b_D: shift, or None.
+        eps: added to the variance.
+
+    Example:
+        >>> import torch
+        >>> layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
+        [-1.0, 1.0]
+    """
+    return F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps)
+
+
+def rms_norm(
+    x_D: Float[Tensor, "*batch d"], w_D: Float[Tensor, " d"], *, eps: float = 1e-5
+) -> Float[Tensor, "*batch d"]:
+    """Root mean square norm: w x / sqrt(mean(x^2) + eps).
+
+    Args:
+        x_D: any leading dims.
+        w_D: scale.
+        eps: added to the mean square.
+
+    Example:
+        >>> import torch
+        >>> rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
+        [1.0, -1.0]
+    """
+    return F.rms_norm(x_D, x_D.shape[-1:], w_D, eps)

@@ -1,0 +1,26 @@
+"""Optimizers: pure `(init, update)` pairs, with an in-place reading. No gradient is computed here."""
+
+from ._adam import ScaleByAdamState as ScaleByAdamState
+from ._adam import adam as adam, adamw as adamw, scale_by_adam as scale_by_adam
+from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
+from ._base import apply_updates as apply_updates, identity as identity, inplace as inplace, stateless as stateless
+from ._chain import chain as chain
+from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
+from ._decay import add_decayed_weights as add_decayed_weights
+from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
+from ._lamb import ScaleByMomentRatioState as ScaleByMomentRatioState
+from ._lamb import lamb as lamb, scale_by_bias_correction as scale_by_bias_correction
+from ._lamb import scale_by_moment_ratio as scale_by_moment_ratio, scale_by_trust_ratio as scale_by_trust_ratio
+from ._learning_rate import ScaleByScheduleState as ScaleByScheduleState
+from ._learning_rate import scale_by_learning_rate as scale_by_learning_rate
+from ._lion import ScaleByLionState as ScaleByLionState, lion as lion, scale_by_lion as scale_by_lion
+from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
+from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
+from ._norm import global_norm as global_norm, sum_squares as sum_squares
+from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
+from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
+from ._schedules import warmup_constant_schedule as warmup_constant_schedule
+from ._schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
+from ._schedules import warmup_linear_decay_schedule as warmup_linear_decay_schedule
+from ._sgd import TraceState as TraceState, sgd as sgd, trace as trace
+from ._types import LearningRate as LearningRate, Schedule as Schedule

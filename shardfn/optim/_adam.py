@@ -1,0 +1,212 @@
+"""Adam and AdamW."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
+
+from ._base import GradientTransformation
+from ._chain import chain, check_chain
+from ._checks import decay_rate, not_negative
+from ._decay import add_decayed_weights, decay_flags
+from ._kernels import fused_adamw_
+from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
+from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zero_count, zeros_like
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+
+Number = float | int
+
+
+class ScaleByAdamState(NamedTuple):
+    """The moments of Adam.
+
+    Attributes:
+        count: int32, 0-d: steps taken.
+        mu: tree like params: mean of the gradients.
+        nu: tree like params: mean of their squares.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+    mu: PyTree
+    nu: PyTree
+
+
+def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> GradientTransformation:
+    """Divides the mean gradient by its root mean square: `u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)`.
+
+    The moments are `mu = b1 mu + (1 - b1) g` and `nu = b2 nu + (1 - b2) g^2`. They have the dtype of the parameters;
+    arithmetic is in float32 at least.
+
+    Args:
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+
+    Returns:
+        A rule with a `ScaleByAdamState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = scale_by_adam()
+        >>> tx.update([torch.tensor([0.5])], tx.init([torch.zeros(1)]))[0]
+        [tensor([1.])]
+
+    References:
+        Kingma & Ba, Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
+    """
+    decay_rate("scale_by_adam", b1=b1, b2=b2)
+    not_negative("scale_by_adam", eps=eps)
+
+    def init(params: Params) -> ScaleByAdamState:
+        return ScaleByAdamState(zero_count(params), zeros_like(params), zeros_like(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params, specs
+        check_state("scale_by_adam", state, ScaleByAdamState)
+        gs, treedef = tree_flatten(updates)
+        mus, nus = moments_like(state, gs, treedef, "updates")
+        count = state.count + 1
+        c1, c2 = bias_corrections(count, b1, b2)
+        new = [moments(g, mu, nu, b1, b2) for g, mu, nu in zip(gs, mus, nus, strict=True)]
+        us = [(mu / c1.to(mu.device)) / ((nu / c2.to(nu.device)).sqrt() + eps) for mu, nu in new]
+        mu, nu = ([row[i].to(m.dtype) for row, m in zip(new, mus, strict=True)] for i in (0, 1))
+        out = [u.to(m.dtype) for u, m in zip(us, mus, strict=True)]
+        unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
+        return unflatten(out), ScaleByAdamState(count, unflatten(mu), unflatten(nu))
+
+    return GradientTransformation(init, update)
+
+
+def adam(
+    learning_rate: LearningRate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8
+) -> GradientTransformation:
+    """Adam: `p = p - lr * mu_hat / (sqrt(nu_hat) + eps)`; see `scale_by_adam`.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+
+    Returns:
+        A rule; `apply` is one fused kernel per dtype.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = adam(0.1)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
+        [tensor([-0.1000])]
+
+    References:
+        Kingma & Ba, Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
+    """
+    check_rate("adam", learning_rate)
+    pure = chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return _fused(pure, 2, learning_rate, b1, b2, eps, 0.0, None)
+
+
+def adamw(
+    learning_rate: LearningRate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.01,
+    mask: Mask = None,
+) -> GradientTransformation:
+    """Adam with decoupled decay: `p = p - lr * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)`.
+
+    The names are optax's. One default is not: `weight_decay` is torch's 0.01 (optax has 0.0001), so that a script that
+    comes from `torch.optim.AdamW` trains as it did.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        weight_decay: factor of the decay, >= 0; it is multiplied by the learning rate.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+
+    Returns:
+        A rule; `apply` is one fused kernel per dtype and mask value.
+
+    Raises:
+        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+
+    Example:
+        >>> tx = adamw(0.1, mask=lambda params: {"w": True, "b": False})
+        >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> grads = {"w": torch.zeros(1), "b": torch.zeros(1)}
+        >>> tx.apply(grads, tx.init(params), params)[0]
+        {'w': tensor([0.9990]), 'b': tensor([1.])}
+
+    References:
+        Loshchilov & Hutter, Decoupled Weight Decay Regularization, 2017, https://arxiv.org/abs/1711.05101
+    """
+    check_rate("adamw", learning_rate)
+    decay = add_decayed_weights(weight_decay, mask)
+    pure = chain(scale_by_adam(b1, b2, eps), decay, scale_by_learning_rate(learning_rate))
+    return _fused(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
+
+
+def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
+    """The next moments, in the dtype of the arithmetic."""
+    g = wide(g).to(wide(mu).dtype)
+    return b1 * wide(mu) + (1 - b1) * g, b2 * wide(nu) + (1 - b2) * g.square()
+
+
+def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """`1 - b1^t` and `1 - b2^t` in float64: in float32 the second loses four digits at t = 1."""
+    t = count.double()
+    return 1 - torch.pow(float(b1), t), 1 - torch.pow(float(b2), t)
+
+
+def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The leaves of `state.mu` and `state.nu`, which must match the tree they stand beside."""
+    mus = leaves_like(state.mu, treedef, "state.mu", like)
+    nus = leaves_like(state.nu, treedef, "state.nu", like)
+    check_shapes(treedef, leaves, mu=mus, nu=nus)
+    return mus, nus
+
+
+def _fused(
+    pure: GradientTransformation,
+    num: int,
+    learning_rate: LearningRate,
+    b1: Number,
+    b2: Number,
+    eps: Number,
+    weight_decay: Number,
+    mask: Mask,
+) -> GradientTransformation:
+    flags = decay_flags(weight_decay, mask)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        del specs
+        check_chain("adam", state, num)
+        check_state("adam", state[0], ScaleByAdamState)
+        ps, treedef = tree_flatten(params)
+        gs = leaves_like(grads, treedef, "grads", "params")
+        check_shapes(treedef, ps, grads=gs)
+        columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs])
+        on = flags(params, ps, treedef)
+        step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
+        for (decays, device, _), (p, mu, nu, g) in grouped(columns, on).items():
+            decay = float(weight_decay) if decays else 0.0
+            fused_adamw_(
+                p, g, mu, nu, [], [step.to(device)] * len(p), lr=on_device(lr, device), beta1=float(b1),
+                beta2=float(b2), weight_decay=decay, eps=float(eps), amsgrad=False, maximize=False,
+            )  # fmt: skip
+        unstage(copies)
+        return params, state
+
+    return GradientTransformation(pure.init, pure.update, apply)

@@ -1,0 +1,127 @@
+"""`GradientTransformation`: the noun of the room, with its identity and its two readings.
+
+An optimizer is a pair of pure functions, `init` and `update`, as in optax. Beside them it may carry `apply`: the same
+mathematics written into the buffers it is given. Law: `apply(g, s, p) == (p + u, s')` where `u, s' = update(g, s, p)`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from shardfn.core import tree_flatten, tree_unflatten
+
+from ._kernels import foreach_add_
+from ._leaves import check_shapes, leaves_like, wide
+from ._types import OptState, Params, Specs, Updates
+
+
+class GradientTransformation(NamedTuple):
+    """A rule from gradients to updates.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(updates, state, params=None, *, specs=None) -> (updates, state)`. Pure. `specs` is a tree like
+            params whose leaves are `P`: how each local block is cut out of its global leaf; None = leaves are whole.
+        apply: `apply(grads, state, params, *, specs=None) -> (params, state)`: the same in place. It may overwrite the
+            buffers of all three arguments. None = there is no faster way than `update` and an addition.
+        rewrite: `update` that may overwrite the buffers of the updates it is given; None = there is none. The in-place
+            form of a `chain` uses it.
+
+    References:
+        Babuschkin et al., The DeepMind JAX Ecosystem (optax), 2020, https://github.com/google-deepmind/optax
+    """
+
+    init: Callable[[Params], OptState]
+    update: Callable[..., tuple[Updates, OptState]]
+    apply: Callable[..., tuple[Params, OptState]] | None = None
+    rewrite: Callable[..., tuple[Updates, OptState]] | None = None
+
+
+class EmptyState(NamedTuple):
+    """The state of a rule that remembers nothing."""
+
+
+def stateless(update: Callable[..., Updates]) -> GradientTransformation:
+    """A rule without memory, from `update(updates, params, specs) -> updates`.
+
+    Example:
+        >>> negate = stateless(lambda updates, params, specs: [-u for u in updates])
+        >>> negate.update([1.0], negate.init([0.0]))
+        ([-1.0], EmptyState())
+    """
+
+    def init(params: Params) -> EmptyState:
+        del params
+        return EmptyState()
+
+    def step(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        return update(updates, params, specs), state
+
+    return GradientTransformation(init, step)
+
+
+def identity() -> GradientTransformation:
+    """The rule that changes nothing: `u = g`.
+
+    Example:
+        >>> identity().update({"w": 1.0}, EmptyState())
+        ({'w': 1.0}, EmptyState())
+    """
+    return stateless(lambda updates, params, specs: updates)
+
+
+def apply_updates(params: Params, updates: Updates) -> Params:
+    """The stepped parameters `p + u`, in the dtypes of `params`. Pure.
+
+    Args:
+        params: tree of tensors.
+        updates: tree of the same structure and shapes.
+
+    Returns:
+        A tree like `params`.
+
+    Raises:
+        ValueError: the trees differ in structure or shapes.
+
+    Example:
+        >>> apply_updates([torch.ones(2)], [torch.tensor([1.0, -1.0])])
+        [tensor([2., 0.])]
+    """
+    ps, treedef = tree_flatten(params)
+    us = leaves_like(updates, treedef, "updates", "params")
+    check_shapes(treedef, ps, updates=us)
+    return tree_unflatten(treedef, [(wide(p) + u).to(p.dtype) for p, u in zip(ps, us, strict=True)])
+
+
+def inplace(tx: GradientTransformation) -> Callable[..., tuple[Params, OptState]]:
+    """The in-place form of `tx`: its own `apply`, or `update` and then an addition into the parameters' buffers.
+
+    Args:
+        tx: any rule.
+
+    Returns:
+        `f(grads, state, params, *, specs=None) -> (params, state)`, which donates its arguments.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> _ = inplace(identity())([torch.ones(2)], EmptyState(), [w])
+        >>> w
+        tensor([2., 2.])
+    """
+    if tx.apply is not None:
+        return tx.apply
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        updates, state = tx.update(grads, state, params, specs=specs)
+        ps, treedef = tree_flatten(params)
+        us = leaves_like(updates, treedef, "updates", "params")
+        check_shapes(treedef, ps, updates=us)
+        if ps:
+            foreach_add_(ps, us)
+        return params, state
+
+    return apply

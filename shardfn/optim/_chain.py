@@ -1,0 +1,73 @@
+"""`chain`: rules one after another."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ._base import GradientTransformation, identity, inplace
+from ._types import OptState, Params, Specs, Updates
+
+Rule = Callable[..., tuple[Updates, OptState]]
+
+
+def chain(*txs: GradientTransformation) -> GradientTransformation:
+    """The composition `u = tx_n(... tx_2(tx_1(g)))`.
+
+    In place, all but the last run `update` (or `rewrite`), and the last runs its `apply`: so put the optimizer last.
+
+    Args:
+        txs: the rules, first applied first; none at all is the identity.
+
+    Returns:
+        A rule whose state is the tuple of the states.
+
+    Raises:
+        ValueError: (on use) the state is not a tuple of as many states.
+
+    Example:
+        >>> from shardfn.optim import clip, sgd
+        >>> tx = chain(clip(1.0), sgd(0.5))
+        >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
+        [tensor([-0.5000])]
+    """
+    txs = txs or (identity(),)
+    last = inplace(txs[-1])
+
+    def init(params: Params) -> OptState:
+        return tuple(tx.init(params) for tx in txs)
+
+    def through(
+        rules: Sequence[Rule], updates: Updates, state: OptState, params: Params, specs: Specs
+    ) -> tuple[Updates, tuple[OptState, ...]]:
+        check_chain("chain", state, len(txs))
+        states = []
+        for rule, inner in zip(rules, state, strict=False):
+            updates, new = rule(updates, inner, params, specs=specs)
+            states.append(new)
+        return updates, tuple(states)
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        return through([tx.update for tx in txs], updates, state, params, specs)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        updates, states = through([tx.rewrite or tx.update for tx in txs[:-1]], grads, state, params, specs)
+        params, new = last(updates, state[-1], params, specs=specs)
+        return params, (*states, new)
+
+    return GradientTransformation(init, update, apply)
+
+
+def check_chain(who: str, state: OptState, num: int) -> None:
+    """`state` is a chain's: a tuple of `num` states.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(state) is not tuple or len(state) != num:
+        what = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"
+        raise ValueError(
+            f"{who} keeps a tuple of {num} states, but was given {what}; pass the state that init(params) returned."
+        )

@@ -1,0 +1,36 @@
+"""Numbers that an optimizer refuses, before it has done any harm."""
+
+import math
+from typing import Any
+
+
+def not_negative(who: str, **values: Any) -> None:
+    """Each value is a finite number >= 0."""
+    _require(who, values, lambda v: v >= 0, "a finite number >= 0")
+
+
+def positive(who: str, **values: Any) -> None:
+    """Each value is a finite number > 0."""
+    _require(who, values, lambda v: v > 0, "a finite number > 0")
+
+
+def decay_rate(who: str, **values: Any) -> None:
+    """Each value is the rate of an exponential average: in [0, 1)."""
+    _require(who, values, lambda v: 0 <= v < 1, "a number in [0, 1)")
+
+
+def finite(who: str, **values: Any) -> None:
+    """Each value is a finite number."""
+    _require(who, values, lambda v: True, "a finite number")
+
+
+def num_steps(who: str, **values: Any) -> None:
+    """Each value is an int >= 1."""
+    _require(who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to have none, leave that piece out")
+
+
+def _require(who: str, values: dict[str, Any], ok: Any, need: str) -> None:
+    for name, value in values.items():
+        number = isinstance(value, float | int) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and ok(value)):
+            raise ValueError(f"{who}: {name}={value!r} must be {need}.")

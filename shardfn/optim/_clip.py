@@ -1,0 +1,81 @@
+"""Clipping: bounds on the gradient before it reaches an optimizer."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ._base import GradientTransformation, stateless
+from ._checks import positive
+from ._kernels import foreach_mul, foreach_mul_
+from ._leaves import disjoint
+from ._norm import global_norm
+from ._types import OptState, Params, Specs, Updates
+
+
+def clip(max_delta: float | int) -> GradientTransformation:
+    """Clips every element: `u = min(max(g, -max_delta), max_delta)`. NaN stays NaN.
+
+    Args:
+        max_delta: the bound, > 0.
+
+    Raises:
+        ValueError: the bound is not a finite number > 0.
+
+    Example:
+        >>> clip(1.0).update([torch.tensor([-3.0, 0.5])], ())[0]
+        [tensor([-1.0000,  0.5000])]
+    """
+    positive("clip", max_delta=max_delta)
+
+    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+        del params, specs
+        return tree_map(lambda g: g.clamp(-max_delta, max_delta), updates)
+
+    return stateless(update)
+
+
+def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
+    """Scales the whole tree to a norm of at most `max_norm`: `u = g * max_norm / max(|g|, max_norm)`.
+
+    The form is optax's: no 1e-6 in the denominator (torch has one), so a tree within the bound is returned to the bit.
+    The norm is global (see `global_norm`): one psum. A norm that is not finite makes every update NaN, so that a failed
+    step cannot pass for a small one.
+
+    Args:
+        max_norm: the bound, > 0.
+
+    Raises:
+        ValueError: the bound is not a finite number > 0.
+
+    Example:
+        >>> clip_by_global_norm(1.0).update([torch.tensor([3.0, 4.0])], ())[0]
+        [tensor([0.6000, 0.8000])]
+
+    References:
+        Pascanu et al., On the difficulty of training Recurrent Neural Networks, 2012, https://arxiv.org/abs/1211.5063
+    """
+    positive("clip_by_global_norm", max_norm=max_norm)
+
+    def scale(updates: Updates, specs: Specs) -> Float[Tensor, ""]:
+        norm = global_norm(updates, specs)
+        return torch.where(norm.isfinite(), max_norm / norm.clamp(min=max_norm), torch.nan)
+
+    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+        del params
+        gs, treedef = tree_flatten(updates)
+        us = foreach_mul(gs, scale(updates, specs)) if gs else ()
+        return tree_unflatten(treedef, [u.to(g.dtype) for u, g in zip(us, gs, strict=True)])
+
+    @torch.no_grad()
+    def rewrite(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        gs = tree_leaves(updates)
+        if not gs or not disjoint(gs):
+            return update(updates, params, specs), state
+        foreach_mul_(gs, scale(updates, specs))
+        return updates, state
+
+    return stateless(update)._replace(rewrite=rewrite)

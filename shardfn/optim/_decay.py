@@ -1,0 +1,66 @@
+"""`add_decayed_weights`: weight decay as a rule, `u = g + weight_decay * p`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.core import tree_flatten, tree_unflatten
+
+from ._base import GradientTransformation, stateless
+from ._checks import not_negative
+from ._leaves import check_params, leaves_like, per_leaf, wide
+from ._types import Mask, Params, Specs, Updates
+
+
+def add_decayed_weights(weight_decay: float | int = 0.0, mask: Mask = None) -> GradientTransformation:
+    """Adds decay: `u = g + weight_decay * p` on the leaves that the mask names, `u = g` elsewhere.
+
+    Before the moments it is an L2 penalty; after them, decoupled decay.
+
+    Args:
+        weight_decay: the factor, >= 0.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one, of structure and shapes
+            only; None = all.
+
+    Returns:
+        A rule without memory.
+
+    Raises:
+        ValueError: the factor is negative or not finite; (on use) params are missing or the mask does not match them.
+
+    Example:
+        >>> import torch
+        >>> add_decayed_weights(0.1).update([torch.zeros(1)], (), [torch.ones(1)])[0]
+        [tensor([0.1000])]
+
+    References:
+        Loshchilov & Hutter, Decoupled Weight Decay Regularization, 2017, https://arxiv.org/abs/1711.05101
+    """
+    not_negative("add_decayed_weights", weight_decay=weight_decay)
+    flags = decay_flags(weight_decay, mask)
+
+    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+        del specs
+        check_params("add_decayed_weights", params)
+        ps, treedef = tree_flatten(params)
+        gs = leaves_like(updates, treedef, "updates", "params")
+        rows = zip(gs, ps, flags(params, ps, treedef), strict=True)
+        return tree_unflatten(treedef, [_decayed(g, p, weight_decay) if on else g for g, p, on in rows])
+
+    return stateless(update)
+
+
+def decay_flags(weight_decay: float | int, mask: Mask) -> Callable[[Params, list[Tensor], Any], Sequence[bool]]:
+    """Which leaves decay, as a function of the flattened params; none of them where the factor is 0."""
+    resolve = per_leaf(True if mask is None else mask, bool, "mask")
+
+    def flags(params: Params, leaves: list[Tensor], treedef: Any) -> Sequence[bool]:
+        on = resolve(params, leaves, treedef)
+        return on if weight_decay else (False,) * len(leaves)
+
+    return flags
+
+
+def _decayed(g: Tensor, p: Tensor, weight_decay: float | int) -> Tensor:
+    return (wide(g) + weight_decay * p).to(g.dtype)

@@ -1,0 +1,284 @@
+"""LAMB: Adam's direction, each leaf scaled by the ratio of its norm to its update's."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.core import P, PyTree, tree_flatten, tree_map, tree_unflatten
+
+from ._adam import bias_corrections, moments, moments_like
+from ._base import GradientTransformation, stateless
+from ._chain import chain, check_chain
+from ._checks import decay_rate, not_negative
+from ._decay import add_decayed_weights, decay_flags
+from ._kernels import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
+from ._learning_rate import check_rate, next_rate, scale_by_learning_rate
+from ._leaves import (
+    blocks,
+    check_params,
+    check_shapes,
+    check_state,
+    everywhere,
+    leaves_like,
+    spec_leaves,
+    stage,
+    unstage,
+    zero_count,
+    zeros_like,
+)
+from ._norm import sum_squares
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+
+Number = float | int
+
+
+class ScaleByMomentRatioState(NamedTuple):
+    """The moments.
+
+    Attributes:
+        mu: tree like params: mean of the gradients.
+        nu: tree like params: mean of their squares.
+    """
+
+    mu: PyTree
+    nu: PyTree
+
+
+class ScaleByBiasCorrectionState(NamedTuple):
+    """How many steps the moments average over.
+
+    Attributes:
+        count: int32, 0-d.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+
+
+def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> GradientTransformation:
+    """Adam's direction before bias correction: `u = mu / (sqrt(nu) + eps)`.
+
+    Args:
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+
+    Returns:
+        A rule with a `ScaleByMomentRatioState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = scale_by_moment_ratio(0.5, 0.75)
+        >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
+        [tensor([1.])]
+    """
+    decay_rate("scale_by_moment_ratio", b1=b1, b2=b2)
+    not_negative("scale_by_moment_ratio", eps=eps)
+
+    def init(params: Params) -> ScaleByMomentRatioState:
+        return ScaleByMomentRatioState(zeros_like(params), zeros_like(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params, specs
+        check_state("scale_by_moment_ratio", state, ScaleByMomentRatioState)
+        gs, treedef = tree_flatten(updates)
+        mus, nus = moments_like(state, gs, treedef, "updates")
+        new = [moments(g, mu, nu, b1, b2) for g, mu, nu in zip(gs, mus, nus, strict=True)]
+        us = [(mu / (nu.sqrt() + eps)).to(m.dtype) for (mu, nu), m in zip(new, mus, strict=True)]
+        mu, nu = ([row[i].to(m.dtype) for row, m in zip(new, mus, strict=True)] for i in (0, 1))
+        unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
+        return unflatten(us), ScaleByMomentRatioState(unflatten(mu), unflatten(nu))
+
+    return GradientTransformation(init, update)
+
+
+def scale_by_trust_ratio(min_coeff: Number = 0.01, max_coeff: Number = 10.0) -> GradientTransformation:
+    """Scales each leaf by `c = clamp(|p| / |u|, min_coeff, max_coeff)`; c = 1 where a norm is 0.
+
+    The norms are of the whole leaf, over all its blocks: one psum for both.
+
+    Args:
+        min_coeff: lower bound, >= 0.
+        max_coeff: upper bound, >= `min_coeff`.
+
+    Returns:
+        A rule without memory.
+
+    Raises:
+        ValueError: the bounds are out of range; (on use) params are missing or do not match.
+
+    Example:
+        >>> scale_by_trust_ratio().update([torch.tensor([2.0])], (), [torch.tensor([1.0])])[0]
+        [tensor([1.])]
+
+    References:
+        You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2019,
+        https://arxiv.org/abs/1904.00962
+    """
+    not_negative("scale_by_trust_ratio", min_coeff=min_coeff, max_coeff=max_coeff)
+    if max_coeff < min_coeff:
+        raise ValueError(f"scale_by_trust_ratio: max_coeff={max_coeff!r} is less than min_coeff={min_coeff!r}.")
+
+    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+        check_params("scale_by_trust_ratio", params)
+        ps, treedef = tree_flatten(params)
+        us = leaves_like(updates, treedef, "updates", "params")
+        check_shapes(treedef, ps, updates=us)
+        ratios = _trust_ratios(ps, us, None if specs is None else spec_leaves(specs, params), min_coeff, max_coeff)
+        rows = zip(us, ratios.unbind(), strict=True)
+        return tree_unflatten(treedef, [(u * c.to(u.device)).to(u.dtype) for u, c in rows])
+
+    return stateless(update)
+
+
+def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTransformation:
+    """Adam's two corrections as one factor: `u = g * sqrt(1 - b2^t) / (1 - b1^t)`.
+
+    Args:
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+
+    Returns:
+        A rule that counts steps.
+
+    Raises:
+        ValueError: a rate is outside [0, 1).
+
+    Example:
+        >>> tx = scale_by_bias_correction(0.5, 0.75)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
+        [tensor([1.])]
+    """
+    decay_rate("scale_by_bias_correction", b1=b1, b2=b2)
+
+    def init(params: Params) -> ScaleByBiasCorrectionState:
+        return ScaleByBiasCorrectionState(zero_count(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params, specs
+        check_state("scale_by_bias_correction", state, ScaleByBiasCorrectionState)
+        count = state.count + 1
+        factor = _bias_factor(count, b1, b2)
+        scaled = tree_map(lambda g: (g * factor.to(g.device)).to(g.dtype), updates)
+        return scaled, ScaleByBiasCorrectionState(count)
+
+    return GradientTransformation(init, update)
+
+
+def lamb(
+    learning_rate: LearningRate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    mask: Mask = None,
+    *,
+    min_coeff: Number = 0.01,
+    max_coeff: Number = 10.0,
+) -> GradientTransformation:
+    """LAMB: `u = mu / (sqrt(nu) + eps) + weight_decay * p`, `p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u`.
+
+    The trust ratio c is `scale_by_trust_ratio`'s. The rule is that of the common fused kernels: bias
+    correction scales the whole step, decay included, where the paper corrects the moments inside u.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        weight_decay: factor of the decay inside u, >= 0.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        min_coeff: lower bound of the trust ratio.
+        max_coeff: upper bound of the trust ratio.
+
+    Returns:
+        A rule.
+
+    Raises:
+        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+
+    Example:
+        >>> tx = lamb(0.1)
+        >>> tx.update([torch.ones(1)], tx.init([torch.ones(1)]), [torch.ones(1)])[0]
+        [tensor([-0.0316])]
+
+    References:
+        You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2019,
+        https://arxiv.org/abs/1904.00962
+    """
+    check_rate("lamb", learning_rate)
+    pure = chain(
+        scale_by_moment_ratio(b1, b2, eps),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(min_coeff, max_coeff),
+        scale_by_bias_correction(b1, b2),
+        scale_by_learning_rate(learning_rate),
+    )
+    flags = decay_flags(weight_decay, mask)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        check_chain("lamb", state, 5)
+        check_state("lamb", state[0], ScaleByMomentRatioState)
+        ps, treedef = tree_flatten(params)
+        gs = leaves_like(grads, treedef, "grads", "params")
+        check_shapes(treedef, ps, grads=gs)
+        (p, mu, nu, g), copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=everywhere)
+        on = flags(params, ps, treedef)
+        rate = next_rate(learning_rate, state[-1]) * _bias_factor(state[3].count.add_(1), b1, b2)
+        if ps:
+            u = _directions(mu, nu, g, b1, b2, eps)
+            _add_decay(u, p, on, weight_decay)
+            leaf_specs = None if specs is None else spec_leaves(specs, params)
+            _descend(p, u, rate * _trust_ratios(p, u, leaf_specs, min_coeff, max_coeff))
+        unstage(copies)
+        return params, state
+
+    return GradientTransformation(pure.init, pure.update, apply)
+
+
+def _bias_factor(count: Int[Tensor, ""], b1: Number, b2: Number) -> Float[Tensor, ""]:
+    c1, c2 = bias_corrections(count, b1, b2)
+    return c2.sqrt() / c1
+
+
+def _trust_ratios(
+    ps: list[Tensor], us: list[Tensor], specs: list[P] | None, min_coeff: Number, max_coeff: Number
+) -> Float[Tensor, " num_leaves"]:
+    squares = sum_squares([ps, us], None if specs is None else [specs, specs])
+    p, u = squares[: len(ps)].sqrt(), squares[len(ps) :].sqrt()
+    return torch.where((p > 0) & (u > 0), (p / u).clamp(min_coeff, max_coeff), 1.0)
+
+
+def _directions(
+    mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: Number, b2: Number, eps: Number
+) -> list[Tensor]:
+    u = [torch.empty_like(x) for x in mu]
+    for m, v, d, out in blocks([mu, nu, g, u]):
+        foreach_mul_(m, b1)
+        foreach_add_(m, d, alpha=1 - b1)
+        foreach_mul_(v, b2)
+        foreach_addcmul_(v, d, d, 1 - b2)
+        root = foreach_sqrt(v)
+        foreach_add_(root, eps)
+        foreach_copy_(out, foreach_div(m, root))
+    return u
+
+
+def _add_decay(u: list[Tensor], p: list[Tensor], flags: Sequence[bool], weight_decay: Number) -> None:
+    decayed = [(x, y) for x, y, on in zip(u, p, flags, strict=True) if on]
+    if decayed:
+        foreach_add_([x for x, _ in decayed], [y for _, y in decayed], alpha=weight_decay)
+
+
+def _descend(p: list[Tensor], u: list[Tensor], rates: Float[Tensor, " num_leaves"]) -> None:
+    foreach_mul_(u, [-r.to(x.device) for x, r in zip(u, rates.unbind(), strict=True)])
+    foreach_add_(p, u)

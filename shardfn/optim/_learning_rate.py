@@ -1,0 +1,80 @@
+"""`scale_by_learning_rate`: the last rule of an optimizer, `u = -lr * g`."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.core import tree_map
+
+from ._base import GradientTransformation, stateless
+from ._checks import not_negative
+from ._leaves import check_state, zero_count
+from ._types import LearningRate, OptState, Params, Specs, Updates
+
+
+class ScaleByScheduleState(NamedTuple):
+    """How many steps the schedule has seen.
+
+    Attributes:
+        count: int32, 0-d.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+
+
+def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
+    """Steps downhill: `u = -lr * g`, where lr is a number or `schedule(count)` with count = 0 at the first step.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+
+    Returns:
+        A rule; it keeps a count only if `learning_rate` is a schedule.
+
+    Raises:
+        ValueError: the number is negative or not finite.
+
+    Example:
+        >>> scale_by_learning_rate(0.5).update([torch.tensor([2.0])], ())[0]
+        [tensor([-1.])]
+    """
+    check_rate("scale_by_learning_rate", learning_rate)
+    if not callable(learning_rate):
+        return stateless(lambda updates, params, specs: tree_map(lambda g: -learning_rate * g, updates))
+
+    def init(params: Params) -> ScaleByScheduleState:
+        return ScaleByScheduleState(zero_count(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params, specs
+        check_state("scale_by_learning_rate", state, ScaleByScheduleState)
+        lr = learning_rate(state.count)
+        scaled = tree_map(lambda g: (g * -lr.to(g.device)).to(g.dtype), updates)
+        return scaled, ScaleByScheduleState(state.count + 1)
+
+    return GradientTransformation(init, update)
+
+
+def check_rate(who: str, learning_rate: LearningRate) -> None:
+    """`learning_rate` is a schedule or a finite number >= 0."""
+    if not callable(learning_rate):
+        not_negative(who, learning_rate=learning_rate)
+
+
+def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Float[Tensor, ""]:
+    """The rate of the step at hand, for the in-place forms; advances the schedule's count in place."""
+    if not callable(learning_rate):
+        return learning_rate
+    check_state("scale_by_learning_rate", state, ScaleByScheduleState)
+    lr = learning_rate(state.count)
+    state.count.add_(1)
+    return lr
+
+
+def on_device(rate: float | int | Float[Tensor, ""], device: torch.device) -> float | Float[Tensor, ""]:
+    """`rate` where a kernel on `device` can read it."""
+    return rate.to(device) if isinstance(rate, Tensor) else float(rate)

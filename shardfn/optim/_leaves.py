@@ -1,0 +1,237 @@
+"""Trees as columns of leaves: the checks and the grouping that every optimizer shares.
+
+A tree is flattened once a step; after that an optimizer works on lists. The in-place forms want leaves that a fused
+kernel can take: contiguous, and of one dtype across parameter, moments and gradient. `stage` makes the odd ones so by
+copies, and `unstage` writes them back.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import (
+    P,
+    PyTree,
+    broadcast_prefix,
+    did_you_mean,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_unflatten,
+)
+
+Columns = list[list[Tensor]]
+Copies = list[tuple[Tensor, Tensor]]
+_BLOCK = 1 << 16  # elements: a few tensors of them stay in a core's cache
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def leaves_like(tree: PyTree, treedef: Any, name: str, like: str) -> list[Any]:
+    """The leaves of `tree`, which must have the structure `treedef`.
+
+    Raises:
+        ValueError: the structures differ; lists every path that only one of the two has.
+    """
+    leaves, own = tree_flatten(tree)
+    if own != treedef:
+        _refuse(tree, tree_unflatten(treedef, range(treedef.num_leaves)), name, like)
+    return leaves
+
+
+def check_shapes(treedef: Any, params: Sequence[Tensor], **columns: Sequence[Tensor]) -> None:
+    """Every leaf of every column has the shape of the parameter beside it.
+
+    Raises:
+        ValueError: lists every leaf whose shape differs, with both shapes.
+    """
+    shapes = [p.shape for p in params]
+    problems = []
+    for name, column in columns.items():
+        if [x.shape for x in column] != shapes:
+            paths = tree_paths(tree_unflatten(treedef, range(treedef.num_leaves)), name)
+            problems += [
+                f"{path} has shape {tuple(x.shape)}, but its parameter has {tuple(shape)}"
+                for path, x, shape in zip(paths, column, shapes, strict=True)
+                if x.shape != shape
+            ]
+    raise_all(ValueError, "leaves do not fit their parameters; pass the state that init(params) returned:", problems)
+
+
+def check_state(who: str, state: Any, kind: type) -> None:
+    """`state` is of the type that `who` keeps.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"{who} keeps a {kind.__name__}, but was given a {type(state).__name__};"
+            " pass the state that init(params) returned."
+        )
+
+
+def check_params(who: str, params: PyTree) -> None:
+    """`who` was given params.
+
+    Raises:
+        ValueError: params is None.
+    """
+    if params is None:
+        raise ValueError(f"{who} needs the parameters; call update(updates, state, params).")
+
+
+def zeros_like(params: PyTree) -> PyTree:
+    """A zero for every leaf, of its shape, dtype and device.
+
+    Raises:
+        ValueError: lists every leaf that is not of floating point.
+    """
+    leaves = tree_leaves(params)
+    if not all(p.is_floating_point() for p in leaves):
+        paths = zip(tree_paths(params, "params"), leaves, strict=True)
+        wrong = [f"{path} is {p.dtype}" for path, p in paths if not p.is_floating_point()]
+        raise_all(ValueError, "an optimizer steps floating-point leaves; put None in place of:", wrong)
+    return tree_map(torch.zeros_like, params)
+
+
+def zero_count(params: PyTree) -> Tensor:
+    """A counter: int32, 0-d, on the device of the params."""
+    leaves = tree_leaves(params)
+    return torch.zeros((), dtype=torch.int32, device=leaves[0].device if leaves else None)
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in the dtype that arithmetic is done in: float32 for the half precisions, else its own."""
+    return x.float() if x.dtype in _HALF else x
+
+
+def per_leaf(prefix: Any, kind: type, name: str) -> Callable[[PyTree, list[Tensor], Any], tuple[Any, ...]]:
+    """A function from a flattened tree to the value that `prefix` has for each leaf.
+
+    `prefix` is a prefix tree, or a callable that makes one from the tree. The last
+    answer is kept: a prefix is a function of structure and shapes, not of values.
+    """
+    memo: dict[Any, tuple[Any, ...]] = {}
+
+    def resolve(tree: PyTree, leaves: list[Tensor], treedef: Any) -> tuple[Any, ...]:
+        key = (treedef, tuple(x.shape for x in leaves)) if callable(prefix) else treedef
+        if key not in memo:
+            full = prefix(tree) if callable(prefix) else prefix
+            memo.clear()
+            memo[key] = tuple(broadcast_prefix(full, tree, lambda x: isinstance(x, kind), names=(name, "params")))
+        return memo[key]
+
+    return resolve
+
+
+def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
+    """The spec of each leaf of `tree`; `specs` may be a prefix."""
+    leaves, treedef = tree_flatten(specs)
+    if len(leaves) > 1 and treedef == tree_flatten(tree)[1] and all(isinstance(s, P) for s in leaves):
+        return leaves
+    return broadcast_prefix(specs, tree, lambda x: isinstance(x, P), names=("specs", "params"))
+
+
+def stage(columns: Columns, *, widen: Callable[[Tensor], bool] | None = None) -> tuple[Columns, Copies]:
+    """Columns whose rows are contiguous and of one dtype, and the copies to write back. The last column is only read.
+
+    Args:
+        columns: one list per role, parameters first and gradients last.
+        widen: which parameters of half precision are staged in float32; None = none.
+    """
+    out = [list(c) for c in columns]
+    copies: Copies = []
+    for i, row in enumerate(zip(*columns, strict=True)):
+        dtype = row[0].dtype
+        wider = dtype in _HALF and widen is not None and widen(row[0])
+        plain = not wider
+        for x in row:
+            plain = plain and x.dtype is dtype and x.is_contiguous()
+        if not plain:
+            ready = _stage_row(row, wider)
+            copies += [(x, y) for x, y in zip(row[:-1], ready[:-1], strict=True) if y is not x]
+            for column, y in zip(out, ready, strict=True):
+                column[i] = y
+    return out, copies
+
+
+def everywhere(param: Tensor) -> bool:
+    """For `stage`: every leaf."""
+    del param
+    return True
+
+
+def unstage(copies: Copies) -> None:
+    """Writes staged copies back."""
+    for x, y in copies:
+        x.copy_(y)
+
+
+def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Columns]:
+    """The columns cut by (flag, device, dtype); leaves without elements, or without memory, are left out."""
+    groups: dict[tuple[Any, ...], Columns] = {}
+    for flag, row in zip(flags, zip(*columns, strict=True), strict=True):
+        p = row[0]
+        if p.numel():
+            key = (flag, p.device, p.dtype)
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = [[] for _ in row]
+            for column, x in zip(group, row, strict=True):
+                column.append(x)
+    return {key: group for key, group in groups.items() if key[1].type != "meta"}
+
+
+def blocks(columns: Columns) -> Iterator[Columns]:
+    """The columns cut in flat pieces that a CPU works through in its cache; on other devices all at once.
+
+    For chains of elementwise kernels: their temporaries are as small as a piece. Leaves must be contiguous.
+    """
+    if not columns[0] or columns[0][0].device.type != "cpu":
+        yield columns
+        return
+    piece: Columns = [[] for _ in columns]
+    filled = 0
+    for row in zip(*columns, strict=True):
+        large = row[0].numel() > _BLOCK
+        for cut in zip(*(x.view(-1).split(_BLOCK) for x in row), strict=True) if large else [row]:
+            for column, x in zip(piece, cut, strict=True):
+                column.append(x)
+            filled += cut[0].numel()
+            if filled >= _BLOCK:
+                yield piece
+                piece, filled = [[] for _ in columns], 0
+    if piece[0]:
+        yield piece
+
+
+def disjoint(leaves: Sequence[Tensor]) -> bool:
+    """No two leaves share memory, nor two elements of a leaf; gradients may be one tensor twice, or expanded."""
+    if not all(x.is_contiguous() for x in leaves):
+        return False
+    spans = sorted((x.untyped_storage()._cdata, x.storage_offset() * x.itemsize, x.nbytes) for x in leaves)
+    return all(a != b or i + num <= j for (a, i, num), (b, j, _) in itertools.pairwise(spans))
+
+
+def _stage_row(row: tuple[Tensor, ...], wider: bool) -> list[Tensor]:
+    dtype = row[0].dtype
+    for x in row[1:-1]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = torch.promote_types(dtype, torch.float32) if wider else dtype
+    return [x.to(dtype).contiguous() for x in row]
+
+
+def _refuse(tree: PyTree, other: PyTree, name: str, like: str) -> None:
+    ours, theirs = tree_paths(tree), tree_paths(other)
+    extra = [p for p in ours if p not in set(theirs)]
+    missing = [p for p in theirs if p not in set(ours)]
+    problems = [f"{like}{p} has no leaf in {name}.{did_you_mean(p, extra)}" for p in missing]
+    problems += [f"{name}{p} has no leaf in {like}.{did_you_mean(p, missing)}" for p in extra]
+    if not problems:
+        problems = [f"the leaves agree, but their containers do not: {type(tree).__name__} and {type(other).__name__}"]
+    raise_all(ValueError, f"{name} and {like} are different trees; a frozen leaf is None in all of them:", problems)

@@ -1,0 +1,164 @@
+"""Lion: the sign of an interpolated momentum."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
+
+from ._base import GradientTransformation
+from ._chain import chain, check_chain
+from ._checks import decay_rate
+from ._decay import add_decayed_weights, decay_flags
+from ._kernels import foreach_add_, foreach_mul, foreach_mul_, foreach_sign
+from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
+from ._leaves import (
+    blocks,
+    check_shapes,
+    check_state,
+    everywhere,
+    grouped,
+    leaves_like,
+    stage,
+    unstage,
+    wide,
+    zeros_like,
+)
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+
+Number = float | int
+
+
+class ScaleByLionState(NamedTuple):
+    """The momentum of Lion.
+
+    Attributes:
+        mu: tree like params.
+    """
+
+    mu: PyTree
+
+
+def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation:
+    """The sign rule: `u = sign(b1 mu + (1 - b1) g)`, then `mu = b2 mu + (1 - b2) g`.
+
+    The sign of 0 is 0: a row that never saw a gradient stays where it is. The sign of what is not finite is NaN: a 0
+    would hold a weight still for good and say nothing.
+
+    Args:
+        b1: rate inside the sign, in [0, 1).
+        b2: rate of the momentum, in [0, 1).
+
+    Returns:
+        A rule with a `ScaleByLionState`.
+
+    Raises:
+        ValueError: a rate is outside [0, 1).
+
+    Example:
+        >>> tx = scale_by_lion()
+        >>> tx.update([torch.tensor([0.5, 0.0])], tx.init([torch.zeros(2)]))[0]
+        [tensor([1., 0.])]
+
+    References:
+        Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, https://arxiv.org/abs/2302.06675
+    """
+    decay_rate("scale_by_lion", b1=b1, b2=b2)
+
+    def init(params: Params) -> ScaleByLionState:
+        return ScaleByLionState(zeros_like(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params, specs
+        check_state("scale_by_lion", state, ScaleByLionState)
+        gs, treedef = tree_flatten(updates)
+        mus = leaves_like(state.mu, treedef, "state.mu", "updates")
+        check_shapes(treedef, gs, mu=mus)
+        mix = lambda g, mu, b: b * wide(mu) + (1 - b) * g.to(wide(mu).dtype)  # noqa: E731
+        us = [_sign(mix(g, mu, b1)).to(mu.dtype) for g, mu in zip(gs, mus, strict=True)]
+        new = [mix(g, mu, b2).to(mu.dtype) for g, mu in zip(gs, mus, strict=True)]
+        return tree_unflatten(treedef, us), ScaleByLionState(tree_unflatten(treedef, new))
+
+    return GradientTransformation(init, update)
+
+
+def lion(
+    learning_rate: LearningRate,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    weight_decay: Number = 1e-3,
+    mask: Mask = None,
+) -> GradientTransformation:
+    """Lion with decoupled decay: `p = p - lr * (sign(b1 mu + (1 - b1) g) + weight_decay * p)`.
+
+    One moment instead of Adam's two. Every element moves by lr, so take lr 3 to 10 times smaller than AdamW's and
+    `weight_decay` as much larger.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate inside the sign, in [0, 1).
+        b2: rate of the momentum, in [0, 1).
+        weight_decay: factor of the decay, >= 0; it is multiplied by the learning rate.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+
+    Returns:
+        A rule.
+
+    Raises:
+        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+
+    Example:
+        >>> tx = lion(0.1, weight_decay=0.0)
+        >>> tx.update([torch.tensor([-3.0])], tx.init([torch.zeros(1)]), [torch.zeros(1)])[0]
+        [tensor([0.1000])]
+
+    References:
+        Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, https://arxiv.org/abs/2302.06675
+    """
+    check_rate("lion", learning_rate)
+    decay = add_decayed_weights(weight_decay, mask)
+    pure = chain(scale_by_lion(b1, b2), decay, scale_by_learning_rate(learning_rate))
+    flags = decay_flags(weight_decay, mask)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        del specs
+        check_chain("lion", state, 3)
+        check_state("lion", state[0], ScaleByLionState)
+        ps, treedef = tree_flatten(params)
+        gs = leaves_like(grads, treedef, "grads", "params")
+        mus = leaves_like(state[0].mu, treedef, "state.mu", "params")
+        check_shapes(treedef, ps, grads=gs, mu=mus)
+        columns, copies = stage([ps, mus, gs], widen=everywhere)
+        on = flags(params, ps, treedef)
+        lr = next_rate(learning_rate, state[-1])
+        for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
+            for ps, mus, gs in blocks([p, mu, g]):
+                _step(ps, mus, gs, on_device(lr, device), b1, b2, weight_decay if decays else 0.0)
+        unstage(copies)
+        return params, state
+
+    return GradientTransformation(pure.init, pure.update, apply)
+
+
+def _step(
+    p: list[Tensor], mu: list[Tensor], g: list[Tensor], lr: Number | Tensor, b1: Number, b2: Number, decay: Number
+) -> None:
+    # The same expression as the pure rule, not a lerp: near 0 another rounding would be another sign.
+    mix = foreach_mul(mu, b1)
+    foreach_add_(mix, foreach_mul(g, 1 - b1))
+    u = foreach_sign(mix)
+    foreach_add_(u, mix, alpha=0.0)  # NaN where mix is not finite
+    if decay:
+        foreach_add_(u, p, alpha=decay)
+    foreach_mul_(u, -lr)
+    foreach_add_(p, u)
+    foreach_mul_(mu, b2)
+    foreach_add_(mu, g, alpha=1 - b2)
+
+
+def _sign(x: Tensor) -> Tensor:
+    return x.sign() + 0.0 * x

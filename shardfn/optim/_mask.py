@@ -1,0 +1,188 @@
+"""Rules for some leaves: `masked`, `freeze`, `multi_transform`.
+
+A leaf that a rule is not to see is `None` to it, which is the tree's word for an absent leaf; so an inner rule keeps no
+state for it and needs no case of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import (
+    PyTree,
+    did_you_mean,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_unflatten,
+)
+
+from ._base import EmptyState, GradientTransformation, inplace
+from ._leaves import check_shapes, check_state, leaves_like, per_leaf, spec_leaves
+from ._types import Mask, OptState, Params, Specs, Updates
+
+
+class MultiTransformState(NamedTuple):
+    """The states of the inner rules.
+
+    Attributes:
+        inner: label -> state, over the leaves of that label.
+    """
+
+    inner: dict[str, OptState]
+
+
+def set_to_zero() -> GradientTransformation:
+    """The rule that goes nowhere: `u = 0`, whatever the gradient, NaN included.
+
+    Example:
+        >>> set_to_zero().update([torch.tensor([3.0])], ())[0]
+        [tensor([0.])]
+    """
+
+    def init(params: Params) -> EmptyState:
+        del params
+        return EmptyState()
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params, specs
+        return tree_map(torch.zeros_like, updates), state
+
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        del grads, specs
+        return params, state
+
+    return GradientTransformation(init, update, apply)
+
+
+def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """Applies `inner` where the mask is True; elsewhere the update passes unchanged: `u = g`.
+
+    Args:
+        inner: the rule.
+        mask: a tree (or prefix) of bools, or a function from params to one, of structure and shapes only.
+
+    Returns:
+        A rule whose state is a `MultiTransformState`; `inner` sees `None` in place of the other leaves.
+
+    Raises:
+        ValueError: (on use) the mask does not match the params.
+
+    Example:
+        >>> tx = masked(set_to_zero(), {"a": True, "b": False})
+        >>> params = {"a": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'a': tensor([0.]), 'b': tensor([1.])}
+    """
+    return _partition({True: inner}, mask, bool, "mask")
+
+
+def freeze(mask: Mask) -> GradientTransformation:
+    """Holds the leaves still where the mask is True: `masked(set_to_zero(), mask)`. Put it last in a `chain`.
+
+    A frozen leaf costs nothing at all if it is `None` to the optimizer; see `multi_transform`.
+
+    Example:
+        >>> from shardfn.optim import chain, sgd
+        >>> tx = chain(sgd(1.0), freeze({"a": True, "b": False}))
+        >>> params = {"a": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'a': tensor([0.]), 'b': tensor([-1.])}
+    """
+    return masked(set_to_zero(), mask)
+
+
+def multi_transform(transforms: Mapping[str, GradientTransformation], labels: Mask) -> GradientTransformation:
+    """Applies to each leaf the rule that its label names.
+
+    Args:
+        transforms: label -> rule.
+        labels: a tree (or prefix) of labels, or a function from params to one, of structure and shapes only.
+
+    Returns:
+        A rule whose state is a `MultiTransformState`; each inner rule sees `None` in place of the others' leaves.
+
+    Raises:
+        ValueError: (on use) a label has no rule, or the labels do not match the params.
+
+    Example:
+        >>> from shardfn.optim import sgd
+        >>> tx = multi_transform({"fast": sgd(1.0), "slow": sgd(0.1)}, {"a": "fast", "b": "slow"})
+        >>> params = {"a": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'a': tensor([-1.]), 'b': tensor([-0.1000])}
+    """
+    return _partition(dict(transforms), labels, str, "labels")
+
+
+def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: type, name: str) -> GradientTransformation:
+    resolve = per_leaf(labels, kind, name)
+
+    def labelled(tree: PyTree) -> tuple[list[Tensor], Any, tuple[Any, ...]]:
+        leaves, treedef = tree_flatten(tree)
+        names = resolve(tree, leaves, treedef)
+        if kind is str:
+            _check_labels(tree, names, rules)
+        return leaves, treedef, names
+
+    def init(params: Params) -> MultiTransformState:
+        leaves, treedef, names = labelled(params)
+        return MultiTransformState({str(k): rule.init(_select(leaves, treedef, names, k)) for k, rule in rules.items()})
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        check_state(name, state, MultiTransformState)
+        us, treedef, names = labelled(updates)
+        ps = None if params is None else leaves_like(params, treedef, "params", "updates")
+        ss = None if specs is None else spec_leaves(specs, updates)
+        out, states = list(us), {}
+        for k, rule in rules.items():
+            u, p, s = (_select(x, treedef, names, k) for x in (us, ps, ss))
+            new, states[str(k)] = rule.update(u, state.inner[str(k)], p, specs=s)
+            _merge(out, tree_leaves(new), names, k)
+        return tree_unflatten(treedef, out), MultiTransformState(states)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        check_state(name, state, MultiTransformState)
+        ps, treedef, names = labelled(params)
+        gs = leaves_like(grads, treedef, "grads", "params")
+        check_shapes(treedef, ps, grads=gs)
+        ss = None if specs is None else spec_leaves(specs, params)
+        out, states = list(ps), {}
+        for k, rule in rules.items():
+            g, p, s = (_select(x, treedef, names, k) for x in (gs, ps, ss))
+            new, states[str(k)] = inplace(rule)(g, state.inner[str(k)], p, specs=s)
+            _merge(out, tree_leaves(new), names, k)
+        rest = [(p, g) for p, g, k in zip(ps, gs, names, strict=True) if k not in rules]
+        for p, g in rest:
+            p.add_(g)
+        return tree_unflatten(treedef, out), MultiTransformState(states)
+
+    return GradientTransformation(init, update, apply)
+
+
+def _select(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:
+    if leaves is None:
+        return None
+    return tree_unflatten(treedef, [x if k == label else None for x, k in zip(leaves, names, strict=True)])
+
+
+def _merge(out: list[Tensor], new: list[Tensor], names: tuple[Any, ...], label: Any) -> None:
+    index = [i for i, k in enumerate(names) if k == label]
+    for i, x in zip(index, new, strict=True):
+        out[i] = x
+
+
+def _check_labels(tree: PyTree, names: tuple[Any, ...], rules: dict[Any, GradientTransformation]) -> None:
+    if not set(names) <= rules.keys():
+        rows = zip(tree_paths(tree, "params"), names, strict=True)
+        wrong = [f"{path} is labelled {k!r}.{did_you_mean(k, rules)}" for path, k in rows if k not in rules]
+        raise_all(ValueError, f"multi_transform has rules for {sorted(rules)} only:", wrong)

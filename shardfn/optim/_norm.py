@@ -1,0 +1,100 @@
+"""Norms of trees whose leaves may be cut in blocks over the mesh.
+
+The sum of squares of a leaf is the sum over its blocks, so it is one `psum` over the axes that cut the leaf, and only
+those: an axis that replicates a leaf must not count it twice. Leaves cut over the same axes travel as one vector.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.collectives import current_mesh, psum
+from shardfn.core import P, PyTree, tree_leaves
+
+from ._kernels import foreach_norm
+from ._leaves import spec_leaves, wide
+from ._types import Specs
+
+# torch's CPU norm adds in float32 lanes one element after another: over 17M elements it is off by 1.3e-3. Rows of this
+# length, then a sum of rows in float64, are as fast and off by 1e-8 (by 1e-6 at most where the leaf is bfloat16).
+_ROW = 1024
+_LARGE = 4 * _ROW
+
+
+def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves"]:
+    """The global sum of squares of each leaf: `sum_i x_i^2` over all blocks, 0 for a leaf without elements.
+
+    Args:
+        tree: tree of tensors, each the local block of a leaf.
+        specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
+
+    Returns:
+        float32, one entry a leaf in flattening order; the same on every rank that shares the blocks.
+
+    Raises:
+        ValueError: `specs` does not match `tree`, or names an axis that is not in the mesh.
+
+    Example:
+        >>> sum_squares({"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(0)})
+        tensor([25.,  0.])
+    """
+    leaves = tree_leaves(tree)
+    if not leaves:
+        return torch.zeros(0)
+    local = _local(leaves)
+    return local if specs is None else _reduce(local, spec_leaves(specs, tree))
+
+
+def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
+    """The Euclidean norm of a whole tree: `sqrt(sum over leaves and blocks of x^2)`.
+
+    Args:
+        tree: tree of tensors, each the local block of a leaf.
+        specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
+
+    Returns:
+        float32, 0-d.
+
+    Example:
+        >>> global_norm([torch.tensor(3.0), torch.tensor(4.0)])
+        tensor(5.)
+    """
+    return sum_squares(tree, specs).sum().sqrt()
+
+
+def _local(leaves: list[Tensor]) -> Float[Tensor, " num_leaves"]:
+    device = leaves[0].device
+    small = [x if _is_small(x) else None for x in leaves]
+    norms = iter(_norms([wide(x) for x in small if x is not None]))
+    squares = [_large(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
+    return torch.stack([s.to(device=device, dtype=torch.float32) for s in squares])
+
+
+def _is_small(x: Tensor) -> bool:
+    return x.device.type == "cuda" or x.numel() < _LARGE
+
+
+def _norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
+    return foreach_norm(leaves) if leaves else []
+
+
+def _large(x: Tensor) -> Float[Tensor, ""]:
+    flat = wide(x).reshape(-1)
+    cut = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:cut].view(-1, _ROW), dim=1)
+    return rows.double().square().sum() + torch.linalg.vector_norm(flat[cut:]).double().square()
+
+
+def _reduce(local: Float[Tensor, " num_leaves"], specs: list[P]) -> Float[Tensor, " num_leaves"]:
+    mesh = current_mesh()
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, spec in enumerate(specs):
+        axes = mesh.axes(spec.axes)
+        groups.setdefault(tuple(n for n in mesh.axis_names if n in axes), []).append(i)
+    entries = list(local.unbind())
+    for axes, index in groups.items():
+        if axes:
+            summed = psum(torch.stack([entries[i] for i in index]), axes).unbind()
+            for i, s in zip(index, summed, strict=True):
+                entries[i] = s
+    return torch.stack(entries)

@@ -1,0 +1,18 @@
+"""The words of the room: what flows through an optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.core import PyTree
+
+Params = PyTree
+Updates = PyTree
+OptState = PyTree
+Specs = PyTree
+Mask = PyTree | Callable[[Params], PyTree]
+Count = int | Int[Tensor, ""]
+Schedule = Callable[[Any], Float[Tensor, ""]]
+LearningRate = float | int | Schedule

@@ -1,0 +1,116 @@
+"""`distributed`: a test function on N ranks.
+
+Ranks are processes on this machine with gloo between them, one thread each. They come from a pool that lives as long as
+the test session, since importing torch takes seconds; a call costs milliseconds.
+"""
+
+import functools
+import inspect
+import pathlib
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._pool import call
+
+
+def distributed(world: int | Sequence[int], timeout: float = 60.0) -> Callable[[Callable[..., Any]], Any]:
+    """Runs a module-level function on every rank of a world of its own.
+
+    The call `f(*args)` becomes `[f(*args) on rank 0, ..., f(*args) on rank N-1]`, each in a process that has a fresh
+    default process group (none when N is 1) and the seed 0. Arguments, fixtures among them, and return values travel by
+    pickle. The worker imports the function from its file, so nothing at module level may depend on the caller.
+
+    Args:
+        world: the number of ranks N; or several numbers, for which pytest runs the test one by one (a direct call then
+            names one with `world=`). A parameter called `world` receives it.
+        timeout: seconds that the ranks may take together.
+
+    Returns:
+        A decorator. What it returns gives the list of the ranks' values, or None when every rank returned None. It
+        raises the error of the rank that failed first, of the same type where that can be pickled, with the rank's
+        number and traceback as a note; `pytest.skip` in any rank skips. A rank that died is a `RankError`; ranks that
+        do not end in time are a `TimeoutError` with the stack of each.
+
+    Raises:
+        ValueError: the function is not at module level, or a world is less than 1.
+
+    Example:
+        >>> @distributed(world=2)  # doctest: +SKIP
+        ... def test_sum(tmp_path):
+        ...     x = torch.ones(())
+        ...     torch.distributed.all_reduce(x)
+        ...     assert x == 2
+    """
+    worlds = [world] if isinstance(world, int) else list(world)
+    if not worlds or min(worlds) < 1:
+        raise ValueError(f"distributed(world={world!r}): a world has 1 rank or more.")
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        signature = inspect.signature(function)
+        takes_world = "world" in signature.parameters
+        task = _task(function)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> list[Any] | None:
+            n = worlds[0] if isinstance(world, int) else kwargs.pop("world", None)
+            if n is None:
+                raise TypeError(f"{task['qualname']} runs on one of {worlds} ranks; name it with world=.")
+            kwargs |= {"world": n} if takes_world else {}
+            data = _pickle(task["qualname"], signature.bind(*args, **kwargs))
+            values = call(n, timeout, task["qualname"], {**task, "arguments": data})
+            return None if all(v is None for v in values) else values
+
+        vars(run)["__distributed__"] = function
+        vars(run)["__signature__"] = _seen_by_pytest(signature, several=not isinstance(world, int))
+        return run if isinstance(world, int) else _parametrize(run, worlds)
+
+    return decorate
+
+
+def _task(function: Callable[..., Any]) -> dict[str, Any]:
+    """Where a worker finds the function."""
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None or "<" in function.__qualname__:
+        raise ValueError(
+            f"distributed: {function.__qualname__} is not at the module level of a file, so no other process can import"
+            " it; move it there."
+        )
+    return {
+        "module": function.__module__,
+        "file": str(pathlib.Path(file).resolve()),
+        "qualname": function.__qualname__,
+        "rewrite": "_pytest.assertion" in sys.modules,
+    }
+
+
+def _pickle(what: str, bound: inspect.BoundArguments) -> bytes:
+    problems = []
+    for name, value in bound.arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            problems.append(f"  - {name} = {value!r}: {error}")
+    if problems:
+        lines = "\n".join(problems)
+        raise TypeError(f"{what}: arguments travel to the ranks by pickle, and these cannot:\n{lines}")
+    return pickle.dumps((bound.args, bound.kwargs))
+
+
+def _seen_by_pytest(signature: inspect.Signature, several: bool) -> inspect.Signature:
+    """The signature without `world`, or with it where pytest is to fill it in."""
+    kept = [p for p in signature.parameters.values() if p.name != "world"]
+    if several:
+        at = next((i for i, p in enumerate(kept) if p.kind is p.VAR_KEYWORD), len(kept))
+        kept.insert(at, inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY))
+    return signature.replace(parameters=kept)
+
+
+def _parametrize(run: Callable[..., Any], worlds: list[int]) -> Any:
+    try:
+        import pytest
+    except ModuleNotFoundError:  # a plain script on a machine without pytest
+        return run
+    return pytest.mark.parametrize("world", worlds)(run)

@@ -1,0 +1,56 @@
+"""The odd tree: a small model with every kind of leaf that sharding is known to break."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 12
+
+# Every leaf but one gets gradients.
+ODD_TRAINABLE = {
+    "bias7": True,
+    "blocks": [{"w": True}, {"w": True}],
+    "empty": True,
+    "frozen": False,
+    "one": True,
+    "scalar": True,
+    "tied": True,
+    "unused": True,
+    "wide": True,
+}
+
+
+def odd_params() -> dict[str, Any]:
+    """A 7-vector, a 1-vector, a 0-d scalar, a zero-sized leaf, leaves smaller than the world, tied, frozen, unused."""
+    g = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    return {
+        "bias7": draw(7),
+        "blocks": [{"w": draw(7, 5) / 2}, {"w": draw(7, 7) / 2}],
+        "empty": torch.zeros(0, 3),
+        "frozen": draw(3, 3),
+        "one": draw(1),
+        "scalar": draw(),
+        "tied": draw(5, 5) / 2,
+        "unused": draw(6, 2),
+        "wide": draw(3, 7),
+    }
+
+
+def odd_loss(params: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    """Uses `tied` twice, `unused` never, `empty` in a sum over nothing."""
+    x = batch["x"] @ params["tied"].t()
+    h = torch.tanh(x @ params["blocks"][0]["w"].t() + params["bias7"]) * params["scalar"]
+    h = h + torch.tanh(h @ params["blocks"][1]["w"])
+    h = h + (x @ params["tied"]).sum(1, keepdim=True) * params["one"] + params["empty"].sum()
+    return ((h @ params["wide"].t() @ params["frozen"] - batch["y"]) ** 2).mean()
+
+
+def odd_batch(n: int) -> dict[str, Any]:
+    """Global batch n: 12 rows."""
+    g = torch.Generator().manual_seed(100 + n)
+    return {"x": torch.randn(ROWS, 5, generator=g), "y": torch.randn(ROWS, 3, generator=g)}

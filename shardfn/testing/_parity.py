@@ -1,0 +1,208 @@
+"""The parity harness: what runs sharded equals what runs on one device.
+
+The one-device side is a plain loop: torch.autograd on the whole tree, the optimizer's pure `update`, and an addition. It
+shares no code with `sharded_step` but the optimizer's mathematics.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import unshard
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    Zero,
+    as_mesh,
+    block_slices,
+    broadcast_prefix,
+    fold_in,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.optim import GradientTransformation, apply_updates
+from shardfn.transforms import WeightedMean, sharded_step
+
+# Relative to the largest element of a leaf. Written once; no test loosens it.
+RTOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+class Run(NamedTuple):
+    """What a few steps computed: whole tensors, and one dict of metrics a step."""
+
+    params: PyTree
+    opt_state: PyTree
+    metrics: list[dict[str, Tensor]]
+
+
+def one_device(
+    loss: Callable[..., Any],
+    optimizer: GradientTransformation,
+    params: PyTree,
+    batches: Sequence[PyTree],
+    *,
+    trainable: PyTree = True,
+    key: Tensor | None = None,
+) -> Run:
+    """Runs the plain loop on global batches.
+
+    Args:
+        loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given.
+        optimizer: the optimizer.
+        params: tree of whole tensors; left as it is.
+        batches: one global batch a step.
+        trainable: prefix tree of bools.
+        key: folded with the step's number.
+    """
+    leaves, treedef = tree_flatten(tree_map(torch.clone, params))
+    train = broadcast_prefix(trainable, params, lambda x: isinstance(x, bool), names=("trainable", "params"))
+    train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
+    opt_state = optimizer.init(_only(treedef, leaves, train))
+    metrics = []
+    for n, batch in enumerate(batches):
+        handles = [x.clone().requires_grad_() if t else x for x, t in zip(leaves, train, strict=True)]
+        value = loss(tree_unflatten(treedef, handles), batch, *(() if key is None else (fold_in(key, n),)))
+        value = value.mean() if isinstance(value, WeightedMean) else value
+        grads = iter(torch.autograd.grad(value, [h for h, t in zip(handles, train, strict=True) if t], allow_unused=True))
+        got = [next(grads) if t else None for t in train]
+        own = [torch.zeros_like(x) if g is None else g for g, x in zip(got, leaves, strict=True)]
+        norm = torch.sqrt(sum((g.double() ** 2).sum() for g, t in zip(own, train, strict=True) if t))  # pyright: ignore
+        with torch.no_grad():
+            old = _only(treedef, leaves, train)
+            updates, opt_state = optimizer.update(_only(treedef, own, train), opt_state, old)
+            fresh = iter(tree_leaves(apply_updates(old, updates)))
+            leaves = [next(fresh) if t else x for x, t in zip(leaves, train, strict=True)]
+        metrics.append({"loss": value.detach(), "grad_norm": norm.float()})
+    return Run(tree_unflatten(treedef, leaves), opt_state, metrics)
+
+
+def on_mesh(
+    loss: Callable[..., Any],
+    optimizer: GradientTransformation,
+    params: PyTree,
+    batches: Sequence[PyTree],
+    *,
+    mesh: Mesh | None,
+    batch: PyTree = P("dp"),
+    **options: Any,
+) -> Run:
+    """Runs `sharded_step` on global batches, of which each rank takes its rows. Collective.
+
+    Args:
+        loss: as `sharded_step` takes it.
+        optimizer: the optimizer.
+        params: tree of whole tensors, the same on all ranks.
+        batches: one global batch a step.
+        mesh: the mesh.
+        batch: the batch's specs.
+        **options: of `sharded_step`.
+    """
+    step = sharded_step(loss, optimizer, mesh=mesh, batch=batch, **options)
+    state = step.init(tree_map(torch.clone, params))
+    metrics = []
+    for whole in batches:
+        state, measured = step(state, own_rows(whole, batch, as_mesh(mesh)))
+        metrics.append(measured)
+    return Run(unshard(state.params), unshard(state.opt_state), metrics)
+
+
+def own_rows(batch: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+    """This rank's rows of a global batch.
+
+    Example:
+        >>> own_rows({"x": torch.arange(2)}, P("dp"), as_mesh(None))
+        {'x': tensor([0, 1])}
+    """
+    cuts = broadcast_prefix(specs, batch, lambda x: isinstance(x, P), names=("batch spec", "batch"))
+    leaves, treedef = tree_flatten(batch)
+    pairs = zip(leaves, cuts, strict=True)
+    return tree_unflatten(treedef, [x[block_slices(tuple(x.shape), c, mesh.shape, mesh.coords)] for x, c in pairs])
+
+
+def assert_parity(
+    loss: Callable[..., Any],
+    optimizer: GradientTransformation,
+    params: PyTree,
+    batches: Sequence[PyTree],
+    *,
+    mesh: Mesh | None,
+    reference: Callable[..., Any] | None = None,
+    trainable: PyTree = True,
+    key: Tensor | None = None,
+    zero: Zero | None = None,
+    **options: Any,
+) -> Run:
+    """Asserts that a sharded run equals the one-device run: params, optimizer state, loss and norm of every step.
+
+    For your own models: call it inside `testing.distributed`.
+
+    Args:
+        loss: what is sharded; may be transformed (`accumulate`, `remat`).
+        optimizer: the optimizer.
+        params: tree of whole tensors, the same on all ranks.
+        batches: one global batch a step.
+        mesh: the mesh.
+        reference: the plain loss that the one-device loop runs; default `loss`.
+        trainable: prefix tree of bools.
+        key: for losses that take one.
+        zero: the ZeRO rule.
+        **options: further options of `sharded_step`.
+
+    Returns:
+        The sharded run.
+
+    Raises:
+        AssertionError: lists every leaf and metric that differs by more than `RTOL` of its largest element.
+
+    Example:
+        >>> from shardfn import optim
+        >>> x = torch.tensor([[1.0, 2.0]])
+        >>> run = assert_parity(lambda w, b: (b @ w).sum(), optim.sgd(0.1), torch.ones(2), [x], mesh=None)
+        >>> run.params
+        tensor([0.9000, 0.8000])
+    """
+    want = one_device(reference or loss, optimizer, params, batches, trainable=trainable, key=key)
+    got = on_mesh(
+        loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, zero=zero, **options
+    )
+    assert_same(got, want)
+    return got
+
+
+def assert_same(got: Run, want: Run, *, exact: bool = False) -> None:
+    """Asserts that two runs agree; bit for bit with `exact`.
+
+    Raises:
+        AssertionError: lists every leaf and metric that differs.
+    """
+    problems = _differences("params", got.params, want.params, exact)
+    problems += _differences("opt_state", got.opt_state, want.opt_state, exact)
+    for n, (a, b) in enumerate(zip(got.metrics, want.metrics, strict=True)):
+        problems += _differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact)
+    raise_all(AssertionError, "the runs differ:", problems)
+
+
+def _differences(name: str, got: PyTree, want: PyTree, exact: bool) -> list[str]:
+    out = []
+    for path, a, b in zip(tree_paths(want, name), tree_leaves(got), tree_leaves(want), strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            out.append(f"{path}: {tuple(a.shape)} {a.dtype} is not {tuple(b.shape)} {b.dtype}")
+        elif exact and not torch.equal(a, b):
+            out.append(f"{path}: not bit-identical, largest difference {(a - b).abs().max():.3g}")
+        elif a.numel() and not exact:
+            error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
+            limit = RTOL.get(a.dtype, 0.0) * size
+            if not error <= limit:
+                out.append(f"{path}: off by {error:.3g}, relative {error / size:.3g}; {a.flatten()[:4].tolist()} is not {b.flatten()[:4].tolist()}")
+    return out
+
+
+def _only(treedef: Any, leaves: list[Any], keep: list[bool]) -> PyTree:
+    return tree_unflatten(treedef, [x if k else None for x, k in zip(leaves, keep, strict=True)])

@@ -1,0 +1,250 @@
+"""The pool of long-lived workers on which `distributed` runs: start, call, watch, end.
+
+Rank r of a call is worker r of the pool, whatever the world size, so a session holds as many workers as its largest
+world. A call that leaves a worker dead or stuck ends the workers it used; the next call starts new ones.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from shardfn.core import RankError
+
+from ._report import GRACE, Report, raise_first
+
+START = 300.0  # seconds that a worker has to import torch on a busy machine
+_SCRIPT = str(pathlib.Path(__file__).with_name("_worker.py"))
+_WORKERS: list["Worker"] = []
+_SETUP_FILES: list[str] = []
+_STORE: list[dist.TCPStore] = []
+_NUMBERS = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Worker:
+    """A child process: its pipe, and the temporary files that it writes to."""
+
+    process: subprocess.Popen[bytes]
+    conn: Connection
+    out: IO[bytes]
+    err: IO[bytes]
+    stack: IO[bytes]
+
+
+def worker_setup(file: str | os.PathLike[str]) -> None:
+    """Makes every worker run a Python file before anything else, typically the test suite's own conftest.
+
+    What must precede the first `import shardfn` (jaxtyping's import hook) thereby holds in the workers as well.
+
+    Args:
+        file: path of the file. Workers that run already are ended, so that none is without it.
+
+    Example:
+        >>> worker_setup(__file__)  # doctest: +SKIP
+    """
+    path = str(pathlib.Path(file).resolve())
+    if path not in _SETUP_FILES:
+        _SETUP_FILES.append(path)
+        end_workers(_WORKERS)
+
+
+def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list[Any]:
+    """Runs one task on ranks 0..world-1 and returns what they returned, in rank order.
+
+    Raises:
+        TimeoutError: a rank did not finish in time; the message has every rank's state and stack.
+        RankError: a worker died, or an error could not be sent.
+        BaseException: the error of the first rank that failed, with a note that has its traceback.
+    """
+    workers = _start(world)
+    number = next(_NUMBERS)
+    try:
+        filters = pickle.dumps(list(warnings.filters))
+        common = {**task, "number": number, "world": world, "timeout": timeout, "filters": filters}
+        for rank, worker in enumerate(workers):
+            _send(worker, {**common, "rank": rank})
+        reports = _watch(workers, timeout)
+    except BaseException:
+        end_workers(workers)
+        raise
+    errors = [_relay(rank, worker) for rank, worker in enumerate(workers)]
+    if not all(r.idle for r in reports):
+        end_workers(workers)
+    raise_first(what, timeout, reports, errors)
+    return [pickle.loads(r.value) for r in reports if r.value is not None]
+
+
+def end_workers(workers: list[Worker]) -> None:
+    """Ends these workers, each by its own pid, and forgets them."""
+    for worker in list(workers):
+        worker.process.kill()
+        worker.process.communicate()
+        for file in (worker.conn, worker.out, worker.err, worker.stack):
+            file.close()
+        if worker in _WORKERS:
+            _WORKERS.remove(worker)
+
+
+atexit.register(end_workers, _WORKERS)
+
+
+# start
+
+
+def _start(world: int) -> list[Worker]:
+    if not _STORE:
+        _STORE.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    end_workers([worker for worker in _WORKERS if worker.process.poll() is not None])
+    fresh = [_spawn() for _ in range(world - len(_WORKERS))]
+    _WORKERS.extend(fresh)
+    for worker in fresh:
+        _expect_ready(worker)
+    return _WORKERS[:world]
+
+
+def _spawn() -> Worker:
+    ours, theirs = Pipe()
+    # Opened to append, so that reading them from the start does not move the place where the worker writes.
+    out, err, stack = (tempfile.TemporaryFile("a+b") for _ in range(3))
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in launcher}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sys.platform == "linux":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a bare machine may not resolve its own host name
+    fds = (theirs.fileno(), stack.fileno())
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-u", _SCRIPT, *map(str, fds)],
+        stdin=subprocess.PIPE,
+        stdout=out,
+        stderr=err,
+        env=env,
+        pass_fds=fds,
+        start_new_session=True,  # an interrupt from the keyboard is the parent's to handle
+    )
+    theirs.close()
+    ours.send({"path": sys.path, "files": _SETUP_FILES, "port": _STORE[0].port})
+    return Worker(process, ours, out, err, stack)
+
+
+def _expect_ready(worker: Worker) -> None:
+    why = f"did not start within {START:g} s"
+    if worker.conn.poll(START):
+        try:
+            assert worker.conn.recv()[0] == "ready"
+            return
+        except (EOFError, ConnectionResetError):
+            why = f"ended at its start with {_exit_code(worker)}"
+    text = _take(worker.err)
+    end_workers(_WORKERS)
+    raise RankError(f"a worker {why}; its stderr:\n{text}")
+
+
+# watch
+
+
+def _watch(workers: list[Worker], timeout: float) -> list[Report]:
+    """Follows every rank until it is idle again, dead, or out of time."""
+    reports = [Report() for _ in workers]
+    deadline, grace = time.monotonic() + timeout, None
+    while left := {w.conn: (w, r) for w, r in zip(workers, reports, strict=True) if not r.idle and r.status != "died"}:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            break
+        for conn in left.keys() & set(wait(list(left), seconds)):
+            _hear(*left[conn])
+        if any(r.status in ("failed", "died") for r in reports):
+            grace = grace or time.monotonic() + GRACE
+            deadline = min(deadline, grace)
+        _release(workers, reports)
+    for worker, report in zip(workers, reports, strict=True):
+        if report.stuck:
+            report.stack = _stack(worker)
+    return reports
+
+
+def _hear(worker: Worker, report: Report) -> None:
+    try:
+        kind, *rest = worker.conn.recv()
+    except (EOFError, ConnectionResetError):
+        report.status, report.value, report.line = "died", None, f"died with {_exit_code(worker)}"
+        return
+    if kind == "idle":
+        report.idle = True
+    elif kind == "finished":
+        report.status, (report.time, report.value) = kind, rest
+    else:
+        report.status, (report.time, report.value, report.line, report.text) = kind, rest
+
+
+def _release(workers: list[Worker], reports: list[Report]) -> None:
+    """Lets ranks leave the process group: all together, or at once when one failed, which unblocks its peers."""
+    states = {r.status for r in reports}
+    if "running" in states and not states & {"failed", "died"}:
+        return
+    for worker, report in zip(workers, reports, strict=True):
+        if report.status in ("finished", "failed") and not report.released:
+            report.released = True
+            _send(worker, None)
+
+
+def _send(worker: Worker, message: Any) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead worker is noticed by its silence
+        worker.conn.send(message)
+
+
+def _exit_code(worker: Worker) -> str:
+    try:
+        code = worker.process.wait(5)
+    except subprocess.TimeoutExpired:
+        return "its pipe closed"
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _stack(worker: Worker) -> str:
+    """The Python stack of a worker that still runs, written by its signal handler."""
+    worker.process.send_signal(signal.SIGUSR1)
+    size, limit = 0, time.monotonic() + 2.0
+    while time.monotonic() < limit:
+        time.sleep(0.05)
+        now = os.fstat(worker.stack.fileno()).st_size
+        if now and now == size:
+            break
+        size = now
+    threads = _take(worker.stack).split("\n\n")
+    lines = "\n".join(t for t in threads if "_exit_with_parent" not in t).splitlines()
+    return "\n".join(f"    {line}" for line in lines if _SCRIPT not in line)
+
+
+# tell
+
+
+def _take(file: IO[bytes]) -> str:
+    """The contents of a worker's file, which is emptied."""
+    file.seek(0)
+    text = file.read().decode(errors="replace")
+    file.truncate(0)
+    return text
+
+
+def _relay(rank: int, worker: Worker) -> str:
+    """Passes on what a worker wrote, and returns its stderr."""
+    out, err = _take(worker.out), _take(worker.err)
+    for stream, text in ((sys.stdout, out), (sys.stderr, err)):
+        for line in text.splitlines():
+            print(f"[rank {rank}] {line}", file=stream)
+    return err

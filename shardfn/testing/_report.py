@@ -1,0 +1,85 @@
+"""What is known of the ranks of one call, and the error that tells it."""
+
+import dataclasses
+import pickle
+
+from shardfn.core import RankError
+
+GRACE = 5.0  # seconds that the other ranks have to end once one has failed
+
+
+@dataclasses.dataclass
+class Report:
+    """What is known of one rank of a call."""
+
+    status: str = "running"  # then finished | failed | died
+    time: float = 0.0
+    value: bytes | None = None  # the pickled return value, or error
+    line: str = ""
+    text: str = ""
+    released: bool = False
+    idle: bool = False
+    stack: str = ""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it still has something to do, other than to wait for its peers."""
+        return self.status == "running" or (self.released and not self.idle)
+
+
+def raise_first(what: str, timeout: float, reports: list[Report], errors: list[str]) -> None:
+    """Raises what the caller must know, if anything: the error of the first rank that failed, a death, or a hang.
+
+    Args:
+        what: name of the function that ran.
+        timeout: seconds it had.
+        reports: one for each rank.
+        errors: stderr of each rank.
+    """
+    bad = [rank for rank, r in enumerate(reports) if r.status in ("failed", "died")]
+    stuck = [rank for rank, r in enumerate(reports) if r.stuck]
+    if not bad and not stuck:
+        return
+    if not bad:
+        raise TimeoutError(f"{what} did not finish on {len(reports)} ranks within {timeout:g} s:\n{_states(reports)}")
+    # A death is the cause of the errors that its peers report, whichever arrived first.
+    first = min(bad, key=lambda rank: (reports[rank].status != "died", reports[rank].time))
+    report = reports[first]
+    error = _error(f"rank {first} of {len(reports)} {report.line} in {what}", report)
+    error.add_note(_note(first, reports, errors[first], bad, stuck))
+    raise error
+
+
+def _error(text: str, report: Report) -> BaseException:
+    try:
+        if report.value is not None:
+            return pickle.loads(report.value)
+    except Exception as lost:
+        text = f"{text}\n(the error cannot be unpickled here: {lost!r})"
+    return RankError(text)
+
+
+def _note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck: list[int]) -> str:
+    report = reports[first]
+    parts = [f"On rank {first} of {len(reports)}" + (f":\n{report.text}" if report.text else ", which died.")]
+    others = [f"  rank {rank}: {reports[rank].line.splitlines()[0]}" for rank in bad if rank != first]
+    if others:
+        parts.append("After that:\n" + "\n".join(others))
+    if stuck:
+        parts.append(f"Other ranks did not end within {GRACE:g} s:\n{_states(reports)}")
+    if stderr.strip():
+        parts.append(f"stderr of rank {first}:\n{stderr.strip()[-4000:]}")
+    return "\n\n".join(parts)
+
+
+def _states(reports: list[Report]) -> str:
+    return "\n".join(f"  rank {rank}: {_state(r)}" for rank, r in enumerate(reports))
+
+
+def _state(report: Report) -> str:
+    if report.status in ("failed", "died"):
+        return f"{report.status}: {report.line.splitlines()[0]}"
+    if not report.stuck:
+        return "finished"
+    doing = "still running" if report.status == "running" else "finished, but does not leave the process group"
+    return f"{doing}\n{report.stack}"

@@ -1,0 +1,115 @@
+"""The training example end to end, as a user starts it: one process and two, to the end and interrupted."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLAIN = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# five rows: two ranks hold unequal parts
+TINY = (
+    "--dim 32 --heads 2 --layers 2 --batch 5 --length 16 --eval-every 10 --eval-batches 2 --sample 8 --warmup 4".split()
+)
+PATIENCE = 300
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{n} plus {n} is {2 * n}\n" for n in range(600)))
+    return path
+
+
+def start(launcher: list[str], text: pathlib.Path, out: pathlib.Path, *options: str) -> subprocess.Popen[str]:
+    command = [*launcher, str(ROOT / "examples/train_gpt.py"), "--data", str(text), "--out", str(out), *TINY, *options]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def rows(out: pathlib.Path) -> list[dict[str, float]]:
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def interrupt(process: subprocess.Popen[str], out: pathlib.Path, number: int) -> tuple[int, str]:
+    deadline = time.monotonic() + PATIENCE
+    while len(rows(out)) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    return finish(process)
+
+
+def assert_complete(out: pathlib.Path) -> None:
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.stat().st_size > 0 for path in out.glob("events.out.tfevents.*")] == [True]
+    assert "validation_loss" in rows(out)[-1]
+
+
+def test_one_process_and_two_agree(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    runs = {}
+    for name, launcher in (("one", PLAIN), ("two", TORCHRUN)):
+        out = tmp_path / name
+        code, said = finish(start(launcher, text, out, "--steps", "30", "--lr", "0.01"))
+        assert code == 0, said
+        assert_complete(out)
+        runs[name] = rows(out), (out / "sample.txt").read_text()
+        assert (out / "sample.txt").read_text() in said
+    (one, sample), (two, same_sample) = runs.values()
+    assert [row["step"] for row in one] == list(range(1, 31))
+    assert [row["step"] for row in one if "validation_loss" in row] == [10, 20, 30]
+    assert one[0]["loss"] > 5.3
+    assert one[-1]["loss"] < 3.5
+    assert one[-1]["validation_loss"] < 3.5
+    for a, b in zip(one, two, strict=True):
+        for name in a.keys() - {"tokens_per_s"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-4)
+    assert sample == same_sample
+
+
+def test_ctrl_c_on_one_process(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    code, said = interrupt(start(PLAIN, text, tmp_path / "x", "--steps", "1000000"), tmp_path / "x", signal.SIGINT)
+    assert code == 0, said
+    assert_complete(tmp_path / "x")
+    assert "--- sample ---" in said
+
+
+def test_ctrl_c_under_torchrun(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("tokenizers")
+    options = (
+        "--steps 1000000 --tokenizer bpe --vocab-size 300 --batch 8 --accumulate 2 --remat --zero 2 --optimizer lion"
+    )
+    process = start(TORCHRUN, text, tmp_path / "x", *options.split())
+    _, said = interrupt(process, tmp_path / "x", signal.SIGINT)
+    # the launcher ends with an error of its own, that it got a signal; the ranks ended well
+    assert "SignalException" in said
+    assert "ChildFailedError" not in said
+    assert_complete(tmp_path / "x")
+    assert (tmp_path / "x/bpe.json").exists()
+    assert "--- sample ---" in said
+
+
+def test_minutes_end_the_run(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    code, said = finish(start(PLAIN, text, tmp_path / "x", "--steps", "1000000", "--minutes", "0.01"))
+    assert code == 0, said
+    assert_complete(tmp_path / "x")
+
+
+def test_missing_data_is_named(tmp_path: pathlib.Path) -> None:
+    code, said = finish(start(PLAIN, tmp_path / "gone.txt", tmp_path / "x"))
+    assert code != 0
+    assert "gone.txt" in said

@@ -1,0 +1,291 @@
+"""Covers every optimizer of the room: abstract init, kept layouts, purity, in place == pure, odd leaves, descent."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardfn import optim
+from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from shardfn.optim import GradientTransformation
+
+SCHEDULE = optim.warmup_cosine_decay_schedule(0.001, 0.02, 3, 30)
+MASK = {"w": True, "blocks": True, "scale": False, "none": False, "empty": True}
+OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
+    "sgd": lambda: optim.sgd(0.02),
+    "sgd decay": lambda: optim.sgd(0.02, weight_decay=0.1),
+    "sgd momentum": lambda: optim.sgd(0.02, momentum=0.9, weight_decay=0.1),
+    "sgd nesterov": lambda: optim.sgd(SCHEDULE, momentum=0.9, nesterov=True),
+    "adam": lambda: optim.adam(0.02),
+    "adam schedule": lambda: optim.adam(SCHEDULE, b1=0.8, b2=0.95),
+    "adamw": lambda: optim.adamw(0.02),
+    "adamw mask": lambda: optim.adamw(SCHEDULE, weight_decay=0.1, mask=MASK),
+    "adamw callable mask": lambda: optim.adamw(
+        0.02, weight_decay=0.1, mask=lambda p: tree_map(lambda x: x.ndim > 1, p)
+    ),
+    "lamb": lambda: optim.lamb(0.02),
+    "lamb decay": lambda: optim.lamb(SCHEDULE, weight_decay=0.1, mask=MASK),
+    "lion": lambda: optim.lion(0.02),
+    "lion mask": lambda: optim.lion(SCHEDULE, weight_decay=0.1, mask=MASK),
+    "clip, adamw": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.02)),
+    "clip, freeze": lambda: optim.chain(optim.clip(0.1), optim.sgd(0.1), optim.freeze(MASK)),
+    "masked": lambda: optim.chain(optim.masked(optim.scale_by_adam(), MASK), optim.scale_by_learning_rate(0.02)),
+    "masked last": lambda: optim.masked(optim.adamw(0.02), MASK),
+    "multi": lambda: optim.multi_transform(
+        {"fast": optim.adamw(0.02), "slow": optim.lamb(SCHEDULE), "off": optim.set_to_zero()},
+        {"w": "fast", "blocks": ["slow", "fast"], "scale": "off", "none": "off", "empty": "slow"},
+    ),
+    "by hand": lambda: optim.chain(
+        optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(SCHEDULE)
+    ),
+}
+every = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def make_params(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "w": torch.randn(5, 7, dtype=dtype),
+        "blocks": [torch.randn(3, 4, 2, dtype=dtype), torch.randn(9, dtype=dtype)],
+        "scale": torch.randn((), dtype=dtype),
+        "none": None,
+        "empty": torch.zeros(0, 3, dtype=dtype),
+    }
+
+
+def make_grads(params: Any, step: int) -> Any:
+    g = torch.Generator().manual_seed(step)
+    return tree_map(lambda p: torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype), params)
+
+
+def clone(tree: Any) -> Any:
+    return tree_map(torch.clone, tree)
+
+
+def assert_close(got: Any, want: Any, rtol: float, atol: float) -> None:
+    assert tree_structure(got) == tree_structure(want)
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def run(tx: GradientTransformation, params: Any, steps: int, *, in_place: bool) -> tuple[Any, Any]:
+    params = clone(params)
+    state = tx.init(params)
+    for step in range(steps):
+        grads = make_grads(params, step)
+        if in_place:
+            params, state = optim.inplace(tx)(grads, state, params)
+        else:
+            updates, state = tx.update(grads, state, params)
+            params = optim.apply_updates(params, updates)
+    return params, state
+
+
+@every
+def test_init_is_abstract(name: str) -> None:
+    params = make_params()
+    meta = OPTIMIZERS[name]().init(tree_map(lambda p: p.to("meta"), params))
+    real = OPTIMIZERS[name]().init(params)
+    assert tree_structure(meta) == tree_structure(real)
+    for a, b in zip(tree_leaves(meta), tree_leaves(real), strict=True):
+        assert a.device.type == "meta" and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@every
+@pytest.mark.parametrize("in_place", [False, True])
+def test_step_is_abstract(name: str, in_place: bool) -> None:
+    params = tree_map(lambda p: p.to("meta"), make_params())
+    tx = OPTIMIZERS[name]()
+    grads = clone(params)
+    new, _ = (
+        optim.inplace(tx)(grads, tx.init(params), params) if in_place else tx.update(grads, tx.init(params), params)
+    )
+    assert tree_structure(new) == tree_structure(params)
+
+
+@every
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_layouts_are_kept(name: str, in_place: bool, dtype: torch.dtype) -> None:
+    tx, params = OPTIMIZERS[name](), make_params(dtype)
+    new_params, new_state = run(tx, params, 2, in_place=in_place)
+    for new, old in ((new_params, params), (new_state, tx.init(params))):
+        assert tree_structure(new) == tree_structure(old)
+        assert [(x.shape, x.dtype) for x in tree_leaves(new)] == [(x.shape, x.dtype) for x in tree_leaves(old)]
+
+
+@every
+def test_counters_are_int32_and_count(name: str) -> None:
+    tx = OPTIMIZERS[name]()
+    for in_place in (False, True):
+        _, state = run(tx, make_params(), 3, in_place=in_place)
+        counts = [x for x in tree_leaves(state) if not x.is_floating_point()]
+        assert all(c.dtype == torch.int32 and c.shape == () and c == 3 for c in counts)
+
+
+@every
+def test_update_is_pure(name: str) -> None:
+    tx, params = OPTIMIZERS[name](), make_params()
+    _, state = run(tx, params, 2, in_place=False)
+    grads = make_grads(params, 7)
+    before = clone((grads, state, params))
+    tx.update(grads, state, params)
+    for a, b in zip(tree_leaves((grads, state, params)), tree_leaves(before), strict=True):
+        assert torch.equal(a, b)
+
+
+@every
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_apply_equals_update(name: str, dtype: torch.dtype, tol: float) -> None:
+    tx, params = OPTIMIZERS[name](), make_params(dtype)
+    pure, in_place = (run(tx, params, 20, in_place=flag) for flag in (False, True))
+    # Norms and schedules are float32 whatever the leaves are, and so is the learning rate in them.
+    tol = max(tol, 1e-6) if any(word in name for word in ("lamb", "multi", "clip")) else tol
+    assert_close(in_place[0], pure[0], rtol=tol, atol=tol)
+    assert_close(in_place[1], pure[1], rtol=tol, atol=tol)
+
+
+@every
+def test_apply_equals_update_in_half_precision(name: str) -> None:
+    tx, params = OPTIMIZERS[name](), make_params(torch.bfloat16)
+    pure, in_place = (run(tx, params, 3, in_place=flag) for flag in (False, True))
+    assert_close(in_place[0], pure[0], rtol=2**-6, atol=2**-7)
+
+
+@every
+def test_apply_reuses_every_buffer(name: str) -> None:
+    tx, params = OPTIMIZERS[name](), make_params()
+    if tx.apply is None or name in ("clip, freeze", "masked", "by hand"):
+        pytest.skip("falls back on update")
+    state = tx.init(params)
+    where = [x.data_ptr() for x in tree_leaves((params, state))]
+    params, state = tx.apply(make_grads(params, 0), state, params)
+    moved = [i for i, x in enumerate(tree_leaves((params, state))) if x.data_ptr() != where[i]]
+    # Outside the mask a leaf of "masked last" takes u = g, and outside any rule nothing is kept.
+    assert moved == []
+
+
+@every
+def test_descends_a_quadratic(name: str) -> None:
+    if name in ("masked last", "clip, freeze"):
+        pytest.skip("climbs or stays by construction")
+    tx = OPTIMIZERS[name]()
+    params = tree_map(lambda p: torch.ones_like(p) * 2, make_params())
+    state = tx.init(params)
+    loss = lambda p: sum(float(x.square().sum()) for x in tree_leaves(p))  # noqa: E731
+    first = loss(params)
+    for _ in range(25):
+        params, state = optim.inplace(tx)(clone(params), state, params)
+    assert loss(params) < 0.98 * first
+
+
+@every
+def test_odd_leaves_step_as_plain_ones(name: str) -> None:
+    # Transposed and strided parameters, an expanded gradient, gradients of another dtype.
+    tx = OPTIMIZERS[name]()
+    plain = make_params()
+    odd = clone(plain)
+    odd["w"] = plain["w"].t().contiguous().t()
+    odd["blocks"][0] = torch.zeros(3, 4, 4)[..., ::2].copy_(plain["blocks"][0])
+    grads = make_grads(plain, 0)
+    grads["blocks"][1] = torch.full((9,), 0.3)
+    grads["w"] = grads["w"].bfloat16().float()
+    strange = clone(grads)
+    strange["blocks"][0] = grads["blocks"][0].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    strange["blocks"][1] = torch.tensor(0.3).expand(9)
+    strange["w"] = grads["w"].double()
+    apply = optim.inplace(tx)
+    new, _ = apply(clone(grads), tx.init(plain), plain)
+    got, _ = apply(strange, tx.init(odd), odd)
+    assert_close(got, new, rtol=1e-5, atol=1e-6)
+    assert got["w"] is odd["w"] and not got["w"].is_contiguous()
+
+
+@every
+def test_dtypes_may_be_mixed(name: str) -> None:
+    tx, params = OPTIMIZERS[name](), make_params()
+    mixed = {**params, "w": params["w"].double(), "blocks": [params["blocks"][0], params["blocks"][1].bfloat16()]}
+    pure, in_place = (run(tx, mixed, 3, in_place=flag) for flag in (False, True))
+    assert_close(in_place[0], pure[0], rtol=2**-6, atol=2**-7)
+    assert [x.dtype for x in tree_leaves(in_place[0])] == [x.dtype for x in tree_leaves(mixed)]
+
+
+@every
+def test_parameters_that_require_grad_stay_leaves(name: str) -> None:
+    tx, params = OPTIMIZERS[name](), tree_map(lambda p: p.requires_grad_(), make_params())
+    new, state = optim.inplace(tx)(make_grads(params, 0), tx.init(params), params)
+    assert all(p.is_leaf and p.requires_grad for p in tree_leaves(new))
+    assert not any(x.requires_grad for x in tree_leaves(state))
+
+
+@every
+def test_trees_without_leaves(name: str) -> None:
+    if "mask" in name or name in ("multi", "clip, freeze", "lamb decay"):
+        pytest.skip("the mask names leaves")
+    tx = OPTIMIZERS[name]()
+    for params in ({"a": None}, [], ()):
+        assert optim.inplace(tx)(params, tx.init(params), params)[0] == params
+        assert tx.update(params, tx.init(params), params)[0] == params
+
+
+@every
+def test_a_nan_gradient_is_seen(name: str) -> None:
+    if name in ("clip, freeze", "multi", "masked"):
+        pytest.skip("holds leaves still")
+    tx, params = OPTIMIZERS[name](), make_params()
+    grads = make_grads(params, 0)
+    grads["w"][0, 0] = math.nan
+    new, _ = optim.inplace(tx)(grads, tx.init(params), params)
+    assert new["w"][0, 0].isnan()
+
+
+@pytest.mark.parametrize("tx", [optim.adamw(0.1), optim.sgd(0.1, momentum=0.9), optim.lion(0.1), optim.lamb(0.1)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_trees_that_differ_are_refused(tx: GradientTransformation, in_place: bool) -> None:
+    params, state = {"wq": torch.ones(3), "b": torch.ones(2)}, tx.init({"wq": torch.ones(3), "b": torch.ones(2)})
+    step = tx.apply if in_place else tx.update
+    assert step is not None
+    with pytest.raises(ValueError, match=r"\['wq'\] has no leaf in .*Did you mean \"\['wk'\]\""):
+        step({"wk": torch.ones(3), "b": torch.ones(2)}, state, params)
+    with pytest.raises(ValueError, match=r"\['b'\] has no leaf in"):
+        step({"wq": torch.ones(3), "b": None}, state, params)
+    with pytest.raises(ValueError, match=r"init\(params\)"):
+        step(params, (optim.EmptyState(),), params)
+    with pytest.raises(ValueError, match=r"init\(params\)"):
+        step(params, (optim.EmptyState(),) * len(state), params)
+    with pytest.raises(ValueError, match=r"has no leaf in"):
+        step(params, tx.init({"wq": torch.ones(3)}), params)
+    with pytest.raises(ValueError, match=r"\['wq'\] has shape \(4,\).*\(3,\)"):
+        step(params, tx.init({"wq": torch.ones(4), "b": torch.ones(2)}), params)
+
+
+def test_a_leaf_of_integers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"params\['ids'\] is torch.int64"):
+        optim.adamw(0.1).init({"w": torch.ones(2), "ids": torch.arange(3)})
+
+
+def test_an_update_can_be_differentiated() -> None:
+    tx, w = optim.adamw(0.1), torch.ones(3)
+    g = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    updates, _ = tx.update([g], tx.init([w]), [w])
+    updates[0].sum().backward()
+    assert g.grad is not None and g.grad.isfinite().all()
+
+
+def test_a_step_traces_into_one_graph() -> None:
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(SCHEDULE, mask=MASK))
+    params = make_params()
+    state, grads = tx.init(params), make_grads(params, 0)
+    leaves, treedef = tree_flatten((grads, state, params))
+
+    def step(*xs: Tensor) -> list[Tensor]:
+        return tree_leaves(optim.inplace(tx)(*tree_unflatten(treedef, xs)))
+
+    graph = make_fx(step, tracing_mode="fake")(*[x.clone() for x in leaves])
+    assert any("_fused_adamw_" in str(node.target) for node in graph.graph.nodes)
+    for a, b in zip(graph(*[x.clone() for x in leaves]), step(*leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -1,0 +1,219 @@
+"""Covers global norms and clipping: odd leaves, accuracy, and leaves cut over a mesh of simulated ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardfn import optim
+from shardfn.collectives import bind_mesh, current_mesh
+from shardfn.core import Mesh, P, all_coords, block_slices, tree_leaves, tree_map
+from shardfn.optim import _norm as norm_module
+
+
+def test_values_and_order() -> None:
+    tree = {
+        "b": torch.tensor([3.0, 4.0]),
+        "a": torch.tensor(2.0),
+        "none": None,
+        "c": [torch.zeros(0), torch.ones(2, 2)],
+    }
+    squares = optim.sum_squares(tree)
+    assert squares.dtype == torch.float32
+    assert squares.tolist() == [4.0, 25.0, 0.0, 4.0]
+    assert optim.global_norm(tree) == pytest.approx(math.sqrt(33))
+
+
+@pytest.mark.parametrize("tree", [{}, [], None, {"a": None}])
+def test_no_leaves(tree: Any) -> None:
+    assert optim.sum_squares(tree).shape == (0,)
+    assert optim.global_norm(tree) == 0
+    assert optim.clip_by_global_norm(1.0).update(tree, optim.EmptyState())[0] == tree
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num", [1, 17, 4096, 65535, 65536, 65537, 1_000_003])
+def test_accuracy(dtype: torch.dtype, num: int) -> None:
+    x = torch.randn(num, generator=torch.Generator().manual_seed(0)).to(dtype)
+    torch.testing.assert_close(optim.sum_squares([x])[0].double(), x.double().square().sum(), rtol=3e-7, atol=0)
+
+
+def test_accuracy_of_leaves_that_are_not_contiguous() -> None:
+    x = torch.randn(400, 500)
+    assert optim.global_norm([x.t()]) == pytest.approx(float(x.double().norm()), rel=1e-6)
+    assert optim.global_norm([x[:, ::2]]) == pytest.approx(float(x[:, ::2].double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("num", [3, 70_000])
+def test_a_norm_that_is_not_finite_says_so(bad: float, num: int) -> None:
+    x = torch.ones(num)
+    x[num // 2] = bad
+    assert not optim.global_norm([x]).isfinite()
+    for tx_update in (optim.clip_by_global_norm(1.0).update, optim.clip_by_global_norm(1.0).rewrite):
+        assert tx_update is not None
+        clipped, _ = tx_update([x.clone(), torch.ones(2)], optim.EmptyState())
+        assert all(c.isnan().all() for c in clipped)
+
+
+def test_clip_within_the_bound_is_the_identity_to_the_bit() -> None:
+    x = torch.randn(1000) * 0.01
+    clipped, _ = optim.clip_by_global_norm(1.0).update([x], optim.EmptyState())
+    assert torch.equal(clipped[0], x)
+
+
+def test_clip_beyond_the_bound_lands_on_it() -> None:
+    xs = {"a": torch.randn(100), "b": torch.randn(3, 4).bfloat16(), "c": torch.zeros(0)}
+    clipped, _ = optim.clip_by_global_norm(0.5).update(xs, optim.EmptyState())
+    assert optim.global_norm(clipped) == pytest.approx(0.5, rel=1e-3)
+    assert [c.dtype for c in tree_leaves(clipped)] == [x.dtype for x in tree_leaves(xs)]
+    torch.testing.assert_close(clipped["a"], xs["a"] * 0.5 / optim.global_norm(xs))
+
+
+def test_clip_by_value() -> None:
+    clipped, _ = optim.clip(1.0).update([torch.tensor([-3.0, 0.5, 2.0, math.nan])], optim.EmptyState())
+    torch.testing.assert_close(clipped[0], torch.tensor([-1.0, 0.5, 1.0, math.nan]), equal_nan=True)
+
+
+def test_rewriting_keeps_gradients_apart_that_share_memory() -> None:
+    one = torch.full((4,), 10.0)
+    flat = torch.full((8,), 10.0)
+    for shared in (
+        [one, one],
+        [one.view(2, 2), one],
+        [torch.tensor(10.0).expand(8)],
+        [flat[:4], flat[4:]],
+        [flat[:5], flat[3:]],
+    ):
+        rewrite = optim.clip_by_global_norm(1.0).rewrite
+        assert rewrite is not None
+        want, _ = optim.clip_by_global_norm(1.0).update([x.clone() for x in shared], optim.EmptyState())
+        got, _ = rewrite(shared, optim.EmptyState())
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+        one.fill_(10.0)
+        flat.fill_(10.0)
+
+
+def test_rewriting_reuses_gradients() -> None:
+    xs = [torch.ones(4), torch.ones(2, 2)]
+    rewrite = optim.clip_by_global_norm(1.0).rewrite
+    assert rewrite is not None
+    assert [a is b for a, b in zip(rewrite(xs, optim.EmptyState())[0], xs, strict=True)] == [True, True]
+
+
+# Simulated ranks: each runs the function twice. The first time `psum` records what the rank would send, the second time it
+# returns the sum over the ranks of its row.
+SHAPE = {"dp": 2, "tp": 3}
+SPECS = {"a": P("dp"), "b": [P(None, "tp"), P(("tp", "dp"))], "c": P(), "e": P("tp"), "n": None, "s": P()}
+
+
+def make_tree(seed: int) -> Any:
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"a": (5, 4), "b": [(3, 7), (11,)], "c": (6,), "e": (2, 2), "n": None, "s": ()}
+    return tree_map(lambda s: torch.randn(s, generator=g), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def blocks(tree: Any, coords: dict[str, int]) -> Any:
+    cut = lambda x, spec: x[block_slices(tuple(x.shape), spec, SHAPE, coords)]  # noqa: E731
+    return tree_map(cut, tree, SPECS)
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, f: Callable[[dict[str, int]], Any]) -> tuple[list[Any], list[Any]]:
+    sent: list[list[tuple[tuple[str, ...], Tensor]]] = []
+    every = all_coords(SHAPE)
+
+    def record(x: Tensor, axis: tuple[str, ...]) -> Tensor:
+        sent[-1].append((axis, x))
+        return x
+
+    def answer(x: Tensor, axis: tuple[str, ...]) -> Tensor:
+        coords, i = current_mesh().coords, answer.calls  # type: ignore[attr-defined]
+        answer.calls += 1  # type: ignore[attr-defined]
+        row = [r for r, c in enumerate(every) if all(c[n] == coords[n] for n in SHAPE if n not in axis)]
+        assert all(sent[r][i][0] == axis for r in row)
+        return torch.stack([sent[r][i][1] for r in row]).sum(0)
+
+    out = []
+    for psum in (record, answer):
+        monkeypatch.setattr(norm_module, "psum", psum)
+        for coords in every:
+            mesh = Mesh(SHAPE, torch.device("cpu"))
+            mesh.coords = coords
+            sent += [[]] if psum is record else []
+            answer.calls = 0  # type: ignore[attr-defined]
+            with bind_mesh(mesh):
+                out.append(f(coords))
+    return out[len(every) :], sent
+
+
+def test_sum_squares_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = make_tree(0)
+    got, sent = simulate(monkeypatch, lambda coords: optim.sum_squares(blocks(tree, coords), SPECS))
+    for squares in got:
+        torch.testing.assert_close(squares, optim.sum_squares(tree), rtol=1e-6, atol=0)
+    # One psum for each set of axes, in the mesh's order, and none for replicated leaves.
+    assert [axes for axes, _ in sent[0]] == [("dp",), ("tp",), ("dp", "tp")]
+    assert [len(x) for _, x in sent[0]] == [1, 2, 1]
+
+
+def test_a_prefix_of_specs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"x": torch.randn(6, 2), "y": [torch.randn(6)]}
+    cut = lambda coords: tree_map(lambda x: x[block_slices(tuple(x.shape), P("dp"), SHAPE, coords)], tree)  # noqa: E731
+    got, sent = simulate(monkeypatch, lambda coords: optim.global_norm(cut(coords), P("dp")))
+    assert all(abs(float(n / optim.global_norm(tree)) - 1) < 1e-6 for n in got)
+    assert len(sent[0]) == 1
+
+
+OPTIMIZERS = {
+    "lamb": lambda: optim.lamb(0.1, weight_decay=0.1, mask=lambda p: tree_map(lambda x: x.ndim > 1, p)),
+    "clip": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9)),
+    "masked": lambda: optim.masked(optim.clip_by_global_norm(0.5), {"a": True, "b": True, "c": False, "e": True, "s": True}),
+    "multi": lambda: optim.multi_transform(
+        {"x": optim.lamb(0.1), "y": optim.adamw(0.1)}, {"a": "x", "b": ["x", "y"], "c": "x", "e": "x", "s": "y"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_steps_on_blocks_equal_blocks_of_steps(name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tx = OPTIMIZERS[name]()
+
+    def step(params: Any, state: Any, grads: Any, specs: Any) -> tuple[Any, Any]:
+        if in_place:
+            copies = tree_map(torch.clone, (grads, state, params))
+            return optim.inplace(tx)(*copies, specs=specs)
+        updates, state = tx.update(grads, state, params, specs=specs)
+        return optim.apply_updates(params, updates), state
+
+    whole = make_tree(0)
+    state = tx.init(whole)
+    ranks = [str(c) for c in all_coords(SHAPE)]
+    local = {str(c): (blocks(whole, c), tx.init(blocks(whole, c))) for c in all_coords(SHAPE)}
+    for i in range(3):
+        grads, now = make_tree(i + 1), dict(local)
+        whole, state = step(whole, state, grads, None)
+        new, _ = simulate(monkeypatch, lambda c, g=grads, n=now: step(*n[str(c)], blocks(g, c), SPECS))
+        local = dict(zip(ranks, new, strict=True))
+    for coords in all_coords(SHAPE):
+        want = tree_leaves(blocks(whole, coords))
+        for a, b in zip(tree_leaves(local[str(coords)][0]), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_an_axis_that_is_not_in_the_mesh() -> None:
+    with bind_mesh(Mesh(SHAPE, torch.device("cpu"))), pytest.raises(ValueError, match="'dpp' is not in the mesh"):
+        optim.global_norm([torch.ones(3)], [P("dpp")])
+
+
+def test_specs_of_another_tree() -> None:
+    with pytest.raises(ValueError, match=r"tree\['b'\]|params\['b'\]"):
+        optim.global_norm({"a": torch.ones(3), "b": torch.ones(3)}, {"a": P("dp")})
+
+
+def test_without_a_mesh_blocks_are_whole() -> None:
+    assert optim.global_norm([torch.tensor([3.0, 4.0])], [P("dp")]) == 5
