@@ -52,25 +52,25 @@ class Channel:
         self._tag = 0
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
 
-    def all_gather(self, blocks: Sequence[Tensor], own: Tensor | None = None) -> Pending:
+    def all_gather(self, blocks: Sequence[Tensor], own: Tensor) -> Pending:
         """Fills `blocks[r]` with rank r's block: `[A] [B] => [A, B]`.
 
         Args:
             blocks: one contiguous destination a rank, in rank order; sizes may differ, all ranks pass the same sizes.
-            own: this rank's block; None when it already stands in `blocks[self.index]`.
+            own: this rank's block, contiguous; may be `blocks[self.index]` itself. It is sent from where it stands and must
+                not be written before `flush()`; so that a destination lives no longer than its user, pass another tensor.
 
         Returns:
             Pending whose result is `blocks[self.index]`.
         """
         mine = blocks[self.index]
-        if own is not None and own.data_ptr() != mine.data_ptr():
+        if own.data_ptr() != mine.data_ptr():
             mine.copy_(own.view_as(mine))
-        sent = mine.numel() * mine.element_size()
-        record("all_gather", self.axes, sent * (self.size - 1))
+        record("all_gather", self.axes, mine.numel() * mine.element_size() * (self.size - 1), dtype=mine.dtype)
         if self.group is None:
             return Pending((), lambda: mine)
         if self._direct:
-            return Pending(self._exchange(mine, blocks), lambda: mine)
+            return Pending(self._exchange(own, blocks), lambda: mine)
         return Pending([_native_all_gather(blocks, mine, self.group)], lambda: mine)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
@@ -84,7 +84,7 @@ class Channel:
             Pending whose result is the own block of the sum, freshly allocated.
         """
         nbytes = flat.numel() * flat.element_size()
-        record("psum_scatter", self.axes, nbytes - sizes[self.index] * flat.element_size())
+        record("psum_scatter", self.axes, nbytes - sizes[self.index] * flat.element_size(), dtype=flat.dtype)
         if self.group is None:
             return Pending((), lambda: flat)
         own = sizes[self.index]

@@ -7,7 +7,6 @@ https://arxiv.org/abs/1910.02054
 
 import dataclasses
 import math
-from typing import Literal
 
 from ._errors import did_you_mean
 from ._mesh import Mesh
@@ -40,7 +39,7 @@ class Zero:
     prefetch: int = 32 << 20
     persist: int = 2048
     bucket: int = 1 << 20
-    reduce: Literal["each", "once"] = "each"
+    reduce: str = "each"
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):

@@ -174,17 +174,11 @@ def unstage(copies: Copies) -> None:
 
 def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Columns]:
     """The columns cut by (flag, device, dtype); leaves without elements, or without memory, are left out."""
-    groups: dict[tuple[Any, ...], Columns] = {}
-    for flag, row in zip(flags, zip(*columns, strict=True), strict=True):
-        p = row[0]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, (flag, p) in enumerate(zip(flags, columns[0], strict=True)):
         if p.numel():
-            key = (flag, p.device, p.dtype)
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = [[] for _ in row]
-            for column, x in zip(group, row, strict=True):
-                column.append(x)
-    return {key: group for key, group in groups.items() if key[1].type != "meta"}
+            groups.setdefault((flag, p.device, p.dtype), []).append(i)
+    return {key: [[c[i] for i in own] for c in columns] for key, own in groups.items() if key[1].type != "meta"}
 
 
 def blocks(columns: Columns) -> Iterator[Columns]:

@@ -34,8 +34,9 @@ class Outcome:
 def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
+    book = LeafBook(gatherer.whole)
     with _told(gatherer, comms), torch.no_grad():
-        params, _ = _enter(plan, blocks, LeafBook(gatherer.whole), None)
+        params, _ = _enter(plan, blocks, book, None)
         gatherer.begin_phase()
         out = f(params)
         gatherer.end_phase(last=True)

@@ -48,6 +48,7 @@ class Gatherer:
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
         self._scheduled: dict[int, _Whole] = {}
         self._asked: tuple[int, _Whole] | None = None
+        self._unused: list[_Whole] = []
         self._phase, self._pos = -1, 0
         self._served: list[int] = []
 
@@ -77,6 +78,9 @@ class Gatherer:
         if self._served:
             self._order.phase(self._phase).extend(self._served)
         self._asked = None
+        for whole in self._unused:
+            whole.arrive()
+        self._unused.clear()
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks that this one cannot go on; they raise `RankError` at their next agreement."""
@@ -86,6 +90,8 @@ class Gatherer:
 
     def close(self) -> None:
         """Drops everything and waits until this rank's pieces may be written again."""
+        for whole in self._scheduled.values():
+            whole.arrive()
         self._scheduled.clear()
         self._asked = None
         self._channels.flush()
@@ -106,7 +112,7 @@ class Gatherer:
     def _step(self) -> None:
         ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
         for unit in [u for u in self._scheduled if u not in ahead]:
-            del self._scheduled[unit]
+            self._drop(self._scheduled.pop(unit))
         for unit in ahead:
             if unit not in self._scheduled:
                 self._scheduled[unit] = self._issue(unit)
@@ -133,7 +139,14 @@ class Gatherer:
             self._served.append(unit)
             if unit == want:
                 self._asked = (unit, whole)
+            else:
+                self._drop(whole)
         return any(w != DONE for w in wants)
+
+    def _drop(self, whole: "_Whole") -> None:
+        """Lets go of a unit; one that was never used must still arrive, since other ranks may wait for its transfer."""
+        if not whole.arrived:
+            self._unused.append(whole)
 
     def _issue(self, unit: int) -> "_Whole":
         members = self._units[unit].leaves
@@ -147,11 +160,17 @@ class _Whole:
     def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: Channel) -> None:
         self._members = [(leaf, block) for leaf, block in members if block is not None]
         self._pending, self._out, self._parts = start_gather(self._members, channel)
-        self._tensors: list[Tensor] | None = None
+        self._tensors: list[Tensor] = []
+        self.arrived = False
+
+    def arrive(self) -> None:
+        if not self.arrived:
+            self._pending.result()
+            self.arrived = True
 
     def leaf(self, slot: int) -> Tensor:
-        if self._tensors is None:
-            self._pending.result()
+        if not self._tensors:
+            self.arrive()
             self._tensors = finish_gather(self._members, self._out, self._parts)
             self._parts = []
         return self._tensors[slot]
@@ -181,11 +200,10 @@ def start_gather(
         blocks.append(block)
         parts.append([p.view(s) for p, s in zip(block.split([torch.Size(s).numel() for s in shapes]), shapes, strict=True)])
         offset += size
-    for part, (_, piece) in zip(parts[channel.index], members, strict=True):
-        part.copy_(piece)
+    own = members[0][1] if len(members) == 1 else torch.cat([piece.reshape(-1) for _, piece in members])
     if len(members) == 1 and first.dim == 0 and not keep_parts:
         parts = []
-    return channel.all_gather(blocks), out, parts
+    return channel.all_gather(blocks, own.contiguous()), out, parts
 
 
 def finish_gather(

@@ -10,7 +10,7 @@ from shardfn import optim
 from shardfn.core import tree_leaves, tree_map
 
 
-def make_params() -> dict[str, Any]:
+def make_params() -> Any:
     return {"w": torch.ones(2, 2), "norm": {"scale": torch.ones(2), "bias": torch.ones(2)}, "frozen": None}
 
 
@@ -81,8 +81,9 @@ def test_labels_without_a_rule_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda m: optim.adamw(0.1, mask=m), lambda m: optim.masked(optim.sgd(0.1), m), lambda m: optim.lamb(0.1, mask=m)]
-)  # fmt: skip
+    "make",
+    [lambda m: optim.adamw(1.0, mask=m), lambda m: optim.lamb(1.0, mask=m), lambda m: optim.masked(optim.sgd(1.0), m)],
+)
 def test_a_mask_of_another_tree_is_refused(make: Any) -> None:
     params = make_params()
     with pytest.raises(ValueError, match=r"params\['norm'\] has no entry in mask. Did you mean 'nrom'"):

@@ -66,7 +66,7 @@ def test_clip_within_the_bound_is_the_identity_to_the_bit() -> None:
 
 
 def test_clip_beyond_the_bound_lands_on_it() -> None:
-    xs = {"a": torch.randn(100), "b": torch.randn(3, 4).bfloat16(), "c": torch.zeros(0)}
+    xs: Any = {"a": torch.randn(100), "b": torch.randn(3, 4).bfloat16(), "c": torch.zeros(0)}
     clipped, _ = optim.clip_by_global_norm(0.5).update(xs, optim.EmptyState())
     assert optim.global_norm(clipped) == pytest.approx(0.5, rel=1e-3)
     assert [c.dtype for c in tree_leaves(clipped)] == [x.dtype for x in tree_leaves(xs)]
@@ -105,15 +105,15 @@ def test_rewriting_reuses_gradients() -> None:
     assert [a is b for a, b in zip(rewrite(xs, optim.EmptyState())[0], xs, strict=True)] == [True, True]
 
 
-# Simulated ranks: each runs the function twice. The first time `psum` records what the rank would send, the second time it
-# returns the sum over the ranks of its row.
+# Simulated ranks: each runs the function twice. The first time `psum` records what the rank would send, the second time
+# it returns the sum over the ranks of its row.
 SHAPE = {"dp": 2, "tp": 3}
-SPECS = {"a": P("dp"), "b": [P(None, "tp"), P(("tp", "dp"))], "c": P(), "e": P("tp"), "n": None, "s": P()}
+SPECS: Any = {"a": P("dp"), "b": [P(None, "tp"), P(("tp", "dp"))], "c": P(), "e": P("tp"), "n": None, "s": P()}
 
 
 def make_tree(seed: int) -> Any:
     g = torch.Generator().manual_seed(seed)
-    shapes = {"a": (5, 4), "b": [(3, 7), (11,)], "c": (6,), "e": (2, 2), "n": None, "s": ()}
+    shapes: Any = {"a": (5, 4), "b": [(3, 7), (11,)], "c": (6,), "e": (2, 2), "n": None, "s": ()}
     return tree_map(lambda s: torch.randn(s, generator=g), shapes, is_leaf=lambda s: isinstance(s, tuple))
 
 
@@ -161,17 +161,22 @@ def test_sum_squares_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prefix_of_specs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = {"x": torch.randn(6, 2), "y": [torch.randn(6)]}
+    tree: Any = {"x": torch.randn(6, 2), "y": [torch.randn(6)]}
     cut = lambda coords: tree_map(lambda x: x[block_slices(tuple(x.shape), P("dp"), SHAPE, coords)], tree)  # noqa: E731
     got, sent = simulate(monkeypatch, lambda coords: optim.global_norm(cut(coords), P("dp")))
     assert all(abs(float(n / optim.global_norm(tree)) - 1) < 1e-6 for n in got)
     assert len(sent[0]) == 1
 
 
+def matrices(params: Any) -> Any:
+    return tree_map(lambda x: x.ndim > 1, params)
+
+
+CLIPPED = {"a": True, "b": True, "c": False, "e": True, "s": True}
 OPTIMIZERS = {
-    "lamb": lambda: optim.lamb(0.1, weight_decay=0.1, mask=lambda p: tree_map(lambda x: x.ndim > 1, p)),
+    "lamb": lambda: optim.lamb(0.1, weight_decay=0.1, mask=matrices),
     "clip": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9)),
-    "masked": lambda: optim.masked(optim.clip_by_global_norm(0.5), {"a": True, "b": True, "c": False, "e": True, "s": True}),
+    "masked": lambda: optim.masked(optim.clip_by_global_norm(0.5), CLIPPED),
     "multi": lambda: optim.multi_transform(
         {"x": optim.lamb(0.1), "y": optim.adamw(0.1)}, {"a": "x", "b": ["x", "y"], "c": "x", "e": "x", "s": "y"}
     ),
@@ -185,8 +190,8 @@ def test_steps_on_blocks_equal_blocks_of_steps(name: str, in_place: bool, monkey
 
     def step(params: Any, state: Any, grads: Any, specs: Any) -> tuple[Any, Any]:
         if in_place:
-            copies = tree_map(torch.clone, (grads, state, params))
-            return optim.inplace(tx)(*copies, specs=specs)
+            g, s, p = (tree_map(torch.clone, tree) for tree in (grads, state, params))
+            return optim.inplace(tx)(g, s, p, specs=specs)
         updates, state = tx.update(grads, state, params, specs=specs)
         return optim.apply_updates(params, updates), state
 
