@@ -44,6 +44,13 @@ static void tally(size_t size, int sign) {
     classes[i].count += sign;
 }
 
+static void mark_peak(void) {
+    peak = live[0];
+    malloc_at_peak = live[1];
+    num_at_peak = num_classes;
+    memcpy(at_peak, classes, sizeof(Class) * num_classes);
+}
+
 static void add(void *p, size_t size, int kind) {
     size_t i;
     if (!p || size < FLOOR) return;
@@ -55,12 +62,7 @@ static void add(void *p, size_t size, int kind) {
         live[kind] += size;
         if (kind == 0) {
             tally(size, 1);
-            if (live[0] > peak) {
-                peak = live[0];
-                malloc_at_peak = live[1];
-                num_at_peak = num_classes;
-                memcpy(at_peak, classes, sizeof(Class) * num_classes);
-            }
+            if (live[0] > peak) mark_peak();
         }
     }
     leave();
@@ -95,7 +97,7 @@ void free(void *p) { int e = errno; drop(p); __libc_free(p); errno = e; }
 size_t heap_live(int kind) { return live[kind]; }
 size_t heap_peak(void) { return peak; }
 size_t heap_malloc_at_peak(void) { return malloc_at_peak; }
-void heap_reset_peak(void) { enter(); peak = 0; num_at_peak = 0; leave(); }
+void heap_reset_peak(void) { enter(); mark_peak(); leave(); }
 int heap_classes_at_peak(size_t *sizes, size_t *counts, int room) {
     int i, n = 0;
     enter();

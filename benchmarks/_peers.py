@@ -1,0 +1,146 @@
+"""Every peer as one function: `build(rank, world, size) -> step(tokens) -> loss`, an optimizer step a call."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _model import ADAMW, Model, Size
+from torch import Tensor
+
+Step = Callable[[Tensor], Tensor]
+Build = Callable[[int, int, Size], Step]
+
+
+def loop(rank: int, world: int, size: Size) -> Step:
+    """The plain loop. With more than one rank it does not communicate: what the same rows cost without a library."""
+    del rank, world
+    model = Model(size)
+    return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+
+
+def ddp(rank: int, world: int, size: Size) -> Step:
+    """DistributedDataParallel as it comes."""
+    del rank, world
+    model = torch.nn.parallel.DistributedDataParallel(Model(size))
+    return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+
+
+def ddp_view(rank: int, world: int, size: Size) -> Step:
+    """DistributedDataParallel with gradients that are views of its buckets, and a static graph."""
+    del rank, world
+    wrapped = torch.nn.parallel.DistributedDataParallel(Model(size), gradient_as_bucket_view=True, static_graph=True)
+    return _train(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW))
+
+
+def zero_redundancy(rank: int, world: int, size: Size) -> Step:
+    """ZeroRedundancyOptimizer over DistributedDataParallel: torch's stage 1."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    del rank, world
+    model = torch.nn.parallel.DistributedDataParallel(Model(size))
+    return _train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW))
+
+
+def fsdp2(rank: int, world: int, size: Size, *, reshard: bool = True) -> Step:
+    """`fully_shard` on every block and on the root: torch's stage 3, or its stage 2 when `reshard` is False."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    del rank
+    model, mesh = Model(size), init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+
+
+def shardfn(rank: int, world: int, size: Size, *, stage: int, **fields: Any) -> Step:
+    """`sharded_step` at one stage; `fields` are those of `Zero`."""
+    del rank
+    from _model import loss, params
+
+    import shardfn as sf
+
+    b1, b2 = ADAMW["betas"]
+    optimizer = sf.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+    mesh = sf.make_mesh({"dp": world})
+    take = sf.sharded_step(loss(size), optimizer, mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=stage, **fields))
+    state = take.init(params(size))
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal state
+        state, metrics = take(state, {"tokens": tokens})
+        return metrics["loss"]
+
+    return step
+
+
+def deepspeed(rank: int, world: int, size: Size, *, stage: int) -> Step:
+    """DeepSpeed's engine around the same module and torch's AdamW."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    import deepspeed as ds  # pyright: ignore[reportMissingImports]
+
+    model = Model(size)
+    config = {
+        "train_batch_size": size.batch,
+        "train_micro_batch_size_per_gpu": size.batch // world,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 5_000_000,  # its default reserves 2 GB, more than this whole model
+            "allgather_bucket_size": 5_000_000,
+            "stage3_prefetch_bucket_size": 500_000,
+            "stage3_max_live_parameters": 5_000_000,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+PEERS: dict[str, Build] = {
+    "loop": loop,
+    "ddp": ddp,
+    "ddp_view": ddp_view,
+    "zero_redundancy": zero_redundancy,
+    "fsdp2": fsdp2,
+    "fsdp2_no_reshard": functools.partial(fsdp2, reshard=False),
+    **{f"shardfn{s}": functools.partial(shardfn, stage=s) for s in range(4)},
+    **{f"deepspeed{s}": functools.partial(deepspeed, stage=s) for s in range(4)},
+}
+
+
+def build(name: str) -> Build:
+    """The peer of that name. Fields of `Zero` may follow a shardfn peer: `shardfn3:prefetch=0:bucket=0`.
+
+    Raises:
+        ValueError: there is no such peer.
+    """
+    base, *fields = name.split(":")
+    if base not in PEERS:
+        raise ValueError(f"no peer {base!r}; there are {', '.join(PEERS)}.")
+    pairs = (field.split("=") for field in fields)
+    return functools.partial(PEERS[base], **{key: int(value) for key, value in pairs})
+
+
+def _train(model: torch.nn.Module, optimizer: Any) -> Step:
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step

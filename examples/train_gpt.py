@@ -1,0 +1,225 @@
+"""Trains a small GPT on text, on one device or many: the same file under `python` and under `torchrun`.
+
+    python examples/train_gpt.py
+    torchrun --nproc-per-node 2 examples/train_gpt.py --zero 3 --sample 400
+    torchrun --nproc-per-node 2 examples/train_gpt.py --data a.txt b.txt --tokenizer bpe --optimizer lamb
+
+It learns Python from the sources of the standard library unless --data says otherwise. Ctrl-C ends it after the current
+step with all that the last step would have written (torchrun then adds a traceback of its own, about the signal). What
+it leaves in --out: tokens.bin, metrics.jsonl, TensorBoard events, loss.png and sample.txt.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+from contextlib import closing
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import shardfn as sf
+from shardfn.models import gpt
+
+OPTIMIZERS = {  # name -> (optimizer of a learning rate, learning rate)
+    "adamw": (functools.partial(sf.optim.adamw, b2=0.95, weight_decay=0.1), 4e-3),
+    "adam": (functools.partial(sf.optim.adam, b2=0.95), 4e-3),
+    "lamb": (functools.partial(sf.optim.lamb, weight_decay=0.1), 5e-2),
+    "lion": (functools.partial(sf.optim.lion, weight_decay=0.3), 1.2e-3),
+    "sgd": (functools.partial(sf.optim.sgd, momentum=0.9), 0.3),
+}
+
+
+def main() -> None:
+    args = arguments()
+    stop = threading.Event()  # Ctrl-C; ranks get it twice, from the terminal and from torchrun
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    if "LOCAL_RANK" in os.environ and not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    mesh = sf.make_mesh({"dp": -1})
+    rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")
+
+    # The data: batch n is a function of (seed, n), the same for any number of ranks.
+    tokenizer, source = read_tokens(args, mesh)
+    train, validation = sf.data.Batches(source, args.batch, args.length, args.seed).split(0.02)
+
+    # The model: mathematics for one device. The weights keep the mean exact when ranks hold different numbers of rows.
+    size = {"num_layers": args.layers, "d_model": args.dim, "num_heads": args.heads, "max_len": args.length}
+    config = gpt.Config.llama_like(vocab_size=tokenizer.vocab_size, d_ff=None, tie_embeddings=True, **size)
+    wrap = sf.remat if args.remat else lambda inner: inner
+
+    def loss(params, batch):
+        rows = len(batch["tokens"])
+        mean = gpt.loss(config, params, batch, wrap=wrap)
+        return sf.WeightedMean(mean * rows, rows), {"stop": sf.WeightedMean(batch["stop"].sum(), rows)}
+
+    def evaluate(params, batch):
+        rows = len(batch["tokens"])
+        mean = gpt.loss(config, params, batch)
+        total, count = sf.psum(torch.stack([mean * rows, torch.full_like(mean, rows)]), "dp")
+        return total / count
+
+    # The step: where the leaves live is said here and nowhere else.
+    optimizer, learning_rate = OPTIMIZERS[args.optimizer]
+    peak, warmup = args.lr or learning_rate, max(1, min(args.warmup, args.steps // 2))
+    schedule = sf.optim.warmup_cosine_decay_schedule(0.0, peak, warmup, max(args.steps, warmup + 1), peak / 10)
+    step = sf.sharded_step(
+        sf.accumulate(loss, args.accumulate) if args.accumulate > 1 else loss,
+        sf.optim.chain(sf.optim.clip_by_global_norm(args.clip), optimizer(schedule)),
+        mesh=mesh,
+        batch=sf.P("dp"),
+        zero=sf.Zero(stage=args.zero, axis="dp"),
+        has_aux=True,
+    )
+    state = step.init(functools.partial(gpt.init, config), sf.key(args.seed))
+
+    log = Log(args, enabled=rank == 0)
+    log.say(f"{gpt.num_params(config):,} parameters, {source.num_tokens:,} tokens")
+    log.say(f"ZeRO-{args.zero} over {world} x {mesh.device.type}")
+    batches = sf.data.prefetch(train.iterate(0, args.steps, rank=rank, world=world))
+    begin = time.monotonic()
+    with closing(batches), tqdm(total=args.steps, disable=rank > 0, unit="step", dynamic_ncols=True) as bar:
+        for n, batch in enumerate(batches):
+            late = args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
+            batch["stop"] = torch.full((len(batch["tokens"]),), float(stop.is_set() or late))
+            state, metrics = step(state, to_device(batch, mesh))
+
+            # A rank that was told to stop says so through the step's own mean, so all ranks leave after the same step.
+            last = n + 1 == args.steps or metrics["stop"] > 0
+            rate = (n + 1) * args.batch * args.length / (time.monotonic() - begin)
+            row = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": schedule(n), "tokens_per_s": rate}
+            if last or (n + 1) % args.eval_every == 0:
+                held_out = (to_device(validation(i, rank=rank, world=world), mesh) for i in range(args.eval_batches))
+                row["validation_loss"] = sum(step.apply(evaluate, state, b) for b in held_out) / args.eval_batches
+            log.write(n + 1, row)
+            bar.set_postfix(loss=f"{metrics['loss']:.3f}", tokens_per_s=f"{rate:,.0f}", refresh=False)
+            bar.update()
+            if last:
+                break
+    log.close()
+
+    if args.sample:
+        prompt = torch.from_numpy(tokenizer.encode(args.prompt))[None].to(mesh.device)
+        write = functools.partial(gpt.generate, config)
+        tokens = step.apply(write, state, prompt, args.sample, sf.key(args.seed + 1), args.temperature)
+        log.sample(tokenizer.decode(tokens[0].tolist()))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def read_tokens(args, mesh):
+    """Rank 0 writes the token file, the others wait for it."""
+    paths = args.data or sf.data.default_corpus()
+    out, vocabulary = args.out / "tokens.bin", args.out / "bpe.json"
+    if mesh.rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tokenizer = sf.data.ByteTokenizer()
+        if args.tokenizer == "bpe":
+            tokenizer = sf.data.BPETokenizer.train(paths, args.vocab_size)
+            tokenizer.save(vocabulary)
+        sf.data.encode_files(paths, out, tokenizer)
+    if mesh.size > 1:
+        dist.barrier()
+    tokenizer = sf.data.BPETokenizer.load(vocabulary) if args.tokenizer == "bpe" else sf.data.ByteTokenizer()
+    return tokenizer, sf.data.TokenFile.open(out)
+
+
+def to_device(batch, mesh):
+    return {name: x.to(mesh.device, non_blocking=True) for name, x in batch.items()}
+
+
+class Log:
+    """metrics.jsonl, TensorBoard events, a curve and the terminal; on other ranks than the first it does nothing."""
+
+    def __init__(self, args, enabled):
+        self.out, self.enabled, self.rows = args.out, enabled, []
+        if enabled:
+            for old in self.out.glob("events.out.tfevents.*"):  # TensorBoard would join two runs in one curve
+                old.unlink()
+            self.events = SummaryWriter(str(self.out))
+            self.lines = (self.out / "metrics.jsonl").open("w")
+
+    def write(self, step, row):
+        if self.enabled:
+            row = {"step": step} | {name: float(x) for name, x in row.items()}
+            self.rows.append(row)
+            self.lines.write(json.dumps(row) + "\n")
+            self.lines.flush()
+            for name, value in row.items():
+                self.events.add_scalar(name, value, step)
+
+    def close(self):
+        if not self.enabled:
+            return
+        self.lines.close()
+        self.events.close()
+        self.draw()
+        held_out = [row["validation_loss"] for row in self.rows if "validation_loss" in row]
+        self.say(f"step {self.rows[-1]['step']}: loss {self.rows[-1]['loss']:.3f}, validation {held_out[-1]:.3f}")
+        self.say(f"wrote {self.out}/metrics.jsonl, loss.png and TensorBoard events")
+
+    def draw(self):
+        axes = Figure(figsize=(7, 4), layout="constrained").subplots()
+        axes.plot([row["step"] for row in self.rows], [row["loss"] for row in self.rows], lw=0.8, label="training")
+        held_out = [row for row in self.rows if "validation_loss" in row]
+        axes.plot([r["step"] for r in held_out], [r["validation_loss"] for r in held_out], "o-", label="validation")
+        axes.set(xlabel="step", ylabel="nats per token")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        axes.figure.savefig(self.out / "loss.png", dpi=150)
+
+    def sample(self, text):
+        if self.enabled:
+            (self.out / "sample.txt").write_text(text, encoding="utf-8")
+            self.say(f"--- sample ---\n{text}\n--------------")
+
+    def say(self, text):
+        if self.enabled:
+            print(text, flush=True)
+
+
+def arguments():
+    def positive(text):
+        if (value := int(text)) < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return value
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", nargs="+", type=pathlib.Path, metavar="PATH", help="text files (the Python standard library)")
+    add("--tokenizer", choices=("bytes", "bpe"), default="bytes")
+    add("--vocab-size", type=positive, default=2048, help="for bpe (%(default)s)")
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (%(default)s)")
+    add("--steps", type=positive, default=800, help="%(default)s")
+    add("--minutes", type=float, help="stop after so many minutes, whatever --steps says")
+    add("--batch", type=positive, default=16, help="rows of the global batch (%(default)s)")
+    add("--length", type=positive, default=128, help="tokens a row (%(default)s)")
+    add("--layers", type=positive, default=4, help="%(default)s")
+    add("--dim", type=positive, default=160, help="%(default)s")
+    add("--heads", type=positive, default=5, help="%(default)s")
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="%(default)s")
+    add("--lr", type=float, help="peak learning rate (one that suits the optimizer)")
+    add("--warmup", type=positive, default=40, help="steps (%(default)s)")
+    add("--clip", type=float, default=1.0, help="bound of the global gradient norm (%(default)s)")
+    add("--accumulate", type=positive, default=1, help="microbatches a step (%(default)s)")
+    add("--remat", action="store_true", help="recompute each block in the backward")
+    add("--eval-every", type=positive, default=100, help="steps (%(default)s)")
+    add("--eval-batches", type=positive, default=8, help="%(default)s")
+    add("--sample", type=int, default=300, metavar="N", help="tokens to sample at the end (%(default)s)")
+    add("--prompt", default="def ", help="how the sample begins (%(default)r)")
+    add("--temperature", type=float, default=0.8, help="%(default)s")
+    add("--seed", type=int, default=0, help="%(default)s")
+    add("--out", type=pathlib.Path, default=pathlib.Path("runs/gpt"), help="%(default)s")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
