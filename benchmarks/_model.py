@@ -29,13 +29,12 @@ class Size:
     @property
     def config(self) -> gpt.Config:
         """The model's own configuration."""
-        shape = {"num_layers": self.num_layers, "d_model": self.d_model, "num_heads": self.num_heads}
-        return gpt.Config(vocab_size=self.vocab, max_len=self.tokens, **shape)
+        return gpt.Config(self.vocab, self.num_layers, self.d_model, self.num_heads, max_len=self.tokens)
 
 
 FULL = Size()
 SMALL = Size(num_layers=2, d_model=128, num_heads=4, tokens=64, vocab=512, batch=4)
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def params(size: Size) -> dict[str, Any]:
@@ -48,32 +47,32 @@ def loss(size: Size) -> Callable[..., Tensor]:
     return functools.partial(gpt.loss, size.config)
 
 
-class Leaves(nn.Module):
-    """One dict of the tree as a module; called with a function, it hands that function its leaves."""
+class Block(nn.Module):
+    """The leaves of one block as a module; called with a function, it hands that function its leaves."""
 
-    def __init__(self, leaves: dict[str, Any]) -> None:
+    def __init__(self, leaves: dict[str, Tensor]) -> None:
         super().__init__()
-        for name, leaf in leaves.items():
-            if isinstance(leaf, list):
-                self.add_module(name, nn.ModuleList(map(Leaves, leaf)))
-            else:
-                self.register_parameter(name, nn.Parameter(leaf))
+        _register(self, leaves)
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(leaves, *args)."""
         return function(dict(self._parameters), *args)
 
 
-class Model(Leaves):
+class Model(nn.Module):
     """`gpt.loss` as a module: `forward(tokens)`. Each block is called as a module, so that hooks on blocks fire."""
 
     def __init__(self, size: Size) -> None:
-        super().__init__(params(size))
+        super().__init__()
         self.config = size.config
+        tree = params(size)
+        self.layers = [Block(leaves) for leaves in tree.pop("blocks")]
+        self.blocks = nn.ModuleList(self.layers)
+        _register(self, tree)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss on tokens [B, T + 1]."""
-        tree = dict(self._parameters) | {"blocks": list(self.blocks)}
+        tree = dict(self._parameters) | {"blocks": self.layers}
         return gpt.loss(self.config, tree, {"tokens": tokens}, wrap=_call_block)
 
 
@@ -94,6 +93,11 @@ def num_params(size: Size) -> int:
         33739776
     """
     return gpt.num_params(size.config)
+
+
+def _register(module: nn.Module, leaves: dict[str, Tensor]) -> None:
+    for name, leaf in leaves.items():
+        module.register_parameter(name, nn.Parameter(leaf))
 
 
 def _call_block(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def fsdp2(rank: int, world: int, size: Size, *, reshard: bool = True) -> Step:
 
     del rank
     model, mesh = Model(size), init_device_mesh("cpu", (world,))
-    for block in model.blocks:
+    for block in model.layers:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))

@@ -61,8 +61,8 @@ def _gemm(tokens: int, m: int, n: int, seconds: float) -> float:
 
     def work() -> None:
         torch.nn.functional.linear(x, w)  # forward
-        y @ w  # gradient of the input
-        y.t() @ x  # gradient of the weight
+        torch.mm(y, w)  # gradient of the input
+        torch.mm(y.t(), x)  # gradient of the weight
 
     return 6.0 * tokens * m * n / _seconds(work, seconds)
 
@@ -103,8 +103,9 @@ def _wire(rank: int, world: int, size: int, seconds: float) -> float:
     def work() -> None:
         works = [dist.irecv(t, (rank - 1) % world, tag=i) for i, t in enumerate(into)]
         works += [dist.isend(t, (rank + 1) % world, tag=i) for i, t in enumerate(out)]
-        for w in works:
-            w.wait()
+        for pending in works:
+            assert pending is not None
+            pending.wait()
 
     return blocks * size / _seconds(work, seconds, together=True)
 

@@ -2,9 +2,8 @@
 
 With psi bytes of parameters and N ranks: stages 0, 1 and 2 send 2 psi (N - 1) / N (a reduce-scatter and an all-gather,
 or an all-reduce), stage 3 sends 3 psi (N - 1) / N (two gathers and a reduce-scatter). Stage 3 may send less: leaves of
-at most `Zero.persist` elements stay gathered, and what the prefetch window holds where the forward turns into the
-backward is not gathered again. `--zero persist=0:prefetch=0:bucket=0` counts
-without both.
+at most `Zero.persist` elements stay gathered, what the prefetch window holds where the forward turns into the backward
+is not gathered again, nor is a leaf that the backward has no use for, as an embedding.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2019, section 7.
 """
 

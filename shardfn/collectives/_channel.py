@@ -1,8 +1,9 @@
 """A channel: one communicator along mesh axes for the step's own asynchronous traffic, ordered apart from everything else.
 
 `all_gather` fills the blocks of a destination in place; `reduce_scatter` sums in rank order, so its bits depend neither on
-bucketing nor on timing. On gloo both are built from sends (its own all_gather costs three times as much and its
-reduce_scatter is an all_reduce); elsewhere the backend's native operations run.
+bucketing nor on timing. On gloo they are a broadcast a block, and an all_to_all with a sum at home (its own all_gather
+costs three times as much and its reduce_scatter is an all_reduce; sends from the calling thread would block on the
+connection while another transfer runs). Elsewhere the backend's native operations run.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,6 @@ class Channel:
         group = mesh.new_group(self.axes)
         self.group = group
         self._sends: list[tuple[dist.Work, Tensor]] = []
-        self._tag = 0
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
 
     def all_gather(self, blocks: Sequence[Tensor], own: Tensor) -> Pending:
@@ -70,7 +70,7 @@ class Channel:
         if self.group is None:
             return Pending((), lambda: mine)
         if self._direct:
-            return Pending(self._exchange(own, blocks), lambda: mine)
+            return Pending(self._broadcasts(own, blocks), lambda: mine)
         return Pending([_native_all_gather(blocks, mine, self.group)], lambda: mine)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
@@ -104,16 +104,19 @@ class Channel:
             work.wait()
         self._sends.clear()
 
-    def _exchange(self, mine: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
-        assert self.group is not None
-        self._tag = (self._tag + 1) % (1 << 30)
+    def _broadcasts(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
+        self._sends = [pair for pair in self._sends if not pair[0].is_completed()]
         works: list[dist.Work] = []
-        for step in range(1, self.size):
-            dst, src = (self.index + step) % self.size, (self.index - step) % self.size
-            if blocks[src].numel():
-                works.append(self.group.recv([blocks[src]], src, self._tag))
-            if mine.numel():
-                self._sends.append((self.group.send([mine], dst, self._tag), mine))
+        for rank, block in enumerate(blocks):
+            if not block.numel():
+                continue
+            source = own if rank == self.index else block
+            work = dist.broadcast(source, group=self.group, async_op=True, group_src=rank)
+            assert work is not None
+            if rank == self.index:
+                self._sends.append((work, own))
+            else:
+                works.append(work)
         return works
 
 

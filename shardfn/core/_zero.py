@@ -37,7 +37,7 @@ class Zero:
     stage: int = 0
     axis: str | tuple[str, ...] = "dp"
     prefetch: int = 32 << 20
-    persist: int = 2048
+    persist: int = 8192
     bucket: int = 1 << 20
     reduce: str = "each"
 

@@ -14,7 +14,7 @@ from shardfn.collectives import Channel, Channels, Control, Pending
 from shardfn.core import RankError
 
 from ._layout import LeafLayout, Unit
-from ._order import UseOrder
+from ._order import Move, UseOrder
 
 DONE, FAILED = -1, -2
 
@@ -51,6 +51,8 @@ class Gatherer:
         self._unused: list[_Whole] = []
         self._phase, self._pos = -1, 0
         self._served: list[int] = []
+        # Void as soon as the order grows; from then on moves are worked out one by one.
+        self._schedule: list[list[Move]] | None = order.schedule(self._sizes, window)
 
     def begin_phase(self) -> None:
         """Starts the next phase of the agreed order."""
@@ -76,7 +78,8 @@ class Gatherer:
         while self._ask(DONE):
             pass
         if self._served:
-            self._order.phase(self._phase).extend(self._served)
+            self._order.extend(self._phase, self._served)
+            self._schedule = None
         self._asked = None
         for whole in self._unused:
             whole.arrive()
@@ -110,13 +113,17 @@ class Gatherer:
         return self._scheduled[unit]
 
     def _step(self) -> None:
-        ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
-        for unit in [u for u in self._scheduled if u not in ahead]:
+        move = self._move() if self._schedule is None else self._schedule[self._phase][self._pos]
+        for unit in move.drop:
             self._drop(self._scheduled.pop(unit))
-        for unit in ahead:
-            if unit not in self._scheduled:
-                self._scheduled[unit] = self._issue(unit)
+        for unit in move.issue:
+            self._scheduled[unit] = self._issue(unit)
         self._pos += 1
+
+    def _move(self) -> Move:
+        ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
+        held = self._scheduled
+        return Move([u for u in held if u not in ahead], [u for u in ahead if u not in held])
 
     def _catch_up(self) -> None:
         while self._pos < len(self._order.phase(self._phase)):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
+from shardfn.optim import sum_squares
 
 from ._backward import Outcome
 from ._plan import Plan
@@ -40,14 +41,8 @@ def _sum_squares(plan: Plan, out: Outcome) -> Tensor:
     for unit, part in out.reducer.parts().items():
         leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
         axes = tuple(a for a in plan.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
-        by_axes.setdefault(axes, []).append(_square(part))
+        by_axes.setdefault(axes, []).append(part)
     total = torch.zeros((), dtype=torch.float64, device=out.total.device)
-    for axes, squares in by_axes.items():
-        total = total + psum(torch.stack(squares).sum(), axes)
+    for axes, parts in by_axes.items():
+        total = total + psum(sum_squares(parts).to(torch.float64).sum(), axes)
     return total
-
-
-def _square(x: Tensor) -> Tensor:
-    if x.dtype in (torch.float32, torch.float64) and x.numel():
-        return torch.dot(x, x).to(torch.float64)
-    return torch.linalg.vector_norm(x, dtype=torch.float32).to(torch.float64) ** 2

@@ -6,6 +6,14 @@ it joins the list. So a branch that only some ranks take neither hangs nor goes 
 """
 
 import dataclasses
+from typing import NamedTuple
+
+
+class Move(NamedTuple):
+    """What changes at one position: units to let go, units to issue."""
+
+    drop: list[int]
+    issue: list[int]
 
 
 @dataclasses.dataclass
@@ -13,12 +21,31 @@ class UseOrder:
     """The agreed order, phase by phase."""
 
     phases: list[list[int]] = dataclasses.field(default_factory=list)
+    _moves: "list[list[Move]]" = dataclasses.field(default_factory=list)
 
     def phase(self, index: int) -> list[int]:
         """The units of one phase (created empty)."""
         while len(self.phases) <= index:
             self.phases.append([])
         return self.phases[index]
+
+    def extend(self, phase: int, units: list[int]) -> None:
+        """Adds what a phase used beyond the agreed order; schedules made before are void."""
+        self.phase(phase).extend(units)
+        self._moves = []
+
+    def schedule(self, sizes: list[int], limit: int) -> "list[list[Move]]":
+        """For each position of each phase, what a step that starts with nothing drops and issues there."""
+        if not self._moves:
+            held: dict[int, None] = {}
+            for phase, units in enumerate(self.phases):
+                moves = []
+                for pos in range(len(units)):
+                    ahead = self.window(phase, pos, sizes, limit)
+                    moves.append(Move([u for u in held if u not in ahead], [u for u in ahead if u not in held]))
+                    held = ahead
+                self._moves.append(moves)
+        return self._moves
 
     def find(self, phase: int, start: int, unit: int) -> int | None:
         """The next position of `unit` in a phase, from `start` on."""

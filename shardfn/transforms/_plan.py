@@ -89,15 +89,15 @@ class Planner:
         self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
         self._plans: dict[Any, Plan] = {}
 
-    def plan(self, treedef: Any, paths: list[str], like: list[Any]) -> Plan:
-        """The plan for leaves of these paths, shapes and dtypes.
+    def plan(self, treedef: Any, like: list[Any]) -> Plan:
+        """The plan for leaves of these shapes and dtypes.
 
         Raises:
             ValueError: specs do not fit; every leaf is listed.
         """
         shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
         if (treedef, shapes, dtypes) not in self._plans:
-            self._plans[treedef, shapes, dtypes] = self._make(treedef, paths, shapes, dtypes)
+            self._plans[treedef, shapes, dtypes] = self._make(treedef, shapes, dtypes)
         return self._plans[treedef, shapes, dtypes]
 
     def plan_of(self, state: TrainState) -> Plan:
@@ -110,13 +110,12 @@ class Planner:
         if not isinstance(state, TrainState):
             raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
         leaves, treedef = tree_flatten(state.params)
-        named = list(zip(tree_paths(state.params, "params"), leaves, strict=True))
-        raise_all(
-            TypeError,
-            "the state's params are not GlobalTensors; make the state with step.init:",
-            [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor)],
-        )
-        plan = self.plan(treedef, [p for p, _ in named], leaves)
+        wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
+        if wrong:
+            paths = tree_paths(state.params, "params")
+            listed = [f"{paths[i]} is a {type(leaves[i]).__name__}" for i in wrong]
+            raise_all(TypeError, "the state's params are not GlobalTensors; make the state with step.init:", listed)
+        plan = self.plan(treedef, leaves)
         pairs = zip(plan.leaves, leaves, strict=True)
         raise_all(
             ValueError,
@@ -125,8 +124,9 @@ class Planner:
         )
         return plan
 
-    def _make(self, treedef: Any, paths: list[str], shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
-        tree = tree_unflatten(treedef, list(range(len(paths))))
+    def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
+        tree = tree_unflatten(treedef, list(range(len(shapes))))
+        paths = tree_paths(tree, "params")
         specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
         train = broadcast_prefix(self._trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]

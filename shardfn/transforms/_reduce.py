@@ -5,6 +5,7 @@ rest of the backward and the whole gradient is freed at once. Transfers are issu
 rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,11 @@ from torch import Tensor
 from shardfn.collectives import Channels, Pending, psum
 
 from ._layout import LeafLayout, Unit
+
+
+# Whole gradients under way at most, and seconds that a step may spend waiting for that.
+IN_FLIGHT_BYTES = 16 << 20
+PATIENCE = 2.0
 
 
 class Reducer:
@@ -54,7 +60,8 @@ class Reducer:
         self._parts: dict[int, Tensor] = {}
         self._whole: dict[int, tuple[Tensor, Pending]] = {}
         self._taken: set[int] = set()
-        self._next = 0
+        self._next = self._in_flight = 0
+        self._patience = PATIENCE
         self._send = self._last = True
         self.seen: list[int] = []
 
@@ -78,6 +85,7 @@ class Reducer:
             self.seen.append(unit)
             self._send_ready()
         self._collect(block=False)
+        self._hold_back()
 
     def end(self) -> None:
         """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
@@ -124,12 +132,26 @@ class Reducer:
             self._next += 1
             members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
             flat, sizes = flatten_for(members, self._scatter[unit].size, self._cut[unit])
+            self._in_flight += self._units[unit].nbytes
             self._pending.append((unit, self._scatter[unit].reduce_scatter(flat, sizes)))
 
     def _collect(self, *, block: bool) -> None:
         while self._pending and (block or self._pending[0][1].done()):
             unit, pending = self._pending.pop(0)
-            self._finish(unit, pending.result())
+            part = pending.result()
+            self._in_flight -= self._units[unit].nbytes
+            self._finish(unit, part)
+
+    def _hold_back(self) -> None:
+        """Waits while too many bytes are under way, so that whole gradients do not pile up where the network is slow.
+
+        For a bounded time only: a rank in another branch may need this one's next gather before it can send its part.
+        """
+        while self._in_flight > IN_FLIGHT_BYTES and self._patience > 0 and self._pending:
+            start = time.monotonic()
+            time.sleep(1e-4)
+            self._collect(block=False)
+            self._patience -= time.monotonic() - start
 
     def _finish(self, unit: int, part: Tensor) -> None:
         if unit in self._parts:

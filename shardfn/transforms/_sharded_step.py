@@ -25,7 +25,6 @@ from shardfn.core import (
     fold_in,
     tree_flatten,
     tree_leaves,
-    tree_paths,
     tree_unflatten,
 )
 from shardfn.optim import GradientTransformation
@@ -137,7 +136,7 @@ class ShardedStep:
         check_params(params)
         leaves, treedef = tree_flatten(params)
         comms = comms_of(self.mesh)
-        plan = self._planner.plan(treedef, tree_paths(params, "params"), leaves)
+        plan = self._planner.plan(treedef, leaves)
         comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
         check_replicas(leaves, plan, comms.control)
         del params
@@ -184,7 +183,7 @@ class ShardedStep:
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree (tensors, `GlobalTensor`s, or what has shape and dtype)."""
         leaves, treedef = tree_flatten(params)
-        plan = self._planner.plan(treedef, tree_paths(params, "params"), leaves)
+        plan = self._planner.plan(treedef, leaves)
         return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])
 
     def _key_of(self, state: TrainState) -> Tensor:

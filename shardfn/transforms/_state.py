@@ -30,9 +30,10 @@ def check_alive(state: TrainState) -> None:
     Raises:
         DonatedError: lists the leaves.
     """
-    named = zip(tree_paths(state, "state"), tree_leaves(state), strict=True)
-    gone = [p for p, x in named if isinstance(x, GlobalTensor) and x.donated]
-    if gone:
+    dead = [i for i, x in enumerate(tree_leaves(state)) if isinstance(x, GlobalTensor) and x.donated]
+    if dead:
+        paths = tree_paths(state, "state")
+        gone = [paths[i] for i in dead]
         shown = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
         raise DonatedError(
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
