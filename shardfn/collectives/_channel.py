@@ -6,6 +6,7 @@ costs three times as much and its reduce_scatter is an all_reduce; sends from th
 connection while another transfer runs). Elsewhere the backend's native operations run.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,13 @@ from torch import Tensor
 from shardfn.core import Mesh
 
 from ._traffic import record
+
+_ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
+_ASYNC_ALL_TO_ALL.asyncOp = True
+# What counts as a holder depends on torch's build: the memory, a view of it, and the handle by which we ask.
+_SOLE = torch._C._storage_Use_Count(  # pyright: ignore[reportAttributeAccessIssue]
+    torch.empty(4).detach().view(-1).untyped_storage()._cdata
+)
 
 
 class Pending:
@@ -49,14 +57,15 @@ class Channel:
         self.index = mesh.axis_index(self.axes)
         group = mesh.new_group(self.axes)
         self.group = group
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: collections.deque[tuple[dist.Work, Tensor]] = collections.deque()
+        self._roots = [_broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
 
     def all_gather(self, blocks: Sequence[Tensor], own: Tensor) -> Pending:
         """Fills `blocks[r]` with rank r's block: `[A] [B] => [A, B]`.
 
         Args:
-            blocks: one contiguous destination a rank, in rank order; sizes may differ, all ranks pass the same sizes.
+            blocks: one contiguous 1-D destination a rank, in rank order; sizes may differ, all ranks pass the same sizes.
             own: this rank's block, contiguous; may be `blocks[self.index]` itself. It is sent from where it stands and must
                 not be written before `flush()`; so that a destination lives no longer than its user, pass another tensor.
 
@@ -65,7 +74,7 @@ class Channel:
         """
         mine = blocks[self.index]
         if own.data_ptr() != mine.data_ptr():
-            mine.copy_(own.view_as(mine))
+            mine.copy_(own.view(-1))
         record("all_gather", self.axes, mine.numel() * mine.element_size() * (self.size - 1), dtype=mine.dtype)
         if self.group is None:
             return Pending((), lambda: mine)
@@ -73,30 +82,47 @@ class Channel:
             return Pending(self._broadcasts(own, blocks), lambda: mine)
         return Pending([_native_all_gather(blocks, mine, self.group)], lambda: mine)
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
-        """Sums rank r's block over all ranks and keeps the own one.
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending:
+        """Sums rank r's block over all ranks, in rank order, and keeps the own one.
 
         Args:
             flat: 1-D, contiguous; the blocks of all ranks one after another. Not to be written until the result is taken.
             sizes: number of elements of each rank's block; the same on all ranks.
+            reuse: whether the result may take the place of the own block in `flat`, if nobody else sees that memory.
 
         Returns:
-            Pending whose result is the own block of the sum, freshly allocated.
+            Pending whose result is the own block of the sum.
         """
-        nbytes = flat.numel() * flat.element_size()
-        record("psum_scatter", self.axes, nbytes - sizes[self.index] * flat.element_size(), dtype=flat.dtype)
-        if self.group is None:
+        own, start = sizes[self.index], sum(sizes[: self.index])
+        record("psum_scatter", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
+        group = self.group
+        if group is None:
             return Pending((), lambda: flat)
-        own = sizes[self.index]
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
-            work = dist.reduce_scatter_single(out, flat, group=self.group, async_op=True)
+            work = dist.reduce_scatter_single(out, flat, group=group, async_op=True)
             assert work is not None
             return Pending([work], lambda: out)
-        parts = flat.new_empty(self.size, own)
-        work = dist.all_to_all_single(parts.view(-1), flat, [own] * self.size, list(sizes), self.group, async_op=True)
-        assert work is not None
-        return Pending([work], lambda: _ordered_sum(parts))
+        # The own block need not travel through the exchange where it is the first or the last of `flat`.
+        aside = self.index in (0, self.size - 1)
+        send, there, back = flat, list(sizes), [own] * self.size
+        if aside:
+            send = flat[own:] if self.index == 0 else flat[:start]
+            there[self.index] = back[self.index] = 0
+        parts = flat.new_empty((self.size - aside, own))
+        work = group.alltoall_base(parts.view(-1), send, back, there, _ASYNC_ALL_TO_ALL)
+
+        def finish() -> Tensor:
+            mine = flat[start : start + own]
+            rows = list(parts.unbind())
+            if aside:
+                rows.insert(self.index, mine)
+            if reuse and is_sole_owner(flat):
+                return _ordered_sum(rows, mine)
+            # With two ranks the exchange's buffer is as large as the result, and becomes it.
+            return _ordered_sum(rows, parts[0] if len(parts) == 1 else None)
+
+        return Pending([work], finish)
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
@@ -105,18 +131,18 @@ class Channel:
         self._sends.clear()
 
     def _broadcasts(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
-        self._sends = [pair for pair in self._sends if not pair[0].is_completed()]
+        assert self.group is not None
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
         works: list[dist.Work] = []
         for rank, block in enumerate(blocks):
             if not block.numel():
                 continue
-            source = own if rank == self.index else block
-            work = dist.broadcast(source, group=self.group, async_op=True, group_src=rank)
-            assert work is not None
+            options = self._roots[rank]
             if rank == self.index:
-                self._sends.append((work, own))
+                self._sends.append((self.group.broadcast([own], options), own))
             else:
-                works.append(work)
+                works.append(self.group.broadcast([block], options))
         return works
 
 
@@ -148,11 +174,24 @@ class Channels:
         return self._made[key]
 
 
-def _ordered_sum(parts: Tensor) -> Tensor:
-    out = torch.add(parts[0], parts[1])
-    for part in parts[2:]:
-        out.add_(part)
-    return out
+def is_sole_owner(flat: Tensor) -> bool:
+    """Whether nothing but this view (and what it is a view of) holds the memory of a flat tensor."""
+    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata) <= _SOLE  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _ordered_sum(rows: list[Tensor], out: Tensor | None) -> Tensor:
+    if len(rows) == 2:
+        return torch.add(rows[0], rows[1], out=out)
+    total = torch.add(rows[0], rows[1])
+    for row in rows[2:]:
+        total.add_(row)
+    return total if out is None else out.copy_(total)
+
+
+def _broadcast_from(rank: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
+    return options
 
 
 def _native_all_gather(blocks: Sequence[Tensor], mine: Tensor, group: dist.ProcessGroup) -> dist.Work:

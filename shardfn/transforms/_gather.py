@@ -105,6 +105,9 @@ class Gatherer:
         order = self._order.phase(self._phase)
         if self._pos and order[self._pos - 1] == unit and unit in self._scheduled:
             return self._scheduled[unit]
+        if self._pos < len(order) and order[self._pos] == unit:
+            self._step()
+            return self._scheduled[unit]
         found = self._order.find(self._phase, self._pos, unit)
         if found is None:
             return self._scheduled[unit] if unit in self._scheduled else self._need_unplanned(unit)
@@ -194,23 +197,21 @@ def start_gather(
         The transfer, its destination, and per rank the views of the destination that hold each leaf's piece (none for a
         leaf that lands in place, unless `keep_parts`).
     """
-    first = members[0][0]
-    total = sum(leaf.block.numel() for leaf, _ in members)
-    out = members[0][1].new_empty(total)
-    parts: list[list[Tensor]] = []
-    blocks: list[Tensor] = []
-    offset = 0
-    for rank in range(channel.size):
-        shapes = [leaf.shard_shape(rank) for leaf, _ in members]
-        size = sum(torch.Size(s).numel() for s in shapes)
-        block = out[offset : offset + size]
-        blocks.append(block)
-        parts.append([p.view(s) for p, s in zip(block.split([torch.Size(s).numel() for s in shapes]), shapes, strict=True)])
-        offset += size
-    own = members[0][1] if len(members) == 1 else torch.cat([piece.reshape(-1) for _, piece in members])
-    if len(members) == 1 and first.dim == 0 and not keep_parts:
-        parts = []
-    return channel.all_gather(blocks, own.contiguous()), out, parts
+    leaf, piece = members[0]
+    if len(members) == 1 and leaf.dim == 0 and not keep_parts:
+        out = piece.new_empty(leaf.block.numel())
+        return channel.all_gather(out.split_with_sizes(leaf.shard_sizes), piece.contiguous()), out, []
+    sizes = [sum(leaf.shard_sizes[rank] for leaf, _ in members) for rank in range(channel.size)]
+    out = piece.new_empty(sum(sizes))
+    blocks = out.split_with_sizes(sizes)
+    parts = [_views(block, [leaf for leaf, _ in members], rank) for rank, block in enumerate(blocks)]
+    own = torch.cat([piece.reshape(-1) for _, piece in members])
+    return channel.all_gather(blocks, own), out, parts
+
+
+def _views(block: Tensor, leaves: list[LeafLayout], rank: int) -> list[Tensor]:
+    pieces = block.split_with_sizes([leaf.shard_sizes[rank] for leaf in leaves])
+    return [p.view(leaf.shard_shapes[rank]) for p, leaf in zip(pieces, leaves, strict=True)]
 
 
 def finish_gather(

@@ -5,6 +5,7 @@ in the optimizer's layout. Everything else in the step reads these tables.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -63,12 +64,18 @@ class LeafLayout:
         lo, hi = self.bounds[rank]
         return x.narrow(self.dim, lo, hi - lo)
 
-    def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of ZeRO rank `rank`'s part."""
-        shape = list(self.block)
-        if self.dim is not None:
-            shape[self.dim] = self.bounds[rank][1] - self.bounds[rank][0]
-        return tuple(shape)
+    @functools.cached_property
+    def shard_shapes(self) -> list[torch.Size]:
+        """The shape of each ZeRO rank's part; of the whole block alone where it is not cut."""
+        if self.dim is None:
+            return [self.block]
+        dim, block = self.dim, self.block
+        return [torch.Size((*block[:dim], hi - lo, *block[dim + 1 :])) for lo, hi in self.bounds]
+
+    @functools.cached_property
+    def shard_sizes(self) -> list[int]:
+        """The number of elements of each ZeRO rank's part."""
+        return [s.numel() for s in self.shard_shapes]
 
 
 @dataclasses.dataclass(frozen=True)

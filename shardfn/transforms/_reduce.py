@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Channels, Pending, psum
+from shardfn.collectives import Channels, Pending, is_sole_owner, psum
 
 from ._layout import LeafLayout, Unit
 
@@ -58,6 +58,7 @@ class Reducer:
         self._missing: list[int] = []
         self._pending: list[tuple[int, Pending]] = []
         self._parts: dict[int, Tensor] = {}
+        self._flats: dict[int, Tensor] = {}
         self._whole: dict[int, tuple[Tensor, Pending]] = {}
         self._taken: set[int] = set()
         self._next = self._in_flight = 0
@@ -113,9 +114,9 @@ class Reducer:
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
             rank = self._scatter[u].index
-            shapes = [torch.Size(m.shard_shape(rank)) if self._cut[u] else m.block for m in members]
+            shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
             flat = self._parts[u] if self._cut[u] else self._whole_part(u)
-            pieces = flat.split([s.numel() for s in shapes])
+            pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(leaves) > 1 else [flat]
             out.update({i: p.view(s) for i, p, s in zip(leaves, pieces, shapes, strict=True)})
         self._parts = {}
         return out
@@ -133,7 +134,11 @@ class Reducer:
             members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
             flat, sizes = flatten_for(members, self._scatter[unit].size, self._cut[unit])
             self._in_flight += self._units[unit].nbytes
-            self._pending.append((unit, self._scatter[unit].reduce_scatter(flat, sizes)))
+            cut = self._cut[unit]
+            if not cut and self._last:
+                self._flats[unit] = flat
+            del members
+            self._pending.append((unit, self._scatter[unit].reduce_scatter(flat, sizes, reuse=not cut)))
 
     def _collect(self, *, block: bool) -> None:
         while self._pending and (block or self._pending[0][1].done()):
@@ -166,11 +171,13 @@ class Reducer:
     def _start_whole(self, unit: int) -> None:
         part = self._parts[unit]
         if self._scatter[unit].size == 1:
+            self._flats.pop(unit, None)
             self._whole[unit] = (part, Pending((), lambda: part))
             return
-        total = sum(self._leaves[i].block.numel() for i in self._units[unit].leaves)
-        out = part.new_empty(total)
-        blocks = list(out.split(flat_sizes(total, self._scatter[unit].size)))
+        out = self._flats.pop(unit)
+        if not is_sole_owner(out):
+            out = torch.empty_like(out)
+        blocks = out.split_with_sizes(flat_sizes(out.numel(), self._scatter[unit].size))
         self._whole[unit] = (out, self._gather[unit].all_gather(blocks, part))
 
     def _whole_part(self, unit: int) -> Tensor:
@@ -190,9 +197,9 @@ def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bo
     if not cut or size == 1:
         flat = grad.reshape(-1) if len(members) == 1 else torch.cat([g.reshape(-1) for _, g in members])
         return flat.contiguous(), flat_sizes(flat.numel(), size)
-    sizes = [sum(torch.Size(leaf.shard_shape(r)).numel() for leaf, _ in members) for r in range(size)]
     if len(members) == 1 and first.dim == 0:
-        return grad.contiguous().view(-1), sizes
+        return grad.contiguous().view(-1), first.shard_sizes
+    sizes = [sum(leaf.shard_sizes[r] for leaf, _ in members) for r in range(size)]
     return torch.cat([leaf.rows(g, r).reshape(-1) for r in range(size) for leaf, g in members]), sizes
 
 

@@ -1,0 +1,100 @@
+"""Covers README.md: its Python runs, its commands exist, the tests and links that it names are there."""
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.testing import distributed
+
+ROOT = pathlib.Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.M | re.S)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_python_runs_by_itself(number: int) -> None:
+    torch.manual_seed(0)
+    exec(compile(PYTHON[number], f"README.md, Python block {number}", "exec"), {"__name__": "readme"})
+
+
+def test_the_example_has_ten_statements() -> None:
+    assert [type(x).__name__ for x in ast.parse(PYTHON[0]).body].count("Import") == 2
+    assert sum(not isinstance(x, ast.Import | ast.ImportFrom) for x in ast.walk(ast.parse(PYTHON[0])) if _said(x)) <= 10
+
+
+def _said(node: ast.AST) -> bool:
+    return isinstance(node, ast.stmt)
+
+
+@distributed(world=2)
+def test_the_example_runs_on_ranks() -> None:
+    space = {"__name__": "readme"}
+    exec(PYTHON[0], space)
+    metrics = space["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["loss"] < 4
+
+
+def test_the_first_two_blocks_are_the_two_commands() -> None:
+    assert [language for language, _ in BLOCKS[:2]] == ["bash", "bash"]
+    assert COMMANDS == ["./scripts/train", "./scripts/test"]
+    for command in COMMANDS:
+        assert os.access(ROOT / command, os.X_OK)
+    assert "examples/train_gpt.py" in (ROOT / "scripts/train").read_text()
+    assert "pytest" in (ROOT / "scripts/test").read_text()
+
+
+def test_the_training_program_has_the_options_that_are_named() -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tensorboard")
+    command = [sys.executable, str(ROOT / "examples/train_gpt.py"), "--help"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    for option in ("--data", "--steps", "--minutes", "--out", "--zero", "--accumulate"):
+        assert option in TEXT
+        assert option in done.stdout
+
+
+def test_files_that_are_named_exist() -> None:
+    tests = re.findall(r"`(tests/[^`]+)`", TEXT)
+    links = [x for x in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in x]
+    assert len(tests) > 20
+    assert len(links) > 5
+    assert [x for x in {*tests, *links} if not (ROOT / x).exists()] == []
+
+
+def test_names_that_are_used_exist() -> None:
+    for name in set(re.findall(r"\bsf\.([a-zA-Z_.]+\w)", TEXT)):
+        value = sf
+        for part in name.split("."):
+            value = getattr(value, part)
+
+
+@distributed(world=[1, 3])
+def test_shard_map_is_a_function_of_whole_tensors(world: int) -> None:
+    """Blocks of 7 rows and of 5 columns over an axis; values and gradients of the matrix product."""
+    mesh = sf.make_mesh({"tp": world})
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return sf.psum(a @ b, "tp")
+
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(s, generator=g, dtype=torch.float64, requires_grad=True) for s in ((4, 7), (7, 5)))
+    product = sf.shard_map(f, mesh=mesh, in_specs=(sf.P(None, "tp"), sf.P("tp")), out_specs=sf.P())
+    tanh = sf.shard_map(torch.tanh, mesh=mesh, in_specs=sf.P(None, "tp"), out_specs=sf.P(None, "tp"))
+    got, want = tanh(product(a, b)), torch.tanh(a @ b)
+    torch.testing.assert_close(got, want)
+    for x, y in zip(
+        torch.autograd.grad(got.square().sum(), (a, b)), torch.autograd.grad(want.square().sum(), (a, b)), strict=True
+    ):
+        torch.testing.assert_close(x, y)
