@@ -1,12 +1,14 @@
-"""A channel: one communicator along mesh axes for the step's own asynchronous traffic, ordered apart from everything else.
+"""A channel: a communicator along mesh axes for the step's own asynchronous traffic, ordered apart from all other.
 
-`all_gather` fills the blocks of a destination in place; `reduce_scatter` sums in rank order, so its bits depend neither on
+`all_gather` fills the blocks of a destination in place; `reduce_scatter` sums in rank order, so its bits depend
+neither on
 bucketing nor on timing. On gloo they are a broadcast a block, and an all_to_all with a sum at home (its own all_gather
 costs three times as much and its reduce_scatter is an all_reduce; sends from the calling thread would block on the
 connection while another transfer runs). Elsewhere the backend's native operations run.
 """
 
 import collections
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,9 +67,11 @@ class Channel:
         """Fills `blocks[r]` with rank r's block: `[A] [B] => [A, B]`.
 
         Args:
-            blocks: one contiguous 1-D destination a rank, in rank order; sizes may differ, all ranks pass the same sizes.
-            own: this rank's block, contiguous; may be `blocks[self.index]` itself. It is sent from where it stands and must
-                not be written before `flush()`; so that a destination lives no longer than its user, pass another tensor.
+            blocks: one contiguous 1-D destination a rank, in rank order; sizes may differ, all ranks pass the same
+                sizes.
+            own: this rank's block, contiguous; may be `blocks[self.index]` itself. It is sent from where it stands and
+                must not be written before `flush()`; so that a destination lives no longer than its user, pass another
+                tensor.
 
         Returns:
             Pending whose result is `blocks[self.index]`.
@@ -86,7 +90,8 @@ class Channel:
         """Sums rank r's block over all ranks, in rank order, and keeps the own one.
 
         Args:
-            flat: 1-D, contiguous; the blocks of all ranks one after another. Not to be written until the result is taken.
+            flat: 1-D, contiguous; the blocks of all ranks one after another. Not to be written until the result is
+                taken.
             sizes: number of elements of each rank's block; the same on all ranks.
             reuse: whether the result may take the place of the own block in `flat`, if nobody else sees that memory.
 
@@ -147,8 +152,10 @@ class Channel:
 
 
 class Channels:
-    """The channels of one step: for each set of axes one that gathers and one that reduces, so that neither waits in the
-    other's line. Made on first request, which is collective: all ranks must ask in the same order."""
+    """For each set of axes one channel that gathers and one that reduces, so that neither waits in the other's line.
+
+    They are made on first request, which is collective: all ranks must ask in the same order.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -196,7 +203,7 @@ def _broadcast_from(rank: int) -> dist.BroadcastOptions:
 
 def _native_all_gather(blocks: Sequence[Tensor], mine: Tensor, group: dist.ProcessGroup) -> dist.Work:
     equal = len({b.numel() for b in blocks}) == 1
-    adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in zip(blocks, blocks[1:], strict=False))
+    adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in itertools.pairwise(blocks))
     if equal and adjacent:
         out = blocks[0].as_strided((len(blocks) * mine.numel(),), (1,))
         work = dist.all_gather_single(out, mine.view(-1), group=group, async_op=True)

@@ -1,6 +1,7 @@
 """The control plane: small CPU messages by which ranks agree on what they are about to run, and learn who failed.
 
-Every exchange is one all_reduce of two integers when the ranks agree. A failing peer becomes a `RankError` that names it.
+Every exchange is one all_reduce of two integers when the ranks agree. A failing peer becomes a `RankError` that names
+it.
 """
 
 import hashlib
@@ -72,7 +73,7 @@ class Control:
         silent: list[int] = []
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"shardfn/failure/{self._round}/{self.rank}", b"1")
+            store.set(f"shardfn/failure/{self._round}/{self.rank}", "1")
             deadline = time.monotonic() + GRACE
             silent = [r for r in range(self.size) if r != self.rank]
             while silent and time.monotonic() < deadline:
@@ -83,8 +84,8 @@ class Control:
         names = ", ".join(f"rank {r}" for r in silent) or "a rank"
         return RankError(
             f"{names} died, or left the step without a word, while rank {self.rank} was waiting for it"
-            f" ({type(error).__name__}: {str(error).splitlines()[0]}). The state this rank passed in is unchanged unless"
-            " its update had begun; restart the job from the last checkpoint."
+            f" ({type(error).__name__}: {str(error).splitlines()[0]}). The state passed in is unchanged unless its"
+            " update had begun; restart the job from the last checkpoint."
         )
 
     def _reduce_max(self, x: torch.Tensor) -> None:

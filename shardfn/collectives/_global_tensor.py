@@ -47,8 +47,8 @@ class GlobalTensor:
         """
         if self._local is None:
             raise DonatedError(
-                f"this leaf of shape {tuple(self.shape)} was donated: a step took its buffers for the state it returned."
-                " Use that state, or build the step with donate=False."
+                f"this leaf of shape {tuple(self.shape)} was donated: a step took its buffers for the state that it"
+                " returned. Use that state, or build the step with donate=False."
             )
         return self._local
 
@@ -108,7 +108,9 @@ class GlobalTensor:
         for dim in range(len(self.shape)):
             axes = self.mesh.axes(self.spec.dim_axes(dim))
             if list(axes) != [a for a in self.mesh.axis_names if a in axes]:
-                raise ValueError(f"{self.spec!r} cuts dim {dim} by {axes}, against the mesh's order {self.mesh.axis_names}.")
+                raise ValueError(
+                    f"{self.spec!r} cuts dim {dim} by {axes}, against the mesh's order {self.mesh.axis_names}."
+                )
             for axis in axes:
                 placements[self.mesh.axis_names.index(axis)] = Shard(dim)
         stride = torch.empty(self.shape, device="meta").stride()
@@ -121,7 +123,9 @@ class GlobalTensor:
         return f"GlobalTensor({tuple(self.shape)}, {state}, {self.spec!r})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a GlobalTensor cannot be pickled: its mesh is this process's. Use full_tensor(), or save a checkpoint.")
+        raise TypeError(
+            "a GlobalTensor cannot be pickled: its mesh is this process's. Use full_tensor(), or save a checkpoint."
+        )
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -98,7 +97,7 @@ class Mesh:
         return self._groups[names]
 
     def new_group(self, axes: Axes, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A fresh communicator along `axes`, whose operations are ordered apart from all others. Collective over the mesh."""
+        """A fresh communicator along `axes`, ordered apart from all others. Collective over the mesh."""
         names = self.axes(axes)
         return self._make_group(names, backend) if names else None
 
@@ -112,7 +111,7 @@ class Mesh:
         mine = None
         for ranks in rows.tolist():
             group = dist.new_group(ranks, backend=backend)
-            if self.rank in ranks:
+            if self.rank in ranks and isinstance(group, dist.ProcessGroup):
                 mine = group
         assert mine is not None
         return mine
@@ -130,8 +129,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over all ranks of the program.
 
-    Starts torch.distributed when the launcher (torchrun) has set its environment and nobody started it yet: NCCL on CUDA,
-    gloo on CPU. With one rank nothing is started at all.
+    Starts torch.distributed when the launcher (torchrun) has set its environment and nobody started it yet: NCCL on
+    CUDA, gloo on CPU. With one rank nothing is started at all.
 
     Args:
         axes: axis name -> size, major to minor. One size may be -1: what is left of the ranks. Default: `{"dp": -1}`.
@@ -189,8 +188,8 @@ def _fill(shape: dict[str, int], world: int) -> dict[str, int]:
         shape[free[0]] = world // known
     if len(free) > 1 or math.prod(shape.values()) != world or any(s < 1 for s in shape.values()):
         raise ValueError(
-            f"a mesh of {shape} does not fit {world} rank{'s' * (world > 1)}: the sizes must multiply to the number of ranks"
-            " (one of them may be -1). Start the program with `torchrun --nproc-per-node N`."
+            f"a mesh of {shape} does not fit {world} rank{'s' * (world > 1)}: the sizes must multiply to the number of"
+            " ranks (one of them may be -1). Start the program with `torchrun --nproc-per-node N`."
         )
     return shape
 
@@ -203,5 +202,3 @@ def _local_device(device: torch.device | str | None) -> torch.device:
     if dev.type == "cuda" and dev.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return dev
-
-

@@ -3,7 +3,7 @@
 A missing subtree is `None` and has no leaves, as in JAX. Paths read as Python: `params['blocks'][0]['wq']`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -13,11 +13,13 @@ from ._errors import did_you_mean, raise_all
 # jaxtyping has a PyTree too, but it needs JAX.
 PyTree = Any
 
-tree_map = optree.tree_map
-tree_flatten = optree.tree_flatten
-tree_unflatten = optree.tree_unflatten
-tree_leaves = optree.tree_leaves
-tree_structure = optree.tree_structure
+# optree's signatures are generic in its own PyTree type; ours say Any.
+_optree: Any = optree
+tree_map: Callable[..., Any] = _optree.tree_map
+tree_flatten: Callable[..., tuple[list[Any], Any]] = _optree.tree_flatten
+tree_unflatten: Callable[[Any, Iterable[Any]], Any] = _optree.tree_unflatten
+tree_leaves: Callable[..., list[Any]] = _optree.tree_leaves
+tree_structure: Callable[..., Any] = _optree.tree_structure
 
 
 def tree_paths(tree: PyTree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from ._spec import P
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Which states are kept in pieces, over which axis, and how the pieces travel. Values never depend on the last four.
+    """Which states are kept in pieces, over which axis, and how pieces travel; the last four never change a value.
 
     Attributes:
         stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
@@ -55,8 +55,8 @@ class Zero:
 def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh) -> P:
     """The compute spec with the ZeRO axes added on the dim that they cut best.
 
-    Dim 0 is taken when it wastes at most an eighth in padding, since blocks along it are contiguous; else the dim with the
-    least waste. A leaf without a dim of 2 or more stays as it is.
+    Dim 0 is taken when it wastes at most an eighth in padding, since blocks along it are contiguous; else the dim with
+    the least waste. A leaf without a dim of 2 or more stays as it is.
 
     Example:
         >>> import torch

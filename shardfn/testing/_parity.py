@@ -1,7 +1,7 @@
 """The parity harness: what runs sharded equals what runs on one device.
 
-The one-device side is a plain loop: torch.autograd on the whole tree, the optimizer's pure `update`, and an addition. It
-shares no code with `sharded_step` but the optimizer's mathematics.
+The one-device side is a plain loop: torch.autograd on the whole tree, the optimizer's pure `update`, and an addition.
+It shares no code with `sharded_step` but the optimizer's mathematics.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,9 @@ def one_device(
         handles = [x.clone().requires_grad_() if t else x for x, t in zip(leaves, train, strict=True)]
         value = loss(tree_unflatten(treedef, handles), batch, *(() if key is None else (fold_in(key, n),)))
         value = value.mean() if isinstance(value, WeightedMean) else value
-        grads = iter(torch.autograd.grad(value, [h for h, t in zip(handles, train, strict=True) if t], allow_unused=True))
+        grads = iter(
+            torch.autograd.grad(value, [h for h, t in zip(handles, train, strict=True) if t], allow_unused=True)
+        )
         got = [next(grads) if t else None for t in train]
         own = [torch.zeros_like(x) if g is None else g for g, x in zip(got, leaves, strict=True)]
         norm = torch.sqrt(sum((g.double() ** 2).sum() for g, t in zip(own, train, strict=True) if t))  # pyright: ignore
@@ -169,9 +171,7 @@ def assert_parity(
         tensor([0.9000, 0.8000])
     """
     want = one_device(reference or loss, optimizer, params, batches, trainable=trainable, key=key)
-    got = on_mesh(
-        loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, zero=zero, **options
-    )
+    got = on_mesh(loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, zero=zero, **options)
     assert_same(got, want)
     return got
 
@@ -200,7 +200,8 @@ def _differences(name: str, got: PyTree, want: PyTree, exact: bool) -> list[str]
             error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
             limit = RTOL.get(a.dtype, 0.0) * size
             if not error <= limit:
-                out.append(f"{path}: off by {error:.3g}, relative {error / size:.3g}; {a.flatten()[:4].tolist()} is not {b.flatten()[:4].tolist()}")
+                shown = f"{a.flatten()[:4].tolist()} is not {b.flatten()[:4].tolist()}"
+                out.append(f"{path}: off by {error:.3g}, relative {error / size:.3g}; {shown}")
     return out
 
 

@@ -1,6 +1,7 @@
 """`accumulate`: the same loss, evaluated and differentiated one microbatch at a time."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from ._loss import Loss, WeightedMean
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """A loss that is a mean over microbatches. `value_and_grad` and `sharded_step` fold over them, one graph at a time."""
+    """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time."""
 
     inner: Loss
     num_microbatches: int
@@ -29,9 +30,9 @@ def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
     """Cuts the batch in microbatches along dim 0 and averages: `mean_i loss(params, batch_i)`.
 
     For a loss that is a mean over rows this equals `loss(params, batch)`, and so does its gradient; what it trades is
-    activation memory (one microbatch's) against time. A `WeightedMean` is averaged by its weights, exactly. Every tensor of
-    the batch is cut along dim 0; 0-d tensors go to each microbatch whole. A key is passed on as it is, since randomness is
-    addressed by sample.
+    activation memory (one microbatch's) against time. A `WeightedMean` is averaged by its weights, exactly. Every
+    tensor of the batch is cut along dim 0; 0-d tensors go to each microbatch whole. A key is passed on as it is, since
+    randomness is addressed by sample.
 
     Args:
         loss: `loss(params, batch, ...)`.
@@ -72,7 +73,11 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     bad = [f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n]
     if bad:
         raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {', '.join(bad)}; use a divisor.")
-    return [tree_map(lambda x: x.chunk(n)[i] if _cuts(x) and x.shape[0] else x, batch) for i in range(n)]
+    return [tree_map(functools.partial(_piece, n, i), batch) for i in range(n)]
+
+
+def _piece(n: int, i: int, x: Any) -> Any:
+    return x.chunk(n)[i] if _cuts(x) and x.shape[0] else x
 
 
 def _cuts(x: Any) -> bool:

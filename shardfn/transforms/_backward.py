@@ -109,9 +109,7 @@ def run_backward(
 
 def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor], order: UseOrder) -> Gatherer:
     pieces = [b if leaf.gathered else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    return Gatherer(
-        plan.leaves, plan.gather_units, pieces, comms.channels, comms.control, order, plan.zero.prefetch
-    )
+    return Gatherer(plan.leaves, plan.gather_units, pieces, comms.channels, comms.control, order, plan.zero.prefetch)
 
 
 def _enter(
@@ -184,5 +182,3 @@ def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
     return Outcome(total, weight, aux, len(values), reducer)
-
-

@@ -44,7 +44,9 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     axes = (zero.axis,) if isinstance(zero.axis, str) else zero.axis
     problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in axes if not _known(a, mesh)]
     if zero.stage and mesh.size > 1 and not any(a in mesh.shape for a in axes):
-        problems.append(f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}.")
+        problems.append(
+            f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}."
+        )
     raise_all(ValueError, "the specs do not fit the mesh:", problems)
 
 
@@ -70,7 +72,11 @@ def check_replicas(leaves: list[Tensor], plan: Any, control: Control) -> None:
     """
     if control.size == 1:
         return
-    plain = [(leaf.path, _checksum(x)) for leaf, x in zip(plan.leaves, leaves, strict=True) if type(x) in (Tensor, torch.nn.Parameter)]
+    plain = [
+        (leaf.path, _checksum(x))
+        for leaf, x in zip(plan.leaves, leaves, strict=True)
+        if type(x) in (Tensor, torch.nn.Parameter)
+    ]
     rows: list[Any] = control.gather([c for _, c in plain])
     bad = [
         f"{path}: checksums {[row[k] for row in rows]}"
@@ -119,13 +125,18 @@ def check_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[in
     raise_all(
         TypeError,
         "the batch must be a tree of tensors:",
-        [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, Tensor)] or ([] if named else ["it is empty"]),
+        [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, Tensor)]
+        or ([] if named else ["it is empty"]),
     )
     cuts = broadcast_prefix(specs, batch, is_spec, names=("batch spec", "batch"))
     raise_all(
         ValueError,
         "the batch does not fit its specs:",
-        [f"{p} of shape {tuple(x.shape)} has spec {c!r}" for (p, x), c in zip(named, cuts, strict=True) if len(c) > x.ndim],
+        [
+            f"{p} of shape {tuple(x.shape)} has spec {c!r}"
+            for (p, x), c in zip(named, cuts, strict=True)
+            if len(c) > x.ndim
+        ],
     )
     fixed, sizes = [], []
     for (path, x), spec in zip(named, cuts, strict=True):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 def from_module(module: nn.Module) -> tuple[dict[str, Tensor], Callable[..., Any]]:
     """Splits a module into its parameters and a pure function of them.
 
-    Tied parameters appear once, under their first name, and stay tied. Buffers are closed over. The module itself is left
+    Tied parameters appear once, under their first name, and stay tied. Buffers are closed over. The module itself is
+    left
     as it is; its own parameters may be freed with `module.to("meta")` once a step has taken them, if it has no buffers.
 
     Args:

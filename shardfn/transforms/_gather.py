@@ -1,7 +1,7 @@
 """Storage -> compute for leaves that are kept in pieces: gather late, free early, prefetch along the agreed order.
 
-What is issued, and when, is a function of the position in the agreed order alone; so all ranks issue the same transfers in
-the same order whatever their own data makes them do.
+What is issued, and when, is a function of the position in the agreed order alone; so all ranks issue the same
+transfers in the same order whatever their own data makes them do.
 """
 
 import traceback
@@ -214,9 +214,7 @@ def _views(block: Tensor, leaves: list[LeafLayout], rank: int) -> list[Tensor]:
     return [p.view(leaf.shard_shapes[rank]) for p, leaf in zip(pieces, leaves, strict=True)]
 
 
-def finish_gather(
-    members: Sequence[tuple[LeafLayout, Tensor]], out: Tensor, parts: list[list[Tensor]]
-) -> list[Tensor]:
+def finish_gather(members: Sequence[tuple[LeafLayout, Tensor]], out: Tensor, parts: list[list[Tensor]]) -> list[Tensor]:
     """The whole leaves of a transfer that has arrived."""
     if not parts:
         return [out.view(members[0][0].block)]

@@ -1,7 +1,7 @@
-"""The layout of a step: for each leaf, where its parameter, gradient and optimizer state live; and which leaves travel together.
+"""The layout of a step: where each leaf's parameter, gradient and optimizer state live, and what travels together.
 
-ZeRO's stages differ here and nowhere else: a leaf is `gathered` on use (stage 3) or resident, and its gradient comes back
-in the optimizer's layout. Everything else in the step reads these tables.
+ZeRO's stages differ here and nowhere else: a leaf is `gathered` on use (stage 3) or resident, and its gradient comes
+back in the optimizer's layout. Everything else in the step reads these tables.
 """
 
 import dataclasses
@@ -112,7 +112,21 @@ def leaf_layout(
     reduce_axes = zero_axes if cut else summed
     extra = tuple(a for a in summed if a not in reduce_axes)
     return LeafLayout(
-        path, shape, dtype, compute, param, rule, trainable, block, nbytes, zero_axes, dim, bounds, reduce_axes, extra, cut
+        path,
+        shape,
+        dtype,
+        compute,
+        param,
+        rule,
+        trainable,
+        block,
+        nbytes,
+        zero_axes,
+        dim,
+        bounds,
+        reduce_axes,
+        extra,
+        cut,
     )
 
 

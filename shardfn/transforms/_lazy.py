@@ -1,8 +1,9 @@
 """Lazy leaves: a parameter that is gathered when an op first uses it, and that the graph does not keep.
 
-`LazyLeaf` has the leaf's shape and dtype and no storage. `__torch_function__` replaces it by the whole tensor when a real op
-takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole tensor is saved
-as (leaf, view geometry), and gathered again when the backward asks for it.
+`LazyLeaf` has the leaf's shape and dtype and no storage. `__torch_function__` replaces it by the whole tensor when a
+real op
+takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole tensor is
+saved as (leaf, view geometry), and gathered again when the backward asks for it.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ class LeafBook:
         return known[0], x.size(), x.stride(), x.storage_offset()
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
+        if type(saved) is not tuple:
             return saved
         leaf, size, stride, offset = saved
         return self.fetch(leaf).as_strided(size, stride, offset)
@@ -116,10 +117,30 @@ class LazyLeaf(torch.Tensor):
         raise RuntimeError(f"a lazy leaf reached {func} unopened: this op bypasses __torch_function__.")
 
 
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # pyright: ignore[reportFunctionMemberAccess]
+_TENSOR: Any = torch.Tensor
+_REQUIRES_GRAD = _TENSOR.requires_grad.__get__
 _METADATA = {
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "is_leaf", "names", "itemsize", "nbytes", "is_quantized", "is_nested", "is_mkldnn", "grad", "grad_fn", "_backward_hooks")
+    getattr(_TENSOR, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_leaf",
+        "names",
+        "itemsize",
+        "nbytes",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "grad",
+        "grad_fn",
+        "_backward_hooks",
+    )
     if hasattr(getattr(torch.Tensor, name, None), "__get__")
 } | {
     torch.Tensor.size,
@@ -142,7 +163,7 @@ _METADATA = {
 
 
 def _whole(x: Any) -> Any:
-    if isinstance(x, LazyLeaf):
+    if type(x) is LazyLeaf:
         return x.whole()
     if type(x) in (list, tuple):
         return type(x)(_whole(y) for y in x)
@@ -151,8 +172,13 @@ def _whole(x: Any) -> Any:
 
 def _refuse_writes(func: Any, args: Any) -> None:
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__iadd__", "__imul__")
-    if in_place and args and isinstance(args[0], LazyLeaf):
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
+        "__setitem__",
+        "__set__",
+        "__iadd__",
+        "__imul__",
+    )
+    if in_place and args and type(args[0]) is LazyLeaf:
         raise TypeError(
             f"{args[0]._path} is written to inside the loss (by {name}); parameters are immutable there."
             " Return the new value as aux, or write to a clone()."

@@ -1,7 +1,7 @@
 """What a loss may look like, and what one evaluation of it yields.
 
-`loss(params, batch)` or `loss(params, batch, key)` returns a 0-d tensor; `(loss, aux)` with `has_aux=True`; the loss itself
-may be a `WeightedMean` when ranks or microbatches hold unequal numbers of terms.
+`loss(params, batch)` or `loss(params, batch, key)` returns a 0-d tensor; `(loss, aux)` with `has_aux=True`; the loss
+itself may be a `WeightedMean` when ranks or microbatches hold unequal numbers of terms.
 """
 
 import numbers
@@ -28,7 +28,7 @@ class WeightedMean(NamedTuple):
     weight: Any
 
     def mean(self) -> Tensor:
-        """total / weight on this rank alone."""
+        """Total / weight on this rank alone."""
         return self.total / self.weight
 
 
@@ -76,7 +76,9 @@ def _check_aux(aux: Any, like: Tensor) -> dict[str, WeightedMean]:
     for name, value in aux.items():
         pair = value if isinstance(value, WeightedMean) else WeightedMean(value, 1.0)
         if not isinstance(pair.total, Tensor | numbers.Number):
-            raise TypeError(f"aux[{name!r}] is a {type(value).__name__}; aux values are 0-d tensors, numbers or WeightedMean.")
+            raise TypeError(
+                f"aux[{name!r}] is a {type(value).__name__}; aux values are 0-d tensors, numbers or WeightedMean."
+            )
         total = torch.as_tensor(pair.total, device=like.device).detach()
         weight = torch.as_tensor(pair.weight, device=like.device).detach()
         if total.shape != () or weight.shape != ():

@@ -11,7 +11,7 @@ from ._plan import Plan
 
 
 def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The metrics of a step, the same on all ranks; and what the gradients are still to be multiplied by (None: nothing).
+    """The metrics of a step, the same on all ranks; and what gradients are still to be multiplied by (None: nothing).
 
     Raises:
         ValueError: an aux has the name of one of the step's own metrics.
@@ -36,7 +36,7 @@ def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]
 
 
 def _sum_squares(plan: Plan, out: Outcome) -> Tensor:
-    """The squared norm of the summed gradients. Each element counts once: parts are disjoint along the axes summed over."""
+    """The squared norm of the summed gradients; parts are disjoint along the axes summed over, so each counts once."""
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for unit, part in out.reducer.parts().items():
         leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]

@@ -1,8 +1,8 @@
 """The order of use: which units a step gathers, in which order, agreed by all ranks and learnt while running.
 
 A step has phases (a forward, a backward, for each microbatch). Within a phase the agreed order is a list of units; the
-first time it is empty. A rank that needs a unit which is not ahead in the list asks for it aloud, all ranks serve it, and
-it joins the list. So a branch that only some ranks take neither hangs nor goes unnoticed by the others.
+first time it is empty. A rank that needs a unit which is not ahead in the list asks for it aloud, all ranks serve it,
+and it joins the list. So a branch that only some ranks take neither hangs nor goes unnoticed by the others.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class UseOrder:
             return None
 
     def window(self, phase: int, start: int, sizes: list[int], limit: int) -> dict[int, None]:
-        """The distinct units used next, from a position on and across phases, while they fit `limit` bytes; at least one."""
+        """The distinct units used from a position on, across phases, while they fit `limit` bytes; at least one."""
         out: dict[int, None] = {}
         total = 0
         for p in range(phase, len(self.phases)):

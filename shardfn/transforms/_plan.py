@@ -120,7 +120,11 @@ class Planner:
         raise_all(
             ValueError,
             "the state was made by a step with other shardings:",
-            [f"{leaf.path} is kept as {x.spec!r}; here it is {leaf.param!r}" for leaf, x in pairs if x.spec != leaf.param],
+            [
+                f"{leaf.path} is kept as {x.spec!r}; here it is {leaf.param!r}"
+                for leaf, x in pairs
+                if x.spec != leaf.param
+            ],
         )
         return plan
 
@@ -137,7 +141,16 @@ class Planner:
             [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, _ in rows if len(c) > len(s)],
         )
         leaves = [
-            leaf_layout(p, s, d, c, zero=self.zero, mesh=self.mesh, batch_axes=self.batch_axes, trainable=t and d.is_floating_point)
+            leaf_layout(
+                p,
+                s,
+                d,
+                c,
+                zero=self.zero,
+                mesh=self.mesh,
+                batch_axes=self.batch_axes,
+                trainable=t and d.is_floating_point,
+            )
             for p, s, d, c, t in rows
         ]
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)

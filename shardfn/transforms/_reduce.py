@@ -1,6 +1,7 @@
 """The transpose of storage -> compute: gradients are summed over the batch's axes and land in the optimizer's layout.
 
-Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with the
+Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap
+with the
 rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that this
 rank's loss did not use contributes zeros, so ranks may take different branches.
 """
@@ -15,9 +16,8 @@ from shardfn.collectives import Channels, Pending, is_sole_owner, psum
 
 from ._layout import LeafLayout, Unit
 
-
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
-IN_FLIGHT_BYTES = 16 << 20
+IN_FLIGHT_BYTES = 24 << 20
 PATIENCE = 2.0
 
 

@@ -10,10 +10,10 @@ from ._accumulate import Accumulated
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps only the inputs of `f` for the backward and runs it again there: `remat(f)(*args) == f(*args)`, bit for bit.
+    """Keeps only the inputs of `f` and runs it again in the backward: `remat(f)(*args) == f(*args)`, bit for bit.
 
-    Trades activation memory for one more forward of `f`. Lazy parameters inside are gathered for the recomputation, which
-    the backward then shares. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
+    Trades activation memory for one more forward of `f`. Lazy parameters inside are gathered for the recomputation,
+    which the backward then shares. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
     https://arxiv.org/abs/1604.06174
 
     Args:

@@ -16,7 +16,7 @@ from ._check import check_specs, is_spec
 def shard_map(
     f: Callable[..., Any], *, mesh: Mesh | DeviceMesh | None, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """Runs `f` once a rank on blocks: in `f` a dim that a spec cuts has the block's size, and collectives know the axes.
+    """Runs `f` once a rank on blocks: in it a dim that a spec cuts has the block's size, and collectives know the axes.
 
     Every rank passes the same whole tensors, takes its own blocks of them, and gets the same whole results. It can be
     differentiated: the transpose of a cut is `all_gather_invariant`, of replication `psum`.
@@ -25,7 +25,8 @@ def shard_map(
         f: a function over blocks; may use `psum` and the others with the mesh's axis names.
         mesh: the mesh.
         in_specs: a prefix tree of `P` for the tuple of arguments.
-        out_specs: a prefix tree of `P` for the result. A result must be the same on all ranks along axes its spec leaves out.
+        out_specs: a prefix tree of `P` for the result. A result must be the same on all ranks along axes its spec
+            leaves out.
 
     Returns:
         `g(*args)` with whole tensors (or `GlobalTensor`s of just that spec, whose blocks are taken as they are).
@@ -49,7 +50,9 @@ def shard_map(
             leaves, treedef = tree_flatten(given)
             specs = broadcast_prefix(in_specs, given, is_spec, names=("in_specs", "args"))
             names = tree_paths(given, "args")
-            blocks = tree_unflatten(treedef, [_enter(x, s, n, on) for x, s, n in zip(leaves, specs, names, strict=True)])
+            blocks = tree_unflatten(
+                treedef, [_enter(x, s, n, on) for x, s, n in zip(leaves, specs, names, strict=True)]
+            )
             out = f(blocks) if given is not args else f(*blocks)
             leaves, treedef = tree_flatten(out)
             specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
@@ -61,12 +64,16 @@ def shard_map(
 def _enter(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     if isinstance(x, GlobalTensor):
         if x.spec != spec:
-            raise ValueError(f"{name} is kept as {x.spec!r}, in_specs says {spec!r}; pass x.full_tensor() or change the spec.")
+            raise ValueError(
+                f"{name} is kept as {x.spec!r}, in_specs says {spec!r}; pass x.full_tensor() or change the spec."
+            )
         return x.local
     if not isinstance(x, Tensor):
         return x
     if len(spec) > x.ndim:
-        raise ValueError(f"{name} of shape {tuple(x.shape)} has spec {spec!r}, which has more entries than it has dims.")
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} has spec {spec!r}, which has more entries than it has dims."
+        )
     for dim in range(len(spec)):
         for axis in spec.dim_axes(dim):
             x = take_own_block(x, axis, dim=dim)

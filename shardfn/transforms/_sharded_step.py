@@ -55,12 +55,14 @@ def sharded_step(
 ) -> "ShardedStep":
     """The training step of `loss` under `optimizer`, on a mesh: `step(state, batch) -> (state, metrics)`.
 
-    Between steps each leaf is kept as its storage sharding says; the loss sees it as its compute spec says. The conversions,
-    and their transposes for the gradients, are inserted at each use of a leaf. Gradients are averaged over the axes that
-    shard the batch.
+    Between steps each leaf is kept as its storage sharding says; the loss sees it as its compute spec says. The
+    conversions,
+    and their transposes for the gradients, are inserted at each use of a leaf. Gradients are averaged over the axes
+    that shard the batch.
 
     Args:
-        loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a `WeightedMean`.
+        loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
+            `WeightedMean`.
         optimizer: an (init, update) pair of `shardfn.optim`.
         mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device.
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
@@ -95,9 +97,7 @@ def sharded_step(
     on, rule = as_mesh(mesh), zero or Zero()
     check_specs(specs, batch, rule, on)
     planner = Planner(on, specs, batch, rule, trainable)
-    return ShardedStep(
-        loss, optimizer, planner, key=key, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
-    )
+    return ShardedStep(loss, optimizer, planner, key=key, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite)
 
 
 class ShardedStep:
@@ -122,8 +122,10 @@ class ShardedStep:
         """The first state: every rank keeps its own blocks only.
 
         Args:
-            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one. Inside
-                such a function `shardfn`'s own draws are deferred, so that each rank draws its own blocks and no others.
+            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
+                Inside such a function `shardfn`'s own draws are deferred, so that each rank draws its own blocks and no
+                others.
+            *args: what such a function is called with.
 
         Raises:
             TypeError: a leaf is no tensor.
@@ -181,7 +183,7 @@ class ShardedStep:
             return run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
 
     def specs(self, params: PyTree) -> PyTree:
-        """The storage `Sharding` of each leaf of a parameter tree (tensors, `GlobalTensor`s, or what has shape and dtype)."""
+        """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, leaves)
         return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])

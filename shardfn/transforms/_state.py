@@ -44,7 +44,8 @@ def check_alive(state: TrainState) -> None:
 def state_specs(opt_state: PyTree, params: PyTree, specs: list[P], shapes: list[Any]) -> list[tuple[Any, P]]:
     """Global shape and spec of each leaf of an optimizer state that was initialised on local blocks.
 
-    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; 0-d leaves are replicated.
+    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; 0-d leaves are
+    replicated.
 
     Raises:
         ValueError: a leaf is neither.

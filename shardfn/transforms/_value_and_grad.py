@@ -1,7 +1,7 @@
 """`value_and_grad` and `grad`: reverse mode over pytrees, one microbatch at a time.
 
-They use `torch.autograd.grad`: `torch.func.grad` refuses the saved-tensor hooks that keep gathered parameters out of the
-graph. torch.func's own transforms stay usable inside the loss.
+They use `torch.autograd.grad`: `torch.func.grad` refuses the saved-tensor hooks that keep gathered parameters out of
+the graph. torch.func's own transforms stay usable inside the loss.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         has_aux: whether it returns aux.
 
     Returns:
-        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`; grads has the structure of params, zeros where the
-        loss does not depend on a leaf.
+        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`; grads has the structure of params, zeros
+        where the loss does not depend on a leaf.
 
     Raises:
         TypeError: (when called) a leaf of params is no floating-point tensor; all are listed.

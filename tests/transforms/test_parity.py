@@ -1,13 +1,23 @@
 """Covers the law: what runs sharded equals one device, for stages x worlds x optimizers x accumulate x clip x remat."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 import shardfn as sf
 from shardfn import optim
-from shardfn.testing import ODD_TRAINABLE, assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh, one_device
+from shardfn.testing import (
+    ODD_TRAINABLE,
+    assert_same,
+    distributed,
+    odd_batch,
+    odd_loss,
+    odd_params,
+    on_mesh,
+    one_device,
+)
 
 OPTIMIZERS = {
     "sgd": lambda: optim.sgd(1e-3, momentum=0.9),
@@ -18,7 +28,7 @@ OPTIMIZERS = {
 }
 STEPS = 3
 # Small enough that the odd leaves fall on both sides of each threshold.
-ODD = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
 
 
 def _optimizer(name: str, clip: bool) -> sf.optim.GradientTransformation:

@@ -26,7 +26,7 @@ def _step(loss=_loss, **options):
 def test_unknown_axis_is_named_with_the_near_miss() -> None:
     with pytest.raises(ValueError, match=r"specs\['w'\] = P\('data'\): axis 'data' is not in the mesh"):
         _step(specs={"w": sf.P("data"), "b": sf.P()})
-    with pytest.raises(ValueError, match="axis 'dpp' is not in the mesh.*Did you mean 'dp'"):
+    with pytest.raises(ValueError, match=r"axis 'dpp' is not in the mesh.*Did you mean 'dp'"):
         _step(mesh=sf.make_mesh({"dp": 1}), batch=sf.P("dpp"))
     with pytest.raises(ValueError, match="axis 'fsdp' is not in the mesh"):
         _step(zero=sf.Zero(stage=3, axis="fsdp"))

@@ -45,7 +45,7 @@ def test_ranks_that_disagree_all_raise() -> None:
         step(later if rank else state, _batch())
     with pytest.raises(sf.RankError, match=r"(?s)batch\['x'\]: torch.float32.*batch\['x'\]: torch.float64"):
         step(state, {"x": torch.ones(4, 3, dtype=torch.float64 if rank else torch.float32)})
-    with pytest.raises(ValueError, match="ranks hold batches of different sizes.*WeightedMean"):
+    with pytest.raises(ValueError, match=r"ranks hold batches of different sizes.*WeightedMean"):
         step(state, _batch(4 + rank))
     _, metrics = step(state, _batch())
     assert metrics["finite"]
