@@ -1,12 +1,10 @@
-"""Covers README.md: its Python runs, its commands exist, the tests and links that it names are there."""
+"""Covers README.md and docs/: their Python runs, the commands exist, and so do the tests and links that are named."""
 
-import ast
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -17,31 +15,19 @@ from shardfn.testing import distributed
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.M | re.S)
-PYTHON = [code for language, code in BLOCKS if language == "python"]
+DOCS = ["docs/index.md", "docs/design/0001-laws.md", "docs/design/0002-global-tensor.md"]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
 
 
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_python_runs_by_itself(number: int) -> None:
-    torch.manual_seed(0)
-    exec(compile(PYTHON[number], f"README.md, Python block {number}", "exec"), {"__name__": "readme"})
+def _python(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 
-def test_the_example_has_ten_statements() -> None:
-    assert [type(x).__name__ for x in ast.parse(PYTHON[0]).body].count("Import") == 2
-    assert sum(not isinstance(x, ast.Import | ast.ImportFrom) for x in ast.walk(ast.parse(PYTHON[0])) if _said(x)) <= 10
-
-
-def _said(node: ast.AST) -> bool:
-    return isinstance(node, ast.stmt)
-
-
-@distributed(world=2)
-def test_the_example_runs_on_ranks() -> None:
-    space: dict[str, Any] = {"__name__": "readme"}
-    exec(PYTHON[0], space)
-    metrics = space["metrics"]
-    assert metrics["loss"] < 4
+def test_the_example_has_ten_lines() -> None:
+    lines = [
+        line for line in _python("README.md")[0].splitlines() if line and not line.startswith(("import ", "from "))
+    ]
+    assert len(lines) <= 10
 
 
 def test_the_first_two_blocks_are_the_two_commands() -> None:
@@ -65,12 +51,21 @@ def test_the_training_program_has_the_options_that_are_named() -> None:
         assert option in done.stdout
 
 
+@pytest.mark.parametrize("page", ["README.md", *DOCS])
+@distributed(world=[1, 2])
+def test_python_runs_on_ranks(world: int, page: str) -> None:
+    for number, code in enumerate(_python(page)):
+        exec(compile(code, f"{page}, Python block {number}", "exec"), {"__name__": "page"})
+
+
 def test_files_that_are_named_exist() -> None:
     tests = re.findall(r"`(tests/[^`]+)`", TEXT)
-    links = [x for x in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in x]
     assert len(tests) > 20
-    assert len(links) > 5
-    assert [x for x in {*tests, *links} if not (ROOT / x).exists()] == []
+    assert [x for x in tests if not (ROOT / x).exists()] == []
+    for page in ("README.md", *DOCS):
+        links = [x for x in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()) if "://" not in x]
+        assert links
+        assert [x for x in links if not ((ROOT / page).parent / x).exists()] == []
 
 
 def test_names_that_are_used_exist() -> None:

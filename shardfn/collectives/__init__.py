@@ -9,6 +9,6 @@ from ._all_to_all import all_to_all as all_to_all
 from ._ppermute import ppermute as ppermute
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels, Pending as Pending
-from ._channel import is_sole_owner as is_sole_owner
+from ._channel import TransportError as TransportError, is_sole_owner as is_sole_owner
 from ._control import Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard

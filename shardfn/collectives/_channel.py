@@ -3,13 +3,14 @@
 `all_gather` fills the blocks of a destination in place; `reduce_scatter` sums in rank order, so its bits depend
 neither on
 bucketing nor on timing. On gloo they are a broadcast a block, and an all_to_all with a sum at home (its own all_gather
-costs three times as much and its reduce_scatter is an all_reduce; sends from the calling thread would block on the
-connection while another transfer runs). Elsewhere the backend's native operations run.
+costs three times as much and its reduce_scatter is an all_reduce; sends from the calling thread block on the connection
+while another transfer runs). Elsewhere the backend's native operations run.
 """
 
 import collections
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,18 @@ from ._traffic import record
 
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
 _ASYNC_ALL_TO_ALL.asyncOp = True
-# What counts as a holder depends on torch's build: the memory, a view of it, and the handle by which we ask.
-_SOLE = torch._C._storage_Use_Count(  # pyright: ignore[reportAttributeAccessIssue]
-    torch.empty(4).detach().view(-1).untyped_storage()._cdata
-)
+
+
+class TransportError(RuntimeError):
+    """A transfer broke: a peer is gone or did not answer in time."""
+
+
+@contextlib.contextmanager
+def _transport() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(str(error)) from error
 
 
 class Pending:
@@ -40,8 +49,9 @@ class Pending:
 
     def result(self) -> Tensor:
         """The value; waits for it."""
-        for work in self._works:
-            work.wait()
+        with _transport():
+            for work in self._works:
+                work.wait()
         return self._finish()
 
 
@@ -60,18 +70,20 @@ class Channel:
         group = mesh.new_group(self.axes)
         self.group = group
         self._sends: collections.deque[tuple[dist.Work, Tensor]] = collections.deque()
+        self._tag = 0
         self._roots = [_broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
 
-    def all_gather(self, blocks: Sequence[Tensor], own: Tensor) -> Pending:
+    def all_gather(self, blocks: Sequence[Tensor], own: Tensor, *, idle: bool = False) -> Pending:
         """Fills `blocks[r]` with rank r's block: `[A] [B] => [A, B]`.
 
         Args:
             blocks: one contiguous 1-D destination a rank, in rank order; sizes may differ, all ranks pass the same
                 sizes.
             own: this rank's block, contiguous; may be `blocks[self.index]` itself. It is sent from where it stands and
-                must not be written before `flush()`; so that a destination lives no longer than its user, pass another
-                tensor.
+                must not be written before `flush()`; so that a destination dies with its user, pass another tensor.
+            idle: whether this thread only waits for the result: on gloo it then feeds the connections itself, which is
+                faster, but stalls while they are busy. The same on all ranks.
 
         Returns:
             Pending whose result is `blocks[self.index]`.
@@ -83,7 +95,9 @@ class Channel:
         if self.group is None:
             return Pending((), lambda: mine)
         if self._direct:
-            return Pending(self._broadcasts(own, blocks), lambda: mine)
+            with _transport():
+                works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks)
+            return Pending(works, lambda: mine)
         return Pending([_native_all_gather(blocks, mine, self.group)], lambda: mine)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending:
@@ -115,7 +129,8 @@ class Channel:
             send = flat[own:] if self.index == 0 else flat[:start]
             there[self.index] = back[self.index] = 0
         parts = flat.new_empty((self.size - aside, own))
-        work = group.alltoall_base(parts.view(-1), send, back, there, _ASYNC_ALL_TO_ALL)
+        with _transport():
+            work = group.alltoall_base(parts.view(-1), send, back, there, _ASYNC_ALL_TO_ALL)
 
         def finish() -> Tensor:
             mine = flat[start : start + own]
@@ -131,9 +146,22 @@ class Channel:
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
-        for work, _ in self._sends:
-            work.wait()
+        with _transport():
+            for work, _ in self._sends:
+                work.wait()
         self._sends.clear()
+
+    def _exchange(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
+        assert self.group is not None
+        self._tag = (self._tag + 1) % (1 << 30)
+        works: list[dist.Work] = []
+        for step in range(1, self.size):
+            dst, src = (self.index + step) % self.size, (self.index - step) % self.size
+            if blocks[src].numel():
+                works.append(self.group.recv([blocks[src]], src, self._tag))
+            if own.numel():
+                self._sends.append((self.group.send([own.view(-1)], dst, self._tag), own))
+        return works
 
     def _broadcasts(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
         assert self.group is not None
@@ -182,11 +210,30 @@ class Channels:
 
 
 def is_sole_owner(flat: Tensor) -> bool:
-    """Whether nothing but this view (and what it is a view of) holds the memory of a flat tensor."""
-    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata) <= _SOLE  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether a fresh `x.view(-1)`, and the `x` it keeps alive, are all that hold their memory."""
+    return _holders(flat) <= _SOLE
+
+
+def _holders(flat: Tensor) -> int:
+    storage = flat.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _count_sole() -> int:
+    view = torch.empty(4).detach().view(-1)
+    return _holders(view)
+
+
+# How many holders that makes depends on torch's build.
+_SOLE = _count_sole()
 
 
 def _ordered_sum(rows: list[Tensor], out: Tensor | None) -> Tensor:
+    if rows[0].dtype in (torch.bfloat16, torch.float16):
+        total = rows[0].float()
+        for row in rows[1:]:
+            total.add_(row)
+        return total.to(rows[0].dtype) if out is None else out.copy_(total)
     if len(rows) == 2:
         return torch.add(rows[0], rows[1], out=out)
     total = torch.add(rows[0], rows[1])

@@ -5,15 +5,20 @@ it.
 """
 
 import hashlib
+import itertools
 import pickle
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError
 
+# Seconds to wait for others to report a failure, and the tag of the messages that try a connection.
 GRACE = 3.0
+_PROBE = 1 << 29
+_NAMES = itertools.count()
 
 
 class Control:
@@ -23,7 +28,8 @@ class Control:
         self.size = mesh.size
         self.rank = mesh.rank
         self._group = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
-        self._round = 0
+        # Made collectively, so the same number on all ranks.
+        self._name = next(_NAMES)
 
     def exchange(self, value: int) -> list[int]:
         """Every rank's value (63 bits), in rank order.
@@ -31,13 +37,29 @@ class Control:
         Raises:
             RankError: a rank did not answer within the group's timeout.
         """
+        return self.ask(value)()
+
+    def ask(self, value: int) -> Callable[[], list[int]]:
+        """Begins an `exchange`; the answer is a call that waits for it, and is due before the next one begins."""
         if self._group is None:
-            return [value]
+            return lambda: [value]
         pair = torch.tensor([value, -value])
-        self._reduce_max(pair)
-        if int(pair[0]) == -int(pair[1]):
-            return [value] * self.size
-        return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
+        try:
+            work = dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self.failure(error) from error
+
+        def answer() -> list[int]:
+            try:
+                assert work is not None
+                work.wait()
+            except RuntimeError as error:
+                raise self.failure(error) from error
+            if int(pair[0]) == -int(pair[1]):
+                return [value] * self.size
+            return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
+
+        return answer
 
     def gather(self, value: object) -> list[object]:
         """Every rank's picklable value, in rank order."""
@@ -69,24 +91,43 @@ class Control:
 
     def failure(self, error: BaseException) -> RankError:
         """The error to raise when a transfer failed: names the ranks that do not answer any more."""
-        self._round += 1
-        silent: list[int] = []
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"shardfn/failure/{self._round}/{self.rank}", "1")
-            deadline = time.monotonic() + GRACE
-            silent = [r for r in range(self.size) if r != self.rank]
-            while silent and time.monotonic() < deadline:
-                silent = [r for r in silent if not store.check([f"shardfn/failure/{self._round}/{r}"])]
-                time.sleep(0.05)
-        except RuntimeError:
-            silent = silent or [0]
+        silent = self._closed() or self._unanswering()
         names = ", ".join(f"rank {r}" for r in silent) or "a rank"
         return RankError(
             f"{names} died, or left the step without a word, while rank {self.rank} was waiting for it"
             f" ({type(error).__name__}: {str(error).splitlines()[0]}). The state passed in is unchanged unless its"
             " update had begun; restart the job from the last checkpoint."
         )
+
+    def lost_a_peer(self) -> bool:
+        """Whether the connection to a peer is closed."""
+        return self._group is not None and bool(self._closed())
+
+    def _closed(self) -> list[int]:
+        """The ranks whose connection is closed: a send to them fails at once."""
+        assert self._group is not None
+        closed = []
+        for rank in range(self.size):
+            if rank != self.rank:
+                try:
+                    self._group.send([torch.zeros(1)], rank, _PROBE)
+                except RuntimeError:
+                    closed.append(rank)
+        return closed
+
+    def _unanswering(self) -> list[int]:
+        """The ranks that do not report, within a moment, that a transfer failed for them too."""
+        silent = [r for r in range(self.size) if r != self.rank]
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"shardfn/failure/{self._name}/{self.rank}", "1")
+            deadline = time.monotonic() + GRACE
+            while silent and time.monotonic() < deadline:
+                silent = [r for r in silent if not store.check([f"shardfn/failure/{self._name}/{r}"])]
+                time.sleep(0.05)
+        except RuntimeError:  # the store's host is gone
+            pass
+        return silent
 
     def _reduce_max(self, x: torch.Tensor) -> None:
         try:

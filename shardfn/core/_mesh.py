@@ -4,10 +4,13 @@ House names: `dp` data, `tp` tensor, `sp` sequence, `ep` expert, `pp` pipeline. 
 program without torch.distributed are the same thing: the identity.
 """
 
+import atexit
 import datetime
+import gc
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,13 +32,21 @@ class Mesh:
         coords: this rank's index on each axis.
         device: the device this rank computes on.
         device_mesh: the `torch.distributed.DeviceMesh` behind it, or None when everything is one process.
+        timeout: how long a collective may wait for a peer: by default as long as in the default process group.
         resources: what other rooms keep for as long as the mesh lives (communicators, say).
     """
 
-    def __init__(self, shape: Mapping[str, int], device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        shape: Mapping[str, int],
+        device: torch.device,
+        device_mesh: DeviceMesh | None = None,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
         self.shape = dict(shape)
         self.device = device
         self.device_mesh = device_mesh
+        self.timeout = timeout or _default_timeout(device)
         self.rank = dist.get_rank() if device_mesh is not None else 0
         grid = torch.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
         where = (grid == self.rank).nonzero()[0].tolist()
@@ -110,7 +121,7 @@ class Mesh:
         rows = self._grid.permute(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))
         mine = None
         for ranks in rows.tolist():
-            group = dist.new_group(ranks, backend=backend)
+            group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
             if self.rank in ranks and isinstance(group, dist.ProcessGroup):
                 mine = group
         assert mine is not None
@@ -146,24 +157,46 @@ def make_mesh(
     """
     shape = dict(axes if axes is not None else {"dp": -1})
     dev = _local_device(device)
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    started = False
     launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if launched and not dist.is_initialized():
         if dev.type == "cuda":
             torch.cuda.set_device(dev)
-        limit = None if timeout is None else datetime.timedelta(seconds=timeout)
         dist.init_process_group("nccl" if dev.type == "cuda" else "gloo", timeout=limit)
+        started = True
     world = dist.get_world_size() if dist.is_initialized() else 1
     shape = _fill(shape, world)
     if world == 1:
         return Mesh(shape, dev)
-    mesh = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    return Mesh(shape, dev, mesh)
+    grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = Mesh(shape, dev, grid, limit)
+    atexit.register(_release, weakref.ref(mesh), started)
+    return mesh
+
+
+def _default_timeout(device: torch.device) -> datetime.timedelta | None:
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    return dist.distributed_c10d._get_default_group()._get_backend(torch.device(device.type)).options._timeout
+
+
+def _release(mesh: "weakref.ref[Mesh]", started: bool) -> None:
+    """At exit: communicators end before the interpreter does, whose end their threads would not survive."""
+    alive = mesh()
+    if alive is not None:
+        alive.resources.clear()
+        alive._groups.clear()
+        alive.device_mesh = None
+    gc.collect()
+    if started and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
     """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, None is the mesh of one rank and no axes."""
     if mesh is None:
-        return Mesh({}, torch.device("cpu"))
+        return Mesh({}, _local_device(None))
     if isinstance(mesh, Mesh):
         return mesh
     names = mesh.mesh_dim_names

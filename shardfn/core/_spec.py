@@ -1,9 +1,8 @@
 """`P` and `Sharding`: where each dim of a leaf lives on the mesh.
 
 `P("dp", None, ("tp", "sp"))` has one entry a tensor dim: `None` (whole), an axis name, or a tuple of names from major
-to
-minor. Trailing `None`s may be left out. Blocks are cut as `torch.chunk` cuts them: ceil(size / n) rows each, the last
-ones short or empty, so no size must divide anything.
+to minor. Trailing `None`s may be left out. Blocks are cut as `torch.chunk` cuts them: ceil(size / n) rows each, the
+last ones short or empty, so no size must divide anything.
 """
 
 import dataclasses

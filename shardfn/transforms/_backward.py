@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, tree_unflatten
 
 from ._accumulate import microbatches
@@ -34,12 +35,12 @@ class Outcome:
 def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
-    book = LeafBook(gatherer.whole)
+    book = LeafBook(gatherer.whole, [leaf.path for leaf in plan.leaves])
     with _told(gatherer, comms), torch.no_grad():
         params, _ = _enter(plan, blocks, book, None)
         gatherer.begin_phase()
         out = f(params)
-        gatherer.end_phase(last=True)
+        gatherer.end_phase(ask=True)
     gatherer.close()
     return out
 
@@ -65,7 +66,6 @@ def run_backward(
         has_aux: whether the loss returns aux.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
     """
-    inner, batches = microbatches(loss, args[0])
     ranks = plan.mesh.axis_size(plan.batch_axes)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     order = plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
@@ -79,11 +79,13 @@ def run_backward(
     )
     values: list[Value] = []
     with _told(gatherer, comms), torch.enable_grad():
-        book = LeafBook(gatherer.whole)
+        inner, batches = microbatches(loss, args[0])
+        book = LeafBook(gatherer.whole, [leaf.path for leaf in plan.leaves])
         params, handles = _enter(plan, blocks, book, reducer)
         for k, batch in enumerate(batches):
             last = k == len(batches) - 1
-            reducer.begin(send=last or plan.zero.reduce == "each", last=last)
+            send = last or plan.zero.reduce == "each"
+            reducer.begin(send=send, last=last)
             gatherer.begin_phase()
             with book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
                 value = evaluate(inner, params, (batch, *args[1:]), has_aux)
@@ -92,19 +94,21 @@ def run_backward(
                     "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
                     " return WeightedMean(total, weight) from the loss, or pass equal batches."
                 )
-            gatherer.end_phase(last=False)
+            gatherer.end_phase(ask=False)
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
             _differentiate(value, handles, 1.0 / (ranks * len(batches)))
             del value
-            gatherer.end_phase(last=last)
+            gatherer.end_phase(ask=send)
             reducer.end()
             book.forget_dead()
-    gatherer.close()
-    if not plan.reduce_order:
-        first: Any = comms.control.gather(reducer.seen)[0]
-        plan.reduce_order = first
-    return _outcome(values, reducer)
+        gatherer.close()
+        out = _outcome(values, reducer)
+        if not plan.reduce_order:
+            first: Any = comms.control.gather(reducer.seen)[0]
+            plan.reduce_order = first
+        _agree_on_outcome(plan, comms, out)
+    return out
 
 
 def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor], order: UseOrder) -> Gatherer:
@@ -153,11 +157,11 @@ def _told(gatherer: Gatherer, comms: Comms) -> Any:
     try:
         yield
     except RankError:
-        comms.broken = True
+        comms.broken = comms.mesh.size > 1
         raise
     except Exception as error:
         comms.broken = comms.mesh.size > 1
-        if _is_transport(error):
+        if isinstance(error, TransportError):
             raise comms.control.failure(error) from error
         gatherer.fail(error)
         raise
@@ -166,11 +170,11 @@ def _told(gatherer: Gatherer, comms: Comms) -> Any:
         raise
 
 
-def _is_transport(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("gloo", "connection", "timed out", "nccl", "socket")
-    )
+def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
+    """Compares, in the first step of a plan, what the losses of the ranks return: their sums must mean the same."""
+    if plan.outcome is None:
+        plan.outcome = f"{'a mean' if out.weight is None else 'a WeightedMean'} and aux {sorted(out.aux)}"
+        comms.control.agree("what the loss returns", plan.outcome)
 
 
 def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
@@ -178,7 +182,7 @@ def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
     weights = [v.weight for v in values if v.weight is not None]
     weight = torch.stack(weights).sum() if weights else None
     aux: dict[str, WeightedMean] = {}
-    for name in values[0].aux:
+    for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
     return Outcome(total, weight, aux, len(values), reducer)

@@ -1,5 +1,7 @@
 """What can be wrong with the arguments of a step, found before anything is sent."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from shardfn.collectives import Control, text_hash
 from shardfn.core import (
     HOUSE_AXES,
+    Draw,
     Mesh,
     P,
     PyTree,
@@ -16,6 +19,7 @@ from shardfn.core import (
     Zero,
     broadcast_prefix,
     did_you_mean,
+    draw_block,
     raise_all,
     tree_leaves,
     tree_paths,
@@ -39,6 +43,10 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
             if not is_spec(spec):
                 problems.append(f"{path} is {spec!r}, not a P. Did you mean P({spec!r})?")
                 continue
+            if isinstance(spec, Sharding) and spec.memory_kind != "device":
+                problems.append(
+                    f"{path} asks for memory_kind={spec.memory_kind!r}; leaves are kept on the device only."
+                )
             spec = spec.spec if isinstance(spec, Sharding) else spec
             problems += [f"{path} = {spec!r}: {_unknown(a, mesh)}" for a in spec.axes if not _known(a, mesh)]
     axes = (zero.axis,) if isinstance(zero.axis, str) else zero.axis
@@ -72,11 +80,7 @@ def check_replicas(leaves: list[Tensor], plan: Any, control: Control) -> None:
     """
     if control.size == 1:
         return
-    plain = [
-        (leaf.path, _checksum(x))
-        for leaf, x in zip(plan.leaves, leaves, strict=True)
-        if type(x) in (Tensor, torch.nn.Parameter)
-    ]
+    plain = [(leaf.path, _checksum(x)) for leaf, x in zip(plan.leaves, leaves, strict=True)]
     rows: list[Any] = control.gather([c for _, c in plain])
     bad = [
         f"{path}: checksums {[row[k] for row in rows]}"
@@ -90,27 +94,40 @@ def check_replicas(leaves: list[Tensor], plan: Any, control: Control) -> None:
     )
 
 
-def agree_on_step(control: Control, number: int, plan: Any, batch: PyTree, specs: PyTree) -> bool:
+@contextlib.contextmanager
+def told_before(control: Control) -> Iterator[None]:
+    """Raises an error of the preparations on all ranks, not on this one alone: the others wait in `agree_on_step`."""
+    try:
+        yield
+    except Exception as error:
+        text = f"raised {type(error).__name__}: {error}"
+        with contextlib.suppress(RankError):
+            agree_on_step(control, text, ("", ()))
+        raise
+
+
+def agree_on_step(control: Control, what: str, batch: tuple[str, tuple[int, ...]]) -> bool:
     """Compares what the ranks are about to run, before the first transfer.
+
+    Args:
+        control: the control plane.
+        what: the call, in words.
+        batch: what `describe_batch` said.
 
     Returns:
         Whether all ranks pass batches of the same shapes.
 
     Raises:
-        RankError: they differ in the step's number, the batch's structure, or the model.
+        RankError: they differ in the call, the step's number, or the batch's structure; or a rank has failed already.
     """
-    fixed, sizes = check_batch(batch, specs, plan.mesh)
-    if control.size == 1:
-        return True
-    text = f"step {number} of {len(plan.leaves)} leaves\n{fixed}"
-    codes = control.exchange(text_hash(f"{text}{sizes}"))
-    if len(set(codes)) == 1:
+    text, sizes = f"{what}\n{batch[0]}", batch[1]
+    if len(set(control.exchange(text_hash(f"{text}{sizes}")))) == 1:
         return True
     control.agree("what to run", text)
     return False
 
 
-def check_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:
+def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:
     """Refuses a batch that the specs cannot describe.
 
     Returns:
@@ -146,13 +163,16 @@ def check_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[in
     return "\n".join(fixed), tuple(sizes)
 
 
-def _checksum(x: Tensor) -> tuple[float, float]:
-    flat = x.detach().reshape(-1)
-    if x.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    flat = flat.to(torch.float64).nan_to_num()
-    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=x.device).reciprocal_()
-    return float(flat.sum()), float(flat @ weights)
+def _checksum(x: Tensor) -> int:
+    """A sum over the bits of a tensor, or of a corner of one that is not drawn yet; the same wherever the bits are."""
+    if isinstance(x, Draw):
+        x = draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))
+    data = x.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for chunk in data.split(1 << 20):
+        words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
+        total += int((words * (2 * torch.arange(words.numel(), device=words.device) + 1)).sum())
+    return total % (1 << 62)
 
 
 def _known(axis: str, mesh: Mesh) -> bool:

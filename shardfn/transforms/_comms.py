@@ -1,7 +1,10 @@
 """The communicators of a mesh's steps."""
 
+import contextlib
+from collections.abc import Iterator
+
 from shardfn.collectives import Channels, Control
-from shardfn.core import Mesh
+from shardfn.core import Mesh, RankError
 
 
 class Comms:
@@ -30,3 +33,20 @@ def comms_of(mesh: Mesh) -> Comms:
     if comms is None or comms.broken:
         comms = mesh.resources["comms"] = Comms(mesh)
     return comms
+
+
+@contextlib.contextmanager
+def losing_no_peer(comms: Comms) -> Iterator[None]:
+    """Turns the error of a lost peer into a `RankError` that names it; after any error, communicators are made anew."""
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        comms.broken = comms.mesh.size > 1
+        if comms.control.lost_a_peer():
+            raise comms.control.failure(error) from error
+        raise
+    except BaseException:
+        comms.broken = comms.mesh.size > 1
+        raise

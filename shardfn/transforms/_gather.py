@@ -64,15 +64,16 @@ class Gatherer:
         unit, slot = self._slot[leaf]
         return self._need(unit).leaf(slot)
 
-    def end_phase(self, *, last: bool) -> None:
+    def end_phase(self, *, ask: bool) -> None:
         """Issues what the phase still owes to other ranks and serves those that ask for more.
 
-        Where no leaf is gathered, the phases need no agreement, and only the `last` one asks whether all is well.
+        Args:
+            ask: whether to ask the other ranks if all is well even where no leaf is gathered: before waiting for them.
 
         Raises:
             RankError: another rank failed.
         """
-        if not self._units and not last:
+        if not self._units and not ask:
             return
         self._catch_up()
         while self._ask(DONE):
@@ -87,6 +88,8 @@ class Gatherer:
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks that this one cannot go on; they raise `RankError` at their next agreement."""
+        if self._phase < 0:
+            self.begin_phase()
         self._catch_up()
         wants = self._control.exchange(FAILED)
         self._control.gather(_describe(error) if FAILED in wants else "")
@@ -169,25 +172,28 @@ class _Whole:
 
     def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: Channel) -> None:
         self._members = [(leaf, block) for leaf, block in members if block is not None]
-        self._pending, self._out, self._parts = start_gather(self._members, channel)
+        pending, out, self._parts = start_gather(self._members, channel)
+        self._pending: Pending | None = pending
+        self._out: Tensor | None = out
         self._tensors: list[Tensor] = []
         self.arrived = False
 
     def arrive(self) -> None:
-        if not self.arrived:
+        if self._pending is not None:
             self._pending.result()
-            self.arrived = True
+            self._pending, self.arrived = None, True
 
     def leaf(self, slot: int) -> Tensor:
         if not self._tensors:
             self.arrive()
+            assert self._out is not None
             self._tensors = finish_gather(self._members, self._out, self._parts)
-            self._parts = []
+            self._parts, self._out = [], None
         return self._tensors[slot]
 
 
 def start_gather(
-    members: Sequence[tuple[LeafLayout, Tensor]], channel: Channel, *, keep_parts: bool = False
+    members: Sequence[tuple[LeafLayout, Tensor]], channel: Channel, *, refresh: bool = False
 ) -> tuple[Pending, Tensor, list[list[Tensor]]]:
     """Begins to gather leaves from their pieces, in one message.
 
@@ -195,10 +201,10 @@ def start_gather(
 
     Returns:
         The transfer, its destination, and per rank the views of the destination that hold each leaf's piece (none for a
-        leaf that lands in place, unless `keep_parts`).
+        leaf that lands in place, unless the transfer is a `refresh`, for which the caller waits at once).
     """
     leaf, piece = members[0]
-    if len(members) == 1 and leaf.dim == 0 and not keep_parts:
+    if len(members) == 1 and leaf.dim == 0 and not refresh:
         out = piece.new_empty(leaf.block.numel())
         return channel.all_gather(out.split_with_sizes(leaf.shard_sizes), piece.contiguous()), out, []
     sizes = [sum(leaf.shard_sizes[rank] for leaf, _ in members) for rank in range(channel.size)]
@@ -206,7 +212,7 @@ def start_gather(
     blocks = out.split_with_sizes(sizes)
     parts = [_views(block, [leaf for leaf, _ in members], rank) for rank, block in enumerate(blocks)]
     own = torch.cat([piece.reshape(-1) for _, piece in members])
-    return channel.all_gather(blocks, own), out, parts
+    return channel.all_gather(blocks, own, idle=refresh), out, parts
 
 
 def _views(block: Tensor, leaves: list[LeafLayout], rank: int) -> list[Tensor]:

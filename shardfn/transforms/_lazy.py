@@ -8,7 +8,7 @@ saved as (leaf, view geometry), and gathered again when the backward asks for it
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,24 +37,28 @@ class LeafBook:
 
     Args:
         source: gives the whole tensor of leaf i.
+        paths: how errors call the leaves.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
+    def __init__(self, source: Source, paths: Sequence[str]) -> None:
+        self._source, self._paths = source, paths
+        self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}
 
     def fetch(self, leaf: int) -> Tensor:
         """The whole tensor of a leaf, as a fresh alias."""
         whole = self._source(leaf)
         storage = whole.untyped_storage()
         # A weak reference keeps the StorageImpl's address from being reused, so the key stays unambiguous.
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = (leaf, StorageWeakRef(storage))
+        known = self._known.get(storage._cdata)
+        if known is None:
+            self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
+        else:
+            self._check(known, whole)
         return whole.detach()
 
     def forget_dead(self) -> None:
         """Drops the entries of tensors that are gone."""
-        self._known = {k: v for k, v in self._known.items() if not v[1].expired()}
+        self._known = {k: v for k, v in self._known.items() if not v[2].expired()}
 
     @contextlib.contextmanager
     def keep_out_of_graph(self) -> Iterator[None]:
@@ -66,7 +70,15 @@ class LeafBook:
         known = self._known.get(x.untyped_storage()._cdata)
         if known is None:
             return x
+        self._check(known, x)
         return known[0], x.size(), x.stride(), x.storage_offset()
+
+    def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
+        if x._version != known[1]:  # a TypeError would make Python try the reflected operator
+            raise ValueError(
+                f"parameter {self._paths[known[0]]} is written to inside the loss, through a view of it; parameters are"
+                " immutable there. Write to a clone()."
+            )
 
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is not tuple:

@@ -20,8 +20,12 @@ def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]
     count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
     row = [out.total, count if out.weight is None else out.weight]
     row += [x for pair in out.aux.values() for x in pair]
-    sums = psum(torch.stack([x.to(torch.float64) for x in row]), plan.batch_axes)
-    norm, scale = torch.sqrt(_sum_squares(plan, out)), None
+    squares = _squares(plan, out)
+    # What is summed over the batch's axes travels together, which is nearly always everything.
+    own = squares.pop(plan.batch_axes, torch.zeros_like(count))
+    *rest, own = psum(torch.stack([x.to(torch.float64) for x in [*row, own]]), plan.batch_axes)
+    sums = torch.stack(rest)
+    norm, scale = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items())), None
     if out.weight is not None:
         scale = 1.0 / sums[1]
         norm = norm * scale
@@ -35,14 +39,11 @@ def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]
     return metrics, scale
 
 
-def _sum_squares(plan: Plan, out: Outcome) -> Tensor:
-    """The squared norm of the summed gradients; parts are disjoint along the axes summed over, so each counts once."""
+def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
+    """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients."""
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for unit, part in out.reducer.parts().items():
         leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
         axes = tuple(a for a in plan.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
         by_axes.setdefault(axes, []).append(part)
-    total = torch.zeros((), dtype=torch.float64, device=out.total.device)
-    for axes, parts in by_axes.items():
-        total = total + psum(sum_squares(parts).to(torch.float64).sum(), axes)
-    return total
+    return {axes: sum_squares(parts).to(torch.float64).sum() for axes, parts in by_axes.items()}

@@ -37,6 +37,7 @@ class Plan:
         batch_axes: the axes that cut the batch.
         use_orders: by kind of call, the order in which leaves are gathered.
         reduce_order: the order in which gradients become ready; empty until a step has run.
+        outcome: what the loss returns; None until a step has run.
     """
 
     leaves: list[LeafLayout]
@@ -49,6 +50,7 @@ class Plan:
     refresh_units: list[Unit] = dataclasses.field(init=False)
     use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
     reduce_order: list[int] = dataclasses.field(default_factory=list)
+    outcome: str | None = None
 
     def __post_init__(self) -> None:
         self.gather_units = gather_units(self.leaves, self.zero)
@@ -58,6 +60,12 @@ class Plan:
     def use_order(self, key: Any) -> UseOrder:
         """The order of use learnt for one kind of call."""
         return self.use_orders.setdefault(key, UseOrder())
+
+    def forget_orders(self, keep: int) -> None:
+        """Drops all but the `keep` newest orders of use, besides the step's own."""
+        applied = [key for key in self.use_orders if key != "step"]
+        for key in applied[: max(0, len(applied) - keep)]:
+            del self.use_orders[key]
 
     def zero_rank(self, leaf: LeafLayout) -> int:
         """This rank's index among those that share a leaf's rows."""
@@ -139,6 +147,11 @@ class Planner:
             ValueError,
             "specs have more entries than their leaf has dims:",
             [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, _ in rows if len(c) > len(s)],
+        )
+        raise_all(
+            ValueError,
+            "complex parameters have no gradients here; close over them, or mark them trainable=False:",
+            [p for p, _, d, _, t in rows if t and d.is_complex],
         )
         leaves = [
             leaf_layout(

@@ -51,7 +51,7 @@ class Reducer:
         self._cut = [leaves[unit.leaves[0]].cut for unit in units]
         self._gather = {u: channels.gather(a) for u, a in enumerate(axes) if not self._cut[u]}
         self._overlap_gather = overlap_gather
-        self._order = order
+        self._order, self._channels = order, channels
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
@@ -60,7 +60,6 @@ class Reducer:
         self._parts: dict[int, Tensor] = {}
         self._flats: dict[int, Tensor] = {}
         self._whole: dict[int, tuple[Tensor, Pending]] = {}
-        self._taken: set[int] = set()
         self._next = self._in_flight = 0
         self._patience = PATIENCE
         self._send = self._last = True
@@ -116,9 +115,12 @@ class Reducer:
             rank = self._scatter[u].index
             shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
             flat = self._parts[u] if self._cut[u] else self._whole_part(u)
+            if self._scatter[u].size == 1 and not is_sole_owner(flat):
+                flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
             pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(leaves) > 1 else [flat]
             out.update({i: p.view(s) for i, p, s in zip(leaves, pieces, shapes, strict=True)})
         self._parts = {}
+        self._channels.flush()  # the optimizer may write what was sent
         return out
 
     def _absent(self, leaf: int) -> Tensor:
@@ -161,9 +163,6 @@ class Reducer:
     def _finish(self, unit: int, part: Tensor) -> None:
         if unit in self._parts:
             part = self._parts[unit] + part
-        elif self._scatter[unit].size == 1 and part.data_ptr() in self._taken:
-            part = part.clone()  # autograd may hand one tensor to two leaves
-        self._taken.add(part.data_ptr())
         self._parts[unit] = part
         if self._last and self._overlap_gather and not self._cut[unit]:
             self._start_whole(unit)
@@ -175,7 +174,8 @@ class Reducer:
             self._whole[unit] = (part, Pending((), lambda: part))
             return
         out = self._flats.pop(unit)
-        if not is_sole_owner(out):
+        in_place = out.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        if not in_place and not is_sole_owner(out):
             out = torch.empty_like(out)
         blocks = out.split_with_sizes(flat_sizes(out.numel(), self._scatter[unit].size))
         self._whole[unit] = (out, self._gather[unit].all_gather(blocks, part))
@@ -195,8 +195,9 @@ def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bo
     """
     first, grad = members[0]
     if not cut or size == 1:
-        flat = grad.reshape(-1) if len(members) == 1 else torch.cat([g.reshape(-1) for _, g in members])
-        return flat.contiguous(), flat_sizes(flat.numel(), size)
+        # Always a view of its own, as `is_sole_owner` counts on.
+        flat = grad.contiguous().view(-1) if len(members) == 1 else torch.cat([g.reshape(-1) for _, g in members])
+        return flat, flat_sizes(flat.numel(), size)
     if len(members) == 1 and first.dim == 0:
         return grad.contiguous().view(-1), first.shard_sizes
     sizes = [sum(leaf.shard_sizes[r] for leaf, _ in members) for r in range(size)]

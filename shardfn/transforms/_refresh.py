@@ -48,13 +48,13 @@ def _start(
     block, row = blocks[members[0]], rows[members[0]]
     assert row is not None
     if len(members) == 1 and leaves[0].dim == 0 and block.is_contiguous():
-        return channel.all_gather(_in_place(leaves[0], block, channel), row), []
+        return channel.all_gather(_in_place(leaves[0], block, channel), row, idle=True), []
     pieces: list[Tensor] = []
     for i in members:
         piece = rows[i]
         assert piece is not None
         pieces.append(piece)
-    pending, _, parts = start_gather(list(zip(leaves, pieces, strict=True)), channel, keep_parts=True)
+    pending, _, parts = start_gather(list(zip(leaves, pieces, strict=True)), channel, refresh=True)
     return pending, parts
 
 

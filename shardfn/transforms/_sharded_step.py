@@ -30,13 +30,17 @@ from shardfn.core import (
 from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward, run_forward
-from ._check import agree_on_step, check_params, check_replicas, check_specs
-from ._comms import comms_of
+from ._check import agree_on_step, check_params, check_replicas, check_specs, describe_batch, told_before
+from ._comms import comms_of, losing_no_peer
 from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan, Planner
 from ._state import TrainState, check_alive
 from ._update import init_optimizer, update, wrap
+
+
+# Functions whose order of gathers a step remembers.
+MAX_APPLIED = 16
 
 
 def sharded_step(
@@ -145,20 +149,24 @@ class ShardedStep:
         blocks = []
         for i, leaf in enumerate(plan.leaves):
             where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
-            blocks.append(draw_block(leaves[i], where).to(self.mesh.device).contiguous())
+            with torch.no_grad():
+                blocks.append(draw_block(leaves[i], where).to(self.mesh.device).contiguous())
             leaves[i] = None
         step = torch.zeros((), dtype=torch.int64)
         return TrainState(wrap(plan, blocks), init_optimizer(plan, self._optimizer, blocks), step, self._key)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch."""
-        check_alive(state)
-        plan, comms = self._planner.plan_of(state), comms_of(self.mesh)
-        even = agree_on_step(comms.control, int(state.step), plan, batch, self._planner.batch)
-        args = (batch,) if self._key is None else (batch, fold_in(self._key_of(state), state.step))
-        blocks = [g.local for g in tree_leaves(state.params)]
-        with bind_mesh(self.mesh):
-            out = run_backward(plan, comms, blocks, self._loss, args, has_aux=self._has_aux, even=even)
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            check_alive(state)
+            plan = self._planner.plan_of(state)
+            number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
+            key = () if self._key is None else (fold_in(self._key_of(state), state.step),)
+            blocks = [g.local for g in tree_leaves(state.params)]
+        even = agree_on_step(comms.control, f"step {number} of {len(plan.leaves)} leaves", described)
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            out = run_backward(plan, comms, blocks, self._loss, (batch, *key), has_aux=self._has_aux, even=even)
             metrics, scale = measure(plan, out)
             if self._skip and not bool(metrics["finite"]):
                 metrics["skipped"] = torch.ones_like(metrics["finite"])
@@ -173,14 +181,19 @@ class ShardedStep:
         Collective: every rank calls it. What `f` returns is returned as it is, so a mean over this rank's rows is this
         rank's. Passing the same function again reuses the order of gathers learnt the first time.
         """
-        check_alive(state)
-        plan, comms = self._planner.plan_of(state), comms_of(self.mesh)
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            check_alive(state)
+            plan = self._planner.plan_of(state)
+            blocks = [g.local for g in tree_leaves(state.params)]
+        agree_on_step(comms.control, f"apply on {len(plan.leaves)} leaves", ("", ()))
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
             plan.use_orders.pop(("apply", f), None)
-        with bind_mesh(self.mesh):
-            blocks = [g.local for g in tree_leaves(state.params)]
-            return run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            out = run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
+        plan.forget_orders(MAX_APPLIED)
+        return out
 
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
@@ -194,5 +207,5 @@ class ShardedStep:
         return state.key
 
     def _describe(self, plan: Plan) -> str:
-        flags = f"donate {self._donate} skip_nonfinite {self._skip} has_aux {self._has_aux} key {self._key is not None}"
+        flags = f"donate {self._donate} skip_nonfinite {self._skip} has_aux {self._has_aux} key {None if self._key is None else self._key.tolist()}"
         return f"{flags}\n{plan.describe()}"

@@ -57,7 +57,9 @@ def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: list[T
     """The optimizer's first state, on this rank's rows."""
     rows = [_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
-    opt_state = optimizer.init(tree)
+    # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
+    held = {x.untyped_storage().data_ptr() for x in tree_leaves(tree)}
+    opt_state = tree_map(lambda x: x.clone() if x.untyped_storage().data_ptr() in held else x, optimizer.init(tree))
     train = [leaf for leaf in plan.leaves if leaf.trainable]
     where = state_specs(opt_state, tree, [leaf.shard for leaf in train], [leaf.shape for leaf in train])
     leaves, treedef = tree_flatten(opt_state)

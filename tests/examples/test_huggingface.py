@@ -113,7 +113,8 @@ def test_tied_weights_stay_tied() -> None:
     missing, unexpected = model.load_state_dict(sf.unshard(state.params), strict=False)
     assert not unexpected
     assert set(missing) == {"lm_head.weight"}  # it is the embedding, which was there
-    assert model.lm_head.weight is model.transformer.wte.weight
+    named = dict(model.named_parameters(remove_duplicate=False))
+    assert named["lm_head.weight"] is named["transformer.wte.weight"]
     with torch.no_grad():
         torch.testing.assert_close(sharded, model(input_ids=tokens).logits, rtol=1e-9, atol=1e-12)
 

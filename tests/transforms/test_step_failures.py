@@ -159,3 +159,30 @@ def test_branches_that_only_some_ranks_take_neither_hang_nor_err(world: int) -> 
             want = {k: (v - 0.1 * (v.grad if v.grad is not None else 0)).detach() for k, v in handles.items()}
         for k in want:
             torch.testing.assert_close(state.params[k].full_tensor(), want[k], rtol=1e-5, atol=1e-6)
+
+
+@distributed(world=2)
+def test_a_rank_that_raises_in_any_microbatch_or_before_is_named() -> None:
+    rank = torch.distributed.get_rank()
+    calls = {"n": 0, "fail": -1}
+
+    def loss(params: dict, batch: dict) -> Tensor:
+        calls["n"] += 1
+        if rank == 1 and calls["n"] - 1 == calls["fail"]:
+            raise RuntimeError("feature store: connection refused")
+        return _loss(params, batch)
+
+    for stage in (0, 1, 3):
+        step = _step(stage, sf.accumulate(loss, 2))
+        state = step.init(_params())
+        for fail in (0, 1):
+            calls.update(n=0, fail=fail)
+            with pytest.raises(RuntimeError if rank else sf.RankError, match="feature store"):
+                step(state, _batch())
+        calls.update(n=0, fail=-1)
+        with pytest.raises(TypeError if rank else sf.RankError, match=r"batch\['x'\] is a float"):
+            step(state, {"x": 1.0} if rank else _batch())
+        with pytest.raises(ValueError, match="cannot cut the batch evenly" if rank else "different sizes"):
+            step(state, _batch(4 - rank))
+        state, metrics = step(state, _batch())
+        assert metrics["finite"]

@@ -183,7 +183,8 @@ def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> Non
         state = step.init(_init, sf.key(5))
     finally:
         _draw._draw = sample
-    assert drawn[0] == state.params["w"].local.numel() + state.params["v"].local.numel()
+    corners = 4 * 4 + 3 * 4 if world > 1 else 0  # by which the ranks see that they draw the same
+    assert drawn[0] == state.params["w"].local.numel() + state.params["v"].local.numel() + corners
     for name, x in whole.items():
         assert torch.equal(state.params[name].full_tensor(), x)
 
@@ -228,3 +229,84 @@ def test_aux_is_averaged_over_ranks_and_microbatches(world: int) -> None:
     x = torch.arange(4.0).chunk(world)[mesh.rank]
     _, metrics = step(step.init(torch.ones(())), x)
     assert metrics["mean"] == 1.5 and metrics["share"] == 0.25
+
+
+@distributed(world=[1, 2, 3])
+def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> None:
+    """Autograd may hand one tensor, or overlapping ones, to several leaves; sums and updates must not see each other."""
+    rank = 0 if world == 1 else torch.distributed.get_rank()
+
+    def shared(p: dict, x: Tensor) -> Tensor:
+        return ((p["a"] + p["b"]) * x.mean()).sum() + (p["z"] + torch.cat([p["c"], p["d"]])).sum() / 4
+
+    x = 1.0 + 2.0 * torch.arange(world)
+    for stage in range(4):
+        for clip in (False, True):
+            zero = sf.Zero(stage=stage, persist=0, bucket=0)
+            optimizer = sf.optim.sgd(1.0)
+            if clip:
+                optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(1e6), optimizer)
+            step = sf.sharded_step(shared, optimizer, mesh=sf.make_mesh({"dp": world}), zero=zero)
+            state = step.init({k: torch.zeros(4 if k in "abz" else 2) for k in "abcdz"})
+            state, _ = step(state, x[rank : rank + 1])
+            want = {"a": -x.mean(), "b": -x.mean(), "z": -0.25, "c": -0.25, "d": -0.25}
+            for name, value in want.items():
+                got = state.params[name].full_tensor()
+                assert torch.allclose(got, torch.full_like(got, float(value))), (stage, name, got)
+
+
+@distributed(world=[1, 2])
+def test_a_gradient_that_the_user_keeps_is_not_overwritten(world: int) -> None:
+    kept = torch.full((4,), 2.0)
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w: Tensor) -> Tensor:
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, *grads: Tensor) -> Tensor:
+            return kept
+
+    for stage in range(4):
+        zero = sf.Zero(stage=stage, persist=0, bucket=0)
+        optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(1e-3), sf.optim.sgd(1.0))
+        step = sf.sharded_step(lambda w, x: Keep.apply(w), optimizer, mesh=sf.make_mesh({"dp": world}), zero=zero)
+        step(step.init(torch.ones(4)), torch.ones(1))
+        assert torch.equal(kept, torch.full((4,), 2.0)), stage
+
+
+@distributed(world=2)
+def test_writing_through_a_view_of_a_parameter_is_refused() -> None:
+    def loss(p: dict, x: Tensor) -> Tensor:
+        return (p["w"].view(-1).mul_(2) ** 2).sum()
+
+    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}), zero=sf.Zero(3, persist=0))
+    with pytest.raises(ValueError, match=r"params\['w'\] is written to inside the loss, through a view"):
+        step(step.init({"w": torch.ones(4)}), torch.ones(1))
+
+
+@distributed(world=2)
+def test_ranks_that_draw_or_return_different_things_are_told() -> None:
+    rank = torch.distributed.get_rank()
+    mesh = sf.make_mesh({"dp": 2})
+    step = sf.sharded_step(lambda p, b: p["w"].sum(), sf.optim.sgd(0.1), mesh=mesh)
+    with pytest.raises(sf.RankError, match=r"different values.*\n.*params\['b'\]"):
+        step.init(lambda: {k: sf.core.normal(sf.key(rank), (3,)) for k in "wb"})
+
+    def loss(p: Tensor, x: Tensor):
+        return p.sum(), ({"a": 1.0} if rank else {"b": 1.0})
+
+    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, has_aux=True)
+    with pytest.raises(sf.RankError, match=r"(?s)what the loss returns.*rank 0: a mean and aux \['b'\].*\['a'\]"):
+        step(step.init(torch.ones(3)), torch.ones(1))
+    # the order of names is not a difference
+    names = ("a", "b") if rank else ("b", "a")
+    step = sf.sharded_step(
+        lambda p, x: (p.sum(), {n: 1.0 if n == "a" else 100.0 for n in names}),
+        sf.optim.sgd(0.1),
+        mesh=mesh,
+        has_aux=True,
+    )
+    _, metrics = step(step.init(torch.ones(3)), torch.ones(1))
+    assert metrics["a"] == 1 and metrics["b"] == 100
