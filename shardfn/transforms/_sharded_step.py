@@ -38,7 +38,6 @@ from ._plan import Plan, Planner
 from ._state import TrainState, check_alive
 from ._update import init_optimizer, update, wrap
 
-
 # Functions whose order of gathers a step remembers.
 MAX_APPLIED = 16
 
