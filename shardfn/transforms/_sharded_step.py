@@ -206,5 +206,6 @@ class ShardedStep:
         return state.key
 
     def _describe(self, plan: Plan) -> str:
-        flags = f"donate {self._donate} skip_nonfinite {self._skip} has_aux {self._has_aux} key {None if self._key is None else self._key.tolist()}"
+        key = None if self._key is None else self._key.tolist()
+        flags = f"donate {self._donate} skip_nonfinite {self._skip} has_aux {self._has_aux} key {key}"
         return f"{flags}\n{plan.describe()}"

@@ -233,7 +233,7 @@ def test_aux_is_averaged_over_ranks_and_microbatches(world: int) -> None:
 
 @distributed(world=[1, 2, 3])
 def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> None:
-    """Autograd may hand one tensor, or overlapping ones, to several leaves; sums and updates must not see each other."""
+    """Autograd may hand one tensor, or overlapping ones, to several leaves; sums and updates must not mix them."""
     rank = 0 if world == 1 else torch.distributed.get_rank()
 
     def shared(p: dict, x: Tensor) -> Tensor:
