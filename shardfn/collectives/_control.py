@@ -91,7 +91,7 @@ class Control:
 
     def failure(self, error: BaseException) -> RankError:
         """The error to raise when a transfer failed: names the ranks that do not answer any more."""
-        silent = self._closed() or self._unanswering()
+        silent = self._closed(patience=1.0) or self._unanswering()
         names = ", ".join(f"rank {r}" for r in silent) or "a rank"
         return RankError(
             f"{names} died, or left the step without a word, while rank {self.rank} was waiting for it"
@@ -103,17 +103,22 @@ class Control:
         """Whether the connection to a peer is closed."""
         return self._group is not None and bool(self._closed())
 
-    def _closed(self) -> list[int]:
-        """The ranks whose connection is closed: a send to them fails at once."""
+    def _closed(self, patience: float = 0.0) -> list[int]:
+        """The ranks whose connection is closed: a send to them fails, at once or as soon as the end is noticed."""
+        deadline = time.monotonic() + patience
+        while True:
+            closed = [r for r in range(self.size) if r != self.rank and not self._reaches(r)]
+            if closed or time.monotonic() >= deadline:
+                return closed
+            time.sleep(0.1)
+
+    def _reaches(self, rank: int) -> bool:
         assert self._group is not None
-        closed = []
-        for rank in range(self.size):
-            if rank != self.rank:
-                try:
-                    self._group.send([torch.zeros(1)], rank, _PROBE)
-                except RuntimeError:
-                    closed.append(rank)
-        return closed
+        try:
+            self._group.send([torch.zeros(1)], rank, _PROBE)
+        except RuntimeError:
+            return False
+        return True
 
     def _unanswering(self) -> list[int]:
         """The ranks that do not report, within a moment, that a transfer failed for them too."""

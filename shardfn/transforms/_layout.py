@@ -13,6 +13,9 @@ import torch
 
 from shardfn.core import Mesh, P, Zero, all_coords, block_slices, zero_spec
 
+# Bytes in which gradients that are summed whole travel together.
+WHOLE_BUCKET = 16 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
@@ -180,8 +183,13 @@ def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same."""
-    members = [i for i, leaf in enumerate(leaves) if leaf.trainable]
-    return make_units(leaves, members, zero.bucket, _reduce_key, math.inf)
+    cut = [i for i, leaf in enumerate(leaves) if leaf.trainable and leaf.cut]
+    whole = [i for i, leaf in enumerate(leaves) if leaf.trainable and not leaf.cut]
+    units = make_units(leaves, cut, zero.bucket, _reduce_key, math.inf)
+    # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
+    return units + make_units(
+        leaves, whole, max(zero.bucket, WHOLE_BUCKET) if zero.bucket else 0, _reduce_key, math.inf
+    )
 
 
 def _reduce_key(leaf: LeafLayout) -> object:

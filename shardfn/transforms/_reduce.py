@@ -59,7 +59,7 @@ class Reducer:
         self._pending: list[tuple[int, Pending]] = []
         self._parts: dict[int, Tensor] = {}
         self._flats: dict[int, Tensor] = {}
-        self._whole: dict[int, tuple[Tensor, Pending]] = {}
+        self._whole: dict[int, tuple[Tensor, Pending | None]] = {}
         self._next = self._in_flight = 0
         self._patience = PATIENCE
         self._send = self._last = True
@@ -134,7 +134,14 @@ class Reducer:
             unit = self._order[self._next]
             self._next += 1
             members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
-            flat, sizes = flatten_for(members, self._scatter[unit].size, self._cut[unit])
+            channel = self._scatter[unit]
+            flat, sizes = flatten_for(members, channel.size, self._cut[unit])
+            if self._in_one(unit):
+                del members
+                flat = flat if is_sole_owner(flat) else flat.clone()
+                self._in_flight += self._units[unit].nbytes
+                self._pending.append((unit, channel.all_reduce(flat)))
+                continue
             self._in_flight += self._units[unit].nbytes
             cut = self._cut[unit]
             if not cut and self._last:
@@ -142,11 +149,21 @@ class Reducer:
             del members
             self._pending.append((unit, self._scatter[unit].reduce_scatter(flat, sizes, reuse=not cut)))
 
+    def _in_one(self, unit: int) -> bool:
+        """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
+        alone = self._last and unit not in self._parts
+        return alone and self._overlap_gather and not self._cut[unit] and self._scatter[unit].sums_in_one
+
     def _collect(self, *, block: bool) -> None:
         while self._pending and (block or self._pending[0][1].done()):
             unit, pending = self._pending.pop(0)
             part = pending.result()
             self._in_flight -= self._units[unit].nbytes
+            if self._in_one(unit):
+                self._whole[unit] = (part, None)
+                own = flat_sizes(part.numel(), 2)
+                self._parts[unit] = part.split_with_sizes(own)[self._scatter[unit].index]
+                continue
             self._finish(unit, part)
 
     def _hold_back(self) -> None:
@@ -171,7 +188,7 @@ class Reducer:
         part = self._parts[unit]
         if self._scatter[unit].size == 1:
             self._flats.pop(unit, None)
-            self._whole[unit] = (part, Pending((), lambda: part))
+            self._whole[unit] = (part, None)
             return
         out = self._flats.pop(unit)
         in_place = out.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
@@ -184,7 +201,8 @@ class Reducer:
         if unit not in self._whole:
             self._start_whole(unit)
         out, pending = self._whole.pop(unit)
-        pending.result()
+        if pending is not None:
+            pending.result()
         return out
 
 
