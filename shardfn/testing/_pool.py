@@ -28,6 +28,7 @@ from shardfn.core import RankError
 from ._report import GRACE, Report, raise_first
 
 START = 300.0  # seconds that a worker has to import torch on a busy machine
+RENDEZVOUS = 30.0  # seconds that ranks have to find one another
 _SCRIPT = str(pathlib.Path(__file__).with_name("_worker.py"))
 _WORKERS: list["Worker"] = []
 _SETUP_FILES: list[str] = []
@@ -71,6 +72,20 @@ def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list
         RankError: a worker died, or an error could not be sent.
         BaseException: the error of the first rank that failed, with a note that has its traceback.
     """
+    workers, reports = _attempt(world, timeout, task)
+    if not any(r.started or not r.stuck for r in reports):
+        # gloo's rendezvous hangs now and then on a busy machine. Nothing has run yet, so other workers may try.
+        end_workers(workers)
+        workers, reports = _attempt(world, timeout, task)
+    errors = [_relay(rank, worker) for rank, worker in enumerate(workers)]
+    # A peer of a dead rank is not trusted again either: its transport may still wait for the dead one.
+    if not all(r.idle for r in reports):
+        end_workers(workers)
+    raise_first(what, timeout, reports, errors)
+    return [pickle.loads(r.value) for r in reports if r.value is not None]
+
+
+def _attempt(world: int, timeout: float, task: Mapping[str, Any]) -> tuple[list[Worker], list[Report]]:
     workers = _start(world)
     number = next(_NUMBERS)
     try:
@@ -78,15 +93,10 @@ def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list
         common = {**task, "number": number, "world": world, "timeout": timeout, "filters": filters}
         for rank, worker in enumerate(workers):
             _send(worker, {**common, "rank": rank})
-        reports = _watch(workers, timeout)
+        return workers, _watch(workers, timeout)
     except BaseException:
         end_workers(workers)
         raise
-    errors = [_relay(rank, worker) for rank, worker in enumerate(workers)]
-    if not all(r.idle for r in reports):
-        end_workers(workers)
-    raise_first(what, timeout, reports, errors)
-    return [pickle.loads(r.value) for r in reports if r.value is not None]
 
 
 def end_workers(workers: list[Worker]) -> None:
@@ -160,13 +170,16 @@ def _expect_ready(worker: Worker) -> None:
 def _watch(workers: list[Worker], timeout: float) -> list[Report]:
     """Follows every rank until it is idle again, dead, or out of time."""
     reports = [Report() for _ in workers]
-    deadline, grace = time.monotonic() + timeout, None
+    started, grace = False, None
+    deadline = time.monotonic() + RENDEZVOUS
     while left := {w.conn: (w, r) for w, r in zip(workers, reports, strict=True) if not r.idle and r.status != "died"}:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             break
         for conn in left.keys() & set(wait(list(left), seconds)):
             _hear(*left[conn])
+        if not started and any(r.started for r in reports):
+            started, deadline = True, time.monotonic() + timeout
         if any(r.status in ("failed", "died") for r in reports):
             grace = grace or time.monotonic() + GRACE
             deadline = min(deadline, grace)
@@ -183,7 +196,9 @@ def _hear(worker: Worker, report: Report) -> None:
     except (EOFError, ConnectionResetError):
         report.status, report.value, report.line = "died", None, f"died with {_exit_code(worker)}"
         return
-    if kind == "idle":
+    if kind == "started":
+        report.started = True
+    elif kind == "idle":
         report.idle = True
     elif kind == "finished":
         report.status, (report.time, report.value) = kind, rest

@@ -20,6 +20,7 @@ class Report:
     released: bool = False
     idle: bool = False
     stack: str = ""
+    started: bool = False  # its process group stands, the function runs
 
     @property
     def stuck(self) -> bool:

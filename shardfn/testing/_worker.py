@@ -18,6 +18,7 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,7 +60,7 @@ def _serve(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
             warnings.resetwarnings()
             filters: Any = warnings.filters  # a list that the type stubs declare as a read-only sequence
             filters.extend(pickle.loads(call["filters"]))
-            value = pickle.dumps(_run(call, store))
+            value = pickle.dumps(_run(call, store, lambda: conn.send(("started",))))
         conn.send(("finished", time.monotonic(), value))
         failed = False
     except BaseException as error:
@@ -73,7 +74,7 @@ def _serve(conn: Connection, call: dict[str, Any], store: dist.Store) -> None:
             raise
 
 
-def _run(call: dict[str, Any], store: dist.Store) -> Any:
+def _run(call: dict[str, Any], store: dist.Store, tell_started: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     if call["world"] > 1:
         dist.init_process_group(
@@ -84,6 +85,7 @@ def _run(call: dict[str, Any], store: dist.Store) -> Any:
             # Later than the parent's own limit, whose report is the better one.
             timeout=datetime.timedelta(seconds=2 * call["timeout"] + 60),
         )
+    tell_started()
     function: Any = _module(call["module"], call["file"], call["rewrite"])
     for name in call["qualname"].split("."):
         function = getattr(function, name)
