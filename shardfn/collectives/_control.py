@@ -1,14 +1,12 @@
 """The control plane: small CPU messages by which ranks agree on what they are about to run, and learn who failed.
 
-Every exchange is one all_reduce of two integers when the ranks agree. A failing peer becomes a `RankError` that names
-it.
+An exchange is one all_reduce of two integers when the ranks agree. A failing peer becomes a `RankError` that names it.
 """
 
 import hashlib
 import itertools
 import pickle
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -37,29 +35,13 @@ class Control:
         Raises:
             RankError: a rank did not answer within the group's timeout.
         """
-        return self.ask(value)()
-
-    def ask(self, value: int) -> Callable[[], list[int]]:
-        """Begins an `exchange`; the answer is a call that waits for it, and is due before the next one begins."""
         if self._group is None:
-            return lambda: [value]
+            return [value]
         pair = torch.tensor([value, -value])
-        try:
-            work = dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self.failure(error) from error
-
-        def answer() -> list[int]:
-            try:
-                assert work is not None
-                work.wait()
-            except RuntimeError as error:
-                raise self.failure(error) from error
-            if int(pair[0]) == -int(pair[1]):
-                return [value] * self.size
-            return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
-
-        return answer
+        self._reduce_max(pair)
+        if int(pair[0]) == -int(pair[1]):
+            return [value] * self.size
+        return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
 
     def gather(self, value: object) -> list[object]:
         """Every rank's picklable value, in rank order."""

@@ -35,7 +35,7 @@ class Outcome:
 def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
-    book = LeafBook(gatherer.whole, [leaf.path for leaf in plan.leaves])
+    book = LeafBook(gatherer.whole, plan.paths)
     with _told(gatherer, comms), torch.no_grad():
         params, _ = _enter(plan, blocks, book, None)
         gatherer.begin_phase()
@@ -80,7 +80,7 @@ def run_backward(
     values: list[Value] = []
     with _told(gatherer, comms), torch.enable_grad():
         inner, batches = microbatches(loss, args[0])
-        book = LeafBook(gatherer.whole, [leaf.path for leaf in plan.leaves])
+        book = LeafBook(gatherer.whole, plan.paths)
         params, handles = _enter(plan, blocks, book, reducer)
         for k, batch in enumerate(batches):
             last = k == len(batches) - 1
@@ -157,16 +157,11 @@ def _told(gatherer: Gatherer, comms: Comms) -> Any:
     try:
         yield
     except RankError:
-        comms.broken = comms.mesh.size > 1
         raise
     except Exception as error:
-        comms.broken = comms.mesh.size > 1
         if isinstance(error, TransportError):
             raise comms.control.failure(error) from error
         gatherer.fail(error)
-        raise
-    except BaseException:
-        comms.broken = comms.mesh.size > 1
         raise
 
 

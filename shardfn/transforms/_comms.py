@@ -40,13 +40,9 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
     """Turns the error of a lost peer into a `RankError` that names it; after any error, communicators are made anew."""
     try:
         yield
-    except RankError:
-        raise
-    except RuntimeError as error:
+    except BaseException as error:
         comms.broken = comms.mesh.size > 1
-        if comms.control.lost_a_peer():
+        may_be_theirs = isinstance(error, RuntimeError) and not isinstance(error, RankError)
+        if may_be_theirs and comms.control.lost_a_peer():
             raise comms.control.failure(error) from error
-        raise
-    except BaseException:
-        comms.broken = comms.mesh.size > 1
         raise

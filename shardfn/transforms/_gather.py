@@ -128,8 +128,7 @@ class Gatherer:
 
     def _move(self) -> Move:
         ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
-        held = self._scheduled
-        return Move([u for u in held if u not in ahead], [u for u in ahead if u not in held])
+        return Move.between(self._scheduled, ahead)
 
     def _catch_up(self) -> None:
         while self._pos < len(self._order.phase(self._phase)):

@@ -60,6 +60,11 @@ class LeafLayout:
         """Whether the parameter is kept in pieces and gathered when it is used."""
         return self.param != self.compute
 
+    @property
+    def refreshed(self) -> bool:
+        """Whether the parameter is resident while each rank updates rows of it, so that it is made whole again after."""
+        return not self.gathered and self.dim is not None
+
     def rows(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         """ZeRO rank `rank`'s part of a block, as a view."""
         if self.dim is None:
@@ -177,7 +182,7 @@ def gather_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 
 def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which resident leaves are gathered after their shards were updated."""
-    members = [i for i, leaf in enumerate(leaves) if not leaf.gathered and leaf.trainable and leaf.shard != leaf.param]
+    members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
     return make_units(leaves, members, zero.bucket, lambda leaf: leaf.zero_axes, math.inf)
 
 

@@ -6,6 +6,7 @@ and it joins the list. So a branch that only some ranks take neither hangs nor g
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -14,6 +15,11 @@ class Move(NamedTuple):
 
     drop: list[int]
     issue: list[int]
+
+    @staticmethod
+    def between(held: Collection[int], ahead: Collection[int]) -> "Move":
+        """From the units that are held to those that shall be."""
+        return Move([u for u in held if u not in ahead], [u for u in ahead if u not in held])
 
 
 @dataclasses.dataclass
@@ -42,7 +48,7 @@ class UseOrder:
                 moves = []
                 for pos in range(len(units)):
                     ahead = self.window(phase, pos, sizes, limit)
-                    moves.append(Move([u for u in held if u not in ahead], [u for u in ahead if u not in held]))
+                    moves.append(Move.between(held, ahead))
                     held = ahead
                 self._moves.append(moves)
         return self._moves

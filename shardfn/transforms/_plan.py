@@ -48,6 +48,7 @@ class Plan:
     gather_units: list[Unit] = dataclasses.field(init=False)
     reduce_units: list[Unit] = dataclasses.field(init=False)
     refresh_units: list[Unit] = dataclasses.field(init=False)
+    paths: list[str] = dataclasses.field(init=False)
     use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
     reduce_order: list[int] = dataclasses.field(default_factory=list)
     outcome: str | None = None
@@ -56,6 +57,7 @@ class Plan:
         self.gather_units = gather_units(self.leaves, self.zero)
         self.reduce_units = reduce_units(self.leaves, self.zero)
         self.refresh_units = refresh_units(self.leaves, self.zero)
+        self.paths = [leaf.path for leaf in self.leaves]
 
     def use_order(self, key: Any) -> UseOrder:
         """The order of use learnt for one kind of call."""

@@ -1,9 +1,8 @@
 """The transpose of storage -> compute: gradients are summed over the batch's axes and land in the optimizer's layout.
 
-Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap
-with the
-rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that this
-rank's loss did not use contributes zeros, so ranks may take different branches.
+Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with
+the rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that
+this rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
 import time
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Channels, Pending, is_sole_owner, psum
+from shardfn.core import chunk_bounds
 
 from ._layout import LeafLayout, Unit
 
@@ -136,18 +136,15 @@ class Reducer:
             members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
             channel = self._scatter[unit]
             flat, sizes = flatten_for(members, channel.size, self._cut[unit])
-            if self._in_one(unit):
-                del members
-                flat = flat if is_sole_owner(flat) else flat.clone()
-                self._in_flight += self._units[unit].nbytes
-                self._pending.append((unit, channel.all_reduce(flat)))
-                continue
-            self._in_flight += self._units[unit].nbytes
-            cut = self._cut[unit]
-            if not cut and self._last:
-                self._flats[unit] = flat
             del members
-            self._pending.append((unit, self._scatter[unit].reduce_scatter(flat, sizes, reuse=not cut)))
+            self._in_flight += self._units[unit].nbytes
+            if self._in_one(unit):
+                pending = channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
+            else:
+                if not self._cut[unit] and self._last:
+                    self._flats[unit] = flat
+                pending = channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
+            self._pending.append((unit, pending))
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
@@ -224,5 +221,4 @@ def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bo
 
 def flat_sizes(total: int, size: int) -> list[int]:
     """How an uncut flat tensor is dealt to the ranks while it is summed."""
-    step = -(-total // size)
-    return [max(0, min(total, (r + 1) * step) - r * step) for r in range(size)]
+    return [stop - start for start, stop in (chunk_bounds(total, size, r) for r in range(size))]

@@ -23,9 +23,7 @@ def refresh(plan: Plan, channels: Channels, blocks: Sequence[Tensor], rows: Sequ
     Returns:
         The new blocks, in the order of `blocks`.
     """
-    out = [
-        b if r is None or not _same_layout(leaf) else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)
-    ]
+    out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
     started = [_start(plan, channels, unit.leaves, blocks, rows) for unit in plan.refresh_units]
     for unit, (pending, parts) in zip(plan.refresh_units, started, strict=True):
         pending.result()
@@ -34,10 +32,6 @@ def refresh(plan: Plan, channels: Channels, blocks: Sequence[Tensor], rows: Sequ
                 plan.leaves[i].rows(blocks[i], rank).copy_(piece)
     channels.flush()
     return out
-
-
-def _same_layout(leaf: LeafLayout) -> bool:
-    return leaf.gathered or leaf.dim is None
 
 
 def _start(
@@ -59,4 +53,4 @@ def _start(
 
 
 def _in_place(leaf: LeafLayout, block: Tensor, channel: Channel) -> list[Tensor]:
-    return [leaf.rows(block, r).view(-1) if block.ndim else block for r in range(channel.size)]
+    return [leaf.rows(block, r).view(-1) for r in range(channel.size)]

@@ -76,9 +76,7 @@ def wrap(plan: Plan, blocks: list[Tensor]) -> PyTree:
 
 def _rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
     """The part of a parameter that this rank updates: a view where it can be."""
-    if leaf.gathered or leaf.dim is None:
-        return block
-    return leaf.rows(block, plan.zero_rank(leaf)).contiguous()
+    return leaf.rows(block, plan.zero_rank(leaf)).contiguous() if leaf.refreshed else block
 
 
 def _own(plan: Plan, leaf: LeafLayout, grad: Tensor) -> Tensor:
