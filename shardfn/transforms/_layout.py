@@ -62,7 +62,7 @@ class LeafLayout:
 
     @property
     def refreshed(self) -> bool:
-        """Whether the parameter is resident while each rank updates rows of it, so that it is made whole again after."""
+        """Whether the parameter is resident while each rank updates only rows of it: made whole again after."""
         return not self.gathered and self.dim is not None
 
     def rows(self, x: torch.Tensor, rank: int) -> torch.Tensor:
