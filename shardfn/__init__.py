@@ -36,11 +36,14 @@ from shardfn.core import (
     split as split,
 )
 from shardfn.transforms import (
+    CaptureError as CaptureError,
     TrainState as TrainState,
     WeightedMean as WeightedMean,
     accumulate as accumulate,
+    eval_shape as eval_shape,
     from_module as from_module,
     grad as grad,
+    jit as jit,
     remat as remat,
     shard_map as shard_map,
     sharded_step as sharded_step,

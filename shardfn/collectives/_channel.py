@@ -74,31 +74,33 @@ class Channel:
         self._roots = [_broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
 
-    def all_gather(self, blocks: Sequence[Tensor], own: Tensor, *, idle: bool = False) -> Pending:
-        """Fills `blocks[r]` with rank r's block: `[A] [B] => [A, B]`.
+    def all_gather(self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False) -> Pending:
+        """Every rank's block, one after another: `[A] [B] => [A, B]`.
 
         Args:
-            blocks: one contiguous 1-D destination a rank, in rank order; sizes may differ, all ranks pass the same
-                sizes.
-            own: this rank's block, contiguous; may be `blocks[self.index]` itself. It is sent from where it stands and
+            own: this rank's block, contiguous; may be its place in `into` itself. It is sent from where it stands and
                 must not be written before `flush()`; so that a destination dies with its user, pass another tensor.
+            sizes: number of elements of each rank's block; the same on all ranks.
+            into: the destination, 1-D and contiguous; default a new one.
             idle: whether this thread only waits for the result: on gloo it then feeds the connections itself, which is
                 faster, but stalls while they are busy. The same on all ranks.
 
         Returns:
-            Pending whose result is `blocks[self.index]`.
+            Pending whose result is the destination.
         """
+        out = own.new_empty(sum(sizes)) if into is None else into
+        blocks = out.split_with_sizes(list(sizes))
         mine = blocks[self.index]
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own.view(-1))
         record("all_gather", self.axes, mine.numel() * mine.element_size() * (self.size - 1), dtype=mine.dtype)
         if self.group is None:
-            return Pending((), lambda: mine)
+            return Pending((), lambda: out)
         if self._direct:
             with _transport():
                 works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks)
-            return Pending(works, lambda: mine)
-        return Pending([_native_all_gather(blocks, mine, self.group)], lambda: mine)
+            return Pending(works, lambda: out)
+        return Pending([_native_all_gather(blocks, mine, self.group)], lambda: out)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending:
         """Sums rank r's block over all ranks, in rank order, and keeps the own one.

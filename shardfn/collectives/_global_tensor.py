@@ -1,12 +1,32 @@
-"""`GlobalTensor`: a leaf of a sharded tree. It shows its global shape and spec and holds this rank's block."""
+"""`GlobalTensor`: a leaf of a sharded tree. It shows its global shape and spec and holds this rank's block.
 
+To torch.func it is a tree of one tensor, its block. Inside `torch.func.vmap` the block is one member's, as any tensor
+is; what vmap returns holds the blocks of all members, stacked along dim 0, while shape and spec stay one member's:
+`member` takes one out, `stack` is the way in.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as torch_pytree
 
-from shardfn.core import DonatedError, Mesh, P, PyTree, Sharding, block_slices, chunk_bounds, tree_map
+from shardfn.core import (
+    DonatedError,
+    Mesh,
+    P,
+    PyTree,
+    Sharding,
+    block_slices,
+    chunk_bounds,
+    raise_all,
+    tree_map,
+    tree_paths,
+    tree_structure,
+)
 
 from ._all_gather import all_gather
 from ._env import bind_mesh
@@ -87,8 +107,18 @@ class GlobalTensor:
         """Number of elements of the whole tensor."""
         return self.shape.numel()
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the block is a stack of several members', as `torch.func.vmap` returns it."""
+        return self.local.ndim != len(self.shape)
+
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank. Collective over the axes of `spec`."""
+        """The whole tensor, on every rank. Collective over the axes of `spec`.
+
+        Raises:
+            ValueError: the block is a stack of several members'.
+        """
+        self._check_one()
         x = self.local
         with bind_mesh(self.mesh), torch.no_grad():
             for dim, size in enumerate(self.shape):
@@ -102,6 +132,7 @@ class GlobalTensor:
         Raises:
             ValueError: there is no process group, or one dim is cut by several axes in an order DTensor cannot express.
         """
+        self._check_one()
         if self.mesh.device_mesh is None:
             raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)
@@ -117,6 +148,13 @@ class GlobalTensor:
         return DTensor.from_local(
             self.local, self.mesh.device_mesh, placements, run_check=False, shape=self.shape, stride=stride
         )
+
+    def _check_one(self) -> None:
+        if self.stacked:
+            raise ValueError(
+                f"this leaf of shape {tuple(self.shape)} holds a stack of blocks of shape {tuple(self.local.shape)},"
+                " one a member of a population; take one by member(tree, i), or run this under torch.func.vmap."
+            )
 
     def __repr__(self) -> str:
         state = "donated" if self.donated else f"{self.dtype}"
@@ -142,6 +180,88 @@ def unshard(tree: PyTree) -> PyTree:
 def local(tree: PyTree) -> PyTree:
     """Every `GlobalTensor` of `tree` as this rank's block; other leaves pass through."""
     return tree_map(lambda x: x.local if isinstance(x, GlobalTensor) else x, tree)
+
+
+def stack(trees: Sequence[PyTree]) -> PyTree:
+    """Trees of one structure as one tree with a leading dim in every block: what `torch.func.vmap` maps over.
+
+    Args:
+        trees: one tree a member; global tensors must agree in shape and spec.
+
+    Raises:
+        ValueError: there are no trees, or they differ; every leaf is listed.
+
+    Example:
+        >>> stack([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].shape
+        torch.Size([2, 2])
+    """
+    if not trees:
+        raise ValueError("stack needs at least one tree.")
+    if any(tree_structure(t) != tree_structure(trees[0]) for t in trees):
+        raise ValueError(f"the trees differ in structure: {[str(tree_structure(t)) for t in trees]}.")
+    problems: list[str] = []
+    paths = iter(tree_paths(trees[0], "tree"))
+
+    def join(*leaves: Any) -> Any:
+        path = next(paths)
+        if len({(type(x), tuple(x.shape), getattr(x, "spec", None)) for x in leaves}) > 1:
+            problems.append(f"{path}: {', '.join(map(repr, leaves))}")
+            return None
+        if not isinstance(leaves[0], GlobalTensor):
+            return torch.stack(leaves)
+        first = leaves[0]
+        return GlobalTensor(torch.stack([x.local for x in leaves]), first.shape, first.spec, first.mesh)
+
+    out = tree_map(join, *trees)
+    raise_all(ValueError, "leaves of the members differ:", problems)
+    return out
+
+
+def member(tree: PyTree, index: int) -> PyTree:
+    """Member `index` of a tree that `torch.func.vmap` returned, or that `stack` made.
+
+    Args:
+        tree: a tree whose blocks and tensors have a leading dim.
+        index: which.
+
+    Example:
+        >>> member(stack([{"w": torch.ones(2)}, {"w": torch.zeros(2)}]), 1)
+        {'w': tensor([0., 0.])}
+    """
+
+    def take(x: Any) -> Any:
+        return GlobalTensor(x.local[index], x.shape, x.spec, x.mesh) if isinstance(x, GlobalTensor) else x[index]
+
+    return tree_map(take, tree)
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (or forward-mode AD) is running, so that tensors may be more than they seem.
+
+    Example:
+        >>> transforming(), torch.func.grad(lambda x: x * transforming())(torch.tensor(1.0))
+        (False, tensor(1.))
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _flatten(x: GlobalTensor) -> tuple[list[Tensor], tuple[torch.Size, P, Mesh]]:
+    return [x.local], (x.shape, x.spec, x.mesh)
+
+
+def _unflatten(children: Any, context: tuple[torch.Size, P, Mesh]) -> GlobalTensor:
+    # torch also puts things that are no tensors in the places of leaves, so the constructor is passed by.
+    x = object.__new__(GlobalTensor)
+    (x._local,), (x.shape, x.spec, x.mesh) = children, context
+    return x
+
+
+torch_pytree.register_pytree_node(
+    GlobalTensor,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=lambda x: ([(torch_pytree.GetAttrKey("local"), x.local)], _flatten(x)[1]),
+)
 
 
 def _extents(size: int, axes: tuple[str, ...], mesh: Mesh) -> list[tuple[str, int]]:

@@ -64,7 +64,9 @@ def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *,
 
 def _sums_at_home(group: dist.ProcessGroup) -> bool:
     """The one place that chooses how to reduce-scatter: gloo's own is an all-reduce, which sends twice the bytes."""
-    return dist.get_backend(group) == "gloo"
+    return getattr(group, "backend", None) == "gloo" or (
+        isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo"
+    )
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:

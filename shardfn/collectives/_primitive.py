@@ -25,6 +25,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _native as native
 from ._line import Line
+from ._where import at_line, current_line
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,11 +79,12 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Call], output: Tensor) -> None:
-        ctx.call = inputs[1]
+        ctx.call, ctx.line = inputs[1], current_line()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return bind(grad_outputs[0], transposed(ctx.call)), None
+        with at_line(ctx.line):
+            return bind(grad_outputs[0], transposed(ctx.call)), None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:

@@ -33,6 +33,7 @@ class Mesh:
         device: the device this rank computes on.
         device_mesh: the `torch.distributed.DeviceMesh` behind it, or None when everything is one process.
         timeout: how long a collective may wait for a peer: by default as long as in the default process group.
+        abstract: whether the ranks do not exist: programs can be lowered for such a mesh, seen from rank 0, but not run.
         resources: what other rooms keep for as long as the mesh lives (communicators, say).
     """
 
@@ -42,7 +43,9 @@ class Mesh:
         device: torch.device,
         device_mesh: DeviceMesh | None = None,
         timeout: datetime.timedelta | None = None,
+        abstract: bool = False,
     ) -> None:
+        self.abstract = abstract
         self.shape = dict(shape)
         self.device = device
         self.device_mesh = device_mesh
@@ -89,6 +92,13 @@ class Mesh:
             index = index * self.shape[name] + self.coords[name]
         return index
 
+    @property
+    def backend(self) -> str:
+        """What moves tensors between ranks: "nccl", "gloo", ..."""
+        if self.device_mesh is not None and dist.is_initialized():
+            return dist.get_backend()
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
     def group(self, axes: Axes) -> dist.ProcessGroup | None:
         """The process group along `axes` (None when that is one rank). Group rank == `axis_index(axes)`.
 
@@ -100,6 +110,8 @@ class Mesh:
         names = self.axes(axes)
         if not names:
             return None
+        if self.abstract:
+            return AbstractGroup(names, self.backend)  # pyright: ignore[reportReturnType]
         if names not in self._groups:
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])
@@ -107,8 +119,21 @@ class Mesh:
                 self._groups[names] = self._make_group(names)
         return self._groups[names]
 
+    def group_names(self) -> dict[str, str]:
+        """Name of each process group made so far -> its axes joined by commas."""
+        if self.abstract:
+            sets = [s for n in range(1, len(self.shape) + 1) for s in itertools.combinations(self.shape, n)]
+            return {AbstractGroup(s, self.backend).group_name: ",".join(s) for s in sets}
+        return {group.group_name: ",".join(names) for names, group in self._groups.items()}
+
     def new_group(self, axes: Axes, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A fresh communicator along `axes`, ordered apart from all others. Collective over the mesh."""
+        """A fresh communicator along `axes`, ordered apart from all others. Collective over the mesh.
+
+        Raises:
+            ValueError: the mesh is abstract.
+        """
+        if self.abstract:
+            raise ValueError(f"{self!r} is abstract: its ranks do not exist, so a step can be lowered for it, not run.")
         names = self.axes(axes)
         return self._make_group(names, backend) if names else None
 
@@ -129,7 +154,15 @@ class Mesh:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{k}={v}" for k, v in self.shape.items())
-        return f"Mesh({axes}; rank {self.rank} on {self.device})"
+        return f"Mesh({axes}; {'abstract' if self.abstract else f'rank {self.rank}'} on {self.device})"
+
+
+class AbstractGroup:
+    """A process group of ranks that do not exist: it has a name to be written into a graph."""
+
+    def __init__(self, names: tuple[str, ...], backend: str) -> None:
+        self.group_name = "abstract:" + ",".join(names)
+        self.backend = backend
 
 
 def make_mesh(
@@ -137,6 +170,7 @@ def make_mesh(
     *,
     device: torch.device | str | None = None,
     timeout: float | None = None,
+    abstract: bool = False,
 ) -> Mesh:
     """A mesh over all ranks of the program.
 
@@ -147,6 +181,7 @@ def make_mesh(
         axes: axis name -> size, major to minor. One size may be -1: what is left of the ranks. Default: `{"dp": -1}`.
         device: where this rank computes; default CUDA if there is one, else CPU.
         timeout: seconds that a collective may wait for a peer; default torch's (30 minutes for gloo).
+        abstract: a mesh of ranks that do not exist, for `step.lower`: any sizes, no process group, nothing can run.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks.
@@ -154,7 +189,11 @@ def make_mesh(
     Example:
         >>> make_mesh({"dp": -1}, device="cpu").shape
         {'dp': 1}
+        >>> make_mesh({"dp": 1024}, device="cpu", abstract=True).size
+        1024
     """
+    if abstract:
+        return _abstract_mesh(dict(axes or {}), torch.device(device or "cpu"))
     shape = dict(axes if axes is not None else {"dp": -1})
     dev = _local_device(device)
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
@@ -173,6 +212,12 @@ def make_mesh(
     mesh = Mesh(shape, dev, grid, limit)
     atexit.register(_release, weakref.ref(mesh), started)
     return mesh
+
+
+def _abstract_mesh(shape: dict[str, int], device: torch.device) -> Mesh:
+    if any(s < 1 for s in shape.values()):
+        raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more; nothing says what -1 would be.")
+    return Mesh(shape, device, abstract=True)
 
 
 def _default_timeout(device: torch.device) -> datetime.timedelta | None:

@@ -5,6 +5,10 @@ from ._from_module import from_module as from_module
 from ._loss import WeightedMean as WeightedMean
 from ._remat import remat as remat
 from ._shard_map import shard_map as shard_map
+from ._capture import CaptureError as CaptureError
+from ._eval_shape import eval_shape as eval_shape
+from ._lower import Lowered as Lowered
+from ._jit import CacheInfo as CacheInfo, Jitted as Jitted, jit as jit
 from ._sharded_step import ShardedStep as ShardedStep, sharded_step as sharded_step
 from ._state import TrainState as TrainState
 from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

@@ -68,7 +68,7 @@ def run_backward(
     """
     ranks = plan.mesh.axis_size(plan.batch_axes)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
-    order = plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
+    order = [] if plan.captured else plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
     reducer = Reducer(
         plan.leaves,
         plan.reduce_units,
@@ -87,6 +87,7 @@ def run_backward(
             send = last or plan.zero.reduce == "each"
             reducer.begin(send=send, last=last)
             gatherer.begin_phase()
+            comms.mark("forward")
             with book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
                 value = evaluate(inner, params, (batch, *args[1:]), has_aux)
             if not even and value.weight is None:
@@ -97,12 +98,14 @@ def run_backward(
             gatherer.end_phase(ask=False)
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
+            comms.mark("backward")
             _differentiate(value, handles, 1.0 / (ranks * len(batches)))
             del value
             gatherer.end_phase(ask=send)
             reducer.end()
             book.forget_dead()
         gatherer.close()
+        comms.mark("update")
         out = _outcome(values, reducer)
         if not plan.reduce_order:
             first: Any = comms.control.gather(reducer.seen)[0]

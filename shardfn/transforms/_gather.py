@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.collectives import Channel, Channels, Control, Pending
 from shardfn.core import RankError
 
-from ._layout import LeafLayout, Unit
+from ._layout import LeafLayout, Unit, unit_sizes
 from ._order import Move, UseOrder
 
 DONE, FAILED = -1, -2
@@ -171,60 +171,58 @@ class _Whole:
 
     def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: Channel) -> None:
         self._members = [(leaf, block) for leaf, block in members if block is not None]
-        pending, out, self._parts = start_gather(self._members, channel)
-        self._pending: Pending | None = pending
-        self._out: Tensor | None = out
+        self._pending: Pending | None = start_gather(self._members, channel)
+        self._size = channel.size
+        self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
         self.arrived = False
 
     def arrive(self) -> None:
         if self._pending is not None:
-            self._pending.result()
+            self._out = self._pending.result()
             self._pending, self.arrived = None, True
 
     def leaf(self, slot: int) -> Tensor:
         if not self._tensors:
             self.arrive()
             assert self._out is not None
-            self._tensors = finish_gather(self._members, self._out, self._parts)
-            self._parts, self._out = [], None
+            self._tensors = finish_gather([leaf for leaf, _ in self._members], self._out, self._size)
+            self._out = None
         return self._tensors[slot]
 
 
-def start_gather(
-    members: Sequence[tuple[LeafLayout, Tensor]], channel: Channel, *, refresh: bool = False
-) -> tuple[Pending, Tensor, list[list[Tensor]]]:
-    """Begins to gather leaves from their pieces, in one message.
-
-    A single leaf cut along dim 0 lands in place; others are packed and laid out when they arrive.
-
-    Returns:
-        The transfer, its destination, and per rank the views of the destination that hold each leaf's piece (none for a
-        leaf that lands in place, unless the transfer is a `refresh`, for which the caller waits at once).
-    """
-    leaf, piece = members[0]
-    if len(members) == 1 and leaf.dim == 0 and not refresh:
-        out = piece.new_empty(leaf.block.numel())
-        return channel.all_gather(out.split_with_sizes(leaf.shard_sizes), piece.contiguous()), out, []
-    sizes = [sum(leaf.shard_sizes[rank] for leaf, _ in members) for rank in range(channel.size)]
-    out = piece.new_empty(sum(sizes))
-    blocks = out.split_with_sizes(sizes)
-    parts = [_views(block, [leaf for leaf, _ in members], rank) for rank, block in enumerate(blocks)]
-    own = torch.cat([piece.reshape(-1) for _, piece in members])
-    return channel.all_gather(blocks, own, idle=refresh), out, parts
+def start_gather(members: Sequence[tuple[LeafLayout, Tensor]], channel: Channel, *, refresh: bool = False) -> Pending:
+    """Begins to gather leaves from their pieces, in one message; with `refresh` the caller waits at once."""
+    leaves = [leaf for leaf, _ in members]
+    if len(members) == 1:
+        own = members[0][1].contiguous()
+    else:
+        own = torch.cat([piece.reshape(-1) for _, piece in members])
+    return channel.all_gather(own, unit_sizes(leaves, channel.size), idle=refresh)
 
 
-def _views(block: Tensor, leaves: list[LeafLayout], rank: int) -> list[Tensor]:
+def unit_pieces(leaves: Sequence[LeafLayout], out: Tensor, size: int) -> list[list[Tensor]]:
+    """Per rank, each leaf's piece, as views of what has arrived."""
+    return [_views(b, leaves, rank) for rank, b in enumerate(out.split_with_sizes(unit_sizes(leaves, size)))]
+
+
+def _views(block: Tensor, leaves: Sequence[LeafLayout], rank: int) -> list[Tensor]:
+    if len(leaves) == 1:
+        return [block.view(leaves[0].shard_shapes[rank])]
     pieces = block.split_with_sizes([leaf.shard_sizes[rank] for leaf in leaves])
     return [p.view(leaf.shard_shapes[rank]) for p, leaf in zip(pieces, leaves, strict=True)]
 
 
-def finish_gather(members: Sequence[tuple[LeafLayout, Tensor]], out: Tensor, parts: list[list[Tensor]]) -> list[Tensor]:
-    """The whole leaves of a transfer that has arrived."""
-    if not parts:
-        return [out.view(members[0][0].block)]
+def finish_gather(leaves: Sequence[LeafLayout], out: Tensor, size: int) -> list[Tensor]:
+    """The whole leaves of a transfer that has arrived; a single one cut along dim 0 has landed in place."""
+    if len(leaves) == 1 and leaves[0].dim == 0:
+        return [out.view(leaves[0].block)]
+    if all(leaf.even for leaf in leaves):
+        columns = out.view(size, -1).split_with_sizes([leaf.shard_sizes[0] for leaf in leaves], dim=1)
+        return [leaf.from_ranks(column).contiguous() for leaf, column in zip(leaves, columns, strict=True)]
+    parts = unit_pieces(leaves, out, size)
     whole = []
-    for k, (leaf, _) in enumerate(members):
+    for k, leaf in enumerate(leaves):
         assert leaf.dim is not None
         whole.append(torch.cat([p[k] for p in parts], dim=leaf.dim))
     return whole

@@ -81,6 +81,23 @@ class LeafLayout:
         return [torch.Size((*block[:dim], hi - lo, *block[dim + 1 :])) for lo, hi in self.bounds]
 
     @functools.cached_property
+    def even(self) -> bool:
+        """Whether all ZeRO ranks' parts have one size."""
+        return self.dim is not None and len(set(self.shard_sizes)) == 1
+
+    def by_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """An evenly cut block as one row a ZeRO rank: [ranks, numel of a part]."""
+        assert self.dim is not None
+        parts = x.unflatten(self.dim, (len(self.bounds), -1))
+        return parts.movedim(self.dim, 0).flatten(1)
+
+    def from_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of `by_rank`."""
+        assert self.dim is not None
+        parts = rows.unflatten(1, self.shard_shapes[0]).movedim(0, self.dim)
+        return parts.flatten(self.dim, self.dim + 1)
+
+    @functools.cached_property
     def shard_sizes(self) -> list[int]:
         """The number of elements of each ZeRO rank's part."""
         return [s.numel() for s in self.shard_shapes]
@@ -174,10 +191,10 @@ def make_units(
     return sorted(units, key=lambda u: u.leaves[0])
 
 
-def gather_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
+def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     """The units in which stage-3 leaves are gathered on use: near neighbours only, so that a window stays small."""
     members = [i for i, leaf in enumerate(leaves) if leaf.gathered]
-    return make_units(leaves, members, zero.bucket, lambda leaf: leaf.zero_axes, 4 * zero.bucket)
+    return make_units(leaves, members, bucket, lambda leaf: leaf.zero_axes, 4 * bucket)
 
 
 def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
@@ -199,3 +216,9 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 
 def _reduce_key(leaf: LeafLayout) -> object:
     return leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut
+
+
+def unit_sizes(leaves: Sequence[LeafLayout], size: int) -> list[int]:
+    """How many elements each of `size` ranks holds of leaves that travel together."""
+    columns = [leaf.shard_sizes for leaf in leaves]
+    return columns[0] if len(columns) == 1 else [sum(column[rank] for column in columns) for rank in range(size)]

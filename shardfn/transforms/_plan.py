@@ -38,6 +38,7 @@ class Plan:
         use_orders: by kind of call, the order in which leaves are gathered.
         reduce_order: the order in which gradients become ready; empty until a step has run.
         outcome: what the loss returns; None until a step has run.
+        captured: whether it is for capturing a step in a graph, which then holds its orders.
     """
 
     leaves: list[LeafLayout]
@@ -52,12 +53,18 @@ class Plan:
     use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
     reduce_order: list[int] = dataclasses.field(default_factory=list)
     outcome: str | None = None
+    captured: bool = False
 
     def __post_init__(self) -> None:
-        self.gather_units = gather_units(self.leaves, self.zero)
+        # A graph holds a gather for each leaf and use; what travels together is decided when it is scheduled.
+        self.gather_units = gather_units(self.leaves, 0 if self.captured else self.zero.bucket)
         self.reduce_units = reduce_units(self.leaves, self.zero)
         self.refresh_units = refresh_units(self.leaves, self.zero)
         self.paths = [leaf.path for leaf in self.leaves]
+
+    def for_capture(self) -> "Plan":
+        """The same layout, with nothing learnt, for capturing a step."""
+        return Plan(self.leaves, self.treedef, self.zero, self.mesh, self.batch_axes, captured=True)
 
     def use_order(self, key: Any) -> UseOrder:
         """The order of use learnt for one kind of call."""

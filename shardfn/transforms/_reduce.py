@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.collectives import Channels, Pending, is_sole_owner, psum
 from shardfn.core import chunk_bounds
 
-from ._layout import LeafLayout, Unit
+from ._layout import LeafLayout, Unit, unit_sizes
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -28,7 +28,8 @@ class Reducer:
         leaves: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
         units: groups of leaves reduced together.
         channels: the step's communicators.
-        order: the agreed order in which units are sent.
+        order: the agreed order in which units are sent; empty: as they become ready, which a captured program does alike
+            on all ranks.
         device: where gradients are.
         overlap_gather: whether leaves may be made whole during the backward (not while parameters use `gather`).
 
@@ -51,7 +52,7 @@ class Reducer:
         self._cut = [leaves[unit.leaves[0]].cut for unit in units]
         self._gather = {u: channels.gather(a) for u, a in enumerate(axes) if not self._cut[u]}
         self._overlap_gather = overlap_gather
-        self._order, self._channels = order, channels
+        self._order, self._channels, self._learns = list(order), channels, not order
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
@@ -59,7 +60,7 @@ class Reducer:
         self._pending: list[tuple[int, Pending]] = []
         self._parts: dict[int, Tensor] = {}
         self._flats: dict[int, Tensor] = {}
-        self._whole: dict[int, tuple[Tensor, Pending | None]] = {}
+        self._whole: dict[int, tuple[Tensor | None, Pending | None]] = {}
         self._next = self._in_flight = 0
         self._patience = PATIENCE
         self._send = self._last = True
@@ -82,7 +83,7 @@ class Reducer:
         unit = self._unit_of[leaf]
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
-            self.seen.append(unit)
+            self._see(unit)
             self._send_ready()
         self._collect(block=False)
         self._hold_back()
@@ -95,7 +96,7 @@ class Reducer:
             if self._missing[u]:
                 self._grads.update({i: self._absent(i) for i in unit.leaves if i not in self._grads})
                 self._missing[u] = 0
-                self.seen.append(u)
+                self._see(u)
         self._send_ready()
         self._collect(block=True)
         if self._last:
@@ -122,6 +123,11 @@ class Reducer:
         self._parts = {}
         self._channels.flush()  # the optimizer may write what was sent
         return out
+
+    def _see(self, unit: int) -> None:
+        self.seen.append(unit)
+        if self._learns and unit not in self._order:
+            self._order.append(unit)
 
     def _absent(self, leaf: int) -> Tensor:
         local = self._local.pop(leaf, None)
@@ -187,19 +193,20 @@ class Reducer:
             self._flats.pop(unit, None)
             self._whole[unit] = (part, None)
             return
-        out = self._flats.pop(unit)
-        in_place = out.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        out: Tensor | None = self._flats.pop(unit)
+        in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
         if not in_place and not is_sole_owner(out):
-            out = torch.empty_like(out)
-        blocks = out.split_with_sizes(flat_sizes(out.numel(), self._scatter[unit].size))
-        self._whole[unit] = (out, self._gather[unit].all_gather(blocks, part))
+            out = None
+        sizes = flat_sizes(sum(self._leaves[i].block.numel() for i in self._units[unit].leaves), self._scatter[unit].size)
+        self._whole[unit] = (None, self._gather[unit].all_gather(part, sizes, out))
 
     def _whole_part(self, unit: int) -> Tensor:
         if unit not in self._whole:
             self._start_whole(unit)
         out, pending = self._whole.pop(unit)
         if pending is not None:
-            pending.result()
+            return pending.result()
+        assert out is not None
         return out
 
 
@@ -215,7 +222,9 @@ def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bo
         return flat, flat_sizes(flat.numel(), size)
     if len(members) == 1 and first.dim == 0:
         return grad.contiguous().view(-1), first.shard_sizes
-    sizes = [sum(leaf.shard_sizes[r] for leaf, _ in members) for r in range(size)]
+    sizes = unit_sizes([leaf for leaf, _ in members], size)
+    if all(leaf.even for leaf, _ in members):
+        return torch.cat([leaf.by_rank(g) for leaf, g in members], dim=1).view(-1), sizes
     return torch.cat([leaf.rows(g, r).reshape(-1) for r in range(size) for leaf, g in members]), sizes
 
 

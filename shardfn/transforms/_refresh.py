@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardfn.collectives import Channel, Channels, Pending
+from shardfn.collectives import Channels, Pending
 
-from ._gather import start_gather
-from ._layout import LeafLayout
+from ._gather import start_gather, unit_pieces
+from ._layout import unit_sizes
 from ._plan import Plan
 
 
@@ -25,9 +25,12 @@ def refresh(plan: Plan, channels: Channels, blocks: Sequence[Tensor], rows: Sequ
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
     started = [_start(plan, channels, unit.leaves, blocks, rows) for unit in plan.refresh_units]
-    for unit, (pending, parts) in zip(plan.refresh_units, started, strict=True):
-        pending.result()
-        for rank, pieces in enumerate(parts):
+    for unit, (pending, landed) in zip(plan.refresh_units, started, strict=True):
+        arrived = pending.result()
+        if landed:
+            continue
+        leaves = [plan.leaves[i] for i in unit.leaves]
+        for rank, pieces in enumerate(unit_pieces(leaves, arrived, channels.gather(leaves[0].zero_axes).size)):
             for i, piece in zip(unit.leaves, pieces, strict=True):
                 plan.leaves[i].rows(blocks[i], rank).copy_(piece)
     channels.flush()
@@ -36,21 +39,17 @@ def refresh(plan: Plan, channels: Channels, blocks: Sequence[Tensor], rows: Sequ
 
 def _start(
     plan: Plan, channels: Channels, members: Sequence[int], blocks: Sequence[Tensor], rows: Sequence[Tensor | None]
-) -> tuple[Pending, list[list[Tensor]]]:
+) -> tuple[Pending, bool]:
+    """The transfer of one unit, and whether it lands in the parameter itself."""
     leaves = [plan.leaves[i] for i in members]
     channel = channels.gather(leaves[0].zero_axes)
     block, row = blocks[members[0]], rows[members[0]]
     assert row is not None
     if len(members) == 1 and leaves[0].dim == 0 and block.is_contiguous():
-        return channel.all_gather(_in_place(leaves[0], block, channel), row, idle=True), []
+        return channel.all_gather(row, unit_sizes(leaves, channel.size), block.view(-1), idle=True), True
     pieces: list[Tensor] = []
     for i in members:
         piece = rows[i]
         assert piece is not None
         pieces.append(piece)
-    pending, _, parts = start_gather(list(zip(leaves, pieces, strict=True)), channel, refresh=True)
-    return pending, parts
-
-
-def _in_place(leaf: LeafLayout, block: Tensor, channel: Channel) -> list[Tensor]:
-    return [leaf.rows(block, r).view(-1) for r in range(channel.size)]
+    return start_gather(list(zip(leaves, pieces, strict=True)), channel, refresh=True), False

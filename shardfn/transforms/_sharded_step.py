@@ -4,6 +4,7 @@ The law: `sharded_step(loss, tx)(state, batch)` computes what the one-device ste
 stages, memory and prefetch change where things are and when they move, never a value.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives import bind_mesh
+from shardfn.collectives import bind_mesh, transforming
 from shardfn.core import (
     Mesh,
     P,
@@ -25,17 +26,24 @@ from shardfn.core import (
     fold_in,
     tree_flatten,
     tree_leaves,
+    tree_map,
     tree_unflatten,
 )
 from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward, run_forward
+from ._captured import CapturedSteps, signature
 from ._check import agree_on_step, check_params, check_replicas, check_specs, describe_batch, told_before
-from ._comms import comms_of, losing_no_peer
+from ._comms import Comms, comms_of, losing_no_peer
+from ._eval_shape import abstract_init, abstract_leaves, as_state, is_abstract
+from ._functional import pure_apply, pure_loss, pure_step
+from ._jit import CacheInfo, Jitted, unwrap
 from ._loss import Loss
+from ._lower import Lowered
 from ._metrics import measure
 from ._plan import Plan, Planner
 from ._state import TrainState, check_alive
+from ._traced_step import StepParts
 from ._update import init_optimizer, update, wrap
 
 # Functions whose order of gathers a step remembers.
@@ -118,8 +126,11 @@ class ShardedStep:
         skip_nonfinite: bool,
     ) -> None:
         self.mesh = planner.mesh
-        self._loss, self._optimizer, self._planner = loss, optimizer, planner
+        self._loss, self._jitted = unwrap(loss)
+        self._optimizer, self._planner = optimizer, planner
         self._key, self._has_aux, self._donate, self._skip = key, has_aux, donate, skip_nonfinite
+        parts = StepParts(self._loss, optimizer, has_aux, skip_nonfinite)
+        self._steps = CapturedSteps(self._jitted or Jitted(self._loss), parts, donate)
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -135,13 +146,19 @@ class ShardedStep:
             ValueError: the tree does not fit the specs.
             RankError: ranks pass different trees or different values.
         """
+        if transforming():
+            raise ValueError(
+                "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
+            )
         if callable(params):
             with deferred():
                 params = params(*args)
         check_params(params)
         leaves, treedef = tree_flatten(params)
-        comms = comms_of(self.mesh)
         plan = self._planner.plan(treedef, leaves)
+        if self.mesh.abstract or is_abstract(leaves):
+            return abstract_init(plan, self._optimizer, self._key)
+        comms = comms_of(self.mesh)
         comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
         check_replicas(leaves, plan, comms.control)
         del params
@@ -151,28 +168,125 @@ class ShardedStep:
             with torch.no_grad():
                 blocks.append(draw_block(leaves[i], where).to(self.mesh.device).contiguous())
             leaves[i] = None
-        step = torch.zeros((), dtype=torch.int64)
-        return TrainState(wrap(plan, blocks), init_optimizer(plan, self._optimizer, blocks), step, self._key)
+        step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
+        return TrainState(wrap(plan, blocks), init_optimizer(plan, self._optimizer, blocks), step, key)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step on this rank's rows of the global batch."""
+        """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
+        if transforming():
+            return self._pure(state, batch)
+        return self._step(self._run if self._jitted is None else self._steps.run, state, batch)
+
+    def lower(self, state: PyTree, batch: PyTree) -> Lowered:
+        """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
+
+        Nothing is allocated and nothing is sent, so the mesh may be abstract and the state larger than any machine.
+
+        Args:
+            state: a state, or a tree of parameters; of all tensors only shapes and dtypes count, so `eval_shape(step.init,
+                ...)` will do, and so will tensors on the device "meta".
+            batch: this rank's rows, abstract or not.
+
+        Raises:
+            CaptureError: the loss depends on the value of a tensor; names the line.
+
+        Example:
+            >>> from shardfn import optim
+            >>> step = sharded_step(lambda w, x: ((w * x) ** 2).mean(), optim.sgd(0.5))
+            >>> lowered = step.lower(torch.ones(4), torch.ones(4))
+            >>> lowered.cost_analysis().sent
+            0
+        """
+        plan, blocks, opt, args = self._abstract(state, batch)
+        program = self._steps.lower(plan, blocks, opt, args)
+        key = signature(plan, args, True)
+
+        def compile(backend: str | None) -> Callable[..., Any]:
+            self._steps.adopt(key, program, backend, comms_of(self.mesh))
+            return functools.partial(self._call_lowered, key)
+
+        return Lowered(program.gm, self.mesh, compile)
+
+    def _abstract(self, state: PyTree, batch: PyTree) -> tuple[Plan, list[Tensor], PyTree, tuple[Any, ...]]:
+        given = as_state(self._planner, self._optimizer, self._key, state)
+        plan = self._planner.plan_of(given)
+        describe_batch(batch, self._planner.batch, self.mesh)
+        keys = () if self._key is None else (self._key,)
+        held = (given.params, given.opt_state)
+        params, opt = abstract_leaves(tree_map(lambda x: x.local, held), self.mesh.device)
+        return plan, tree_leaves(params), opt, abstract_leaves((batch, *keys), self.mesh.device)
+
+    def _call_lowered(self, key: Any, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        plan, _, _, args = self._abstract(state, batch)
+        if signature(plan, args, True) != key:
+            raise ValueError(
+                "a compiled step takes the shapes it was lowered for; lower the step again for these, or call it jitted."
+            )
+        return self._step(self._steps.run, state, batch)
+
+    def _step(self, run: Callable[..., Any], state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(state)
             plan = self._planner.plan_of(state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
             key = () if self._key is None else (fold_in(self._key_of(state), state.step),)
-            blocks = [g.local for g in tree_leaves(state.params)]
         even = agree_on_step(comms.control, f"step {number} of {len(plan.leaves)} leaves", described)
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            out = run_backward(plan, comms, blocks, self._loss, (batch, *key), has_aux=self._has_aux, even=even)
-            metrics, scale = measure(plan, out)
-            if self._skip and not bool(metrics["finite"]):
-                metrics["skipped"] = torch.ones_like(metrics["finite"])
-                return state, metrics
-            grads = out.reducer.gradients()
-            new = update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate)
-        return new, metrics
+            return run(plan, comms, state, (batch, *key), even)
+
+    def _run(
+        self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        blocks = [g.local for g in tree_leaves(state.params)]
+        out = run_backward(plan, comms, blocks, self._loss, args, has_aux=self._has_aux, even=even)
+        metrics, scale = measure(plan, out)
+        if self._skip and not bool(metrics["finite"]):
+            metrics["skipped"] = torch.ones_like(metrics["finite"])
+            return state, metrics
+        grads = out.reducer.gradients()
+        del blocks
+        return update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate), metrics
+
+    def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        if self._skip:
+            raise ValueError(
+                "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
+                " without, and choose by torch.where on metrics['finite']."
+            )
+        plan = self._planner.plan_of(state)
+        key = () if self._key is None else (fold_in(self._key_of(state), state.step),)
+        with bind_mesh(self.mesh):
+            return pure_step(plan, state, self._loss, self._optimizer, (batch, *key), has_aux=self._has_aux)
+
+    def loss(self, params: PyTree, batch: PyTree, *key: Tensor) -> Tensor:
+        """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
+
+        `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it; a gradient is a tree of `GlobalTensor`
+        with the specs of `params`. Collective: every rank calls it, with as many members or examples under a `vmap`.
+
+        Args:
+            params: a state's params.
+            batch: this rank's rows.
+            *key: the key that the loss takes, if it does; used as it is.
+
+        Returns:
+            A 0-d tensor.
+
+        Example:
+            >>> from shardfn import optim
+            >>> step = sharded_step(lambda w, x: (w * x).mean(), optim.sgd(0.1))
+            >>> state = step.init(torch.tensor(2.0))
+            >>> torch.func.grad(step.loss)(state.params, torch.tensor([1.0, 3.0])).full_tensor()
+            tensor(2.)
+        """
+        plan = self._planner.plan_of(TrainState(params, (), torch.zeros((), dtype=torch.int64)))
+        with bind_mesh(self.mesh):
+            return pure_loss(plan, params, self._loss, (batch, *key), has_aux=self._has_aux)
+
+    def cache_info(self) -> CacheInfo:
+        """What the jitted step remembers; zeros where the loss is not jitted."""
+        return CacheInfo() if self._jitted is None else self._jitted.cache_info()
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
@@ -180,6 +294,9 @@ class ShardedStep:
         Collective: every rank calls it. What `f` returns is returned as it is, so a mean over this rank's rows is this
         rank's. Passing the same function again reuses the order of gathers learnt the first time.
         """
+        if transforming():
+            with bind_mesh(self.mesh):
+                return pure_apply(self._planner.plan_of(state), state.params, f, args)
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(state)
@@ -201,7 +318,7 @@ class ShardedStep:
         return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])
 
     def _key_of(self, state: TrainState) -> Tensor:
-        if state.key is None:
+        if not isinstance(state.key, Tensor):
             raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
         return state.key
 

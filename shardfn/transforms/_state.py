@@ -15,20 +15,22 @@ class TrainState(NamedTuple):
         params: tree of `GlobalTensor`.
         opt_state: the optimizer's state; its tensors are `GlobalTensor`s.
         step: 0-d int64 tensor on the CPU: number of updates made.
-        key: the key from which each step's key is folded; None when the loss takes none.
+        key: the key from which each step's key is folded; `()`, an empty tree, when the loss takes none.
     """
 
     params: PyTree
     opt_state: PyTree
     step: Tensor
-    key: Tensor | None = None
+    # No None: torch's own trees, which torch.func maps over, count it as a leaf.
+    key: Tensor | tuple[()] = ()
 
 
 def check_alive(state: TrainState) -> None:
-    """Raises if any leaf was donated.
+    """Raises if the state cannot be stepped.
 
     Raises:
-        DonatedError: lists the leaves.
+        DonatedError: leaves were donated; lists them.
+        ValueError: it is the stacked state of a population.
     """
     dead = [i for i, x in enumerate(tree_leaves(state)) if isinstance(x, GlobalTensor) and x.donated]
     if dead:
@@ -38,6 +40,11 @@ def check_alive(state: TrainState) -> None:
         raise DonatedError(
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
             " the step with donate=False."
+        )
+    if any(x.stacked for x in tree_leaves(state.params)[:1] if isinstance(x, GlobalTensor)):
+        raise ValueError(
+            "this state is that of a population: its blocks have a leading dim. Step it under torch.func.vmap, or take one"
+            " by member(state, i)."
         )
 
 

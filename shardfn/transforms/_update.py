@@ -34,23 +34,47 @@ def update(
         scale: what gradients are multiplied by first; None for nothing.
         donated: whether `state` is consumed.
     """
-    take = _donate if donated else _clone
-    train = [leaf.trainable for leaf in plan.leaves]
     with torch.no_grad():
-        blocks = tree_leaves(take(state.params))
-        rows = [_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-        own = [_own(plan, plan.leaves[i], grads.pop(i)) if t else None for i, t in enumerate(train)]
-        if scale is not None:
-            torch._foreach_mul_([g for g in own if g is not None], float(scale))
-        new, opt_state = inplace(optimizer)(
-            tree_unflatten(plan.treedef, own),
-            take(state.opt_state),
-            tree_unflatten(plan.treedef, rows),
-            specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
-        )
-        fresh = iter(tree_leaves(new))
-        blocks = refresh(plan, channels, blocks, [next(fresh) if t else None for t in train])
+        params, opt_state = take_state(state, donated=donated, copied=not donated)
+        blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, grads, scale)
+    return next_state(plan, state, blocks, opt_state)
+
+
+def take_state(state: TrainState, *, donated: bool, copied: bool) -> tuple[PyTree, PyTree]:
+    """This rank's blocks of params and optimizer state: taken away from `state`, copied, or just looked at."""
+    take = _donate if donated else _clone if copied else _look
+    with torch.no_grad():
+        return take(state.params), take(state.opt_state)
+
+
+def next_state(plan: Plan, state: TrainState, blocks: list[Tensor], opt_state: PyTree) -> TrainState:
+    """The state after `state`, of this rank's new blocks and optimizer state."""
     return TrainState(wrap(plan, blocks), _like(opt_state, state.opt_state), state.step + 1, state.key)
+
+
+def update_blocks(
+    plan: Plan,
+    channels: Channels,
+    optimizer: GradientTransformation,
+    blocks: list[Tensor],
+    opt_state: PyTree,
+    grads: dict[int, Tensor],
+    scale: Tensor | None,
+) -> tuple[list[Tensor], PyTree]:
+    """This rank's blocks and optimizer state after the update; all arguments are consumed."""
+    train = [leaf.trainable for leaf in plan.leaves]
+    rows = [_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    own = [_own(plan, plan.leaves[i], grads.pop(i)) if t else None for i, t in enumerate(train)]
+    if scale is not None:
+        torch._foreach_mul_([g for g in own if g is not None], scale)
+    new, opt_state = inplace(optimizer)(
+        tree_unflatten(plan.treedef, own),
+        opt_state,
+        tree_unflatten(plan.treedef, rows),
+        specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
+    )
+    fresh = iter(tree_leaves(new))
+    return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train]), opt_state
 
 
 def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: list[Tensor]) -> PyTree:
@@ -58,8 +82,8 @@ def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: list[T
     rows = [_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
-    held = {x.untyped_storage().data_ptr() for x in tree_leaves(tree)}
-    opt_state = tree_map(lambda x: x.clone() if x.untyped_storage().data_ptr() in held else x, optimizer.init(tree))
+    held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
+    opt_state = tree_map(lambda x: x.clone() if x.untyped_storage()._cdata in held else x, optimizer.init(tree))
     train = [leaf for leaf in plan.leaves if leaf.trainable]
     where = state_specs(opt_state, tree, [leaf.shard for leaf in train], [leaf.shape for leaf in train])
     leaves, treedef = tree_flatten(opt_state)
@@ -88,6 +112,10 @@ def _own(plan: Plan, leaf: LeafLayout, grad: Tensor) -> Tensor:
 
 def _donate(tree: PyTree) -> PyTree:
     return tree_map(lambda x: x.donate() if isinstance(x, GlobalTensor) else x, tree)
+
+
+def _look(tree: PyTree) -> PyTree:
+    return tree_map(lambda x: x.local if isinstance(x, GlobalTensor) else x, tree)
 
 
 def _clone(tree: PyTree) -> PyTree:

@@ -107,7 +107,7 @@ def test_live_whole_parameters_are_bounded_by_the_window() -> None:
 
     def counted(*args, **kwargs):
         out = issue(*args, **kwargs)
-        alive.append(torch.multiprocessing.reductions.StorageWeakRef(out[1].untyped_storage()))
+        alive.append(torch.multiprocessing.reductions.StorageWeakRef(out._finish().untyped_storage()))
         peak[0] = max(peak[0], sum(not ref.expired() for ref in alive) * leaf)
         return out
 

@@ -1,0 +1,99 @@
+"""The step's communicators while it is captured: transfers become ops of the graph, and agreement is with oneself.
+
+They stand in for `Channels` and `Control`. Nothing is sent: that every rank captures the same sequence of collectives
+is compared once, after the capture.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Mesh
+
+from ._channel import Pending
+
+_ops = torch.ops.shardfn
+
+
+class TracedChannel:
+    """What `Channel` is, with ops of the graph for transfers. Every start is followed by its wait; passes part them."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self.axes = mesh.axes(axes)
+        self.size = mesh.axis_size(self.axes)
+        self.index = mesh.axis_index(self.axes)
+        self.sums_in_one = self.size == 2 and mesh.backend in ("gloo", "fake")
+        self._name = ",".join(self.axes)
+
+    def all_gather(
+        self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False
+    ) -> Pending:
+        """See `Channel.all_gather`."""
+        del idle
+        flat = own.reshape(-1)
+        if self.size == 1:
+            return Pending((), lambda: flat if into is None else into.copy_(flat))
+        if into is None:
+            out = _ops.wait(_ops.all_gather_start(flat, list(sizes), self._name))
+            return Pending((), lambda: out)
+        _ops.wait(_ops.all_gather_into_start(into, flat, list(sizes), self._name))
+        return Pending((), lambda: into)
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending:
+        """See `Channel.reduce_scatter`."""
+        del reuse
+        if self.size == 1:
+            return Pending((), lambda: flat)
+        out = _ops.wait(_ops.psum_scatter_start(flat, list(sizes), self.index, self._name))
+        return Pending((), lambda: out)
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        """See `Channel.all_reduce`; here the result is a new tensor."""
+        out = _ops.wait(_ops.psum_start([flat], self._name))
+        return Pending((), lambda: out)
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+
+class TracedChannels:
+    """What `Channels` is, for a capture."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def gather(self, axes: tuple[str, ...]) -> TracedChannel:
+        """The channel that gathers along `axes`."""
+        return TracedChannel(self._mesh, axes)
+
+    def reduce(self, axes: tuple[str, ...]) -> TracedChannel:
+        """The channel that reduces along `axes`."""
+        return TracedChannel(self._mesh, axes)
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+
+class TracedControl:
+    """What `Control` is, for a capture: every rank is taken to say what this one says."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.size = mesh.size
+        self.rank = mesh.rank
+
+    def exchange(self, value: int) -> list[int]:
+        """This rank's value, for all."""
+        return [value] * self.size
+
+    def gather(self, value: object) -> list[object]:
+        """This rank's value, for all."""
+        return [value] * self.size
+
+    def agree(self, what: str, text: str) -> None:
+        """Agrees."""
+        del what, text
+
+    def failure(self, error: BaseException) -> BaseException:
+        """The error itself: no peer takes part."""
+        return error

@@ -1,0 +1,199 @@
+"""The step's own transfers as torch ops, so that a captured graph holds each one as a node.
+
+    all_gather_start(own, sizes, axes)         -> handle [sum(sizes)]      [A] [B] => [A, B]
+    all_gather_into_start(into, own, sizes, axes) -> handle [0]            the same, into a tensor that exists
+    psum_scatter_start(flat, sizes, index, axes)  -> handle [sizes[index]] sums in rank order, keeps the own block
+    psum_start(parts, axes)                    -> handle [sum of numels]   packs, and sums whole
+    wait(handle)                               -> the value
+    stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
+
+A handle has the value's shape; its memory is in flight until `wait`. All tensors but `into` are flat. `axes` are mesh axes
+joined by commas; which communicator they mean is the bound mesh's affair, so that one graph runs on any wire. What a
+transfer reads must not be written before its `wait`; the op keeps it alive until then.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ._channel import Channels, Pending
+
+_LIBRARY = torch.library.Library("shardfn", "DEF")
+_LIBRARY.define("all_gather_start(Tensor own, int[] sizes, str axes) -> Tensor")
+_LIBRARY.define("all_gather_into_start(Tensor(a!) into, Tensor own, int[] sizes, str axes) -> Tensor")
+_LIBRARY.define("psum_scatter_start(Tensor flat, int[] sizes, int index, str axes) -> Tensor")
+_LIBRARY.define("psum_start(Tensor[] parts, str axes) -> Tensor")
+_LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
+_LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
+
+# By storage of the handle: the transfers under way. By nesting: the channels they use.
+_IN_FLIGHT: dict[int, tuple[Tensor, Pending]] = {}
+_CHANNELS: list[Channels] = []
+
+
+class StoppedError(Exception):
+    """A program ended at a `stop_unless`, before anything after it was run.
+
+    Attributes:
+        carried: the tensors it was given.
+    """
+
+    def __init__(self, carried: Sequence[Tensor]) -> None:
+        super().__init__("the program stopped")
+        self.carried = list(carried)
+
+
+@contextlib.contextmanager
+def bind_channels(channels: Channels) -> Iterator[None]:
+    """Binds the communicators that the ops use while a captured graph runs.
+
+    When it ends all sends have left; after an error transfers that nobody waited for are forgotten.
+    """
+    _CHANNELS.append(channels)
+    try:
+        yield
+        channels.flush()
+    finally:
+        _CHANNELS.pop()
+        _IN_FLIGHT.clear()
+
+
+def _under_way(handle: Tensor, pending: Pending) -> Tensor:
+    _IN_FLIGHT[handle.untyped_storage()._cdata] = (handle, pending)
+    return handle
+
+
+def _axes(axes: str) -> tuple[str, ...]:
+    return tuple(axes.split(","))
+
+
+# all_gather
+
+
+def _all_gather_start(own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
+    out = own.new_empty(sum(sizes))
+    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, out)
+    return _under_way(out, pending)
+
+
+def _all_gather_into_start(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
+    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, into)
+    return _under_way(own.new_empty(0), pending)
+
+
+# psum_scatter
+
+
+def _psum_scatter_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
+    pending = _CHANNELS[-1].reduce(_axes(axes)).reduce_scatter(flat, sizes)
+    return _under_way(flat.new_empty(0), pending)
+
+
+# psum
+
+
+def _psum_start(parts: Sequence[Tensor], axes: str) -> Tensor:
+    flat = torch.cat([p.reshape(-1) for p in parts])
+    return _under_way(flat, _CHANNELS[-1].reduce(_axes(axes)).all_reduce(flat))
+
+
+# wait
+
+
+def _wait(handle: Tensor) -> Tensor:
+    kept, pending = _IN_FLIGHT.pop(handle.untyped_storage()._cdata)
+    value = pending.result()
+    return kept if value.data_ptr() == kept.data_ptr() else value
+
+
+# stop_unless
+
+
+def _stop_unless(flag: Tensor, carried: Sequence[Tensor]) -> None:
+    if not bool(flag):
+        raise StoppedError(carried)
+
+
+for _name, _impl in (
+    ("stop_unless", _stop_unless),
+    ("all_gather_start", _all_gather_start),
+    ("all_gather_into_start", _all_gather_into_start),
+    ("psum_scatter_start", _psum_scatter_start),
+    ("psum_start", _psum_start),
+    ("wait", _wait),
+):
+    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardfn::all_gather_start", lib=_LIBRARY)
+def _(own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
+    return own.new_empty(sum(sizes))
+
+
+@torch.library.register_fake("shardfn::all_gather_into_start", lib=_LIBRARY)
+def _(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
+    return own.new_empty(0)
+
+
+@torch.library.register_fake("shardfn::psum_scatter_start", lib=_LIBRARY)
+def _(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
+    return flat.new_empty(sizes[index])
+
+
+@torch.library.register_fake("shardfn::psum_start", lib=_LIBRARY)
+def _(parts: Sequence[Tensor], axes: str) -> Tensor:
+    return parts[0].new_empty(sum(p.numel() for p in parts))
+
+
+@torch.library.register_fake("shardfn::stop_unless", lib=_LIBRARY)
+def _(flag: Tensor, carried: Sequence[Tensor]) -> None:
+    del flag, carried
+
+
+# What is not to be removed though nobody uses its value.
+torch.fx.node.has_side_effect(torch.ops.shardfn.stop_unless.default)
+torch.fx.node.has_side_effect(torch.ops.shardfn.all_gather_into_start.default)
+
+
+@torch.library.register_fake("shardfn::wait", lib=_LIBRARY)
+def _(handle: Tensor) -> Tensor:
+    return handle
+
+
+_KINDS = {"all_gather_start": "gather", "all_gather_into_start": "gather", "psum_scatter_start": "reduce", "psum_start": "reduce"}
+
+
+def channel_axes(gm: torch.fx.GraphModule) -> list[tuple[tuple[str, ...], str]]:
+    """The channels that a captured program uses: (axes, "gather" or "reduce"), each once, in order of first use."""
+    found = {}
+    for node in gm.graph.nodes:
+        kind = _KINDS.get(getattr(node.target, "_opname", "")) if node.op == "call_function" else None
+        if kind is not None:
+            found[_axes(str(node.args[-1])), kind] = None
+    return list(found)
+
+
+def collective_text(gm: torch.fx.GraphModule) -> str:
+    """One line for each transfer of a captured program, in order: what must be the same on all ranks, and the line."""
+    groups, lines = gm.meta.get("groups", {}), []
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "namespace", "") if node.op == "call_function" else ""
+        if name == "shardfn" and node.target._opname in _KINDS:
+            sizes = next((a for a in node.args if isinstance(a, list) and a and isinstance(a[0], int)), "")
+            what = f"{node.target._opname} of {sizes} along {node.args[-1]}"
+        elif name == "_c10d_functional" and node.target._opname != "wait_tensor":
+            axes = next(groups[a] for a in node.args if isinstance(a, str) and a in groups)
+            what = f"{node.target._opname}{_common_shape(node)} along {axes}"
+        else:
+            continue
+        lines.append(f"{what}, {node.meta['val'].dtype}, at {node.meta.get('where', 'the step itself')}")
+    return "\n".join(lines)
+
+
+def _common_shape(node: torch.fx.Node) -> str:
+    """The shape of what is sent, where ranks must agree on it."""
+    if node.target._opname == "all_to_all_single":  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+        return ""
+    return f" of {tuple(node.args[0].meta['val'].shape)}"  # pyright: ignore

@@ -1,0 +1,7 @@
+"""What a captured step is: a graph of aten ops and transfers; passes over it, analysis, back ends."""
+
+from ._options import Schedule as Schedule, Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend
+
+from ._device import Cluster as Cluster
+CostAnalysis = MemoryAnalysis = Estimate = object
+as_text = memory_analysis = cost_analysis = estimate = None

@@ -1,0 +1,166 @@
+"""`capture`: a function of tensors as one flat graph of aten ops and transfers.
+
+The function runs once, on tensors without data, and what it does is written down. So the graph is the program that eager
+mode would run, op for op; what depends on the values of tensors cannot be written down, and is an error that names the
+line.
+"""
+
+import contextlib
+import functools
+import linecache
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import jaxtyping
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+from shardfn.collectives import current_line, recording_lines
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+# Rooms whose lines are the model's own, as a user's would be.
+_MODELS = str(_PACKAGE / "models")
+_PLUMBING = tuple(str(pathlib.Path(m.__file__).parent) for m in (torch, jaxtyping, optree))
+_SKIP = (str(_PACKAGE), *_PLUMBING, "<", contextlib.__file__, functools.__file__)
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+class CaptureError(RuntimeError):
+    """A function does something that no graph can hold."""
+
+
+class Recorder:
+    """What a capture notes beside each op.
+
+    Attributes:
+        phase: the part of the step that is being captured.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "forward"
+        self._top: FrameType | None = None
+
+    def mark(self, phase: str) -> None:
+        """Says which part of the step begins."""
+        self.phase = phase
+
+    def line(self) -> str | None:
+        """The innermost line of the user's code that is running."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._top:
+            name = frame.f_code.co_filename
+            if not name.startswith(_SKIP) or name.startswith(_MODELS):
+                return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            frame = frame.f_back
+        return None
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Writes phase and line beside every op, while a capture runs."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracer: Any = mode.tracer
+        create = tracer.create_node
+        self._top = sys._getframe(2)
+
+        def create_node(*args: Any, **kwargs: Any) -> Node:
+            node = create(*args, **kwargs)
+            node.meta["phase"] = self.phase
+            line = current_line()
+            if line is not None:
+                node.meta["where"] = line
+            return node
+
+        tracer.create_node = create_node
+        try:
+            with recording_lines(self.line):
+                yield
+        finally:
+            tracer.create_node = create
+            self._top = None
+
+
+def capturing() -> bool:
+    """Whether a capture is running."""
+    return get_proxy_mode() is not None
+
+
+def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder: Recorder | None = None) -> GraphModule:
+    """The graph of `f(*inputs)`.
+
+    Args:
+        f: takes as many tensors as there are inputs, returns a flat sequence of tensors.
+        inputs: anything with shape, dtype and device; values are not looked at.
+        recorder: what notes phase and line of each op.
+
+    Returns:
+        The graph module; each node's `meta["val"]` is a tensor without data.
+
+    Raises:
+        CaptureError: the function reads the value of a tensor; names the line.
+    """
+    recorder = recorder or Recorder()
+
+    def recorded(*args: Tensor) -> Sequence[Tensor]:
+        with recorder.attached():
+            return f(*args)
+
+    # One device's backward must run on this thread, where the tracer is.
+    with torch.autograd.set_multithreading_enabled(False), _naming_lines():
+        gm = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(
+            *fakes(inputs)
+        )
+    _strip_detach(gm)
+    return gm
+
+
+def fakes(inputs: Sequence[Any]) -> list[Tensor]:
+    """Tensors without data, of the shapes, dtypes, strides and devices of `inputs`."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with mode:
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+
+
+@contextlib.contextmanager
+def _naming_lines() -> Iterator[None]:
+    try:
+        yield
+    except _DATA_DEPENDENT as error:
+        raise CaptureError(_explain(error)) from error
+
+
+def _explain(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    where, text = "somewhere", ""
+    if frames:
+        where = f"{frames[-1].filename}:{frames[-1].lineno}"
+        text = (frames[-1].line or linecache.getline(frames[-1].filename, frames[-1].lineno or 0)).strip()
+    return (
+        f"{where}: `{text}` needs the value of a tensor while the step is captured ({str(error).splitlines()[0]}). A graph"
+        " has one path: use torch.where or arithmetic in place of the branch, keep the value a tensor in place of"
+        " .item(), take sizes from shapes; or leave out jit, as eager steps run any Python."
+    )
+
+
+def _is_users(name: str) -> bool:
+    return not name.startswith(_SKIP) or name.startswith(_MODELS)
+
+
+def _strip_detach(gm: GraphModule) -> None:
+    """There is no autograd in a graph, so `detach` is the identity."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+

@@ -1,0 +1,87 @@
+"""`eval_shape`: what a function would return, without computing it. And the abstract states that steps are lowered for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import PyTree, block_slices, tree_flatten, tree_map, tree_unflatten
+from shardfn.optim import GradientTransformation
+
+from ._plan import Plan, Planner
+from ._state import TrainState
+from ._update import init_optimizer, wrap
+
+
+def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
+    """What `f(*args)` returns, with tensors that have a shape and a dtype but no data; nothing is computed.
+
+    Args:
+        f: a function of trees of tensors; `step.init` among them.
+        *args: its arguments; tensors may be abstract themselves.
+
+    Returns:
+        The tree that `f` returns, its tensors on the device "meta".
+
+    Example:
+        >>> import torch
+        >>> eval_shape(lambda x: x @ x.T, torch.empty(1 << 20, 8, device="meta")).shape
+        torch.Size([1048576, 1048576])
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with mode:
+        inputs = tree_map(lambda x: _fake(x) if type(x) is Tensor else x, args)
+        return tree_map(_meta, f(*inputs))
+
+
+def is_abstract(leaves: list[Any]) -> bool:
+    """Whether any of these tensors has no data, or none is made any more."""
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
+
+
+def abstract_init(plan: Plan, optimizer: GradientTransformation, key: Tensor | None) -> TrainState:
+    """The first state of a step as shapes: this rank's blocks, without data."""
+    mesh = plan.mesh
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
+        blocks = []
+        for leaf in plan.leaves:
+            where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)
+            shape = [s.stop - s.start for s in where]
+            blocks.append(torch.empty(shape, dtype=leaf.dtype, device=mesh.device))
+        opt_state = init_optimizer(plan, optimizer, blocks)
+    return TrainState(wrap(plan, blocks), opt_state, torch.zeros((), dtype=torch.int64), key)
+
+
+def as_state(planner: Planner, optimizer: GradientTransformation, key: Tensor | None, given: PyTree) -> TrainState:
+    """A state, or the first state of a tree of parameters, of which only shapes and dtypes count."""
+    if isinstance(given, TrainState):
+        return given
+    leaves, treedef = tree_flatten(given)
+    return abstract_init(planner.plan(treedef, leaves), optimizer, key)
+
+
+def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
+    """The tree with tensors without data, on the device where a step would have them."""
+    leaves, treedef = tree_flatten(tree)
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
+        return tree_unflatten(treedef, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in leaves])
+
+
+def _fake(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.device.type == "meta" else x.device)
+
+
+def _meta(x: Any) -> Any:
+    if isinstance(x, GlobalTensor):
+        return GlobalTensor(_meta(x.local), x.shape, x.spec, x.mesh)
+    if isinstance(x, Tensor):
+        with torch._C._DisableTorchDispatch():
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return x
+
+

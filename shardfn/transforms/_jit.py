@@ -1,0 +1,220 @@
+"""`jit`: the same function, captured as one graph for each signature, scheduled and compiled."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh
+from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_paths, tree_unflatten
+from shardfn.graph import Compiled, Schedule, compile_graph, resolve_backend
+
+from ._accumulate import Accumulated
+from ._capture import CaptureError, capture, capturing
+
+log = logging.getLogger("shardfn.jit")
+
+
+class CacheInfo(NamedTuple):
+    """What a captured function remembers.
+
+    Attributes:
+        hits: calls that found their graph.
+        misses: calls that captured one.
+        currsize: graphs kept.
+        capture_seconds: time spent capturing and scheduling.
+        compile_seconds: time spent compiling.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    currsize: int = 0
+    capture_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Jitted:
+    """A function that runs as a graph; `sharded_step` takes the whole step around it into that graph.
+
+    Attributes:
+        inner: the function.
+        backend: "inductor", "graph", or None for the best there is.
+        schedule: what the passes over the graph may do.
+    """
+
+    inner: Callable[..., Any]
+    backend: str | None = None
+    schedule: Schedule = Schedule()
+    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _counts: list[float] = dataclasses.field(default_factory=lambda: [0, 0, 0.0, 0.0], repr=False, compare=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's value."""
+        if capturing():
+            return self.inner(*args, **kwargs)
+        leaves, treedef = tree_flatten((args, kwargs))
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
+        inputs = [x.local if isinstance(x, GlobalTensor) else x for x in (leaves[i] for i in at)]
+        _refuse_gradients(inputs, leaves, treedef, at)
+        key = (treedef, current_mesh(), *(_signature(x) for x in leaves))
+        try:
+            found = self._cache.get(key)
+        except TypeError as error:
+            raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
+        self._counts[found is None] += 1
+        if found is None:
+            found = self._cache[key] = self._make(leaves, treedef, at, inputs)
+        compiled, out_def, statics = found
+        with torch.no_grad():
+            outs = iter(compiled(*inputs))
+        return tree_unflatten(out_def, [next(outs) if s is _TENSOR else s for s in statics])
+
+    def cache_info(self) -> CacheInfo:
+        """Hits, misses and seconds so far."""
+        hits, misses, captured, compiled = self._counts
+        return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
+
+    def build(self, gm: GraphModule) -> Compiled:
+        """Schedules and compiles a captured graph."""
+        start = time.perf_counter()
+        gm = self.schedule(gm)
+        self._counts[2] += time.perf_counter() - start
+        return self.compile(gm)
+
+    def compile(self, gm: GraphModule) -> Compiled:
+        """Compiles a scheduled graph."""
+        compiled = compile_graph(gm, resolve_backend(self.backend))
+        self._counts[3] += compiled.seconds
+        return compiled
+
+    def count(self, *, hit: bool, seconds: float = 0.0) -> None:
+        """Counts a call of the step around the function, which keeps its graphs itself."""
+        self._counts[not hit] += 1
+        self._counts[2] += seconds
+
+    def _make(self, leaves: list[Any], treedef: Any, at: list[int], inputs: list[Tensor]) -> Any:
+        start = time.perf_counter()
+        result: list[Any] = []
+        mesh = current_mesh()
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            filled = list(leaves)
+            for i, x in zip(at, tensors, strict=True):
+                old = leaves[i]
+                filled[i] = GlobalTensor(x, old.shape, old.spec, old.mesh) if isinstance(old, GlobalTensor) else x
+            args, kwargs = tree_unflatten(treedef, filled)
+            with bind_mesh(mesh):
+                outs, out_def = tree_flatten(self.inner(*args, **kwargs))
+            result[:] = [out_def, [_TENSOR if isinstance(x, Tensor) else x for x in outs]]
+            return [x for x in outs if isinstance(x, Tensor)]
+
+        gm = capture(flat, inputs)
+        report(getattr(self.inner, "__name__", "function"), treedef, leaves, len(self._cache))
+        self._counts[2] += time.perf_counter() - start
+        return self.build(gm), *result
+
+
+_TENSOR = object()
+
+
+def jit(
+    f: Callable[..., Any],
+    *,
+    backend: str | None = None,
+    schedule: Schedule | None = None,
+    **options: Any,
+) -> Jitted:
+    """`jit(f)(*args) == f(*args)`, run as a graph: captured once a signature, scheduled, and compiled.
+
+    `sharded_step(jit(loss), ...)` captures the complete step: gathers, forward, backward, reductions, clipping and the
+    optimizer in place, as one flat graph whose transfers are scheduled. It pays its capture (seconds) once for each
+    shape of the batch; a new shape captures again, and is reported in the log "shardfn.jit".
+
+    Args:
+        f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
+        backend: "graph" runs the captured ops as they are, bit-identical to eager; "inductor" compiles what lies between
+            transfers, and needs a C++ compiler. Default "inductor" where there is one.
+        schedule: what the passes over the graph may do; default `Schedule()`.
+        **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`.
+
+    Returns:
+        The jitted function. `cache_info()` counts hits, misses and seconds.
+
+    Raises:
+        ValueError: an unknown back end or option.
+        CaptureError: (when called) `f` depends on the value of a tensor; names the line.
+
+    Example:
+        >>> import torch
+        >>> double = jit(lambda x: x * 2, backend="graph")
+        >>> double(torch.ones(2)), double(torch.zeros(2))
+        (tensor([2., 2.]), tensor([0., 0.]))
+        >>> double.cache_info().misses
+        1
+
+    References:
+        Frostig et al., Compiling machine learning programs via high-level tracing, SysML 2018
+    """
+    if backend not in (None, "graph", "inductor"):
+        hint = did_you_mean(str(backend), ("graph", "inductor"))
+        raise ValueError(f"jit(backend={backend!r}): the back ends are 'graph' and 'inductor'.{hint}")
+    fields = [x.name for x in dataclasses.fields(Schedule)]
+    for name in options:
+        if name not in fields:
+            raise ValueError(f"jit has no option {name!r}; there are {fields}.{did_you_mean(name, fields)}")
+    if schedule is not None and options:
+        raise ValueError(f"jit got schedule= and {sorted(options)}; put them in one Schedule.")
+    if isinstance(f, Jitted):
+        raise ValueError("jit(jit(f)) is jit(f); drop one.")
+    return Jitted(f, backend, schedule or Schedule(**options))
+
+
+def unwrap(loss: Callable[..., Any]) -> tuple[Callable[..., Any], Jitted | None]:
+    """The loss without jit, and the jit: `jit(accumulate(f, n))` and `accumulate(jit(f), n)` mean the same step."""
+    if isinstance(loss, Jitted):
+        inner, nested = unwrap(loss.inner)
+        if nested is not None:
+            raise ValueError("the loss is jitted twice; drop one.")
+        return inner, loss
+    if isinstance(loss, Accumulated):
+        inner, jitted = unwrap(loss.inner)
+        return (loss, None) if jitted is None else (Accumulated(inner, loss.num_microbatches), jitted)
+    return loss, None
+
+
+def report(name: str, treedef: Any, leaves: list[Any], known: int) -> None:
+    """Logs a capture: the first one at level INFO, later ones, which a change of shapes has caused, as warnings."""
+    paths = tree_paths(tree_unflatten(treedef, leaves))
+    shown = ", ".join(f"{p} {tuple(x.shape)}" for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor))
+    if not known:
+        log.info("captured %s for %s", name, shown)
+    else:
+        log.warning("captured %s again, for the shapes %s: graph number %d", name, shown, known + 1)
+
+
+def _signature(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.device
+    if isinstance(x, GlobalTensor):
+        return tuple(x.shape), x.spec, x.mesh, _signature(x.local)
+    return x
+
+
+def _refuse_gradients(inputs: list[Tensor], leaves: list[Any], treedef: Any, at: list[int]) -> None:
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+        return
+    paths = tree_paths(tree_unflatten(treedef, leaves))
+    names = [paths[i] for i, x in zip(at, inputs, strict=True) if x.requires_grad]
+    raise CaptureError(
+        f"a jitted function was given tensors that require a gradient ({', '.join(names[:4])}); a graph holds no"
+        " autograd. Capture the gradient with it: jit(value_and_grad(f)) in place of value_and_grad(jit(f)),"
+        " jit(remat(f)) in place of remat(jit(f))."
+    )
+
+

@@ -1,0 +1,51 @@
+"""`Lowered`: a captured and scheduled step that can be read, measured and compiled, on a machine that cannot run it."""
+
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from shardfn.core import Mesh
+from shardfn.graph import Cluster, CostAnalysis, Estimate, MemoryAnalysis, as_text, cost_analysis, estimate, memory_analysis
+
+
+class Lowered:
+    """A step for one signature. `step.lower` makes it.
+
+    Attributes:
+        gm: the scheduled graph, a `torch.fx.GraphModule`.
+        mesh: the mesh it is for, seen from this rank; rank 0 of an abstract one.
+    """
+
+    def __init__(self, gm: GraphModule, mesh: Mesh, compile: Callable[[str | None], Callable[..., Any]]) -> None:
+        self.gm, self.mesh, self._compile = gm, mesh, compile
+
+    def as_text(self) -> str:
+        """The graph to be read: a line an op, with leaf names, shapes, collectives and their bytes."""
+        return as_text(self.gm)
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """The peak of live bytes on this rank, by kind, from the lifetimes of the graph's values."""
+        return memory_analysis(self.gm)
+
+    def cost_analysis(self) -> CostAnalysis:
+        """Flops, and bytes sent by collective and axis."""
+        return cost_analysis(self.gm)
+
+    def estimate(self, cluster: Cluster) -> Estimate:
+        """How long the step would take on a cluster, and what is exposed."""
+        return estimate(self.gm, cluster)
+
+    def compile(self, backend: str | None = None) -> Callable[..., Any]:
+        """The step, ready to run: `compiled(state, batch) -> (state, metrics)` for the signature it was lowered for.
+
+        Args:
+            backend: as `jit` takes it; default the jit's.
+
+        Raises:
+            ValueError: the mesh is abstract; (when called) state or batch have other shapes than what was lowered.
+        """
+        if self.mesh.abstract:
+            raise ValueError(f"{self.mesh!r} is abstract: the step can be read and measured, not compiled to run.")
+        return self._compile(backend)

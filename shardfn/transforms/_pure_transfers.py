@@ -1,0 +1,144 @@
+"""Storage -> compute and back, as pure functions of tensors: what the functional step moves.
+
+    wholes = enter(plan, blocks)            storage -> what the loss sees, one value a rank (V over the batch's axes)
+    rows   = reduce(plan, cotangents)       its transpose, summed: each rank's rows of the gradient
+    blocks = refresh(plan, blocks, rows)    updated rows -> storage
+
+Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own; leaves of one
+unit travel in one message, padded to the rows of the first rank. A message of a vmapped step is K times as large, and
+there are as many of them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import all_gather, all_gather_invariant, psum, psum_scatter, pvary, take_own_block
+
+from ._layout import LeafLayout
+from ._plan import Plan
+
+
+def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves as the loss sees them; differentiating them gives summed gradients in the storage layout.
+
+    Args:
+        plan: the layout.
+        blocks: this rank's piece of each parameter.
+    """
+    wholes = list(blocks)
+    for unit in plan.gather_units:
+        for i, whole in _gathered(plan, unit.leaves, blocks, invariant=not plan.leaves[unit.leaves[0]].cut):
+            wholes[i] = whole
+    # What the gather's transpose has summed already, if anything, is not summed again.
+    return [_vary(leaf, x) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+
+
+def reduce(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The gradients summed over the ranks that share the batch: of each leaf the rows that this rank updates.
+
+    Args:
+        plan: the layout.
+        grads: by trainable leaf, this rank's own gradient of the whole.
+    """
+    out: dict[int, Tensor] = {}
+    for unit in plan.reduce_units:
+        first = plan.leaves[unit.leaves[0]]
+        leaves = [plan.leaves[i] for i in unit.leaves]
+        given = [grads[i] for i in unit.leaves]
+        pieces = _scattered(plan, leaves, given) if first.cut else _summed(plan, leaves, given)
+        out.update(zip(unit.leaves, pieces, strict=True))
+    return out
+
+
+def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
+    """The part of a resident leaf that this rank updates."""
+    del plan
+    return take_own_block(block, leaf.zero_axes, dim=leaf.dim) if leaf.refreshed and leaf.dim is not None else block
+
+
+def refresh(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
+    """The parameters to keep, given this rank's updated rows (None: a leaf that is not trained)."""
+    out = [b if r is None else r for b, r in zip(blocks, rows, strict=True)]
+    for unit in plan.refresh_units:
+        for i, whole in _gathered(plan, unit.leaves, out, invariant=True):
+            out[i] = whole
+    return out
+
+
+def _vary(leaf: LeafLayout, x: Tensor) -> Tensor:
+    axes = leaf.extra_axes if leaf.gathered and leaf.cut else leaf.reduce_axes + leaf.extra_axes
+    return pvary(x, axes) if x.is_floating_point() else x
+
+
+def _gathered(
+    plan: Plan, members: Sequence[int], pieces: Sequence[Tensor], *, invariant: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """The whole leaves of one unit, from every rank's rows."""
+    leaves = [plan.leaves[i] for i in members]
+    flat = torch.cat([_padded(leaf, pieces[i]).reshape(-1) for leaf, i in zip(leaves, members, strict=True)])
+    gather = all_gather_invariant if invariant else all_gather
+    stacked = gather(flat, leaves[0].zero_axes).reshape(len(leaves[0].bounds), -1)
+    parts = stacked.split([_padded_size(leaf) for leaf in leaves], 1)
+    for i, leaf, part in zip(members, leaves, parts, strict=True):
+        yield i, _joined(leaf, part)
+
+
+def _scattered(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
+    """The sum over all axes of the batch, of which this rank gets its rows in the same message."""
+    stacked = torch.cat([_cut(leaf, g) for leaf, g in zip(leaves, grads, strict=True)], 1)
+    own = psum(psum_scatter(stacked, leaves[0].reduce_axes), leaves[0].extra_axes)
+    parts = own.reshape(-1).split([_padded_size(leaf) for leaf in leaves])
+    return [_trimmed(leaf, part, plan.zero_rank(leaf)) for leaf, part in zip(leaves, parts, strict=True)]
+
+
+def _summed(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
+    """The sum over all axes of the batch, of which this rank then takes its rows."""
+    flat = psum(torch.cat([g.reshape(-1) for g in grads]), leaves[0].reduce_axes + leaves[0].extra_axes)
+    parts = flat.split([leaf.block.numel() for leaf in leaves])
+    wholes = [part.reshape(leaf.block) for leaf, part in zip(leaves, parts, strict=True)]
+    return [
+        x if leaf.dim is None else take_own_block(x, leaf.zero_axes, dim=leaf.dim)
+        for leaf, x in zip(leaves, wholes, strict=True)
+    ]
+
+
+# A leaf's rows, cut dim first and padded to those of the first rank, which has the most.
+
+
+def _lengths(leaf: LeafLayout) -> list[int]:
+    return [hi - lo for lo, hi in leaf.bounds]
+
+
+def _row_shape(leaf: LeafLayout) -> tuple[int, ...]:
+    return tuple(n for d, n in enumerate(leaf.block) if d != leaf.dim)
+
+
+def _padded_size(leaf: LeafLayout) -> int:
+    return _lengths(leaf)[0] * math.prod(_row_shape(leaf))
+
+
+def _padded(leaf: LeafLayout, rows: Tensor) -> Tensor:
+    rows = rows.movedim(leaf.dim or 0, 0)
+    missing = _lengths(leaf)[0] - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+
+
+def _cut(leaf: LeafLayout, whole: Tensor) -> Tensor:
+    """Whole -> [ranks, padded rows, flat]."""
+    pieces = whole.split(_lengths(leaf), leaf.dim or 0)
+    return torch.stack([_padded(leaf, piece).reshape(-1) for piece in pieces])
+
+
+def _joined(leaf: LeafLayout, stacked: Tensor) -> Tensor:
+    """[ranks, padded rows, flat] -> whole."""
+    pieces = [_trimmed(leaf, part, rank) for rank, part in enumerate(stacked.unbind(0))]
+    return torch.cat(pieces, leaf.dim or 0)
+
+
+def _trimmed(leaf: LeafLayout, flat: Tensor, rank: int) -> Tensor:
+    """Padded rows, flat -> the rows of one rank."""
+    rows = flat.reshape(_lengths(leaf)[0], *_row_shape(leaf))[: _lengths(leaf)[rank]]
+    return rows.movedim(0, leaf.dim or 0)
