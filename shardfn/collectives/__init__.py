@@ -11,8 +11,9 @@ from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record
 from ._channel import Channel as Channel, Channels as Channels, Pending as Pending
 from ._channel import TransportError as TransportError, is_sole_owner as is_sole_owner
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
+from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
-from ._wire_ops import channel_axes as channel_axes, collective_text as collective_text
+from ._wire_ops import channel_axes as channel_axes
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._control import Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard

@@ -74,7 +74,9 @@ class Channel:
         self._roots = [_broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
 
-    def all_gather(self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False) -> Pending:
+    def all_gather(
+        self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False
+    ) -> Pending:
         """Every rank's block, one after another: `[A] [B] => [A, B]`.
 
         Args:

@@ -245,12 +245,14 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _flatten(x: GlobalTensor) -> tuple[list[Tensor], tuple[torch.Size, P, Mesh]]:
-    return [x.local], (x.shape, x.spec, x.mesh)
+# torch also puts things that are no tensors in the places of leaves, so property and constructor are passed by.
+
+
+def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh]]:
+    return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh)
 
 
 def _unflatten(children: Any, context: tuple[torch.Size, P, Mesh]) -> GlobalTensor:
-    # torch also puts things that are no tensors in the places of leaves, so the constructor is passed by.
     x = object.__new__(GlobalTensor)
     (x._local,), (x.shape, x.spec, x.mesh) = children, context
     return x
@@ -260,7 +262,7 @@ torch_pytree.register_pytree_node(
     GlobalTensor,
     _flatten,
     _unflatten,
-    flatten_with_keys_fn=lambda x: ([(torch_pytree.GetAttrKey("local"), x.local)], _flatten(x)[1]),
+    flatten_with_keys_fn=lambda x: ([(torch_pytree.GetAttrKey("local"), _flatten(x)[0][0])], _flatten(x)[1]),
 )
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardfn.core import Mesh
 
-from ._channel import Pending
+from ._channel import Channel, Channels, Pending
+from ._control import Control
 
 _ops = torch.ops.shardfn
 
@@ -97,3 +98,9 @@ class TracedControl:
     def failure(self, error: BaseException) -> BaseException:
         """The error itself: no peer takes part."""
         return error
+
+
+# What the engine takes: the wire, or its stand-in while the step is captured.
+AnyChannel = Channel | TracedChannel
+AnyChannels = Channels | TracedChannels
+AnyControl = Control | TracedControl

@@ -162,7 +162,12 @@ def _(handle: Tensor) -> Tensor:
     return handle
 
 
-_KINDS = {"all_gather_start": "gather", "all_gather_into_start": "gather", "psum_scatter_start": "reduce", "psum_start": "reduce"}
+_KINDS = {
+    "all_gather_start": "gather",
+    "all_gather_into_start": "gather",
+    "psum_scatter_start": "reduce",
+    "psum_start": "reduce",
+}
 
 
 def channel_axes(gm: torch.fx.GraphModule) -> list[tuple[tuple[str, ...], str]]:
@@ -173,27 +178,3 @@ def channel_axes(gm: torch.fx.GraphModule) -> list[tuple[tuple[str, ...], str]]:
         if kind is not None:
             found[_axes(str(node.args[-1])), kind] = None
     return list(found)
-
-
-def collective_text(gm: torch.fx.GraphModule) -> str:
-    """One line for each transfer of a captured program, in order: what must be the same on all ranks, and the line."""
-    groups, lines = gm.meta.get("groups", {}), []
-    for node in gm.graph.nodes:
-        name = getattr(node.target, "namespace", "") if node.op == "call_function" else ""
-        if name == "shardfn" and node.target._opname in _KINDS:
-            sizes = next((a for a in node.args if isinstance(a, list) and a and isinstance(a[0], int)), "")
-            what = f"{node.target._opname} of {sizes} along {node.args[-1]}"
-        elif name == "_c10d_functional" and node.target._opname != "wait_tensor":
-            axes = next(groups[a] for a in node.args if isinstance(a, str) and a in groups)
-            what = f"{node.target._opname}{_common_shape(node)} along {axes}"
-        else:
-            continue
-        lines.append(f"{what}, {node.meta['val'].dtype}, at {node.meta.get('where', 'the step itself')}")
-    return "\n".join(lines)
-
-
-def _common_shape(node: torch.fx.Node) -> str:
-    """The shape of what is sent, where ranks must agree on it."""
-    if node.target._opname == "all_to_all_single":  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
-        return ""
-    return f" of {tuple(node.args[0].meta['val'].shape)}"  # pyright: ignore

@@ -5,3 +5,4 @@ from ._options import Schedule as Schedule, Compiled as Compiled, compile_graph 
 from ._device import Cluster as Cluster
 CostAnalysis = MemoryAnalysis = Estimate = object
 as_text = memory_analysis = cost_analysis = estimate = None
+from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences, prove_no_hang as prove_no_hang

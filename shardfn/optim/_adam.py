@@ -6,18 +6,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn.collectives import transforming
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
+from ._hyper import beside, number
 from ._kernels import fused_adamw_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zero_count, zeros_like
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-
-Number = float | int
+from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
 class ScaleByAdamState(NamedTuple):
@@ -41,7 +41,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
     arithmetic is in float32 at least.
 
     Args:
-        b1: rate of the mean, in [0, 1).
+        b1: rate of the mean, in [0, 1); like all of them, a number or a 0-d tensor.
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
 
@@ -68,14 +68,15 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
     def update(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        del params, specs
+        del params
         check_state("scale_by_adam", state, ScaleByAdamState)
         gs, treedef = tree_flatten(updates)
         mus, nus = moments_like(state, gs, treedef, "updates")
         count = state.count + 1
-        c1, c2 = bias_corrections(count, b1, b2)
-        new = [moments(g, mu, nu, b1, b2) for g, mu, nu in zip(gs, mus, nus, strict=True)]
-        us = [(mu / c1.to(mu.device)) / ((nu / c2.to(nu.device)).sqrt() + eps) for mu, nu in new]
+        hyper = [beside(gs, x, updates, specs) for x in (b1, b2, eps, *bias_corrections(count, b1, b2))]
+        rows = list(zip(*hyper, strict=True))
+        new = [moments(g, mu, nu, b1, b2) for g, mu, nu, (b1, b2, *_) in zip(gs, mus, nus, rows, strict=True)]
+        us = [(mu / c1) / (_root(nu / c2) + eps) for (mu, nu), (*_, eps, c1, c2) in zip(new, rows, strict=True)]
         mu, nu = ([row[i].to(m.dtype) for row, m in zip(new, mus, strict=True)] for i in (0, 1))
         out = [u.to(m.dtype) for u, m in zip(us, mus, strict=True)]
         unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
@@ -166,7 +167,13 @@ def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[
 def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """`1 - b1^t` and `1 - b2^t` in float64: in float32 the second loses four digits at t = 1."""
     t = count.double()
-    return 1 - torch.pow(float(b1), t), 1 - torch.pow(float(b2), t)
+    wide = [b.double().to(t.device) if isinstance(b, Tensor) else float(b) for b in (b1, b2)]
+    return 1 - torch.pow(wide[0], t), 1 - torch.pow(wide[1], t)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root; its derivative at 0 is taken as 0, so that a weight without gradients has one."""
+    return x.sqrt() if not transforming() else torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)
 
 
 def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -201,10 +208,10 @@ def _fused(
         on = flags(params, ps, treedef)
         step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
         for (decays, device, _), (p, mu, nu, g) in grouped(columns, on).items():
-            decay = float(weight_decay) if decays else 0.0
+            decay = number(weight_decay) if decays else 0.0
             fused_adamw_(
-                p, g, mu, nu, [], [step.to(device)] * len(p), lr=on_device(lr, device), beta1=float(b1),
-                beta2=float(b2), weight_decay=decay, eps=float(eps), amsgrad=False, maximize=False,
+                p, g, mu, nu, [], [step.to(device)] * len(p), lr=on_device(lr, device), beta1=number(b1),
+                beta2=number(b2), weight_decay=decay, eps=number(eps), amsgrad=False, maximize=False,
             )  # fmt: skip
         unstage(copies)
         return params, state

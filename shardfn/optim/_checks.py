@@ -1,7 +1,13 @@
-"""Numbers that an optimizer refuses, before it has done any harm."""
+"""Numbers that an optimizer refuses, before it has done any harm.
+
+A hyperparameter may be a 0-d tensor, so that torch.func can map or differentiate over it. Its value is then not looked
+at.
+"""
 
 import math
 from typing import Any
+
+from torch import Tensor
 
 
 def not_negative(who: str, **values: Any) -> None:
@@ -31,6 +37,10 @@ def num_steps(who: str, **values: Any) -> None:
 
 def _require(who: str, values: dict[str, Any], ok: Any, need: str) -> None:
     for name, value in values.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not need.startswith("an int"):
+            if value.ndim:
+                raise ValueError(f"{who}: {name} has shape {tuple(value.shape)}, but must be a number or a 0-d tensor.")
+            continue
         number = isinstance(value, float | int) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and ok(value)):
             raise ValueError(f"{who}: {name}={value!r} must be {need}.")

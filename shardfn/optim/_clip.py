@@ -8,7 +8,8 @@ from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._base import GradientTransformation, stateless
 from ._checks import positive
-from ._kernels import foreach_mul, foreach_mul_
+from ._hyper import beside
+from ._kernels import foreach_mul_
 from ._leaves import disjoint
 from ._norm import global_norm
 from ._types import OptState, Params, Specs, Updates
@@ -65,8 +66,8 @@ def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
     def update(updates: Updates, params: Params, specs: Specs) -> Updates:
         del params
         gs, treedef = tree_flatten(updates)
-        us = foreach_mul(gs, scale(updates, specs)) if gs else ()
-        return tree_unflatten(treedef, [u.to(g.dtype) for u, g in zip(us, gs, strict=True)])
+        scales = beside(gs, scale(updates, specs), updates, specs) if gs else ()
+        return tree_unflatten(treedef, [(g * s).to(g.dtype) for g, s in zip(gs, scales, strict=True)])
 
     @torch.no_grad()
     def rewrite(

@@ -9,17 +9,18 @@ from shardfn.core import tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, stateless
 from ._checks import not_negative
+from ._hyper import beside, is_zero
 from ._leaves import check_params, leaves_like, per_leaf, wide
-from ._types import Mask, Params, Specs, Updates
+from ._types import Mask, Number, Params, Specs, Updates
 
 
-def add_decayed_weights(weight_decay: float | int = 0.0, mask: Mask = None) -> GradientTransformation:
+def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> GradientTransformation:
     """Adds decay: `u = g + weight_decay * p` on the leaves that the mask names, `u = g` elsewhere.
 
     Before the moments it is an L2 penalty; after them, decoupled decay.
 
     Args:
-        weight_decay: the factor, >= 0.
+        weight_decay: the factor, >= 0; may be a 0-d tensor.
         mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one, of structure and shapes
             only; None = all.
 
@@ -41,26 +42,25 @@ def add_decayed_weights(weight_decay: float | int = 0.0, mask: Mask = None) -> G
     flags = decay_flags(weight_decay, mask)
 
     def update(updates: Updates, params: Params, specs: Specs) -> Updates:
-        del specs
         check_params("add_decayed_weights", params)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
-        rows = zip(gs, ps, flags(params, ps, treedef), strict=True)
-        return tree_unflatten(treedef, [_decayed(g, p, weight_decay) if on else g for g, p, on in rows])
+        rows = zip(gs, ps, flags(params, ps, treedef), beside(ps, weight_decay, params, specs), strict=True)
+        return tree_unflatten(treedef, [_decayed(g, p, decay) if on else g for g, p, on, decay in rows])
 
     return stateless(update)
 
 
-def decay_flags(weight_decay: float | int, mask: Mask) -> Callable[[Params, list[Tensor], Any], Sequence[bool]]:
+def decay_flags(weight_decay: Number, mask: Mask) -> Callable[[Params, list[Tensor], Any], Sequence[bool]]:
     """Which leaves decay, as a function of the flattened params; none of them where the factor is 0."""
     resolve = per_leaf(True if mask is None else mask, bool, "mask")
 
     def flags(params: Params, leaves: list[Tensor], treedef: Any) -> Sequence[bool]:
         on = resolve(params, leaves, treedef)
-        return on if weight_decay else (False,) * len(leaves)
+        return (False,) * len(leaves) if is_zero(weight_decay) else on
 
     return flags
 
 
-def _decayed(g: Tensor, p: Tensor, weight_decay: float | int) -> Tensor:
+def _decayed(g: Tensor, p: Tensor, weight_decay: Number) -> Tensor:
     return (wide(g) + weight_decay * p).to(g.dtype)

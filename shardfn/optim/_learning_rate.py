@@ -1,15 +1,16 @@
 """`scale_by_learning_rate`: the last rule of an optimizer, `u = -lr * g`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import tree_map
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, stateless
 from ._checks import not_negative
+from ._hyper import beside
 from ._leaves import check_state, zero_count
 from ._types import LearningRate, OptState, Params, Specs, Updates
 
@@ -28,7 +29,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """Steps downhill: `u = -lr * g`, where lr is a number or `schedule(count)` with count = 0 at the first step.
 
     Args:
-        learning_rate: a number >= 0, or a schedule.
+        learning_rate: a number >= 0, a 0-d tensor, or a schedule.
 
     Returns:
         A rule; it keeps a count only if `learning_rate` is a schedule.
@@ -42,7 +43,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """
     check_rate("scale_by_learning_rate", learning_rate)
     if not callable(learning_rate):
-        return stateless(lambda updates, params, specs: tree_map(lambda g: -learning_rate * g, updates))
+        return stateless(lambda updates, params, specs: _descend(updates, learning_rate, specs))
 
     def init(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(zero_count(params))
@@ -50,13 +51,17 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     def update(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        del params, specs
+        del params
         check_state("scale_by_learning_rate", state, ScaleByScheduleState)
-        lr = learning_rate(state.count)
-        scaled = tree_map(lambda g: (g * -lr.to(g.device)).to(g.dtype), updates)
-        return scaled, ScaleByScheduleState(state.count + 1)
+        return _descend(updates, learning_rate(state.count), specs), ScaleByScheduleState(state.count + 1)
 
     return GradientTransformation(init, update)
+
+
+def _descend(updates: Updates, rate: Any, specs: Specs) -> PyTree:
+    gs, treedef = tree_flatten(updates)
+    rows = zip(gs, beside(gs, rate, updates, specs), strict=True)
+    return tree_unflatten(treedef, [(-lr * g).to(g.dtype) for g, lr in rows])
 
 
 def check_rate(who: str, learning_rate: LearningRate) -> None:
@@ -68,7 +73,7 @@ def check_rate(who: str, learning_rate: LearningRate) -> None:
 def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Float[Tensor, ""]:
     """The rate of the step at hand, for the in-place forms; advances the schedule's count in place."""
     if not callable(learning_rate):
-        return learning_rate
+        return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
     check_state("scale_by_learning_rate", state, ScaleByScheduleState)
     lr = learning_rate(state.count)
     state.count.add_(1)

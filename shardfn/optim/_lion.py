@@ -11,6 +11,7 @@ from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate
 from ._decay import add_decayed_weights, decay_flags
+from ._hyper import beside, number
 from ._kernels import foreach_add_, foreach_mul, foreach_mul_, foreach_sign
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
@@ -25,9 +26,7 @@ from ._leaves import (
     wide,
     zeros_like,
 )
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-
-Number = float | int
+from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
 class ScaleByLionState(NamedTuple):
@@ -72,14 +71,15 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     def update(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        del params, specs
+        del params
         check_state("scale_by_lion", state, ScaleByLionState)
         gs, treedef = tree_flatten(updates)
         mus = leaves_like(state.mu, treedef, "state.mu", "updates")
         check_shapes(treedef, gs, mu=mus)
         mix = lambda g, mu, b: b * wide(mu) + (1 - b) * g.to(wide(mu).dtype)  # noqa: E731
-        us = [_sign(mix(g, mu, b1)).to(mu.dtype) for g, mu in zip(gs, mus, strict=True)]
-        new = [mix(g, mu, b2).to(mu.dtype) for g, mu in zip(gs, mus, strict=True)]
+        rates = [beside(gs, b, updates, specs) for b in (b1, b2)]
+        us = [_sign(mix(g, mu, b)).to(mu.dtype) for g, mu, b in zip(gs, mus, rates[0], strict=True)]
+        new = [mix(g, mu, b).to(mu.dtype) for g, mu, b in zip(gs, mus, rates[1], strict=True)]
         return tree_unflatten(treedef, us), ScaleByLionState(tree_unflatten(treedef, new))
 
     return GradientTransformation(init, update)
@@ -134,10 +134,10 @@ def lion(
         check_shapes(treedef, ps, grads=gs, mu=mus)
         columns, copies = stage([ps, mus, gs], widen=everywhere)
         on = flags(params, ps, treedef)
-        lr = next_rate(learning_rate, state[-1])
+        lr, rates = next_rate(learning_rate, state[-1]), (number(b1), number(b2))
         for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
             for ps, mus, gs in blocks([p, mu, g]):
-                _step(ps, mus, gs, on_device(lr, device), b1, b2, weight_decay if decays else 0.0)
+                _step(ps, mus, gs, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
         unstage(copies)
         return params, state
 
@@ -145,7 +145,7 @@ def lion(
 
 
 def _step(
-    p: list[Tensor], mu: list[Tensor], g: list[Tensor], lr: Number | Tensor, b1: Number, b2: Number, decay: Number
+    p: list[Tensor], mu: list[Tensor], g: list[Tensor], lr: float | Tensor, b1: float, b2: float, decay: float
 ) -> None:
     # The same expression as the pure rule, not a lerp: near 0 another rounding would be another sign.
     mix = foreach_mul(mu, b1)

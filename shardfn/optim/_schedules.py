@@ -13,9 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._checks import finite, not_negative, num_steps
-from ._types import Count, Schedule
-
-Number = float | int
+from ._types import Count, Number, Schedule
 
 
 def constant_schedule(value: Number) -> Schedule:

@@ -11,10 +11,11 @@ from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights
+from ._hyper import beside, is_zero, number
 from ._kernels import fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zeros_like
-from ._types import LearningRate, OptState, Params, Specs, Updates
+from ._types import LearningRate, Number, OptState, Params, Specs, Updates
 
 
 class TraceState(NamedTuple):
@@ -27,11 +28,11 @@ class TraceState(NamedTuple):
     trace: PyTree
 
 
-def trace(decay: float | int, nesterov: bool = False) -> GradientTransformation:
+def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     """Heavy-ball momentum: `t = g + decay * t`; `u = t`, or `u = g + decay * t` with Nesterov's look-ahead.
 
     Args:
-        decay: in [0, 1).
+        decay: in [0, 1); may be a 0-d tensor.
         nesterov: look ahead.
 
     Returns:
@@ -58,13 +59,14 @@ def trace(decay: float | int, nesterov: bool = False) -> GradientTransformation:
     def update(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        del params, specs
+        del params
         check_state("trace", state, TraceState)
         gs, treedef = tree_flatten(updates)
         ts = leaves_like(state.trace, treedef, "state.trace", "updates")
         check_shapes(treedef, gs, trace=ts)
-        new = [wide(g) + decay * wide(t) for g, t in zip(gs, ts, strict=True)]
-        out = [wide(g) + decay * t for g, t in zip(gs, new, strict=True)] if nesterov else new
+        ds = beside(gs, decay, updates, specs)
+        new = [wide(g) + d * wide(t) for g, t, d in zip(gs, ts, ds, strict=True)]
+        out = [wide(g) + d * t for g, t, d in zip(gs, new, ds, strict=True)] if nesterov else new
         cast = [[x.to(t.dtype) for x, t in zip(xs, ts, strict=True)] for xs in (out, new)]
         return tree_unflatten(treedef, cast[0]), TraceState(tree_unflatten(treedef, cast[1]))
 
@@ -73,9 +75,9 @@ def trace(decay: float | int, nesterov: bool = False) -> GradientTransformation:
 
 def sgd(
     learning_rate: LearningRate,
-    momentum: float | int | None = None,
+    momentum: Number | None = None,
     nesterov: bool = False,
-    weight_decay: float | int = 0.0,
+    weight_decay: Number = 0.0,
 ) -> GradientTransformation:
     """Gradient descent: `g = g + weight_decay * p; t = g + momentum * t; p = p - lr * t`.
 
@@ -100,9 +102,9 @@ def sgd(
     """
     check_rate("sgd", learning_rate)
     not_negative("sgd", weight_decay=weight_decay)
-    if nesterov and not momentum:
+    if nesterov and is_zero(momentum):
         raise ValueError(f"sgd: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
-    rules = [add_decayed_weights(weight_decay)] if weight_decay else []
+    rules = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay)]
     rules += [trace(momentum, nesterov)] if momentum is not None else []
     pure = chain(*rules, scale_by_learning_rate(learning_rate))
     num = len(rules) + 1
@@ -121,8 +123,8 @@ def sgd(
         lr = next_rate(learning_rate, state[-1])
         for (_, device, _), (p, *t, g) in grouped(columns, [None] * len(ps)).items():
             fused_sgd_(
-                p, g, t[0] if t else [], lr=on_device(lr, device), momentum=momentum or 0.0, nesterov=nesterov,
-                weight_decay=float(weight_decay), dampening=0.0, maximize=False, is_first_step=False,
+                p, g, t[0] if t else [], lr=on_device(lr, device), momentum=number(momentum or 0.0), nesterov=nesterov,
+                weight_decay=number(weight_decay), dampening=0.0, maximize=False, is_first_step=False,
             )  # fmt: skip
         unstage(copies)
         return params, state

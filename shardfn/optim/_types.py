@@ -15,4 +15,6 @@ Specs = PyTree
 Mask = PyTree | Callable[[Params], PyTree]
 Count = int | Int[Tensor, ""]
 Schedule = Callable[[Any], Float[Tensor, ""]]
-LearningRate = float | int | Schedule
+# A hyperparameter: a tensor where a transform is to map or differentiate over it.
+Number = float | int | Float[Tensor, ""]
+LearningRate = float | int | Float[Tensor, ""] | Schedule

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from shardfn.collectives import current_line, recording_lines
 
@@ -125,7 +125,7 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
 
 def fakes(inputs: Sequence[Any]) -> list[Tensor]:
     """Tensors without data, of the shapes, dtypes, strides and devices of `inputs`."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
 
@@ -162,5 +162,3 @@ def _strip_detach(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     gm.recompile()
-
-

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import StoppedError, bind_channels, channel_axes, collective_text, text_hash
+from shardfn.collectives import StoppedError, bind_channels, channel_axes, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn.graph import collective_sequence, compare_sequences
 
 from ._comms import Comms
 from ._jit import Jitted, report
@@ -90,17 +91,16 @@ class CapturedSteps:
             error = caught
         self._prepare(comms, program, error)
         assert program is not None
-        leaves, treedef = tree_flatten(args)
-        report("a step", treedef, leaves, len(self._known))
+        report("a step", "batch", args[0], len(self._known))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return program, self._jitted.build(program.gm)
 
     def _prepare(self, comms: Comms, program: StepProgram | None, error: Exception | None) -> None:
         """Agrees on what was captured and makes the channels that it uses, in one order on all ranks."""
         if program is None:
-            _agree_on_capture(comms, f"failed: {type(error).__name__}: {error}", error)
+            _agree_on_capture(comms, [f"failed: {type(error).__name__}: {error}"], error)
             return
-        _agree_on_capture(comms, f"the loss returns {program.outcome}\n{collective_text(program.gm)}", error)
+        _agree_on_capture(comms, [f"returns {program.outcome}", *collective_sequence(program.gm)], error)
         for axes, kind in channel_axes(program.gm):
             (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
 
@@ -111,14 +111,14 @@ def signature(plan: Plan, args: tuple[Any, ...], even: bool) -> Any:
     return id(plan), treedef, even, *((tuple(x.shape), x.stride(), x.dtype) for x in leaves)
 
 
-def _agree_on_capture(comms: Comms, text: str, error: Exception | None) -> None:
-    """Compares what the ranks have captured: the same collectives in the same order, or nobody runs."""
-    same = len(set(comms.control.exchange(text_hash(text)))) == 1
-    texts = [text] if same else [str(t) for t in comms.control.gather(text)]
+def _agree_on_capture(comms: Comms, lines: list[str], error: Exception | None) -> None:
+    """Compares what the ranks have captured: in each group the same collectives in the same order, or nobody runs."""
+    same = len(set(comms.control.exchange(text_hash("\n".join(lines))))) == 1
+    told: Any = [lines] if same else comms.control.gather(lines)
     if error is not None:
         raise error
-    failed = [f"  - rank {r} {t}" for r, t in enumerate(texts) if t.startswith("failed: ")]
+    failed = [f"  - rank {rank} {theirs[0]}" for rank, theirs in enumerate(told) if theirs[0].startswith("failed: ")]
     if failed:
         raise RankError("\n".join(["another rank could not capture the step:", *failed]))
-    if not same:
-        comms.control.agree("the collectives of the captured step", text)
+    comms.control.agree("what the loss returns", lines[0])
+    compare_sequences([theirs[1:] for theirs in told], comms.mesh.shape)

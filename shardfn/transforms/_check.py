@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Control, text_hash
+from shardfn.collectives import AnyControl, text_hash
 from shardfn.core import (
     HOUSE_AXES,
     Draw,
@@ -72,7 +72,7 @@ def check_params(params: PyTree) -> None:
     )
 
 
-def check_replicas(leaves: list[Tensor], plan: Any, control: Control) -> None:
+def check_replicas(leaves: list[Tensor], plan: Any, control: AnyControl) -> None:
     """Refuses parameters whose values differ between ranks (drawn without a common seed, say).
 
     Raises:
@@ -95,7 +95,7 @@ def check_replicas(leaves: list[Tensor], plan: Any, control: Control) -> None:
 
 
 @contextlib.contextmanager
-def told_before(control: Control) -> Iterator[None]:
+def told_before(control: AnyControl) -> Iterator[None]:
     """Raises an error of the preparations on all ranks, not on this one alone: the others wait in `agree_on_step`."""
     try:
         yield
@@ -106,7 +106,7 @@ def told_before(control: Control) -> Iterator[None]:
         raise
 
 
-def agree_on_step(control: Control, what: str, batch: tuple[str, tuple[int, ...]]) -> bool:
+def agree_on_step(control: AnyControl, what: str, batch: tuple[str, tuple[int, ...]]) -> bool:
     """Compares what the ranks are about to run, before the first transfer.
 
     Args:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, block_slices, tree_flatten, tree_map, tree_unflatten
@@ -32,7 +31,7 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
         >>> eval_shape(lambda x: x @ x.T, torch.empty(1 << 20, 8, device="meta")).shape
         torch.Size([1048576, 1048576])
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         inputs = tree_map(lambda x: _fake(x) if type(x) is Tensor else x, args)
         return tree_map(_meta, f(*inputs))
@@ -47,7 +46,7 @@ def is_abstract(leaves: list[Any]) -> bool:
 def abstract_init(plan: Plan, optimizer: GradientTransformation, key: Tensor | None) -> TrainState:
     """The first state of a step as shapes: this rank's blocks, without data."""
     mesh = plan.mesh
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         blocks = []
         for leaf in plan.leaves:
             where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)
@@ -68,12 +67,16 @@ def as_state(planner: Planner, optimizer: GradientTransformation, key: Tensor | 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
     """The tree with tensors without data, on the device where a step would have them."""
     leaves, treedef = tree_flatten(tree)
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
-        return tree_unflatten(treedef, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in leaves])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return tree_unflatten(
+            treedef, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in leaves]
+        )
 
 
 def _fake(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.device.type == "meta" else x.device)
+    return torch.empty_strided(
+        x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.device.type == "meta" else x.device
+    )
 
 
 def _meta(x: Any) -> Any:
@@ -83,5 +86,3 @@ def _meta(x: Any) -> Any:
         with torch._C._DisableTorchDispatch():
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return x
-
-

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Channel, Channels, Control, Pending
+from shardfn.collectives import AnyChannel, AnyChannels, AnyControl, Pending
 from shardfn.core import RankError
 
 from ._layout import LeafLayout, Unit, unit_sizes
@@ -37,8 +37,8 @@ class Gatherer:
         leaves: Sequence[LeafLayout],
         units: Sequence[Unit],
         blocks: Sequence[Tensor | None],
-        channels: Channels,
-        control: Control,
+        channels: AnyChannels,
+        control: AnyControl,
         order: UseOrder,
         window: int,
     ) -> None:
@@ -169,7 +169,7 @@ class Gatherer:
 class _Whole:
     """The leaves of one unit, in flight or here."""
 
-    def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: Channel) -> None:
+    def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: AnyChannel) -> None:
         self._members = [(leaf, block) for leaf, block in members if block is not None]
         self._pending: Pending | None = start_gather(self._members, channel)
         self._size = channel.size
@@ -191,7 +191,9 @@ class _Whole:
         return self._tensors[slot]
 
 
-def start_gather(members: Sequence[tuple[LeafLayout, Tensor]], channel: Channel, *, refresh: bool = False) -> Pending:
+def start_gather(
+    members: Sequence[tuple[LeafLayout, Tensor]], channel: AnyChannel, *, refresh: bool = False
+) -> Pending:
     """Begins to gather leaves from their pieces, in one message; with `refresh` the caller waits at once."""
     leaves = [leaf for leaf, _ in members]
     if len(members) == 1:
@@ -228,7 +230,7 @@ def finish_gather(leaves: Sequence[LeafLayout], out: Tensor, size: int) -> list[
     return whole
 
 
-def _raise_failed(control: Control, codes: Sequence[int]) -> None:
+def _raise_failed(control: AnyControl, codes: Sequence[int]) -> None:
     texts = control.gather("")
     told = [f"  - rank {r} raised {texts[r]}" for r, code in enumerate(codes) if code == FAILED]
     raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))

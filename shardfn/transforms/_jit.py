@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh
-from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_paths, tree_unflatten
+from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.graph import Compiled, Schedule, compile_graph, resolve_backend
 
 from ._accumulate import Accumulated
 from ._capture import CaptureError, capture, capturing
 
 log = logging.getLogger("shardfn.jit")
+
+_SCHEDULE = Schedule()
 
 
 class CacheInfo(NamedTuple):
@@ -50,7 +52,7 @@ class Jitted:
 
     inner: Callable[..., Any]
     backend: str | None = None
-    schedule: Schedule = Schedule()
+    schedule: Schedule = _SCHEDULE
     _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     _counts: list[float] = dataclasses.field(default_factory=lambda: [0, 0, 0.0, 0.0], repr=False, compare=False)
 
@@ -115,7 +117,9 @@ class Jitted:
             return [x for x in outs if isinstance(x, Tensor)]
 
         gm = capture(flat, inputs)
-        report(getattr(self.inner, "__name__", "function"), treedef, leaves, len(self._cache))
+        report(
+            getattr(self.inner, "__name__", "a function"), "args", tree_unflatten(treedef, leaves)[0], len(self._cache)
+        )
         self._counts[2] += time.perf_counter() - start
         return self.build(gm), *result
 
@@ -188,10 +192,10 @@ def unwrap(loss: Callable[..., Any]) -> tuple[Callable[..., Any], Jitted | None]
     return loss, None
 
 
-def report(name: str, treedef: Any, leaves: list[Any], known: int) -> None:
+def report(name: str, root: str, tree: PyTree, known: int) -> None:
     """Logs a capture: the first one at level INFO, later ones, which a change of shapes has caused, as warnings."""
-    paths = tree_paths(tree_unflatten(treedef, leaves))
-    shown = ", ".join(f"{p} {tuple(x.shape)}" for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor))
+    pairs = zip(tree_paths(tree, root), tree_leaves(tree), strict=True)
+    shown = ", ".join(f"{p} {tuple(x.shape)}" for p, x in pairs if isinstance(x, Tensor))
     if not known:
         log.info("captured %s for %s", name, shown)
     else:
@@ -216,5 +220,3 @@ def _refuse_gradients(inputs: list[Tensor], leaves: list[Any], treedef: Any, at:
         " autograd. Capture the gradient with it: jit(value_and_grad(f)) in place of value_and_grad(jit(f)),"
         " jit(remat(f)) in place of remat(jit(f))."
     )
-
-

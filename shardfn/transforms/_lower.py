@@ -1,13 +1,21 @@
 """`Lowered`: a captured and scheduled step that can be read, measured and compiled, on a machine that cannot run it."""
 
-
 from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule
 
 from shardfn.core import Mesh
-from shardfn.graph import Cluster, CostAnalysis, Estimate, MemoryAnalysis, as_text, cost_analysis, estimate, memory_analysis
+from shardfn.graph import (
+    Cluster,
+    CostAnalysis,
+    Estimate,
+    MemoryAnalysis,
+    as_text,
+    cost_analysis,
+    estimate,
+    memory_analysis,
+)
 
 
 class Lowered:

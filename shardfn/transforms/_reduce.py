@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Channels, Pending, is_sole_owner, psum
+from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import chunk_bounds
 
 from ._layout import LeafLayout, Unit, unit_sizes
@@ -41,7 +41,7 @@ class Reducer:
         self,
         leaves: Sequence[LeafLayout],
         units: Sequence[Unit],
-        channels: Channels,
+        channels: AnyChannels,
         order: Sequence[int],
         device: torch.device,
         overlap_gather: bool,
@@ -197,7 +197,9 @@ class Reducer:
         in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
         if not in_place and not is_sole_owner(out):
             out = None
-        sizes = flat_sizes(sum(self._leaves[i].block.numel() for i in self._units[unit].leaves), self._scatter[unit].size)
+        sizes = flat_sizes(
+            sum(self._leaves[i].block.numel() for i in self._units[unit].leaves), self._scatter[unit].size
+        )
         self._whole[unit] = (None, self._gather[unit].all_gather(part, sizes, out))
 
     def _whole_part(self, unit: int) -> Tensor:

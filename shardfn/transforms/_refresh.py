@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardfn.collectives import Channels, Pending
+from shardfn.collectives import AnyChannels, Pending
 
 from ._gather import start_gather, unit_pieces
 from ._layout import unit_sizes
 from ._plan import Plan
 
 
-def refresh(plan: Plan, channels: Channels, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
+def refresh(plan: Plan, channels: AnyChannels, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
     """The parameters to keep, given what each rank updated.
 
     Args:
@@ -38,7 +38,7 @@ def refresh(plan: Plan, channels: Channels, blocks: Sequence[Tensor], rows: Sequ
 
 
 def _start(
-    plan: Plan, channels: Channels, members: Sequence[int], blocks: Sequence[Tensor], rows: Sequence[Tensor | None]
+    plan: Plan, channels: AnyChannels, members: Sequence[int], blocks: Sequence[Tensor], rows: Sequence[Tensor | None]
 ) -> tuple[Pending, bool]:
     """The transfer of one unit, and whether it lands in the parameter itself."""
     leaves = [plan.leaves[i] for i in members]

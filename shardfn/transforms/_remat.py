@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from ._accumulate import Accumulated
+from ._jit import Jitted
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,7 +21,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         f: a pure function; wrap a block of a model, or a whole loss.
 
     Raises:
-        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once.
+        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted.
 
     Example:
         >>> import torch
@@ -31,6 +32,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """
     if isinstance(f, Accumulated):
         raise ValueError("remat(accumulate(f, n)) would keep every microbatch at once; use accumulate(remat(f), n).")
+
+    if isinstance(f, Jitted):
+        raise ValueError("remat(jit(f)) would hide the graph in a recomputation; use jit(remat(f)).")
 
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ What is captured is the engine itself, run on tensors without data and on commun
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,11 @@ from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward
 from ._capture import Recorder, capture
+from ._comms import Comms
 from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan
 from ._update import update_blocks
-
-
-class TracedComms:
-    """What `Comms` is, for a capture."""
-
-    def __init__(self, mesh: Mesh, recorder: Recorder) -> None:
-        self.mesh = mesh
-        self.channels = TracedChannels(mesh)
-        self.control = TracedControl(mesh)
-        self.mark: Callable[[str], None] = recorder.mark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +70,7 @@ def capture_step(
         even: whether all ranks hold batches of the same shapes.
     """
     plan, recorder = plan.for_capture(), Recorder()
-    comms: Any = TracedComms(plan.mesh, recorder)
+    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
     opt_leaves, opt_treedef = tree_flatten(opt_state)
     arg_leaves, arg_treedef = tree_flatten(args)
     names: list[str] = []
@@ -112,5 +103,6 @@ def _annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]]) -> 
     for node, (leaf, kind) in zip(inputs, paths, strict=True):
         node.meta["leaf"], node.meta["kind"] = leaf, kind
     gm.meta["mesh_shape"] = dict(mesh.shape)
+    gm.meta["coords"] = dict(mesh.coords)
     gm.meta["groups"] = mesh.group_names()
     gm.meta["donated"] = {n.name for n in inputs if n.meta["kind"] in ("params", "optimizer")}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Channels, GlobalTensor
+from shardfn.collectives import AnyChannels, GlobalTensor
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from shardfn.optim import GradientTransformation, inplace
 
@@ -15,7 +15,7 @@ from ._state import TrainState, state_specs
 
 def update(
     plan: Plan,
-    channels: Channels,
+    channels: AnyChannels,
     optimizer: GradientTransformation,
     state: TrainState,
     grads: dict[int, Tensor],
@@ -54,7 +54,7 @@ def next_state(plan: Plan, state: TrainState, blocks: list[Tensor], opt_state: P
 
 def update_blocks(
     plan: Plan,
-    channels: Channels,
+    channels: AnyChannels,
     optimizer: GradientTransformation,
     blocks: list[Tensor],
     opt_state: PyTree,

@@ -1,0 +1,59 @@
+"""Activations: what the forward keeps for the backward, by formula.
+
+A block keeps, for each token, the inputs of its products, norms and attention. In units of the element size:
+4 D (two norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu.
+The scores are not kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of
+Korthikanti et al. 2022, arXiv 2205.05198, less their dropout masks, which add 2 D bytes where dropout is on.
+Tensor parallelism over t ranks divides all but the 4 D and the masks.
+"""
+
+import dataclasses
+
+from ._states import Setup
+
+# Bytes a logit at the peak, in the backward of the loss: log softmax, its gradient and the logits' gradient, float32.
+_LOGIT_BYTES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """Bytes on one rank.
+
+    Attributes:
+        saved: kept from the forward of one microbatch.
+        temporaries: the most that an operation has in flight besides: the loss over the vocabulary, or one block.
+    """
+
+    saved: int
+    temporaries: int
+
+
+def activation_bytes(setup: Setup) -> Activations:
+    """Activations of one microbatch on one rank.
+
+    With remat a block keeps its input alone and one block at a time is whole again, in its backward.
+
+    Example:
+        >>> from shardfn.cli import parse_model
+        >>> from shardfn.core import Zero
+        >>> from shardfn.graph._device import cluster
+        >>> run = Setup("gpt2", parse_model("gpt2"), {"dp": 1}, cluster("h100"), Zero(), batch=1, seq=1024, remat=True)
+        >>> activation_bytes(run).saved == (12 + 2) * 2 * 1024 * 768
+        True
+    """
+    c, tokens, size = setup.config, setup.micro * setup.seq, setup.bytes_of.params
+    block = tokens * _block_bytes(setup)
+    ends = 2 * tokens * size * c.d_model  # the last norm's input and the output layer's
+    logits = tokens * -(-c.vocab_size // setup.axis("tp")) * _LOGIT_BYTES
+    widest = tokens * size * ((2 if c.mlp == "gelu" else 3) * -(-c.ff_dim // setup.axis("tp")) + 2 * c.d_model)
+    if setup.remat:
+        return Activations(c.num_layers * tokens * size * c.d_model + ends, max(logits, block + widest))
+    return Activations(c.num_layers * block + ends, max(logits, widest))
+
+
+def _block_bytes(setup: Setup) -> int:
+    """Bytes that one block keeps for each token."""
+    c, size = setup.config, setup.bytes_of.params
+    wide = 2 * c.d_model + 2 * c.kv_heads * c.head_dim + (2 if c.mlp == "gelu" else 4) * c.ff_dim
+    masks = 2 * c.d_model if c.dropout else 0
+    return size * (4 * c.d_model + -(-wide // setup.axis("tp"))) + masks

@@ -1,0 +1,94 @@
+"""The arguments of `shardfn plan`, and the run that they describe."""
+
+import argparse
+
+from shardfn.core import HOUSE_AXES, Zero, did_you_mean, raise_all
+from shardfn.graph._device import DEVICES, cluster
+
+from ._models import PRESETS, parse_model
+from ._states import PRECISIONS, Setup
+
+_AXES = ("dp", "tp")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `shardfn plan`."""
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--model", default="gpt2", help=f"{', '.join(PRESETS)}; or gpt:field=value,...; or preset:field=.."
+    )
+    run.add_argument("--mesh", default="dp=1", help="dp=64 or dp=8,tp=8: axis sizes, major to minor")
+    run.add_argument("--device", default="a100-80", help=", ".join(DEVICES))
+    run.add_argument("--zero", type=int, default=3, help="stage 0, 1, 2 or 3 (default 3)")
+    run.add_argument("--precision", default="bf16-adam", help=", ".join(PRECISIONS))
+    run.add_argument("--batch", type=int, default=1, help="sequences a rank and step (default 1)")
+    run.add_argument("--seq", type=int, help="tokens a sequence (default: the model's longest, at most 2048)")
+    run.add_argument("--accumulate", type=int, default=1, help="microbatches a step (default 1)")
+    run.add_argument("--remat", action="store_true", help="compute each block again in the backward")
+    run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
+    run.add_argument("--bucket", type=int, default=Zero().bucket, help="Zero(bucket=..), bytes")
+    run.add_argument("--prefetch", type=int, default=Zero().prefetch, help="Zero(prefetch=..), bytes")
+    out = parser.add_argument_group("what comes out")
+    out.add_argument(
+        "--search", action="store_true", help="find the fastest stage, accumulation, remat (and tp) that fits"
+    )
+    out.add_argument("--exact", action="store_true", help="capture the step too, and read memory and traffic off it")
+    out.add_argument("--json", action="store_true", help="JSON instead of tables")
+    out.add_argument("--out", help="write the report to this file too")
+    out.add_argument("--png", help="write a picture to this file (needs matplotlib)")
+    out.add_argument("--preset-tables", action="store_true", help="print the tables of published configurations")
+
+
+def parse_setup(args: argparse.Namespace) -> Setup:
+    """The run that the arguments describe.
+
+    Raises:
+        ValueError: names what is wrong and the nearest known word.
+    """
+    config = parse_model(args.model)
+    zero = Zero(stage=args.zero, bucket=args.bucket, prefetch=args.prefetch)
+    return Setup(
+        args.model,
+        config,
+        parse_mesh(args.mesh),
+        cluster(args.device),
+        zero,
+        args.precision,
+        batch=args.batch,
+        seq=min(config.max_len, 2048) if args.seq is None else args.seq,
+        accumulate=args.accumulate,
+        remat=args.remat,
+        efficiency=args.efficiency,
+    )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`dp=8,tp=2` as axis sizes, in the order given.
+
+    Raises:
+        ValueError: lists every entry that is no axis of a plan or has no positive size.
+
+    Example:
+        >>> parse_mesh("dp=8,tp=2")
+        {'dp': 8, 'tp': 2}
+    """
+    shape: dict[str, int] = {}
+    problems = []
+    for item in filter(None, (i.strip() for i in text.split(","))):
+        name, _, size = (part.strip() for part in item.partition("="))
+        if name not in _AXES:
+            problems.append(_unknown_axis(name))
+        elif not size.isdecimal() or int(size) < 1:
+            problems.append(f"axis {name!r} has size {size!r}; write {name}=8, say.")
+        elif name in shape:
+            problems.append(f"axis {name!r} is given twice.")
+        else:
+            shape[name] = int(size)
+    raise_all(ValueError, f"--mesh {text}:", problems)
+    return shape or {"dp": 1}
+
+
+def _unknown_axis(name: str) -> str:
+    if name in HOUSE_AXES:
+        return f"a plan does not know axis {name!r} yet; it knows {' and '.join(_AXES)}. Leave {name!r} out."
+    return f"axis {name!r} is not known.{did_you_mean(name, _AXES)} Known: {' and '.join(_AXES)}."

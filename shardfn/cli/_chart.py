@@ -1,0 +1,56 @@
+"""A plan as a picture: memory by kind against the limit, and the step's time by part; one bar a plan."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ._plan import Plan
+
+# Colour-blind safe (Okabe and Ito 2008).
+_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
+
+
+def write_chart(plans: Sequence[Plan], path: str) -> None:
+    """Draws the plans to a file, its format told by its ending.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the file cannot be a picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ValueError("--png needs matplotlib: pip install 'shardfn[train]', or leave --png out.") from e
+    figure = Figure(figsize=(12, 2.6 + 0.5 * len(plans)), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    ending = Path(path).suffix.lstrip(".").lower()
+    if ending not in known:
+        raise ValueError(f"--png {path}: a picture cannot be written as {ending!r}; use .png.")
+    left, right = figure.subplots(1, 2)
+    names = [_name(p) for p in plans]
+    _stack(left, names, [{k: n / 2**30 for k, n in p.memory.items()} for p in plans])
+    left.axvline(plans[0].limit / 2**30, color="black", linestyle="--", label="limit")
+    left.set(title=f"Memory of the fullest rank, {plans[0].setup.cluster.device.name}", xlabel="GiB")
+    _stack(right, names, [_parts(p) for p in plans])
+    right.set(title=f"{plans[0].setup.model}: time of a step (estimate)", xlabel="seconds")
+    for axes in (left, right):
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2 - 0.4 / (1 + len(plans))), ncol=4, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _stack(axes, names: list[str], bars: list[dict[str, float]]) -> None:
+    start = [0.0] * len(bars)
+    for colour, part in zip(_COLOURS, bars[0], strict=False):
+        widths = [bar[part] for bar in bars]
+        axes.barh(names, widths, left=start, label=part, color=colour, height=0.6)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    axes.invert_yaxis()
+
+
+def _parts(p: Plan) -> dict[str, float]:
+    c = p.cost
+    return {"computation": c.compute, "waiting": c.exposed, "tensor-parallel sums": c.tensor, "update": c.update}
+
+
+def _name(p: Plan) -> str:
+    s = p.setup
+    mesh = ",".join(f"{k}={v}" for k, v in s.mesh.items())
+    return f"{mesh} z{s.zero.stage} k{s.accumulate}{' remat' if s.remat else ''}"

@@ -1,0 +1,92 @@
+"""The second source: the step itself, captured for ranks that do not exist; its graph says memory and traffic."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from shardfn import optim
+from shardfn.core import P, deferred, key, make_mesh, tree_map
+from shardfn.models import gpt
+from shardfn.transforms import accumulate, remat, sharded_step
+
+from ._states import Setup
+
+# The graph's kinds, in the words of a plan; the others keep their names.
+_KINDS = {"gathered": "gathered window"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """What the captured step says of one rank.
+
+    Attributes:
+        memory: bytes alive at the peak, by kind.
+        peak: their sum.
+        traffic: (axes, collective, bytes sent a step).
+        flops: operations of the rank.
+        seconds: the step on the cluster, op by op, at the device's full rates.
+        mfu: operations / seconds / the device's rate.
+        notes: what the reader must know to believe it.
+    """
+
+    memory: Mapping[str, int]
+    peak: int
+    traffic: tuple[tuple[str, str, int], ...]
+    flops: int
+    seconds: float
+    mfu: float
+    notes: tuple[str, ...]
+
+
+def exact(setup: Setup) -> Exact:
+    """Captures the step of a run and analyses its graph: seconds for a small model, a minute for the largest.
+
+    Raises:
+        ValueError: the mesh has tensor parallelism, which `models.gpt` does not compute.
+
+    Example:
+        >>> from shardfn.cli import parse_model
+        >>> from shardfn.core import Zero
+        >>> from shardfn.graph._device import cluster
+        >>> tiny = parse_model("gpt:num_layers=1,d_model=16,num_heads=2,vocab_size=32,max_len=8")
+        >>> run = Setup("tiny", tiny, {"dp": 4}, cluster("cpu"), Zero(stage=3), "fp32-adam", seq=8)
+        >>> exact(run).memory["params"] < 4 * gpt.num_params(tiny)
+        True
+    """
+    if setup.axis("tp") > 1:
+        raise ValueError(f"--exact captures `models.gpt`, which keeps leaves whole: use tp=1, not {setup.axis('tp')}.")
+    lowered = _step(setup).lower(*_inputs(setup))
+    memory, cost, time = lowered.memory_analysis(), lowered.cost_analysis(), lowered.estimate(setup.cluster)
+    kinds = {_KINDS.get(kind, kind): nbytes for kind, nbytes in memory.by_kind.items() if nbytes}
+    traffic = tuple((axes, op, sent) for (op, axes), (_, sent) in cost.transfers.items())
+    return Exact(kinds, memory.peak, traffic, cost.flops, time.seconds, time.mfu, _notes(setup))
+
+
+def _step(setup: Setup):
+    loss = functools.partial(gpt.loss, setup.config, **({"wrap": remat} if setup.remat else {}))
+    if setup.accumulate > 1:
+        loss = accumulate(loss, setup.accumulate)
+    mesh = make_mesh(setup.mesh, device="cpu", abstract=True)
+    return sharded_step(loss, optim.adamw(1e-4), mesh=mesh, batch=P("dp"), zero=setup.zero)
+
+
+def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
+    """Parameters and batch without data."""
+    dtype = getattr(torch, setup.bytes_of.dtype)
+    with deferred():
+        draws = gpt.init(setup.config, key(0))
+    params = tree_map(lambda draw: torch.empty(draw.shape, dtype=dtype, device="meta"), draws)
+    tokens = torch.empty((setup.batch, setup.seq + 1), dtype=torch.int64, device="meta")
+    return params, {"tokens": tokens}
+
+
+def _notes(setup: Setup) -> tuple[str, ...]:
+    notes = ["Captured: dropout is off, and times are at the device's full rates, without --efficiency."]
+    if setup.bytes_of.optimizer == 12:
+        notes.append(
+            f"Captured: `optim.adamw` on {setup.bytes_of.dtype} parameters, whose state is mu and nu of that dtype;"
+            " there is no float32 master copy in it."
+        )
+    return tuple(notes)

@@ -1,0 +1,75 @@
+"""The program `shardfn`: reads arguments, calls the public functions, prints."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ._arguments import add_plan_arguments, parse_setup
+from ._chart import write_chart
+from ._exact import exact
+from ._plan import Plan, plan
+from ._report import dump, found_json, found_text, plan_json, plan_text
+from ._search import search
+from ._tables import preset_tables
+
+_BEST = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program.
+
+    Args:
+        argv: the arguments; default those of the process.
+
+    Returns:
+        The exit status: 0; 1 if the run (with `--search`: every run) does not fit; 2 for arguments that make no sense.
+
+    Example:
+        >>> main(["plan", "--model", "gpt3", "--json"])
+        2
+    """
+    parser = argparse.ArgumentParser(prog="shardfn", description="Large-model training as pure functions.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = "Says what a run needs: memory by kind, traffic, time. Exit status 1 if it does not fit."
+    add_plan_arguments(commands.add_parser("plan", help=about, description=about))
+    args = parser.parse_args(argv)
+    try:
+        return _plan_command(args)
+    except (ValueError, OSError) as e:
+        print(f"shardfn plan: error: {e}", file=sys.stderr)
+        return 2
+
+
+def _plan_command(args: argparse.Namespace) -> int:
+    if args.preset_tables:
+        _emit(preset_tables(), args.out)
+        return 0
+    text, plans = _searched(args) if args.search else _planned(args)
+    if args.png and plans:
+        write_chart(plans, args.png)
+    _emit(text, args.out)
+    return 0 if plans and plans[0].fits else 1
+
+
+def _planned(args: argparse.Namespace) -> tuple[str, list[Plan]]:
+    setup = parse_setup(args)
+    made = plan(setup)
+    captured = exact(setup) if args.exact else None
+    return dump(plan_json(made, captured)) if args.json else plan_text(made, captured), [made]
+
+
+def _searched(args: argparse.Namespace) -> tuple[str, list[Plan]]:
+    setup = parse_setup(args)
+    found = search(setup)
+    best = list(found.best[:_BEST])
+    captured = exact(best[0].setup) if args.exact and best else None
+    if args.json:
+        return dump(found_json(found, _BEST) | ({"plan": plan_json(best[0], captured)} if best else {})), best
+    return "\n".join([found_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
+
+
+def _emit(text: str, path: str | None) -> None:
+    print(text, end="")
+    if path:
+        Path(path).write_text(text, encoding="utf-8")

@@ -1,0 +1,132 @@
+"""Models by name: published ones, and any other by the fields of `models.gpt.Config`."""
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardfn.core import did_you_mean, raise_all
+from shardfn.models import gpt
+
+_SWITCHES = ("tie_embeddings", "bias")
+_WORDS = ("norm", "mlp", "position")
+_OPTIONAL = ("num_kv_heads", "d_ff")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A published model.
+
+    Attributes:
+        config: its shape.
+        source: where the shape was published, and what was chosen here where the source is silent.
+    """
+
+    config: gpt.Config
+    source: str
+
+
+def parse_model(text: str) -> gpt.Config:
+    """The model that `text` names: a preset, or `gpt:field=value,...`; fields after a preset's name change it.
+
+    Raises:
+        ValueError: no such preset; or lists every field that does not exist, has a bad value or is missing.
+
+    Example:
+        >>> parse_model("gpt2").num_layers, parse_model("gpt2:num_layers=2").num_layers
+        (12, 2)
+    """
+    name, _, rest = text.partition(":")
+    name = name.strip().lower()
+    if name != "gpt" and name not in PRESETS:
+        known = ("gpt", *PRESETS)
+        listed = ", ".join(PRESETS)
+        raise ValueError(
+            f"--model {name!r} is not known.{did_you_mean(name, known)} Known: {listed}; or gpt:num_layers=..,"
+            "d_model=..,num_heads=..,vocab_size=.."
+        )
+    fields = _parse_fields(rest)
+    if name == "gpt":
+        missing = [f for f in ("vocab_size", "num_layers", "d_model", "num_heads") if f not in fields]
+        raise_all(ValueError, f"--model {text}:", [f"{f} is missing; add {f}=.." for f in missing])
+        return gpt.Config(**fields)
+    return dataclasses.replace(PRESETS[name].config, **fields)
+
+
+def _parse_fields(text: str) -> dict[str, Any]:
+    known = [f.name for f in dataclasses.fields(gpt.Config)]
+    fields: dict[str, Any] = {}
+    problems = []
+    for item in filter(None, (i.strip() for i in text.split(","))):
+        name, sep, word = (part.strip() for part in item.partition("="))
+        if name not in known:
+            problems.append(f"{name!r} is not a field of models.gpt.Config.{did_you_mean(name, known)}")
+        elif not sep:
+            problems.append(f"{name!r} has no value; write {name}=..")
+        else:
+            fields[name] = _value(word)
+            problems += _problem(name, fields[name])
+    raise_all(ValueError, "--model:", problems)
+    return fields
+
+
+def _value(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
+def _problem(name: str, value: Any) -> list[str]:
+    """Whether the value is of the field's type; its range is the config's to check."""
+    if name in _WORDS or (name in _OPTIONAL and value is None):
+        return []
+    if name in _SWITCHES:
+        return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False."]
+    kinds = (int, float) if name == "dropout" else (int,)
+    good = isinstance(value, kinds) and not isinstance(value, bool)
+    return [] if good else [f"{name}={value!r} must be {'a number' if name == 'dropout' else 'an integer'}."]
+
+
+def _gpt(layers: int, width: int, heads: int, vocab: int = 50257, length: int = 1024, **more: Any) -> gpt.Config:
+    return gpt.Config(vocab, layers, width, heads, max_len=length, **{"tie_embeddings": True, **more})
+
+
+def _llama(layers: int, width: int, heads: int, ff: int, **more: Any) -> gpt.Config:
+    return gpt.Config.llama_like(num_layers=layers, d_model=width, num_heads=heads, d_ff=ff, **more)
+
+
+_GPT2 = "Radford et al. 2019, table 2"
+_LLAMA = "Touvron et al. 2023, arXiv 2302.13971, table 2"
+
+PRESETS: Mapping[str, Preset] = {
+    "gpt2": Preset(_gpt(12, 768, 12), _GPT2),
+    "gpt2-medium": Preset(_gpt(24, 1024, 16), _GPT2),
+    "gpt2-large": Preset(_gpt(36, 1280, 20), _GPT2),
+    "gpt2-xl": Preset(_gpt(48, 1600, 25), _GPT2),
+    "llama-7b": Preset(_llama(32, 4096, 32, 11008), _LLAMA),
+    "llama-13b": Preset(_llama(40, 5120, 40, 13824), _LLAMA),
+    "llama-65b": Preset(_llama(80, 8192, 64, 22016), _LLAMA),
+    "llama2-70b": Preset(
+        _llama(80, 8192, 64, 28672, num_kv_heads=8, max_len=4096), "Touvron et al. 2023, arXiv 2307.09288"
+    ),
+    "llama3-8b": Preset(
+        _llama(32, 4096, 32, 14336, num_kv_heads=8, vocab_size=128256, max_len=8192), "arXiv 2407.21783, table 3"
+    ),
+    "zero-7.5b": Preset(
+        _gpt(36, 4096, 32, vocab=59136, length=2048),
+        "Rajbhandari et al. 2019, arXiv 1910.02054, figure 1, which gives the count 7.5e9 alone: 36 layers of 4096, and"
+        " the vocabulary that makes it so",
+    ),
+    "turing-nlg-17b": Preset(
+        _gpt(78, 4256, 28), "Rosset 2020, Microsoft Research blog: 78 layers, hidden 4256, 28 heads; GPT-2's vocabulary"
+    ),
+    "gpt3-175b": Preset(_gpt(96, 12288, 96, length=2048), "Brown et al. 2020, arXiv 2005.14165, table 2.1"),
+    "mt-nlg-530b": Preset(
+        _gpt(105, 20480, 128, vocab=51200, length=2048), "Smith et al. 2022, arXiv 2201.11990: 105 layers of 20480"
+    ),
+    "1t": Preset(
+        _gpt(128, 25600, 160, vocab=51200, length=2048),
+        "Narayanan et al. 2021, arXiv 2104.04473, table 1: 128 layers of 25600, 160 heads",
+    ),
+}

@@ -1,0 +1,131 @@
+"""A plan: does a run fit, what fills the memory, what fills the time."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from shardfn.core import did_you_mean, raise_all
+from shardfn.models import gpt
+
+from ._activations import activation_bytes
+from ._states import PRECISIONS, Setup, States, model_states
+from ._time import Cost, step_cost
+from ._units import gib
+
+# Of a device's memory, what is not the program's: the driver's context, communicators, the allocator's fragments.
+HEADROOM = 0.06
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run needs.
+
+    Attributes:
+        setup: the run.
+        num_params: N.
+        states: model states on the fullest rank.
+        memory: bytes at the peak by kind, on the fullest rank.
+        limit: bytes that the program may use on a device.
+        cost: the step's time.
+        notes: what the reader must know to believe it.
+    """
+
+    setup: Setup
+    num_params: int
+    states: States
+    memory: Mapping[str, int]
+    limit: int
+    cost: Cost
+    notes: tuple[str, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.peak <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in words; if not, which kind to cut."""
+        if self.fits:
+            return f"fits: {gib(self.peak)} of {gib(self.limit)} GiB"
+        biggest = max(self.memory, key=lambda kind: self.memory[kind])
+        return (
+            f"does not fit: {gib(self.peak)} of {gib(self.limit)} GiB, {gib(self.peak - self.limit)} too many;"
+            f" the largest kind is {biggest} ({gib(self.memory[biggest])} GiB)"
+        )
+
+
+def plan(setup: Setup) -> Plan:
+    """The plan of a run.
+
+    Peak = parameters + gradients + optimizer state + gathered window + activations + temporaries. The temporaries are
+    the larger of what the loss or a block has in flight and what the optimizer's update has.
+
+    Raises:
+        ValueError: lists every setting that is out of range.
+
+    Example:
+        >>> from shardfn.cli import parse_model
+        >>> from shardfn.core import Zero
+        >>> from shardfn.graph._device import cluster
+        >>> run = Setup("gpt2", parse_model("gpt2"), {"dp": 8}, cluster("a100-40"), Zero(stage=3), batch=4)
+        >>> plan(run).verdict
+        'fits: 3.813 of 37.60 GiB'
+    """
+    raise_all(ValueError, "plan:", problems(setup))
+    states, acts = model_states(setup), activation_bytes(setup)
+    memory = {
+        "params": states.params,
+        "grads": states.grads,
+        "optimizer": states.optimizer,
+        "gathered window": states.window,
+        "activations": acts.saved,
+        "temporaries": acts.temporaries + states.reducing,
+    }
+    limit = int(setup.cluster.device.memory * (1 - HEADROOM))
+    return Plan(setup, gpt.num_params(setup.config), states, memory, limit, step_cost(setup), _notes(setup))
+
+
+def problems(s: Setup) -> list[str]:
+    """What is wrong with a run's settings."""
+    out = []
+    for name in ("batch", "seq", "accumulate"):
+        if getattr(s, name) < 1:
+            out.append(f"--{name} {getattr(s, name)} must be at least 1.")
+    if s.accumulate > 0 and s.batch % s.accumulate:
+        out.append(f"--accumulate {s.accumulate} does not divide --batch {s.batch}; use a divisor.")
+    if s.seq > s.config.max_len:
+        out.append(f"--seq {s.seq} is longer than the model's max_len={s.config.max_len}; cut it, or add max_len=..")
+    if not 0 < s.efficiency <= 1:
+        out.append(f"--efficiency {s.efficiency} must lie in (0, 1].")
+    if s.precision not in PRECISIONS:
+        hint = did_you_mean(s.precision, PRECISIONS)
+        out.append(f"--precision {s.precision!r} is not known.{hint} Known: {', '.join(PRECISIONS)}.")
+    elif s.bytes_of.dtype not in s.cluster.device.flops:
+        known = [p for p, row in PRECISIONS.items() if row.dtype in s.cluster.device.flops]
+        out.append(f"{s.cluster.device.name} does not compute in {s.bytes_of.dtype}; use {' or '.join(known)}.")
+    tp, heads = s.axis("tp"), s.config.num_heads
+    if tp > heads:
+        out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have none.")
+    return out
+
+
+def _notes(s: Setup) -> tuple[str, ...]:
+    notes = []
+    if s.zero.stage == 1:
+        notes.append(
+            "Stage 1 keeps whole gradients by ZeRO's definition, and so they are counted. The step of shardfn frees"
+            " them as they are reduced, unless Zero(reduce='once'): it then needs what stage 2 needs."
+        )
+    if s.axis("tp") > 1:
+        notes.append(
+            "Tensor parallelism is planned in Megatron's layout (columns, rows, vocabulary); pass specs of that layout"
+            " to the step. `models.gpt.specs` keeps leaves whole."
+        )
+    if s.bytes_of.optimizer == 12:
+        notes.append("The optimizer state holds a float32 master copy of the parameters beside mu and nu.")
+    return tuple(notes)

@@ -1,0 +1,178 @@
+"""A plan in words: tables in Markdown, or one JSON object."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ._exact import Exact
+from ._plan import Plan
+from ._search import Found
+from ._time import Transfer
+from ._units import gb, gib, seconds
+
+_KINDS = {
+    "params": "this rank's pieces of the parameters",
+    "grads": "this rank's pieces of the gradients",
+    "optimizer": "this rank's pieces of the optimizer state",
+    "gathered window": "whole parameters alive while they are in use or fetched ahead",
+    "activations": "kept from the forward of one microbatch",
+    "temporaries": "one operation's results in flight, gradients on their way",
+    "batch": "the step's input, not counted by the formula",
+}
+
+
+def plan_text(p: Plan, exact: Exact | None = None) -> str:
+    """A plan as Markdown."""
+    s = p.setup
+    mesh = ", ".join(f"{k}={v}" for k, v in s.mesh.items())
+    head = [
+        f"# {s.model} on {s.world} x {s.cluster.device.name}",
+        "",
+        f"**{p.verdict}.** Step {seconds(p.cost.seconds)}, {p.cost.tokens_per_second:,.0f} tokens/s,"
+        f" MFU {p.cost.mfu:.1%}; {p.cost.dominates} dominates.",
+        "",
+        f"{p.num_params / 1e9:,.3f}e9 parameters; mesh {mesh}; ZeRO stage {s.zero.stage}; {s.precision};"
+        f" {s.batch} x {s.seq} tokens a rank and step in {s.accumulate} microbatch{'es' * (s.accumulate > 1)};"
+        f" remat {'on' if s.remat else 'off'}; global batch {s.tokens:,} tokens.",
+    ]
+    parts = ["\n".join(head), memory_table(p, exact), _traffic(p.cost.transfers, exact), _time(p, exact)]
+    parts += ["## Notes\n\n" + "\n".join(f"- {n}" for n in (*p.notes, *(exact.notes if exact else ())))]
+    return "\n\n".join(parts) + "\n"
+
+
+def memory_table(p: Plan, exact: Exact | None = None) -> str:
+    """Memory by kind."""
+    measured = exact.memory if exact else {}
+    kinds = [*p.memory, *(kind for kind in measured if kind not in p.memory)]
+    rows = [
+        (kind, gib(p.memory.get(kind, 0)), *((gib(measured.get(kind, 0)),) if exact else ()), _KINDS.get(kind, ""))
+        for kind in kinds
+    ]
+    states = p.states.total
+    rows.append(("**peak**", gib(p.peak), *((gib(exact.peak),) if exact else ()), f"limit {gib(p.limit)} GiB"))
+    head = ("kind", "GiB", *(("GiB, captured",) if exact else ()), "what")
+    title = "## Memory of the fullest rank\n\n"
+    tail = f"\n\nModel states (params + grads + optimizer): {gb(states)} GB = {gib(states)} GiB."
+    return title + table(head, rows) + tail
+
+
+def found_text(found: Found, number: int = 10) -> str:
+    """The best plans of a search, and why others fail."""
+    best = [_row(i + 1, p) for i, p in enumerate(found.best[:number])]
+    failed = [(*_names(p), gib(p.peak), gib(p.peak - p.limit), _largest(p)) for p in found.failed]
+    names = ("mesh", "stage", "accumulate", "remat")
+    parts = [f"# Search: {len(found.best)} of {found.tried} plans fit"]
+    if best:
+        parts.append(table(("", *names, "peak GiB", "step", "MFU", "tokens/s", "dominates"), best))
+    if failed:
+        parts.append("## What does not fit, at its smallest")
+        parts.append(table((*names, "peak GiB", "too many", "largest kind"), failed))
+    if found.skipped:
+        parts.append("## Not tried\n\n" + "\n".join(f"- {s}" for s in found.skipped))
+    return "\n\n".join(parts) + "\n"
+
+
+def plan_json(p: Plan, exact: Exact | None = None) -> dict[str, Any]:
+    """A plan as JSON's types; bytes and seconds."""
+    s, c = p.setup, p.cost
+    out = {
+        "model": s.model,
+        "num_params": p.num_params,
+        "config": dataclasses.asdict(s.config),
+        "mesh": dict(s.mesh),
+        "device": s.cluster.device.name,
+        "zero": s.zero.stage,
+        "precision": s.precision,
+        "batch": s.batch,
+        "seq": s.seq,
+        "accumulate": s.accumulate,
+        "remat": s.remat,
+        "efficiency": s.efficiency,
+        "fits": p.fits,
+        "memory": {**p.memory, "peak": p.peak, "limit": p.limit, "model_states": p.states.total},
+        "traffic": [dataclasses.asdict(t) for t in c.transfers],
+        "time": {"compute": c.compute, "exposed": c.exposed, "tensor": c.tensor, "update": c.update, "step": c.seconds},
+        "dominates": c.dominates,
+        "mfu": c.mfu,
+        "tokens_per_second": c.tokens_per_second,
+        "notes": list(p.notes),
+    }
+    return out | ({"captured": dataclasses.asdict(exact)} if exact else {})
+
+
+def found_json(found: Found, number: int = 10) -> dict[str, Any]:
+    """A search as JSON's types."""
+    return {
+        "tried": found.tried,
+        "fitting": len(found.best),
+        "best": [plan_json(p) for p in found.best[:number]],
+        "failed": [plan_json(p) for p in found.failed],
+        "skipped": list(found.skipped),
+    }
+
+
+def dump(value: dict[str, Any]) -> str:
+    """JSON text."""
+    return json.dumps(value, indent=2) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with columns aligned for reading as text.
+
+    Example:
+        >>> print(table(("kind", "n"), [("params", "12")]))
+        | kind   | n  |
+        | ------ | -- |
+        | params | 12 |
+    """
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    lines.insert(1, tuple("-" * w for w in widths))
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in lines)
+
+
+def _traffic(transfers: Sequence[Transfer], exact: Exact | None) -> str:
+    rows = [
+        (t.axis, t.what, gb(t.nbytes), f"{t.messages:,}", f"{t.bandwidth / 1e9:.4g}", seconds(t.seconds))
+        for t in transfers
+    ]
+    parts = ["## Traffic that each rank sends in a step"]
+    parts.append(table(("axis", "what", "GB", "messages", "GB/s", "time"), rows) if rows else "None: one rank.")
+    if exact:
+        counted = [(a, what, gb(n)) for a, what, n in exact.traffic]
+        parts.append("Captured:\n\n" + table(("axis", "what", "GB"), counted) if counted else "Captured: none.")
+    return "\n\n".join(parts)
+
+
+def _time(p: Plan, exact: Exact | None) -> str:
+    c = p.cost
+    rows = [
+        ("computation", c.compute, f"forward and backward at {p.setup.efficiency:.0%} of the device's peak"),
+        ("waiting", c.exposed, "data-parallel transfers that the computation does not hide"),
+        ("tensor-parallel sums", c.tensor, "in the computation's way"),
+        ("update", c.update, "the optimizer reads and writes its state"),
+        ("**step**", c.seconds, f"{c.model_flops:.3g} floating-point operations of the model"),
+    ]
+    lines = [(name, seconds(t), f"{t / c.seconds:.1%}", what) for name, t, what in rows]
+    parts = ["## Time of a step", table(("part", "time", "share", "what"), lines)]
+    if exact:
+        parts.append(f"Captured: {seconds(exact.seconds)}, op by op; {exact.flops:.3g} operations of this rank.")
+    return "\n\n".join(parts)
+
+
+def _row(rank: int, p: Plan) -> tuple[str, ...]:
+    c = p.cost
+    figures = (gib(p.peak), seconds(c.seconds), f"{c.mfu:.1%}", f"{c.tokens_per_second:,.0f}", c.dominates)
+    return (str(rank), *_names(p), *figures)
+
+
+def _names(p: Plan) -> tuple[str, str, str, str]:
+    s = p.setup
+    mesh = ",".join(f"{k}={v}" for k, v in s.mesh.items())
+    return mesh, str(s.zero.stage), str(s.accumulate), "on" if s.remat else "off"
+
+
+def _largest(p: Plan) -> str:
+    kind = max(p.memory, key=lambda k: p.memory[k])
+    return f"{kind} ({gib(p.memory[kind])})"

@@ -1,0 +1,225 @@
+"""Model states: what parameters, gradients and optimizer state take on the fullest rank.
+
+Counted piece by piece from the layout that `sharded_step` makes, so padding, leaves that stay whole and tensor
+parallelism are in it. For N parameters over n ranks it comes to (Rajbhandari et al. 2019, arXiv 1910.02054, section 5)
+p N + g N + o N at stage 0, (p + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from shardfn.core import Mesh, P, Zero, deferred, key, tree_leaves, tree_paths
+from shardfn.graph._device import Cluster
+from shardfn.models import gpt
+from shardfn.transforms._layout import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
+
+_Leaf = tuple[str, torch.Size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Bytes of each kind of state for one parameter.
+
+    Attributes:
+        dtype: what the loss computes in.
+        params: bytes of the parameter.
+        grads: bytes of its gradient.
+        optimizer: bytes of its optimizer state.
+        about: what the optimizer state is.
+    """
+
+    dtype: str
+    params: int
+    grads: int
+    optimizer: int
+    about: str
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    "fp16-adam": Precision("float16", 2, 2, 12, "float32 master copy, mu, nu"),
+    "bf16-adam": Precision("bfloat16", 2, 2, 12, "float32 master copy, mu, nu"),
+    "fp32-adam": Precision("float32", 4, 4, 8, "float32 mu, nu"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run that is asked about.
+
+    Attributes:
+        model: what the user called it.
+        config: its shape.
+        mesh: axis name -> size.
+        cluster: the machines.
+        zero: the ZeRO rule.
+        precision: a key of `PRECISIONS`.
+        batch: sequences a rank and step.
+        seq: tokens a sequence.
+        accumulate: microbatches a step.
+        remat: whether blocks are computed again in the backward.
+        efficiency: the fraction of the device's peak that its matrix products reach.
+    """
+
+    model: str
+    config: gpt.Config
+    mesh: Mapping[str, int]
+    cluster: Cluster
+    zero: Zero
+    precision: str = "bf16-adam"
+    batch: int = 1
+    seq: int = 1024
+    accumulate: int = 1
+    remat: bool = False
+    efficiency: float = 0.6
+
+    @property
+    def bytes_of(self) -> Precision:
+        """The row of `PRECISIONS`."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def micro(self) -> int:
+        """Sequences a rank and microbatch."""
+        return self.batch // self.accumulate
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.axis("dp") * self.axis("tp")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step, over all ranks."""
+        return self.axis("dp") * self.batch * self.seq
+
+    def axis(self, name: str) -> int:
+        """Ranks along an axis; 1 if the mesh has none of that name."""
+        return self.mesh.get(name, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Bytes of model states on the fullest rank, and what moves them.
+
+    Attributes:
+        params: parameters between steps.
+        grads: gradients at the end of the backward.
+        optimizer: the optimizer's state.
+        window: whole parameters alive at once while they are gathered on use.
+        reducing: whole gradients alive at once on their way to the ranks that keep them.
+        gathered: bytes of this rank's blocks that are gathered on use, in all.
+        refreshed: bytes of blocks that are made whole after the update.
+        scattered: bytes of gradients of which each rank keeps rows.
+        summed: bytes of gradients that are summed whole.
+        messages: of each of the last four, the number of transfers that carry it once.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    window: int
+    reducing: int
+    gathered: int
+    refreshed: int
+    scattered: int
+    summed: int
+    messages: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The sum of params, grads and optimizer."""
+        return self.params + self.grads + self.optimizer
+
+
+def model_states(setup: Setup) -> States:
+    """The states of a run's fullest rank, from the layout of its step.
+
+    Example:
+        >>> from shardfn.graph._device import cluster
+        >>> from shardfn.cli import parse_model
+        >>> run = Setup("1t", parse_model("1t"), {"dp": 1024}, cluster("a100-80"), Zero(stage=3), "fp16-adam")
+        >>> round(model_states(run).total / 1e9, 1)
+        15.8
+    """
+    shape = tuple(setup.mesh.items())
+    return _states(setup.config, shape, setup.zero, setup.precision)
+
+
+@functools.lru_cache(maxsize=256)
+def _states(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str) -> States:
+    size = PRECISIONS[precision]
+    leaves = _layout(config, shape, zero, getattr(torch, size.dtype))
+    gathers, reduces, refreshes = (
+        gather_units(leaves, zero.bucket),
+        reduce_units(leaves, zero),
+        refresh_units(leaves, zero),
+    )
+    whole = [u for u in reduces if not leaves[u.leaves[0]].cut]
+    cut = [u for u in reduces if leaves[u.leaves[0]].cut]
+    biggest = max((u.nbytes for u in gathers), default=0)
+    gathered = sum(u.nbytes for u in gathers)
+    ratio = size.grads / size.params
+    return States(
+        params=size.params * sum(_rows(x) if x.gathered else x.block.numel() for x in leaves),
+        # By ZeRO's definition. The step's own stage 1 frees whole gradients as stage 2 does.
+        grads=size.grads * sum(_rows(x) if zero.stage >= 2 else x.block.numel() for x in leaves),
+        optimizer=size.optimizer * sum(map(_rows, leaves)),
+        window=max(biggest, min(zero.prefetch, gathered)),
+        reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
+        gathered=gathered,
+        refreshed=sum(u.nbytes for u in refreshes),
+        scattered=int(ratio * sum(u.nbytes for u in cut)),
+        summed=int(ratio * sum(u.nbytes for u in whole)),
+        messages={
+            "gathered": len(gathers),
+            "refreshed": len(refreshes),
+            "scattered": len(cut),
+            "summed": len(whole),
+        },
+    )
+
+
+def _rows(leaf: LeafLayout) -> int:
+    """Elements of the first ZeRO rank's part: blocks are cut so that it is the largest."""
+    if leaf.dim is None:
+        return leaf.block.numel()
+    lo, hi = leaf.bounds[0]
+    return leaf.block.numel() // leaf.block[leaf.dim] * (hi - lo)
+
+
+def _layout(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, dtype: torch.dtype) -> list[LeafLayout]:
+    """The layout of every leaf. Equal leaves share one, since it costs a call a rank, and blocks are all alike."""
+    mesh = Mesh(dict(shape), torch.device("cpu"))
+
+    @functools.cache
+    def layout(leaf: _Leaf) -> LeafLayout:
+        name, size = leaf
+        compute, axes = _tensor_parallel(name, mesh), mesh.axes("dp")
+        return leaf_layout(name, size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
+
+    before, block, after = (list(map(layout, part)) for part in _leaves(dataclasses.replace(config, num_layers=1)))
+    return before + block * config.num_layers + after
+
+
+@functools.lru_cache(maxsize=64)
+def _leaves(config: gpt.Config) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
+    """Name and shape of the leaves of a model of one block: before it, of it, after it."""
+    with deferred():
+        params = gpt.init(config, key(0))
+    paths = tree_paths(params, "params")
+    named = [(p.rsplit("['", 1)[-1].rstrip("']"), x.shape) for p, x in zip(paths, tree_leaves(params), strict=True)]
+    inside = [i for i, p in enumerate(paths) if "['blocks']" in p]
+    first, last = inside[0], inside[-1] + 1
+    return named[:first], named[first:last], named[last:]
+
+
+def _tensor_parallel(name: str, mesh: Mesh) -> P:
+    """Megatron's layout (Shoeybi et al. 2019, arXiv 1909.08053): columns, then rows, and the vocabulary."""
+    if mesh.axis_size("tp") == 1:
+        return P()
+    if name in ("embed", "head", "wq", "wk", "wv", "w_up", "w_gate", "bq", "bk", "bv", "b_up"):
+        return P("tp")
+    return P(None, "tp") if name in ("wo", "w_down") else P()

@@ -1,0 +1,173 @@
+"""Time and traffic of one step, by formula.
+
+Work: 6 N + 12 L D T floating-point operations a token, N the weights that are multiplied (tables that are looked up do
+not count) and T the sequence; with remat the blocks' forward runs twice. Attention is counted whole, as PaLM's appendix
+B does (Chowdhery et al. 2022, arXiv 2204.02311). The data-parallel wire runs beside the computation, layer by layer: a
+layer takes max(computation, transfers). Tensor parallelism's sums stand in the computation's way and are added. The
+pipeline's bubble is 0, since there is no pipeline.
+"""
+
+import dataclasses
+import math
+
+from shardfn.models import gpt
+
+from ._states import Setup, States, model_states
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One kind of traffic.
+
+    Attributes:
+        axis: along which axis of the mesh.
+        what: what travels.
+        nbytes: bytes that each rank sends in a step.
+        messages: transfers in a step.
+        bandwidth: bytes a second of the wire.
+        seconds: time on the wire, were nothing else on it.
+    """
+
+    axis: str
+    what: str
+    nbytes: float
+    messages: int
+    bandwidth: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Where a step's time goes; seconds unless said otherwise.
+
+    Attributes:
+        transfers: the traffic.
+        compute: forward and backward alone, at the assumed efficiency.
+        exposed: waiting for data-parallel transfers that the computation does not hide.
+        tensor: tensor parallelism's sums.
+        update: the optimizer, at the memory's bandwidth.
+        model_flops: the model's operations a step over all ranks, without what remat repeats.
+        mfu: model_flops / (time x ranks x the device's peak).
+        tokens_per_second: over all ranks.
+    """
+
+    transfers: tuple[Transfer, ...]
+    compute: float
+    exposed: float
+    tensor: float
+    update: float
+    model_flops: float
+    mfu: float
+    tokens_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """The step."""
+        return self.compute + self.exposed + self.tensor + self.update
+
+    @property
+    def dominates(self) -> str:
+        """The largest part of the step."""
+        parts = {
+            "computation": self.compute,
+            "waiting for data-parallel transfers": self.exposed,
+            "tensor-parallel sums": self.tensor,
+            "the optimizer's memory traffic": self.update,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_cost(setup: Setup) -> Cost:
+    """The estimate for one step.
+
+    Raises:
+        ValueError: the device does not compute in the precision.
+
+    Example:
+        >>> from shardfn.cli import parse_model
+        >>> from shardfn.core import Zero
+        >>> from shardfn.graph._device import cluster
+        >>> run = Setup("gpt2", parse_model("gpt2"), {"dp": 8}, cluster("h100"), Zero(stage=3), batch=8)
+        >>> step_cost(run).dominates
+        'computation'
+    """
+    states, device = model_states(setup), setup.cluster.device
+    model_flops = setup.tokens * _flops_per_token(setup.config, setup.seq)
+    again = setup.tokens * _block_flops_per_token(setup.config, setup.seq) / 3 if setup.remat else 0.0
+    peak = device.rate(setup.bytes_of.dtype) * setup.world
+    compute = (model_flops + again) / (peak * setup.efficiency)
+    data, tensor = data_transfers(setup, states), tensor_transfers(setup)
+    exposed = _exposed(setup, compute, data)
+    update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
+    summed = sum(t.seconds for t in tensor)
+    seconds = compute + exposed + summed + update
+    return Cost(
+        (*data, *tensor),
+        compute,
+        exposed,
+        summed,
+        update,
+        model_flops,
+        model_flops / (seconds * peak),
+        setup.tokens / seconds,
+    )
+
+
+def data_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
+    """What travels along dp in a step: gathers on use, gradients, and parameters made whole after the update."""
+    k = setup.accumulate
+    reduces = k if setup.zero.reduce == "each" else 1
+    rows = (
+        ("gather of parameters, forward", states.gathered, k, "gathered", 1),
+        ("gather of parameters, backward", states.gathered, k, "gathered", 1),
+        ("gradients, each rank keeps rows", states.scattered, reduces, "scattered", 1),
+        ("gradients, summed whole", states.summed, reduces, "summed", 2),
+        ("parameters made whole after the update", states.refreshed, 1, "refreshed", 1),
+    )
+    made = [
+        _transfer(setup, "dp", what, passes * times * size, times * states.messages[name])
+        for what, size, times, name, passes in rows
+    ]
+    return tuple(t for t in made if t.nbytes > 0)
+
+
+def tensor_transfers(setup: Setup) -> tuple[Transfer, ...]:
+    """What travels along tp: two sums of the residual stream a block in the forward, two in the backward."""
+    c, k = setup.config, setup.accumulate
+    sums = (6 if setup.remat else 4) * c.num_layers * k
+    size = setup.micro * setup.seq * c.d_model * setup.bytes_of.params
+    made = _transfer(setup, "tp", "sums of activations", 2.0 * sums * size, sums)
+    return (made,) if made.nbytes > 0 else ()
+
+
+def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> Transfer:
+    n = setup.axis(axis)
+    if n == 1:
+        return Transfer(axis, what, 0.0, 0, math.inf, 0.0)
+    link, sent = setup.cluster.link(setup.mesh, axis), nbytes * (n - 1) / n
+    hops = messages * math.ceil(math.log2(n))
+    return Transfer(axis, what, sent, messages, link.bandwidth, link.seconds(sent, hops))
+
+
+def _exposed(setup: Setup, compute: float, data: tuple[Transfer, ...]) -> float:
+    """Waiting beyond the computation: by layer in each pass, the first gather, the last gradient, the refresh."""
+    layers = setup.config.num_layers
+    forward = compute / (4 if setup.remat else 3)
+    wire = {t.what: t.seconds for t in data}
+    refresh = wire.pop("parameters made whole after the update", 0.0)
+    ahead = wire.get("gather of parameters, forward", 0.0)
+    behind = sum(s for what, s in wire.items() if what != "gather of parameters, forward")
+    grads = sum(s for what, s in wire.items() if what.startswith("gradients"))
+    ends = (ahead + grads) / (layers * setup.accumulate)
+    return max(0.0, ahead - forward) + max(0.0, behind - (compute - forward)) + ends + refresh
+
+
+def _block_flops_per_token(c: gpt.Config, seq: int) -> float:
+    """Forward and backward of all blocks: 6 a weight, and attention's 12 D T a block."""
+    kv = c.kv_heads * c.head_dim
+    weights = 2 * c.d_model * (c.d_model + kv) + (2 if c.mlp == "gelu" else 3) * c.d_model * c.ff_dim
+    return c.num_layers * (6.0 * weights + 12.0 * c.d_model * seq)
+
+
+def _flops_per_token(c: gpt.Config, seq: int) -> float:
+    return _block_flops_per_token(c, seq) + 6.0 * c.vocab_size * c.d_model

@@ -1,0 +1,112 @@
+"""What runs a captured graph: its ops one by one, or with its arithmetic compiled."""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from ._emit import emit
+from ._inductor import compile_regions, find_compiler
+from ._regions import Region, cut
+
+Backend = Literal["graph", "inductor"]
+_REMEDY = "install g++ (Debian: apt install g++), or name a compiler in the environment variable CXX"
+_WARNED: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A graph that runs.
+
+    Attributes:
+        function: the tensors of the graph's arguments -> the tuple of its outputs; without autograd.
+        backend: what runs it.
+        seconds: how long it took to make.
+        num_regions: runs of arithmetic that became one call each.
+        num_compiled: how many of them differ, so were compiled.
+        cache_hits: how many of those were found on the disk.
+    """
+
+    function: Callable[..., tuple[Any, ...]]
+    backend: Backend
+    seconds: float
+    num_regions: int = 0
+    num_compiled: int = 0
+    cache_hits: int = 0
+
+    def __call__(self, *flat: torch.Tensor) -> tuple[Any, ...]:
+        """Runs the graph.
+
+        Example:
+            >>> Compiled(lambda x: (x + 1,), "graph", 0.0)(torch.zeros(1))
+            (tensor([1.]),)
+        """
+        with torch.no_grad():
+            return self.function(*flat)
+
+
+def resolve_backend(backend: str | None) -> Backend:
+    """The backend meant: for None "inductor" where a C++ compiler is found, else "graph" with a warning.
+
+    Raises:
+        ValueError: no such backend.
+        RuntimeError: "inductor" without a C++ compiler.
+
+    Example:
+        >>> resolve_backend("graph")
+        'graph'
+    """
+    if backend not in (None, "graph", "inductor"):
+        raise ValueError(f"backend={backend!r} is none of 'graph', 'inductor', None (the best that this machine can run).")
+    if backend == "graph" or find_compiler():
+        return "graph" if backend == "graph" else "inductor"
+    if backend == "inductor":
+        raise RuntimeError(f"backend='inductor' needs a C++ compiler, and there is none: {_REMEDY}, or use backend='graph'.")
+    if not _WARNED:
+        _WARNED.append("said")
+        text = f"no C++ compiler found: the step runs uncompiled (backend='graph'). To compile it, {_REMEDY}."
+        warnings.warn(text, stacklevel=2)
+    return "graph"
+
+
+def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes: int = 1 << 16) -> Compiled:
+    """Makes a captured graph run.
+
+    "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops and
+    reductions become compiled calls (`cut` says which); transfers, writes in place, matrix products and attention are as
+    in "graph", at the same places. Either way a value is dropped after its last use.
+
+    Args:
+        gm: a flat graph of aten ops with `meta["val"]`.
+        backend: None is the best that this machine can run.
+        min_bytes: runs that read and write fewer bytes are not compiled.
+
+    Returns:
+        The callable, with what it took.
+
+    Raises:
+        ValueError: no such backend.
+        RuntimeError: "inductor" without a working C++ compiler.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: (x + 1,), tracing_mode="fake")(torch.zeros(1))
+        >>> compile_graph(gm, "graph")(torch.zeros(1))
+        (tensor([1.]),)
+
+    References:
+        Ansel et al., PyTorch 2, 2024, https://pytorch.org/assets/pytorch2-2.pdf
+    """
+    start = time.perf_counter()
+    chosen = resolve_backend(backend)
+    if chosen == "graph":
+        return Compiled(emit(gm, list(gm.graph.nodes), ()), chosen, time.perf_counter() - start)
+    steps = cut(gm, min_bytes=min_bytes)
+    kernels = compile_regions([step for step in steps if isinstance(step, Region)])
+    function = emit(gm, steps, kernels.calls)
+    seconds = time.perf_counter() - start
+    return Compiled(function, chosen, seconds, len(kernels.calls), kernels.num_compiled, kernels.cache_hits)

@@ -1,0 +1,168 @@
+"""Small transfers travel together."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torch.fx import GraphModule, Node
+
+from ._edit import reordered, revalue
+from ._hazards import GATHERS, REDUCTIONS, Memory, dependences, dependents, legal_order, ready_after
+from ._merge import merge_gathers, merge_scatters
+from ._overlap import reduced_bytes
+from ._prefetch import gathered_bytes
+from ._sink import waits_and_views
+from ._transfers import is_wait, start_of, wait_of
+
+_GATHER, _SCATTER = GATHERS[0], REDUCTIONS[0]
+
+
+def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
+    """Merges neighbouring gathers, and neighbouring psum_scatters, into messages of up to `limit` bytes.
+
+    They must run over the same axes, in the same dtype and phase. Rank r's part of the merged message is its parts of
+    the members, one after another: [a_r, b_r, ...]. Sums are elementwise and in rank order as before, so the bits are
+    the same. A gather moves up to the first of its bucket, a psum_scatter down to the last, unless a member needs
+    another's value before that; messages of `limit` bytes or more travel alone.
+
+        a = wait(all_gather_start(a_r, [2, 2]))        o = cat([a_r, b_r])
+        b = wait(all_gather_start(b_r, [1, 1]))        w = wait(all_gather_start(o, [3, 3]))
+                                                =>     v = w.view(2, 3)
+                                                       a = v[:, :2].clone().view(-1)
+                                                       b = v[:, 2:].clone().view(-1)
+
+    Args:
+        gm: a captured step.
+        limit: bytes of the gathered, or of the whole summed, values.
+
+    Returns:
+        A new graph with the same bits.
+
+    Raises:
+        ValueError: `limit` is negative.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def gathered(own):
+        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [1, 1], "dp"))
+        >>> gm = make_fx(lambda a, b: (gathered(a), gathered(b)), tracing_mode="fake")(torch.ones(1), torch.ones(1))
+        >>> [n.name for n in bucket(gm, limit=1024).graph.nodes if "start" in n.name]
+        ['all_gather_start_2']
+    """
+    if limit < 0:
+        raise ValueError(f"bucket(limit={limit}): a limit of bytes must not be negative.")
+    return _bucket_scatters(_bucket_gathers(gm, limit), limit)
+
+
+# all_gather: up to the first
+
+
+def _bucket_gathers(gm: GraphModule, limit: int) -> GraphModule:
+    memory = Memory(gm)
+    before = dependences(memory, channels=False)
+    ready = ready_after(memory.order, before, memory)
+
+    def joins(start: Node, members: Sequence[Node]) -> bool:
+        return ready[start] < memory.position[members[0]]
+
+    groups = _groups(memory, _GATHER, gathered_bytes, joins, limit)
+    head = {g[0]: g for g in groups}
+    moved = {n for g in groups for n in g[1:]}
+    wish = [m for n in memory.order if n not in moved for m in head.get(n, (n,))]
+    out, new = reordered(gm, legal_order(wish, before))
+    values = {v for g in groups for v in merge_gathers([new[n] for n in g])}
+    return _settle(out, new, memory, values)
+
+
+# psum_scatter: down to the last
+
+
+def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
+    memory = Memory(gm)
+    before = dependences(memory, channels=False)
+    needed = _needed_at(memory, before)
+
+    def joins(start: Node, members: Sequence[Node]) -> bool:
+        return memory.position[start] < min(needed[m] for m in members)
+
+    groups = _groups(memory, _SCATTER, reduced_bytes, joins, limit)
+    tail = {g[-1]: g for g in groups}
+    moved = {n for g in groups for n in g[:-1]}
+    lazy = waits_and_views(memory, lambda n: is_wait(n) and (start_of(n) in moved or start_of(n) in tail))
+    busy = [m for n in memory.order[:-1] if n not in moved and n not in lazy for m in tail.get(n, (n,))]
+    wish = [*busy, *(n for n in memory.order if n in lazy), memory.order[-1]]
+    out, new = reordered(gm, legal_order(wish, before))
+    leaves = _returned(memory)
+    values = {v for g in groups for v in merge_scatters([new[n] for n in g], [leaves(n) for n in g])}
+    return _settle(out, new, memory, values)
+
+
+def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int]:
+    """For each psum_scatter the position of the first node that needs it done; waits and views come when called."""
+    lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target is _SCATTER)
+    after, out, end = dependents(before), dict[Node, int](), len(memory.order) - 1
+    for node in reversed(memory.order):
+        if node in lazy or node.target is _SCATTER:
+            out[node] = min((out[n] if n in lazy else memory.position[n] for n in after[node]), default=end)
+    return out
+
+
+def _returned(memory: Memory) -> Callable[[Node], bool]:
+    """Whether a value leaves the step, and so must not share its memory with others."""
+    returned = set(memory.reads(memory.order[-1]))
+    return lambda node: not returned.isdisjoint(memory.shown(node))
+
+
+# Which, and the exchange
+
+
+@dataclasses.dataclass
+class _Open:
+    """A bucket that is being filled: its members, their bytes, and those of others since the first."""
+
+    members: list[Node]
+    nbytes: int
+    passed: int
+
+
+def _groups(
+    memory: Memory,
+    op: object,
+    size: Callable[[Node], int],
+    joins: Callable[[Node, Sequence[Node]], bool],
+    limit: int,
+) -> list[list[Node]]:
+    filled: list[_Open] = []
+    filling: dict[object, _Open] = {}
+    total = 0
+    for node in memory.order:
+        if node.target is not op or wait_of(node) is None:
+            continue
+        key, nbytes = _key(node), size(node)
+        total += nbytes
+        group = filling.get(key)
+        fits = group is not None and group.nbytes + nbytes <= limit and total - group.passed <= 4 * limit
+        if group is not None and fits and joins(node, group.members):
+            group.members.append(node)
+            group.nbytes += nbytes
+        elif nbytes < limit:
+            filling[key] = _Open([node], nbytes, total)
+            filled.append(filling[key])
+        else:
+            filling.pop(key, None)
+    return [g.members for g in filled if len(g.members) > 1]
+
+
+def _key(start: Node) -> tuple[object, ...]:
+    value = start.meta["val"]
+    sizes, *rest = start.args[1:]
+    return (len(sizes), *rest, value.dtype, value.device, start.meta.get("phase"))  # pyright: ignore[reportArgumentType]
+
+
+def _settle(out: GraphModule, new: dict[Node, Node], memory: Memory, changed: set[Node]) -> GraphModule:
+    """Gives views of merged values their new abstract values."""
+    gone = {n for n, copy in new.items() if copy._erased}
+    for old in memory.order:
+        if old not in gone:
+            revalue(new[old], old, changed, memory)
+    return out

@@ -1,0 +1,116 @@
+"""Measures the machine that the program runs on, for the cost model."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives import all_gather, bind_mesh
+from shardfn.core import Mesh
+
+from ._device import Cluster, Device, Link
+
+_SIZES = (1 << 10, 1 << 18, 1 << 22)
+
+
+def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
+    """A `Cluster` of what is here: matrix products a dtype, memory bandwidth, and the wire that joins the mesh's ranks.
+
+    rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time; the wire's latency is the
+    time of the smallest transfer, its bandwidth what further bytes add. Each figure is the best of several runs.
+    Collective over the mesh: all ranks get the same figures, those of the slowest rank, so that decisions drawn from
+    them agree.
+
+    Args:
+        mesh: the ranks; default this one alone.
+        seconds: about how long it may take.
+
+    Returns:
+        A cluster whose `inside` and `between` are the one wire that was measured.
+
+    Example:
+        >>> box = calibrate(seconds=0.05)
+        >>> box.device.flops["float32"] > 0 and box.device.bandwidth > 0
+        True
+    """
+    device = mesh.device if mesh is not None else torch.device("cpu")
+    each = seconds / 4
+    rates = {str(d).removeprefix("torch."): _rate(d, device, each) for d in _dtypes(device)}
+    measured = [*rates.values(), _bandwidth(device, each), *_link(mesh, device)]
+    *flops, memory, wire, latency = _slowest(mesh, measured)
+    link = Link(wire, latency)
+    known = Device(str(device), _memory(device), dict(zip(rates, flops, strict=True)), memory)
+    return Cluster(known, _per_node(mesh), link, link)
+
+
+def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    return (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
+
+
+def _rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    n = 4096 if device.type == "cuda" else 384
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    return 2 * n**3 / _best(lambda: torch.mm(a, a), device, seconds)
+
+
+def _bandwidth(device: torch.device, seconds: float) -> float:
+    source = torch.zeros(1 << 26 if device.type == "cuda" else 1 << 23, device=device)
+    target = torch.zeros_like(source)
+    return 2 * 4 * source.numel() / _best(lambda: target.copy_(source), device, seconds)
+
+
+def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
+    """Bandwidth and latency of a gather over all ranks; a single rank's wire is never used and gets round numbers."""
+    if mesh is None or mesh.size == 1:
+        return 1e9, 1e-5
+    times = []
+    with bind_mesh(mesh):
+        for size in _SIZES:
+            own = torch.zeros(size // 4, device=device)
+            times.append(_repeated(lambda own=own: all_gather(own, mesh.axis_names), device))
+    sent = (_SIZES[-1] - _SIZES[0]) * (mesh.size - 1)
+    return sent / max(times[-1] - times[0], 1e-9), times[0]
+
+
+def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The shortest of the runs that fit into `seconds`, at least three."""
+    end, times = time.perf_counter() + seconds, list[float]()
+    while len(times) < 4 or time.perf_counter() < end:
+        times.append(_timed(run, device))
+    return min(times[1:])
+
+
+def _repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
+    """The shortest of `count` runs: ranks must agree on the number of collectives, so no clock decides it."""
+    return min([_timed(run, device) for _ in range(count)][1:])
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
+    """Figure by figure the lowest of all ranks; of latency, which comes last, the highest."""
+    if mesh is None or mesh.size == 1:
+        return list(measured)
+    with bind_mesh(mesh):
+        every: Tensor = all_gather(torch.tensor([measured], dtype=torch.float64, device=mesh.device), mesh.axis_names)
+    return [*every[:, :-1].amin(0).tolist(), every[:, -1].amax().item()]
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _per_node(mesh: Mesh | None) -> int:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return local or (dist.get_world_size() if mesh is not None and dist.is_initialized() else 1)

@@ -1,0 +1,292 @@
+"""Whether ranks that run their captured steps can hang: the order of collectives, compared and simulated.
+
+A transfer takes place when every rank of its group has started it. Transfers on one channel (the gathers along some
+axes, the reductions along them, the loss's own collectives on a group) pair by their order. So ranks of a group must
+issue the same sequence on each channel, and must not wait for one another in a circle across channels; a channel comes
+to life when it is first used, which all ranks of the mesh must do in the same order.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from torch.fx import GraphModule, Node
+
+from shardfn.core import RankError, all_coords
+
+from ._transfers import Transfer, is_wait, start_of, transfers
+from ._values import dtype_name, where_of
+
+_COMMENT = "  # "
+_REMEDY = (
+    "Every rank of a group must issue the same collectives in the same order: let no branch on a rank's own values or"
+    " index decide which collective runs, and give ranks batches of equal shapes."
+)
+
+
+def collective_sequence(gm: GraphModule) -> list[str]:
+    """One line per transfer in the order of the starts: channel, collective, dtype, sizes, and the user's line.
+
+    Ranks may compare these lines (or a hash of them) before they run.
+
+    Args:
+        gm: the step of one rank.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def f(own):
+        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [3, 3], "dp"))
+        >>> collective_sequence(make_fx(f, tracing_mode="fake")(torch.ones(3)))
+        ['gather dp: all_gather float32 [3, 3]']
+    """
+    return [_line(t) for t in transfers(gm) if t.num_ranks > 1]
+
+
+def check_collectives(texts: Sequence[str], mesh_shape: Mapping[str, int] | None = None) -> None:
+    """`compare_sequences` on texts: per rank the lines of `collective_sequence`, joined.
+
+    Raises:
+        RankError: two ranks of a group differ.
+
+    Example:
+        >>> check_collectives(["gather dp: all_gather float32 [3, 3]"] * 2)
+    """
+    compare_sequences([t.splitlines() for t in texts], mesh_shape)
+
+
+def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[str, int] | None = None) -> None:
+    """Checks that the ranks of each group issue the same collectives in the same order on each channel.
+
+    Args:
+        sequences: per rank, in rank order, the lines of `collective_sequence`.
+        mesh_shape: axis name -> size; tells which ranks share a group. Default: they all do.
+
+    Raises:
+        RankError: the first difference, with the ranks, both lines of the user's code and the remedy.
+
+    Example:
+        >>> compare_sequences([["gather dp: all_gather float32 [3, 3]"], ["gather dp: all_gather float32 [4, 4]"]])
+        Traceback (most recent call last):
+        ...
+        shardfn.core._errors.RankError: ranks 0 and 1 differ in collective 1 on channel 'gather dp':
+          rank 0: all_gather float32 [3, 3] (line unknown)
+          rank 1: all_gather float32 [4, 4] (line unknown)
+        Every rank of a group must issue the same collectives in the same order: let no branch on a rank's own values or
+        index decide which collective runs, and give ranks batches of equal shapes.
+    """
+    if all(_same(s, sequences[0]) for s in sequences):
+        return
+    split = [_by_channel(s) for s in sequences]
+    channels = dict.fromkeys(c for s in split for c in s)
+    for channel in channels:
+        for group in _groups(channel.split(" ")[-1], mesh_shape, len(sequences)):
+            for rank in group[1:]:
+                _compare(channel, group[0], split[group[0]].get(channel, []), rank, split[rank].get(channel, []))
+
+
+def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | None = None) -> None:
+    """Runs the steps of all ranks symbolically and proves that each one finishes.
+
+    Each rank issues its starts and waits in its graph's order; a wait blocks until all ranks of the group have started
+    the transfer that it waits for, and starting on a channel for the first time blocks until all ranks have.
+
+    Args:
+        gms: per rank, in rank order, its step; ranks with one program may share one object.
+        mesh_shape: axis name -> size. Default: what the first graph says.
+
+    Raises:
+        RankError: two ranks pair different collectives, or ranks wait for one another: the ranks, the nodes and the
+            lines of the user's code.
+        ValueError: the number of graphs is not the mesh's.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def f(own):
+        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [3, 3], "dp"))
+        >>> gm = make_fx(f, tracing_mode="fake")(torch.ones(3))
+        >>> prove_no_hang([gm, gm], {"dp": 2})
+    """
+    shape = dict(mesh_shape if mesh_shape is not None else gms[0].meta.get("mesh_shape", {}))
+    coords = all_coords(shape)
+    if len(coords) != len(gms):
+        raise ValueError(f"{len(gms)} graphs for a mesh of {shape}, which has {len(coords)} ranks; give one a rank.")
+    made = {id(gm): gm for gm in gms}
+    events = {i: _events(gm) for i, gm in made.items()}
+    compare_sequences([events[id(gm)].lines for gm in gms], shape)
+    first = events[id(gms[0])]
+    if any(events[i].keys != first.keys for i in made):
+        _Simulation([events[id(gm)].program for gm in gms], shape).run()
+
+
+# Lines.
+
+
+def _line(t: Transfer) -> str:
+    where = f"{_COMMENT}{t.where}" if t.where else ""
+    return f"{t.channel}: {t.op} {dtype_name(t.dtype)} {_sizes(t)}{where}"
+
+
+def _sizes(t: Transfer) -> str:
+    """What must agree between ranks: all but an uneven exchange, of which each rank knows its own row."""
+    if t.op in ("all_to_all", "ppermute"):
+        received = list(t.node.args[1])  # pyright: ignore[reportArgumentType]  # an fx argument
+        if len({*t.sizes, *received}) > 1:
+            return "uneven"
+    return f"[{len(t.sizes)} x {t.sizes[0]}]" if len(t.sizes) > 4 and len(set(t.sizes)) == 1 else str(list(t.sizes))
+
+
+def _same(a: Sequence[str], b: Sequence[str]) -> bool:
+    return a is b or (len(a) == len(b) and all(_key(x) == _key(y) for x, y in zip(a, b, strict=True)))
+
+
+def _key(line: str) -> str:
+    return line.partition(_COMMENT)[0]
+
+
+def _by_channel(lines: Sequence[str]) -> dict[str, list[str]]:
+    split: dict[str, list[str]] = {}
+    for line in lines:
+        channel, _, rest = line.partition(": ")
+        split.setdefault(channel, []).append(rest)
+    return split
+
+
+def _compare(channel: str, rank_a: int, a: Sequence[str], rank_b: int, b: Sequence[str]) -> None:
+    for i, (x, y) in enumerate(itertools.zip_longest(a, b), start=1):
+        if x is None or y is None or _key(x) != _key(y):
+            raise RankError(
+                f"ranks {rank_a} and {rank_b} differ in collective {i} on channel {channel!r}:\n"
+                f"  rank {rank_a}: {_with_line(x)}\n  rank {rank_b}: {_with_line(y)}\n{_REMEDY}"
+            )
+
+
+def _with_line(text: str | None) -> str:
+    if text is None:
+        return "none; it has issued all of its own"
+    what, _, where = text.partition(_COMMENT)
+    return f"{what} ({where or 'line unknown'})"
+
+
+def _groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list[list[int]]:
+    """The groups of ranks along `axes`."""
+    if mesh_shape is None:
+        return [list(range(count))]
+    rows: dict[tuple[int, ...], list[int]] = {}
+    names = axes.split(",")
+    for rank, coords in enumerate(all_coords(mesh_shape)):
+        rows.setdefault(tuple(c for n, c in coords.items() if n not in names), []).append(rank)
+    return list(rows.values())
+
+
+# The simulation.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Event:
+    """A start (`wait` is False) or the wait for one; `turn` counts the starts on the channel."""
+
+    channel: str
+    turn: int
+    wait: bool
+    node: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class _Events:
+    """What one rank does: its lines, its events, and what must agree for two ranks to do the same."""
+
+    lines: list[str]
+    program: list[_Event]
+    keys: list[tuple[str, int, bool]]
+
+
+def _events(gm: GraphModule) -> _Events:
+    moves = {t.node: t for t in transfers(gm) if t.num_ranks > 1}
+    turns, started, out = collections.Counter[str](), dict[Node, _Event](), list[_Event]()
+    for node in gm.graph.nodes:
+        if node in moves:
+            channel = moves[node].channel
+            started[node] = _Event(channel, turns[channel], False, node)
+            turns[channel] += 1
+            out.append(started[node])
+        elif is_wait(node) and start_of(node) in moves:
+            begun = started[start_of(node)]
+            out.append(_Event(begun.channel, begun.turn, True, node))
+    return _Events([_line(t) for t in moves.values()], out, [(e.channel, e.turn, e.wait) for e in out])
+
+
+class _Simulation:
+    """All ranks at once: each runs until it blocks; who completes a transfer wakes those who wait for it."""
+
+    def __init__(self, programs: Sequence[Sequence[_Event]], shape: Mapping[str, int]) -> None:
+        self._programs, self._at = programs, [0] * len(programs)
+        self._axes = {e.channel for p in programs for e in p}
+        self._group = {c: self._group_of_rank(c, shape) for c in sorted(self._axes)}
+        self._started: dict[tuple[str, int, int], int] = collections.Counter()
+        self._opened: dict[str, set[int]] = collections.defaultdict(set)
+        self._blocked: dict[tuple[str, int, int], list[int]] = collections.defaultdict(list)
+
+    def run(self) -> None:
+        ready = collections.deque(range(len(self._programs)))
+        while ready:
+            ready.extend(self._advance(ready.popleft()))
+        stuck = [r for r, p in enumerate(self._programs) if self._at[r] < len(p)]
+        if stuck:
+            raise RankError(self._story(stuck))
+
+    def _group_of_rank(self, channel: str, shape: Mapping[str, int]) -> dict[int, tuple[int, int]]:
+        """Rank -> number of its group along the channel's axes, and the group's size."""
+        groups = _groups(channel.split(" ")[-1], shape, len(self._programs))
+        return {rank: (i, len(group)) for i, group in enumerate(groups) for rank in group}
+
+    def _advance(self, rank: int) -> list[int]:
+        """Runs a rank until it blocks or ends; returns the ranks that it woke."""
+        program, woken = self._programs[rank], list[int]()
+        while self._at[rank] < len(program):
+            event = program[self._at[rank]]
+            woken += self._open(rank, event.channel)
+            need = self._need(rank, event)
+            if need is not None:
+                self._blocked[need].append(rank)
+                return woken
+            if not event.wait:
+                woken += self._start(rank, event)
+            self._at[rank] += 1
+        return woken
+
+    def _need(self, rank: int, event: _Event) -> tuple[str, int, int] | None:
+        """What must happen before the event can: that all have opened the channel, or that all have started."""
+        if self._makes(event.channel) and len(self._opened[event.channel]) < len(self._programs):
+            return event.channel, -1, -1
+        group, size = self._group[event.channel][rank]
+        key = event.channel, group, event.turn
+        return key if event.wait and self._started[key] < size else None
+
+    def _open(self, rank: int, channel: str) -> list[int]:
+        opened = self._opened[channel]
+        opened.add(rank)
+        complete = self._makes(channel) and len(opened) == len(self._programs)
+        return self._blocked.pop((channel, -1, -1), []) if complete else []
+
+    def _start(self, rank: int, event: _Event) -> list[int]:
+        group, size = self._group[event.channel][rank]
+        key = event.channel, group, event.turn
+        self._started[key] += 1
+        return self._blocked.pop(key, []) if self._started[key] == size else []
+
+    def _makes(self, channel: str) -> bool:
+        """Whether first use makes the channel: the loss's own groups are there before."""
+        return not channel.startswith("loss")
+
+    def _story(self, stuck: Sequence[int]) -> str:
+        lines = [f"{len(stuck)} of {len(self._programs)} ranks would wait forever:"]
+        for rank in stuck[:8]:
+            event = self._programs[rank][self._at[rank]]
+            where = where_of(event.node) or where_of(start_of(event.node)) or "line unknown"
+            need = self._need(rank, event)
+            why = "all ranks to open" if need is not None and need[1] < 0 else f"transfer {event.turn + 1} on"
+            lines.append(f"  rank {rank} at {event.node.name} waits for {why} channel {event.channel!r} ({where})")
+        return "\n".join([*lines, _REMEDY])

@@ -1,0 +1,232 @@
+"""What a captured step costs: operations, bytes, traffic; and, on a given cluster, time.
+
+A node takes max(flops / rate, bytes / bandwidth), a transfer latency + sent / bandwidth. `estimate` lets the graph run
+on these clocks: one lane computes in the graph's order, each link carries its transfers one after another from the
+moment they start, and a wait holds the computation until its transfer has arrived.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._device import Cluster, Device, Link
+from ._flops import arithmetic, node_bytes, node_flops
+from ._transfers import Transfer, is_wait, transfers
+from ._values import PHASES, dtype_name, phases_of, where_of
+
+
+@dataclasses.dataclass(frozen=True)
+class CostAnalysis:
+    """What one step costs one rank.
+
+    Attributes:
+        flops: floating-point operations.
+        flops_by_phase: phase -> operations.
+        bytes: what ops read and write in the device's memory.
+        bytes_by_phase: phase -> bytes.
+        transfers: (collective, axes) -> (calls, bytes sent), as the traffic counter has them.
+        host_bytes: bytes between device and host.
+        disk_bytes: bytes between host and disk.
+    """
+
+    flops: int
+    flops_by_phase: Mapping[str, int]
+    bytes: int
+    bytes_by_phase: Mapping[str, int]
+    transfers: Mapping[tuple[str, str], tuple[int, int]]
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent by all collectives."""
+        return sum(sent for _, sent in self.transfers.values())
+
+    def __str__(self) -> str:
+        """A table: phases, then collectives."""
+        phases = [f"  {p:<9} {self.flops_by_phase[p]:>20,} flops {self.bytes_by_phase[p]:>20,} bytes" for p in PHASES]
+        moves = [f"  {op} over {axes}: {n} calls, {sent:,} bytes" for (op, axes), (n, sent) in self.transfers.items()]
+        return "\n".join([f"{self.flops:,} flops, {self.bytes:,} bytes", *phases, *moves])
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One bar of a timeline.
+
+    Attributes:
+        name: the node.
+        lane: "compute", "wait", or the axes of a transfer.
+        start: seconds since the step began.
+        seconds: how long it takes.
+        where: the user's line.
+        detail: the op, and what a transfer moves.
+    """
+
+    name: str
+    lane: str
+    start: float
+    seconds: float
+    where: str = ""
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The time of one step on a cluster.
+
+    Attributes:
+        seconds: the whole step.
+        compute: seconds in which the device computes; the step without any transfer.
+        communication: axes -> seconds in which their transfers are on the wire.
+        exposed: axes -> seconds in which the computation waits for them.
+        mfu: flops / seconds / the device's rate in the dtype of most of the operations.
+        events: the timeline.
+    """
+
+    seconds: float
+    compute: float
+    communication: Mapping[str, float]
+    exposed: Mapping[str, float]
+    mfu: float
+    events: tuple[Event, ...] = dataclasses.field(repr=False)
+
+
+def cost_analysis(gm: GraphModule) -> CostAnalysis:
+    """Operations, bytes and traffic of a captured step.
+
+    Args:
+        gm: the step.
+
+    Returns:
+        Totals, by phase, and by collective and axes.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda a: (a @ a.t()).exp(), tracing_mode="fake")(torch.ones(4, 3))
+        >>> cost = cost_analysis(gm)
+        >>> cost.flops, cost.bytes
+        (96, 288)
+    """
+    flops, moved = collections.Counter(dict.fromkeys(PHASES, 0)), collections.Counter(dict.fromkeys(PHASES, 0))
+    for node, phase in phases_of(gm).items():
+        flops[phase] += node_flops(node)
+        moved[phase] += node_bytes(node)
+    traffic: dict[tuple[str, str], tuple[int, int]] = {}
+    for move in transfers(gm):
+        calls, sent = traffic.get((move.op, move.axes), (0, 0))
+        traffic[move.op, move.axes] = (calls + 1, sent + move.sent)
+    return CostAnalysis(sum(flops.values()), dict(flops), sum(moved.values()), dict(moved), traffic)
+
+
+def node_seconds(node: Node, device: Device) -> float:
+    """How long `node` computes: max(flops / rate, bytes / bandwidth); views, waits and transfers take 0.
+
+    Raises:
+        ValueError: it multiplies in a dtype for which the device has no rate.
+    """
+    return _seconds(node, node_flops(node), device)
+
+
+def transfer_seconds(transfer: Transfer, link: Link) -> float:
+    """How long `transfer` is on the wire: latency + sent / bandwidth; 0 for one rank."""
+    return link.seconds(transfer.sent) if transfer.num_ranks > 1 else 0.0
+
+
+def _seconds(node: Node, flops: int, device: Device) -> float:
+    computing = flops / device.rate(dtype_name(arithmetic(node))) if flops else 0.0
+    return max(computing, node_bytes(node) / device.bandwidth)
+
+
+def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
+    """The time of a captured step on `cluster`: a simulated run with a lane that computes and one for each link.
+
+    Args:
+        gm: the step; `gm.meta["mesh_shape"]` lays its ranks out over the cluster's nodes.
+        cluster: rates, as measured by `calibrate` or from a table.
+
+    Returns:
+        Seconds, what of the communication is exposed, the model flops utilisation, and the timeline.
+
+    Raises:
+        ValueError: an axis is not in the mesh, or the device has no rate for a dtype.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from shardfn.graph._device import Cluster, Device, Link
+        >>> wire = Link(bandwidth=1e9, latency=0.0)
+        >>> box = Cluster(Device("box", 1, {"float32": 96.0}, 1e9), 1, wire, wire)
+        >>> gm = make_fx(lambda a: a @ a.t(), tracing_mode="fake")(torch.ones(4, 3))
+        >>> estimate(gm, box).seconds
+        1.0
+    """
+    run = _Run(gm, cluster)
+    for node in gm.graph.nodes:
+        run.step(node)
+    rate = run.rate()
+    seconds = max([run.now, *run.free.values()])
+    mfu = sum(run.flops.values()) / seconds / rate if seconds and rate else 0.0
+    return Estimate(seconds, run.compute, dict(run.busy), dict(run.exposed), mfu, tuple(run.events))
+
+
+class _Run:
+    """The clocks of one simulated run."""
+
+    def __init__(self, gm: GraphModule, cluster: Cluster) -> None:
+        self._cluster, self._shape = cluster, gm.meta.get("mesh_shape", {})
+        self._moves = {t.node: t for t in transfers(gm)}
+        self._arrives: dict[Node, tuple[float, Transfer]] = {}
+        self.now = self.compute = 0.0
+        self.free: dict[Link, float] = {}
+        self.busy: dict[str, float] = collections.defaultdict(float)
+        self.exposed: dict[str, float] = collections.defaultdict(float)
+        self.flops: dict[torch.dtype, int] = collections.defaultdict(int)
+        self.events: list[Event] = []
+
+    def step(self, node: Node) -> None:
+        if node in self._moves:
+            self._start(self._moves[node])
+        elif is_wait(node):
+            self._wait(node)
+        else:
+            self._compute(node)
+
+    def rate(self) -> float:
+        if not any(self.flops.values()):
+            return 0.0
+        return self._cluster.device.rate(dtype_name(max(self.flops, key=lambda d: self.flops[d])))
+
+    def _start(self, move: Transfer) -> None:
+        if move.num_ranks == 1:
+            return
+        link = self._cluster.link(self._shape, move.axes)
+        begin, took = max(self.now, self.free.get(link, 0.0)), transfer_seconds(move, link)
+        self.free[link] = begin + took
+        self.busy[move.axes] += took
+        self.exposed[move.axes] += 0.0
+        if move.wait is not None:
+            self._arrives[move.wait] = (begin + took, move)
+        detail = f"{move.op} {move.sent} bytes {' '.join(move.leaves)}".strip()
+        self.events.append(Event(move.node.name, move.axes, begin, took, move.where, detail))
+
+    def _wait(self, node: Node) -> None:
+        if node not in self._arrives:
+            return
+        arrives, move = self._arrives.pop(node)
+        late = arrives - self.now
+        if late > 0:
+            self.exposed[move.axes] += late
+            self.events.append(Event(node.name, "wait", self.now, late, move.where, f"{move.op} over {move.axes}"))
+            self.now = arrives
+
+    def _compute(self, node: Node) -> None:
+        flops = node_flops(node)
+        took = _seconds(node, flops, self._cluster.device)
+        if flops:
+            self.flops[arithmetic(node)] += flops
+        if took:
+            self.events.append(Event(node.name, "compute", self.now, took, where_of(node), str(node.target)))
+            self.now += took
+            self.compute += took

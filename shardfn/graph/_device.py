@@ -1,0 +1,183 @@
+"""What a step runs on: devices, links, and clusters of them. Numbers only; nothing here touches a machine.
+
+Costs follow: f floating-point operations take f / rate, a transfer of b bytes takes latency + b / bandwidth.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from shardfn.core import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A wire between ranks: b bytes take latency + b / bandwidth.
+
+    Attributes:
+        bandwidth: bytes a second, each way, per rank.
+        latency: seconds until the first byte arrives.
+
+    Example:
+        >>> Link(bandwidth=25e9, latency=5e-6).seconds(25e9)
+        1.000005
+    """
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, nbytes: float, messages: int = 1) -> float:
+        """The time of `messages` transfers of `nbytes` together."""
+        return messages * self.latency + nbytes / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One accelerator (or one process on a CPU).
+
+    Attributes:
+        name: as `DEVICES` lists it.
+        memory: bytes.
+        flops: dtype name -> floating-point operations a second, dense.
+        bandwidth: bytes a second between the device and its memory.
+
+    Example:
+        >>> DEVICES["a100-80"].device.rate("bfloat16")
+        312000000000000.0
+    """
+
+    name: str
+    memory: int
+    flops: Mapping[str, float]
+    bandwidth: float
+
+    def rate(self, dtype: str) -> float:
+        """Floating-point operations a second in `dtype`.
+
+        Raises:
+            ValueError: the device does not compute in it.
+        """
+        if dtype not in self.flops:
+            raise ValueError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.flops)}.")
+        return self.flops[dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices, ranks numbered node by node.
+
+    Attributes:
+        device: what each rank computes on.
+        per_node: ranks in a node.
+        inside: the wire between ranks of one node.
+        between: each rank's share of the wire between nodes.
+    """
+
+    device: Device
+    per_node: int
+    inside: Link
+    between: Link
+
+    def link(self, mesh_shape: Mapping[str, int], axes: str) -> Link:
+        """The wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.
+
+        If every group of ranks along `axes` lies in one node it is `inside`. Else the group's ring leaves each node on
+        as many wires as the group has ranks in it, k, so that the slowest hop is min(inside, k * between).
+
+        Args:
+            mesh_shape: axis name -> size, major to minor.
+            axes: axis names with commas, as in "dp,tp".
+
+        Raises:
+            ValueError: an axis is not in the mesh.
+
+        Example:
+            >>> box = DEVICES["a100-80"]
+            >>> box.link({"dp": 4, "tp": 8}, "tp") == box.inside
+            True
+            >>> box.link({"dp": 4, "tp": 8}, "dp").bandwidth
+            25000000000.0
+        """
+        names = [a for a in axes.split(",") if a]
+        unknown = [a for a in names if a not in mesh_shape]
+        if unknown:
+            hint = did_you_mean(unknown[0], mesh_shape)
+            raise ValueError(f"axis {unknown[0]!r} is not in the mesh, which has {tuple(mesh_shape)}.{hint}")
+        size = math.prod(mesh_shape[a] for a in names)
+        extent = max((_stride(mesh_shape, a) * mesh_shape[a] for a in names if mesh_shape[a] > 1), default=1)
+        if self.per_node % extent == 0 or math.prod(mesh_shape.values()) <= self.per_node:
+            return self.inside
+        wires = _ranks_in_node(mesh_shape, names, self.per_node) if size > 1 else 1
+        return Link(min(self.inside.bandwidth, wires * self.between.bandwidth), self.between.latency)
+
+
+def cluster(name: str) -> Cluster:
+    """The usual machine of the device called `name` in `DEVICES`.
+
+    Raises:
+        ValueError: no such device.
+
+    Example:
+        >>> cluster("h100").per_node
+        8
+    """
+    known = name.lower()
+    if known not in DEVICES:
+        raise ValueError(f"device {name!r} is not known.{did_you_mean(known, DEVICES)} Known: {', '.join(DEVICES)}.")
+    return DEVICES[known]
+
+
+def _stride(mesh_shape: Mapping[str, int], axis: str) -> int:
+    names = list(mesh_shape)
+    return math.prod(mesh_shape[a] for a in names[names.index(axis) + 1 :])
+
+
+def _ranks_in_node(mesh_shape: Mapping[str, int], names: list[str], per_node: int) -> int:
+    """Ranks of rank 0's group in rank 0's node."""
+    offsets = [0]
+    for axis in names:
+        stride = _stride(mesh_shape, axis)
+        steps = range(0, min(mesh_shape[axis] * stride, per_node), stride)
+        offsets = [o + s for o in offsets for s in steps]
+    return sum(o < per_node for o in offsets)
+
+
+def _cluster(
+    name: str,
+    gib: float,
+    flops: tuple[float, float | None, float | None],
+    memory_gb: float,
+    *,
+    inside_gb: float,
+    between_gb: float,
+    per_node: int = 8,
+    latency: float = 5e-6,
+) -> Cluster:
+    """`flops`: float32, float16, bfloat16 in 10^12 a second; the wires in 10^9 bytes a second each way per rank."""
+    rates = dict(zip(("float32", "float16", "bfloat16"), flops, strict=True))
+    device = Device(name, int(gib * 2**30), {k: v * 1e12 for k, v in rates.items() if v}, memory_gb * 1e9)
+    return Cluster(device, per_node, Link(inside_gb * 1e9, latency / 2), Link(between_gb * 1e9, latency))
+
+
+# Vendors' figures: dense tensor-core rates with float32 accumulation for the 16-bit types, plain (not TF32) float32,
+# memory in GiB as the driver counts it (the vendors'
+# GB are that, rounded). NVLink is halved, since vendors add both directions. Wires between
+# nodes: what the vendor's reference machine has, divided by its devices. Latencies are typical, not vendors'.
+# V100: NVIDIA Tesla V100 datasheet (2020) and DGX-2 datasheet: 16 x SXM3, NVSwitch 300 GB/s, 8 x EDR 100 Gbit/s.
+# A100: NVIDIA A100 datasheet (2021), DGX A100 datasheet: NVSwitch 600 GB/s, 8 x HDR 200 Gbit/s for training.
+# H100, H200: NVIDIA H100 and H200 datasheets (2023, 2024), DGX H100/H200: NVSwitch 900 GB/s, 8 x NDR 400 Gbit/s.
+# B200: NVIDIA DGX B200 datasheet (2024): 1440 GB and 36 PFLOPS sparse bfloat16 by eight, NVSwitch 1.8 TB/s.
+# RTX 4090: NVIDIA Ada GPU architecture (2022). RTX A6000: NVIDIA Ampere GA102 (2021). Both on PCIe 4.0 x16 at 32 GB/s,
+# eight to a machine with one 100 Gbit/s Ethernet port (an assumption).
+# cpu: one process on a few cores of a server, gloo over loopback and 10 Gbit/s Ethernet (assumptions: calibrate).
+DEVICES: Mapping[str, Cluster] = {
+    "v100-32": _cluster("v100-32", 32, (15.7, 125, None), 900, inside_gb=150, between_gb=6.25, per_node=16),
+    "a100-40": _cluster("a100-40", 40, (19.5, 312, 312), 1555, inside_gb=300, between_gb=25),
+    "a100-80": _cluster("a100-80", 80, (19.5, 312, 312), 2039, inside_gb=300, between_gb=25),
+    "h100": _cluster("h100", 80, (67, 989.4, 989.4), 3350, inside_gb=450, between_gb=50),
+    "h200": _cluster("h200", 140, (67, 989.4, 989.4), 4800, inside_gb=450, between_gb=50),
+    "b200": _cluster("b200", 179, (75, 2250, 2250), 8000, inside_gb=900, between_gb=50),
+    "rtx4090": _cluster("rtx4090", 24, (82.6, 165.2, 165.2), 1008, inside_gb=32, between_gb=1.5625, latency=2e-5),
+    "a6000": _cluster("a6000", 48, (38.7, 154.8, 154.8), 768, inside_gb=32, between_gb=1.5625, latency=2e-5),
+    "cpu": _cluster("cpu", 4, (0.1, None, 0.05), 10, inside_gb=1, between_gb=0.15625, latency=1e-4),
+}

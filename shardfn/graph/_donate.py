@@ -1,0 +1,168 @@
+"""Pure updates run in place on memory that nobody reads any more."""
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from ._edit import abstract_value, reordered, revalue
+from ._hazards import GATHERS, Memory
+from ._values import tensors_of
+
+
+def donate(gm: GraphModule) -> GraphModule:
+    """Turns elementwise ops into in-place ones where their first operand dies there: `add -> add_`, foreach ops too.
+
+    The operand must be contiguous, of the result's shape and dtype, and its memory a temporary or a placeholder that
+    `gm.meta["donated"]` names; nobody may read that memory later, a transfer in flight included. So an optimizer
+    written as pure functions runs in the buffers of the state it was given.
+
+        m = mu * 0.9                     m = mu.mul_(0.9)
+        m1 = m + g                =>     m1 = m.add_(g)
+        p1 = p - m1                      p1 = p.sub_(m1)
+
+    Args:
+        gm: a captured step.
+
+    Returns:
+        A new graph whose outputs have the same bits; donated placeholders hold whatever was put there.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda p, g: (p - g * 2,), tracing_mode="fake")(torch.ones(2), torch.ones(2))
+        >>> gm.meta["donated"] = {"p_1"}
+        >>> [n.name for n in gm.graph.nodes], [str(n.target) for n in donate(gm).graph.nodes][2:-1]
+        (['p_1', 'g_1', 'mul', 'sub', 'output'], ['aten.mul.Tensor', 'aten.sub_.Tensor'])
+    """
+    memory = Memory(gm)
+    chosen = _Owners(memory, set(gm.meta.get("donated", ()))).chosen
+    out, new = reordered(gm, memory.order)
+    changed: set[Node] = set()
+    for node in memory.order:
+        if node in chosen:
+            changed |= _write_in_place(node, chosen[node], new)
+        else:
+            revalue(new[node], node, changed, memory)
+    return out
+
+
+def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
+    """Puts the in-place op in the node's stead; one over lists returns nothing, so its results are its operands."""
+    here = new[node]
+    here.target = twin
+    here.meta["val"] = abstract_value(here)
+    if not isinstance(node.args[0], list | tuple):
+        return {here}
+    here.meta["val"] = None
+    for item in node.users:
+        kept = new[node.args[0][item.args[1]]]  # pyright: ignore[reportArgumentType]
+        new[item].replace_all_uses_with(kept)
+        new[item].graph.erase_node(new[item])
+        new[item] = kept
+    return {new[n] for n in _operands(node)}
+
+
+class _Owners:
+    """Walks through the graph and keeps account of who may write where.
+
+    Attributes:
+        chosen: the nodes that become in-place, with the op to use.
+    """
+
+    def __init__(self, memory: Memory, donated: set[str]) -> None:
+        self._memory = memory
+        self._last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
+        self._foreign: set[int] = set()
+        for node in memory.order:
+            self._foreign.update(_not_owned(node, donated, memory))
+        self.chosen: dict[Node, Any] = {}
+        for i, node in enumerate(memory.order):
+            twin = in_place_twin(node)
+            if twin is not None and self._may(node, i):
+                self.chosen[node] = twin
+                self._join(node)
+
+    def _of(self, node: Node) -> list[int]:
+        return [self._memory.find(m) for m in self._memory.shown(node)]
+
+    def _may(self, node: Node, i: int) -> bool:
+        first = _operands(node)
+        owned = [m for n in first for m in self._of(n)]
+        if not first or len(set(owned)) != len(first) or len(self._memory.shown(node)) != len(first):
+            return False
+        if any(m in self._foreign or self._last.get(m, i) > i for m in owned):
+            return False
+        # An operand may meet itself, element by element; nothing else may look at what is overwritten.
+        others = [n for n in _others(node) if n is not node.args[0]]
+        if any(m in owned for n in others for m in self._of(n)):
+            return False
+        listed = isinstance(node.args[0], list | tuple)
+        return _fits(first, node) and (not listed or all(u.target is operator.getitem for u in node.users))
+
+    def _join(self, node: Node) -> None:
+        for source, made in zip(_operands(node), self._memory.shown(node), strict=True):
+            here, there = self._of(source)[0], self._memory.find(made)
+            last = self._last.get(there, -1)
+            root = self._memory.unite(here, there)
+            self._last[root] = last
+            if there in self._foreign:
+                self._foreign.add(root)
+
+
+def in_place_twin(node: Node) -> Any:
+    """The op that does in its first argument what an elementwise node does outside; None if there is none.
+
+    Example:
+        >>> graph = torch.fx.Graph()
+        >>> in_place_twin(graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)))
+        <OpOverload(op='aten.relu_', overload='default')>
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        return None
+    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
+    elementwise = torch.Tag.pointwise in target.tags or name.startswith("_foreach_")
+    if not elementwise or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    twin = getattr(getattr(torch.ops.aten, name + "_", None), overload, None)
+    return twin if twin is not None and _same_arguments(target._schema, twin._schema) else None
+
+
+def _same_arguments(pure: Any, twin: Any) -> bool:
+    mine = [(a.name, str(a.type)) for a in pure.arguments]
+    return twin.is_mutable and mine == [(a.name, str(a.type)) for a in twin.arguments]
+
+
+def _operands(node: Node) -> list[Node]:
+    first = node.args[0] if node.args else None
+    found = first if isinstance(first, list | tuple) else [first]
+    return [n for n in found if isinstance(n, Node)]
+
+
+def _others(node: Node) -> list[Node]:
+    rest: list[Node] = []
+    map_arg((node.args[1:], node.kwargs), rest.append)
+    return rest
+
+
+def _fits(first: list[Node], node: Node) -> bool:
+    before = [t for n in first for t in tensors_of(n)]
+    after = tensors_of(node)
+    if len(before) != len(after):
+        return False
+    pairs = zip(before, after, strict=True)
+    return all(a.is_contiguous() and b.is_contiguous() and a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+
+
+def _not_owned(node: Node, donated: set[str], memory: Memory) -> tuple[int, ...]:
+    """Memory that is another's: not donated, a constant, or a temporary that may still be on its way to other ranks."""
+    if node.op == "placeholder":
+        return () if node.name in donated else memory.shown(node)
+    if node.op == "get_attr":
+        return memory.shown(node)
+    if node.target not in GATHERS:
+        return ()
+    # Its own block is sent until the channel's next turn, which no wait tells.
+    return tuple(m for n in node.all_input_nodes for m in memory.shown(n) if m not in memory.given)

@@ -1,0 +1,94 @@
+"""Graphs are edited as copies: the argument of a pass stays as it was, metadata goes along.
+
+New nodes get their abstract values by running them on those of their arguments, so that memory is shared in the
+metadata exactly where it is shared at run time.
+"""
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.node import map_arg
+
+from ._hazards import Memory
+from ._values import tensors_of
+
+
+def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy that holds the nodes of `order`, in that order, and which node became which.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: (x + 1, x * 2), tracing_mode="fake")(torch.ones(2))
+        >>> x, add, mul, out = gm.graph.nodes
+        >>> [n.name for n in reordered(gm, [x, mul, add, out])[0].graph.nodes]
+        ['x_1', 'mul', 'add', 'output']
+    """
+    graph, new = Graph(), dict[Node, Node]()
+    for node in order:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    return finish(gm, graph), new
+
+
+def finish(gm: GraphModule, graph: Graph) -> GraphModule:
+    """A module like `gm` that runs `graph`; its Python is written when it first runs."""
+    graph._codegen = copy.deepcopy(gm.graph._codegen)
+    with _use_lazy_graph_module(True):
+        out = _make_graph_module(gm, graph)
+    out.meta = dict(gm.meta)
+    return out
+
+
+def call(
+    graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: Node
+) -> Node:
+    """Adds a node at the insertion point, with its abstract value and with `like`'s phase and place.
+
+    Args:
+        graph: where.
+        target: the op.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        like: the node in whose stead it stands.
+    """
+    node = graph.create_node("call_function", target, args, dict(kwargs or {}), target._schema.name.split("::")[1])
+    node.meta.update({k: like.meta[k] for k in ("phase", "where") if k in like.meta})
+    node.meta["val"] = abstract_value(node)
+    return node
+
+
+def abstract_value(node: Node) -> Any:
+    """What the node returns for the abstract values of its arguments."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    mode = detect_fake_mode([t for n in node.all_input_nodes for t in tensors_of(n)])
+    assert callable(node.target)
+    with torch.no_grad(), mode if mode is not None else torch.device("meta"):
+        return node.target(*args, **kwargs)
+
+
+def revalue(node: Node, old: Node, changed: set[Node], memory: Memory) -> None:
+    """Runs the node again if it shows memory of a `changed` one, as views and writes do; then it has changed, too.
+
+    Args:
+        node: a node of the edited graph; to be called on all of them in order.
+        old: what it was before the edit.
+        changed: nodes of the edited graph whose abstract value is other memory than before.
+        memory: facts about the graph before the edit.
+    """
+    if node in changed or not any(n in changed for n in node.all_input_nodes):
+        return
+    if memory.is_view(old) or _returns_argument(node):
+        node.meta["val"] = abstract_value(node)
+        changed.add(node)
+
+
+def _returns_argument(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)

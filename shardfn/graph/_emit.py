@@ -1,0 +1,162 @@
+# pyright: reportPrivateImportUsage=false
+"""A list of steps as one Python function: each value is dropped after its last use, each op is bound once.
+
+fx's own code looks every op up by four attributes at every call, and calls it through a wrapper in Python. Here an op is a
+global of the generated module: torch's own binding of the same kernel where there is one, which costs a third.
+"""
+
+import linecache
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._regions import Region
+
+_ATEN = torch.ops.aten
+# The same kernels through torch's parsers written in C++: 1 us a call less, which tells where ops are small.
+_BINDINGS: dict[Any, Callable[..., Any]] = {
+    _ATEN.view.default: torch.Tensor.view,
+    _ATEN.t.default: torch.t,
+    _ATEN.transpose.int: torch.transpose,
+    _ATEN.permute.default: torch.permute,
+    _ATEN.expand.default: torch.Tensor.expand,
+    _ATEN.detach.default: torch.detach,
+    _ATEN.mm.default: torch.mm,
+    _ATEN.bmm.default: torch.bmm,
+    _ATEN.addmm.default: torch.addmm,
+    _ATEN.add.Tensor: torch.add,
+    _ATEN.mul.Tensor: torch.mul,
+    operator.getitem: operator.getitem,
+}
+
+
+def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """The function `(*flat) -> tuple` that runs `steps` in their order.
+
+    Args:
+        gm: the graph whose nodes the steps are; its attributes are bound.
+        steps: nodes, each after what it reads, and regions; the last is the output.
+        calls: for each region, in order, the function of the list of its inputs, which it empties.
+
+    Example:
+        >>> gm = torch.fx.symbolic_trace(lambda x: (x + 1,))
+        >>> emit(gm, list(gm.graph.nodes), [])(torch.zeros(1))
+        (tensor([1.]),)
+    """
+    writer = _Writer(gm, iter(calls))
+    last = _last_uses(steps)
+    for i, step in enumerate(steps):
+        writer.write(step, last.get(i, []))
+    return writer.function()
+
+
+def _reads(step: Node | Region) -> Sequence[Node]:
+    return step.inputs if isinstance(step, Region) else step.all_input_nodes
+
+
+def _makes(step: Node | Region) -> Sequence[Node]:
+    return step.outputs if isinstance(step, Region) else (step,)
+
+
+def _last_uses(steps: Sequence[Node | Region]) -> dict[int, list[Node]]:
+    """For each step the values that are not needed after it. Arguments are their caller's, constants the module's."""
+    last: dict[Node, int] = {}
+    for i, step in enumerate(steps):
+        for node in (*_makes(step), *_reads(step)):
+            if node.op not in ("placeholder", "get_attr", "output"):
+                last[node] = i
+    by_step: dict[int, list[Node]] = {}
+    for node, i in last.items():
+        by_step.setdefault(i, []).append(node)
+    return by_step
+
+
+class _Writer:
+    def __init__(self, gm: GraphModule, calls: Any) -> None:
+        self.gm, self.calls = gm, calls
+        self.names: dict[Node, str] = {}
+        self.globals: dict[str, Any] = {}
+        self.bound: dict[Any, str] = {}
+        self.arguments: list[str] = []
+        self.lines: list[str] = []
+
+    def write(self, step: Node | Region, dead: list[Node]) -> None:
+        if isinstance(step, Region):
+            self._region(step, dead)
+        elif step.op == "placeholder":
+            self.arguments.append(self._name(step))
+        elif step.op == "get_attr":
+            self.names[step] = self._global(operator.attrgetter(str(step.target))(self.gm))
+        elif step.op == "output":
+            self._line(f"return {self._text(_as_tuple(step.args[0]))}")
+        else:
+            self._call(step, dead)
+
+    def function(self) -> Callable[..., Any]:
+        """Compiles what was written; tracebacks show its lines."""
+        source = "\n".join([f"def step({', '.join(self.arguments)}):", *self.lines])
+        name = f"<shardfn graph {id(self.gm):x}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        exec(compile(source, name, "exec"), self.globals)
+        return self.globals["step"]
+
+    def _region(self, region: Region, dead: list[Node]) -> None:
+        """The list owns the inputs that die here, so that the kernel can drop them as it goes."""
+        self._line(f"given = [{', '.join(self.names[node] for node in region.inputs)}]")
+        made = set(region.outputs)
+        self._drop([node for node in dead if node not in made])
+        call = self._global(next(self.calls))
+        self._line(f"{''.join(self._name(node) + ', ' for node in region.outputs)}= {call}(given)")
+
+    def _call(self, node: Node, dead: list[Node]) -> None:
+        text = f"{self._op(node)}({self._arguments(node)})"
+        where = node.meta.get("where")
+        unused = [n for n in dead if n is node]
+        self._line(("" if unused else f"{self._name(node)} = ") + text + (f"  # {where}" if where else ""))
+        self._drop([n for n in dead if n is not node])
+
+    def _op(self, node: Node) -> str:
+        if node.op == "call_method":
+            return self._global(getattr(torch.Tensor, str(node.target)))
+        if node.op == "call_module":
+            return self._global(self.gm.get_submodule(str(node.target)))
+        op: Any = node.target
+        return self._global(_BINDINGS.get(op) or (op._op if isinstance(op, torch._ops.OpOverload) else op))
+
+    def _arguments(self, node: Node) -> str:
+        named = [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        return ", ".join([*map(self._text, node.args), *named])
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return self.names[value]
+        if isinstance(value, tuple):
+            return f"({''.join(self._text(v) + ', ' for v in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        plain = value is None or type(value) in (int, bool, str)
+        return repr(value) if plain else self._global(value)
+
+    def _global(self, value: Any) -> str:
+        key = (type(value), id(value))
+        if key not in self.bound:
+            self.bound[key] = f"g{len(self.bound)}"
+            self.globals[self.bound[key]] = value
+        return self.bound[key]
+
+    def _name(self, node: Node) -> str:
+        return self.names.setdefault(node, f"v{len(self.names)}")
+
+    def _drop(self, nodes: list[Node]) -> None:
+        if nodes:
+            self._line(f"del {', '.join(self.names[node] for node in nodes)}")
+
+    def _line(self, text: str) -> None:
+        self.lines.append("    " + text)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

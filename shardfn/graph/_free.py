@@ -1,0 +1,104 @@
+"""Values live no longer than they must."""
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._edit import reordered
+from ._hazards import Memory, dependences, keeps_its_place, put_off
+
+_aten = torch.ops.aten
+_CONSTANTS = {
+    _aten.empty.memory_format,
+    _aten.zeros.default,
+    _aten.ones.default,
+    _aten.full.default,
+    _aten.arange.default,
+    _aten.arange.start,
+    _aten.arange.start_step,
+    _aten.scalar_tensor.default,
+    _aten.eye.default,
+}
+_CASTS = {_aten._to_copy.default, _aten.clone.default}
+
+
+def free_at_last_use(gm: GraphModule) -> GraphModule:
+    """Shortens lifetimes without changing the order of transfers, of writes or of arithmetic.
+
+    Constants, views, and casts of what is smaller or is there anyway (a placeholder) are made just before their first
+    use; results of an op with several are taken apart at once, so that the others die; what nobody uses goes, except
+    writes, transfers and random draws.
+
+        z = zeros(1000)                  y = x.relu()
+        c = x.float()  # unused          z = zeros(1000)
+        y = x.relu()               =>    w = z + y
+        w = z + y
+
+    Args:
+        gm: a captured step.
+
+    Returns:
+        A new graph with the same bits.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def f(x):
+        ...     z, unused = torch.zeros(2), x.double()
+        ...     return (x.relu() + z,)
+        >>> gm = make_fx(f, tracing_mode="fake")(torch.ones(2))
+        >>> [n.name for n in gm.graph.nodes]
+        ['x_1', 'zeros', '_to_copy', 'relu', 'add', 'output']
+        >>> [n.name for n in free_at_last_use(gm).graph.nodes]
+        ['x_1', 'relu', 'zeros', 'add', 'output']
+    """
+    memory = Memory(gm)
+    order = _alive(memory)
+    before = dependences(memory)
+    kept = set(order)
+    before = {n: [p for p in before[n] if p in kept] for n in order}
+    lazy = {n for n in order if _is_cheap(n, memory)}
+    return reordered(gm, put_off(_unpacked(order, memory), before, lazy))[0]
+
+
+def _alive(memory: Memory) -> list[Node]:
+    alive: set[Node] = set()
+    for node in reversed(memory.order):
+        if node in alive or node.op == "output" or keeps_its_place(node):
+            alive.update((node, *node.all_input_nodes))
+    return [n for n in memory.order if n in alive]
+
+
+def _unpacked(order: list[Node], memory: Memory) -> list[Node]:
+    """Each result of an op that has several directly behind it."""
+    held: dict[Node, list[Node]] = {}
+    for node in order:
+        if _takes_result(node, memory):
+            held.setdefault(node.all_input_nodes[0], []).append(node)
+    return [m for n in order if not _takes_result(n, memory) for m in (n, *held.get(n, ()))]
+
+
+def _takes_result(node: Node, memory: Memory) -> bool:
+    """Whether the node is one of several values that an op has made, rather than a view of one."""
+    return node.target is operator.getitem and not memory.is_view(node.all_input_nodes[0])
+
+
+def _is_cheap(node: Node, memory: Memory) -> bool:
+    if node.target in _CONSTANTS:
+        return True
+    if memory.is_view(node):
+        return not _takes_result(node, memory)
+    if node.target not in _CASTS:
+        return False
+    source = node.all_input_nodes[0]
+    return _is_given(source, memory) or _held(source, memory) < _held(node, memory)
+
+
+def _is_given(node: Node, memory: Memory) -> bool:
+    while memory.is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _held(node: Node, memory: Memory) -> int:
+    return sum(memory.sizes[m] for m in memory.shown(node))

@@ -1,0 +1,280 @@
+"""What a captured graph does to memory, and what may therefore change places.
+
+Nodes are vertices of a partial order; any order of the graph that keeps it computes the same bits:
+
+    data             a user comes after what it uses
+    read after write, write after read, write after write: of one memory, through whatever alias
+    in flight        what a transfer reads counts as read, and where it lands as written, until its `wait`
+    channels         gathers among themselves, reductions among themselves and the loss's own collectives keep
+                     their order, as do random ops: so all ranks issue alike
+
+A view reads no memory; it is tied to the memory's values only through its readers.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._transfers import is_start, is_wait, start_of
+from ._values import storage_of, tensors_of, written_by
+
+_OPS = torch.ops.shardfn
+GATHERS = (_OPS.all_gather_start.default, _OPS.all_gather_into_start.default)
+REDUCTIONS = (_OPS.psum_scatter_start.default, _OPS.psum_start.default)
+# Orders that no memory carries, as memories of their own.
+_GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT = -1, -2, -3, -4, -5
+
+
+class Memory:
+    """Which memory each node of a graph shows, reads and writes. Memories are small numbers in order of birth.
+
+    Attributes:
+        order: the nodes.
+        position: their index in it.
+        mutated: memories that an op overwrites, by its schema.
+        given: the memories of placeholders.
+        sizes: bytes of each memory.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.order: list[Node] = list(gm.graph.nodes)
+        self.position = {n: i for i, n in enumerate(self.order)}
+        self._parent: list[int] = []
+        self.sizes: list[int] = []
+        self._number: dict[object, int] = {}
+        self._raw: dict[Node, tuple[int, ...]] = {}
+        for node in self.order:
+            self._raw[node] = self._numbers(node)
+            if is_wait(node) or (node.target is operator.getitem and is_wait_input(node)):
+                self._tie(node)
+        self._shown = {n: tuple(dict.fromkeys(map(self.find, raw))) for n, raw in self._raw.items()}
+        self._view = {n: self._is_view(n) for n in self.order}
+        self._waits = {n: start_of(n) for n in self.order if is_wait(n)}
+        self._writes = {n: self._of(written_by(n)) for n in self.order}
+        self.mutated = {m for n in self.order for m in self._writes[n]}
+        self.given = {m for n in self.order if n.op == "placeholder" for m in self._shown[n]}
+
+    def shown(self, node: Node) -> tuple[int, ...]:
+        """The memories of the node's values."""
+        return self._shown[node]
+
+    def is_view(self, node: Node) -> bool:
+        """Whether the node only gives another look at memory that exists, taking a tuple apart included."""
+        return self._view[node]
+
+    def mutates(self, node: Node) -> tuple[int, ...]:
+        """The memories that the node overwrites, by its schema."""
+        return self._writes[node]
+
+    def reads(self, node: Node) -> tuple[int, ...]:
+        """The memories whose contents the node needs; a wait reads until then what its transfer does."""
+        if self._view[node]:
+            return ()
+        start = self._waits.get(node)
+        inputs = [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]
+        return self._of(inputs)
+
+    def writes(self, node: Node) -> tuple[int, ...]:
+        """The memories that the node overwrites; a wait completes where its transfer lands."""
+        start = self._waits.get(node)
+        if start is None:
+            return self._writes[node]
+        return tuple(dict.fromkeys((*self._of(node.all_input_nodes), *self._writes[start])))
+
+    def find(self, memory: int) -> int:
+        """The memory that stands for all that were found to be the same one."""
+        while self._parent[memory] != memory:
+            self._parent[memory] = memory = self._parent[self._parent[memory]]
+        return memory
+
+    def unite(self, one: int, other: int) -> int:
+        """Makes two memories one from now on; what `shown` said before is not revised."""
+        one, other = sorted((self.find(one), self.find(other)))
+        self._parent[other] = one
+        self.sizes[one] = max(self.sizes[one], self.sizes[other])
+        return one
+
+    def _of(self, nodes: Iterable[Node]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(m for n in nodes for m in self._shown[n]))
+
+    def _numbers(self, node: Node) -> tuple[int, ...]:
+        if node.op == "output":
+            return ()
+        if "val" in node.meta:
+            return tuple(self._new(storage_of(t), t.untyped_storage().nbytes()) for t in tensors_of(node))
+        if node.op != "call_function":
+            return (self._new((node.op, node.target), 0),)
+        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+            return ()
+        # An op that nobody described may return its arguments.
+        own = self._new(node, 0)
+        for m in [m for n in node.all_input_nodes for m in self._raw[n]]:
+            self.unite(own, m)
+        return (own,)
+
+    def _new(self, key: object, nbytes: int) -> int:
+        if key not in self._number:
+            self._number[key] = len(self._parent)
+            self._parent.append(len(self._parent))
+            self.sizes.append(nbytes)
+        return self._number[key]
+
+    def _tie(self, node: Node) -> None:
+        """At run time a wait returns memory that its abstract value may not show."""
+        start = start_of(node)
+        others = list(node.all_input_nodes)
+        if start.target is _OPS.psum_scatter_start.default and len(start.args[1]) == 1:  # pyright: ignore[reportArgumentType]
+            others.append(start.all_input_nodes[0])
+        for m in [m for n in others for m in self._raw[n]]:
+            for own in self._raw[node]:
+                self.unite(own, m)
+
+    def _is_view(self, node: Node) -> bool:
+        if node.target is operator.getitem:
+            return True
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        if is_start(node) or is_wait(node) or node.target._schema.is_mutable:
+            return False
+        mine, theirs = self._shown[node], {m for n in node.all_input_nodes for m in self._shown[n]}
+        return bool(mine) and theirs.issuperset(mine)
+
+
+def is_wait_input(node: Node) -> bool:
+    """Whether the node takes one of several collectives out of a tuple."""
+    return any(is_start(n) for n in node.all_input_nodes)
+
+
+def keeps_its_place(node: Node) -> bool:
+    """Whether a node is there for what it does: it writes, transfers, draws at random or acts outside the graph."""
+    return bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns(node)) or node.op == "placeholder"
+
+
+def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Node]]:
+    """For each node those that must come before it, in the graph's order.
+
+    Args:
+        memory: the facts.
+        channels: whether gathers, and reductions, keep their order among themselves.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x, y: (x * 2, y.copy_(x), x.add_(1)), tracing_mode="fake")(torch.ones(2), torch.ones(2))
+        >>> {n.name: [p.name for p in before] for n, before in dependences(Memory(gm)).items()}["add_"]
+        ['x_1', 'mul', 'copy_']
+    """
+    last: dict[int, Node] = {}
+    readers: dict[int, list[Node]] = {}
+    out: dict[Node, list[Node]] = {}
+    for node in memory.order:
+        turns = tuple(t for t in _turns(node) if channels or t not in (_GATHER, _REDUCE))
+        before = dict.fromkeys(node.all_input_nodes)
+        for m in (*memory.reads(node), *turns):
+            if m in last:
+                before[last[m]] = None
+        for m in (*memory.writes(node), *turns):
+            before.update(dict.fromkeys([*readers.pop(m, ()), *([last[m]] if m in last else ())]))
+            last[m] = node
+        for m in memory.reads(node):
+            readers.setdefault(m, []).append(node)
+        before.pop(node, None)
+        out[node] = sorted(before, key=memory.position.__getitem__)
+    return out
+
+
+def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
+    """The same order read backward: for each node those that must come after it."""
+    out: dict[Node, list[Node]] = {n: [] for n in before}
+    for node, earlier in before.items():
+        for n in earlier:
+            out[n].append(node)
+    return out
+
+
+def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[Node]:
+    """The order nearest to `wish`: each node where it is wished, or earlier if one that needs it comes earlier.
+
+    Example:
+        >>> graph = torch.fx.Graph()
+        >>> a, b = graph.placeholder("a"), graph.placeholder("b")
+        >>> legal_order([b, a], {a: [], b: [a]})
+        [a, b]
+    """
+    done: set[Node] = set()
+    out: list[Node] = []
+    for root in wish:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [] if node in done else [n for n in before[node] if n not in done]
+            stack.extend(reversed(missing))
+            if not missing:
+                stack.pop()
+                if node not in done:
+                    done.add(node)
+                    out.append(node)
+    return out
+
+
+def put_off(order: Sequence[Node], before: dict[Node, list[Node]], lazy: set[Node]) -> list[Node]:
+    """The order in which `lazy` nodes stand directly before the first node that must come after them."""
+    busy = [n for n in order if n not in lazy and n.op != "output"]
+    return legal_order([*busy, *(n for n in order if n in lazy), order[-1]], before)
+
+
+def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: set[Node]) -> list[Node]:
+    """The order in which `eager` nodes stand directly after the last node that must come before them."""
+    first = [n for n in order if n.op == "placeholder"]
+    busy = [n for n in order if n not in eager and n.op != "placeholder"]
+    late = [n for n in order if n in eager]
+    after = {n: later[::-1] for n, later in dependents(before).items()}
+    out = legal_order([*reversed(busy), *reversed(late), *reversed(first)], after)
+    return [*first, *(n for n in reversed(out) if n.op != "placeholder")]
+
+
+def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: Memory) -> dict[Node, int]:
+    """For each node the index in `order` after which it could run, if mere copies and views were moved for it."""
+    at = {n: i for i, n in enumerate(order)}
+    free: dict[Node, int] = {}
+    out: dict[Node, int] = {}
+    for node in memory.order:
+        out[node] = max((free[p] for p in before[node]), default=-1)
+        free[node] = out[node] if is_copy(node) or memory.is_view(node) else at[node]
+    return out
+
+
+def is_copy(node: Node) -> bool:
+    """Whether the node only copies, casts or packs."""
+    return node.target in _COPIES
+
+
+_aten = torch.ops.aten
+_COPIES = {_aten.cat.default, _aten._to_copy.default, _aten.clone.default, _aten.copy.default}
+
+
+@functools.lru_cache(maxsize=4096)
+def _turn_of(target: Any) -> tuple[int, ...]:
+    if target in GATHERS:
+        return (_GATHER,)
+    if target in REDUCTIONS:
+        return (_REDUCE,)
+    if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
+        return () if getattr(target, "__module__", "") in ("_operator", "builtins", "math") else (_EFFECT,)
+    if target.namespace == "_c10d_functional":
+        return () if target is torch.ops._c10d_functional.wait_tensor.default else (_COLLECTIVE,)
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return (_RANDOM,)
+    return () if target._schema.returns or target._schema.is_mutable else (_EFFECT,)
+
+
+def _turns(node: Node) -> tuple[int, ...]:
+    return _turn_of(node.target) if node.op == "call_function" else ()
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws from torch's generator, or may do more than compute."""
+    return any(t in (_RANDOM, _EFFECT, _COLLECTIVE) for t in _turns(node))

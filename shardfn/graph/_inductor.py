@@ -1,0 +1,258 @@
+# pyright: reportPrivateImportUsage=false
+"""Regions of a captured graph as kernels, by torch's inductor: forward only, one compilation for regions that are alike.
+
+Arithmetic keeps its order and precision: no unsafe maths, no contraction of a b + c, and 16-bit intermediates are rounded
+where eager rounds them. Generated code lies in inductor's own cache on disk (`TORCHINDUCTOR_CACHE_DIR`), which a later
+process finds again.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ._regions import Region, is_view, peel
+
+_ATEN = torch.ops.aten
+_SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The compiled regions of one graph.
+
+    Attributes:
+        calls: for each region the function of its inputs, which empties the list that it is given.
+        num_compiled: how many different regions there were.
+        cache_hits: how many of these lay on the disk.
+        seconds: what it took.
+    """
+
+    calls: tuple[Call, ...]
+    num_compiled: int
+    cache_hits: int
+    seconds: float
+
+
+def compile_regions(regions: Sequence[Region]) -> Kernels:
+    """Compiles each region; regions that read alike share one kernel.
+
+    Returns:
+        The kernels, in the order of `regions`.
+
+    Raises:
+        RuntimeError: the C++ compiler is at fault; the message says what to do.
+
+    Example:
+        >>> compile_regions([]).num_compiled
+        0
+    """
+    start, made = time.perf_counter(), dict[str, Call]()
+    texts = [canonical(region) for region in regions]
+    if not regions:
+        return Kernels((), 0, 0, 0.0)
+    with _compiler():
+        before = _hits()
+        for text, region in zip(texts, regions, strict=True):
+            if text not in made:
+                made[text] = _compile(region)
+        hits = _hits() - before
+    return Kernels(tuple(made[text] for text in texts), len(made), hits, time.perf_counter() - start)
+
+
+def canonical(region: Region) -> str:
+    """The region as text without names: equal for regions that one kernel serves.
+
+    Example:
+        >>> print(canonical(Region((), (), ())))
+        graph():
+            return ()
+    """
+    graph = _graph(region)
+    inputs = [f"{_look(node)}\n" for node in graph.nodes if node.op == "placeholder"]
+    outputs = [_look(node) for node in region.outputs]
+    return "".join(inputs) + "".join(f"-> {look}\n" for look in outputs) + str(graph)
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that inductor would call (`CXX`, else g++), or None if there is none.
+
+    Example:
+        >>> find_compiler() is None or len(find_compiler()) > 0
+        True
+    """
+    from torch._inductor import config
+
+    names = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
+    found = (shutil.which(str(name).split()[0]) for name in names if name)
+    return next((path for path in found if path), None)
+
+
+def _look(node: Node) -> str:
+    value = node.meta["val"]
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+
+
+# One region as a graph of its own.
+
+
+def _graph(region: Region) -> Graph:
+    graph, inner = Graph(), dict[Node, Node]()
+    for i, node in enumerate(region.inputs):
+        inner[node] = graph.placeholder(f"p{i}")
+        inner[node].meta["val"] = node.meta["val"]
+    for node in region.nodes:
+        for given in node.all_input_nodes:
+            _copy_views(graph, given, inner)
+        inner[node] = _copied(graph, node, inner)
+    graph.output(tuple(inner[node] for node in region.outputs))
+    return graph
+
+
+def _copied(graph: Graph, node: Node, inner: dict[Node, Node]) -> Node:
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), inner.__getitem__)
+    return graph.create_node("call_function", node.target, args, kwargs, name="n")
+
+
+def _copy_views(graph: Graph, node: Node, inner: dict[Node, Node]) -> None:
+    chain = []
+    while node not in inner:
+        assert is_view(node), (node, peel(node))
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    for view in reversed(chain):
+        inner[view] = _copied(graph, view, inner)
+
+
+# One region as a kernel.
+
+
+def _compile(region: Region) -> Call:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    # Shapes are numbers, but without an environment for symbols inductor's cache stays shut.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        inputs = [_like(node.meta["val"]) for node in region.inputs]
+        gm = make_fx(_functional(GraphModule({}, _graph(region))), decomposition_table=_decompositions())(*inputs)
+    output = next(iter(reversed(gm.graph.nodes)))
+    output.meta["original_output_strides"] = [node.meta["val"].stride() for node in region.outputs]
+    output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
+    try:
+        with tracing(TracingContext(mode)):
+            compiled = compile_fx_inner(gm, inputs, is_inference=True)
+    except Exception as error:
+        raise _explained(error) from error
+    return compiled.current_callable  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _functional(gm: GraphModule) -> Callable[..., Any]:
+    """A decomposition may write in place; here it must not show."""
+    return torch.func.functionalize(lambda *args: gm(*args), remove="mutations")
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _decompositions() -> dict[Any, Any]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = select_decomp_table()
+    tanh = {_ATEN.gelu.default: _gelu, _ATEN.gelu_backward.default: _gelu_backward}
+    return table | {op: _for_tanh(form, table[op]) for op, form in tanh.items()}
+
+
+def _for_tanh(form: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: form(*args) if kwargs.get("approximate") == "tanh" else other(*args, **kwargs)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    """0.5 (1 + tanh u) = sigmoid(2 u): the same to the last bits, at half the price."""
+    wide = _wide(x)
+    return (wide * torch.sigmoid(2 * _inside(wide))).to(x.dtype)
+
+
+def _gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    wide = _wide(x)
+    gate = torch.sigmoid(2 * _inside(wide))
+    slope = 2 * _SCALE * (1 + 3 * _CUBIC * wide * wide)
+    return (_wide(grad) * (gate + wide * gate * (1 - gate) * slope)).to(x.dtype)
+
+
+def _inside(x: torch.Tensor) -> torch.Tensor:
+    return _SCALE * (x + _CUBIC * x * x * x)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _explained(error: Exception) -> Exception:
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    inner = getattr(error, "inner_exception", error)
+    if not isinstance(inner, CppCompileError | InvalidCxxCompiler):
+        return error
+    return RuntimeError(
+        f"backend='inductor': the C++ compiler {find_compiler()!r} cannot compile torch's kernels; install a working g++"
+        f" (or name one in CXX), or use backend='graph', which needs none. It said: {str(inner)[-800:]}"
+    )
+
+
+@contextlib.contextmanager
+def _compiler() -> Iterator[None]:
+    """Inductor with our settings; kernels are handed to the C++ compiler while the next region is still being lowered."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on import
+        import torch._inductor.compile_fx
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    under_way: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    wait = AsyncCompile.wait
+    with config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
+        AsyncCompile.wait = lambda self, scope: under_way.append((self, scope))
+        try:
+            yield
+        finally:
+            AsyncCompile.wait = wait
+        try:
+            for compiler, scope in under_way:
+                compiler.wait(scope)
+        except Exception as error:
+            raise _explained(error) from error
+
+
+_SETTINGS: dict[str, Any] = {
+    "fx_graph_cache": True,
+    "freezing": False,
+    "max_autotune": False,
+    "emulate_precision_casts": True,
+    "cpp.enable_unsafe_math_opt_flag": False,
+    "cpp.enable_floating_point_contract_flag": "off",
+    # Shapes are the graph's own; checking them again costs more than a small kernel.
+    "size_asserts": False,
+    "alignment_asserts": False,
+}
+
+
+def _hits() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"]

@@ -1,0 +1,72 @@
+"""Whose elements travel: from a transfer back to the leaves it moves, or on to the leaves that its sum updates."""
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from ._values import sources
+
+
+def leaves_behind(own: Any) -> tuple[str, ...]:
+    """Paths of the leaves that a transfer's operand, a node or a list of them, is made of, in the operand's order.
+
+    A node's own word counts too: `node.meta["gradient_of"]`, where a capture gives it.
+    """
+    names: dict[str, None] = {}
+    for operand in own if isinstance(own, (list, tuple)) else [own]:
+        found = [operand, *sources(operand)] if isinstance(operand, Node) else []
+        names.update({n.meta["leaf"]: None for n in reversed(found) if n.op == "placeholder" and "leaf" in n.meta})
+        names.update({n.meta["gradient_of"]: None for n in reversed(found) if "gradient_of" in n.meta})
+    return tuple(names)
+
+
+class Updates:
+    """Follows a reduced gradient to the optimizer's op that takes it, which names the parameter beside it."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._takers: dict[Node, dict[Node, int]] = {}
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("_fused_"):
+                self._takers[node] = {g: i for i, g in enumerate(node.args[1])}
+
+    def leaves_after(self, wait: Node, limit: int = 4096) -> tuple[str, ...]:
+        """Paths of the parameters that the value of `wait` updates."""
+        stack, seen, names = [wait], {wait}, dict[str, None]()
+        while stack and len(seen) < limit:
+            node = stack.pop()
+            for user in node.users:
+                if user in self._takers:
+                    names.update(dict.fromkeys(self._leaf(user, node)))
+                elif user not in seen and _keeps_identity(user) and user.args[0] is node:
+                    seen.add(user)
+                    stack.append(user)
+        return tuple(names)
+
+    def _leaf(self, taker: Node, grad: Node) -> tuple[str, ...]:
+        at = self._takers[taker].get(grad)
+        if at is None:
+            return ()
+        param = taker.args[0][at]  # pyright: ignore[reportOptionalSubscript, reportArgumentType, reportIndexIssue]
+        found = [param, *sources(param)] if isinstance(param, Node) else []
+        return tuple(n.meta["leaf"] for n in found if n.op == "placeholder" and "leaf" in n.meta)
+
+
+def _keeps_identity(node: Node) -> bool:
+    """Whether a gradient stays the gradient of the same leaves: cut, cast or scaled."""
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    return node.op == "call_function" and name in _SCALES
+
+
+_SCALES = {"view", "_unsafe_view", "reshape", "slice", "split_with_sizes", "split", "getitem", "select", "detach"} | {
+    "mul",
+    "div",
+    "mul_",
+    "div_",
+    "clone",
+    "_to_copy",
+    "alias",
+    "as_strided",
+    "narrow",
+    "unsqueeze",
+    "squeeze",
+}

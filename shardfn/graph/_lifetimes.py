@@ -1,0 +1,130 @@
+"""When each piece of memory of a captured step is alive, as the graph's Python runs it.
+
+A value dies after its last use, and memory after the last value that shows it. Placeholders belong to the caller and
+constants to the graph: they live throughout; outputs live to the end. A transfer holds what it reads until its wait,
+and memory of its own:
+
+    all_gather    the result, from start to its last use; the own block until the channel's next gather
+    psum_scatter  the blocks that arrive, (ranks - 1) of them on the first and the last rank; of two ranks they become
+                  the result, else the result is added at the wait
+    psum          a packed copy of its parts, which becomes the result
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._transfers import Transfer
+from ._values import storage_of, tensors_of
+
+
+@dataclasses.dataclass
+class Block:
+    """A piece of memory.
+
+    Attributes:
+        nbytes: its size.
+        maker: the node that makes it.
+        born: position in the graph of the node at which it comes to life; -1 for what is there before.
+        dies: position of the last node at which it is alive.
+        holders: the nodes whose values show it; none for buffers inside a transfer.
+        operand: what a buffer inside a transfer is for.
+    """
+
+    nbytes: int
+    maker: Node
+    born: int
+    dies: int
+    holders: list[Node] = dataclasses.field(default_factory=list)
+    operand: str = ""
+
+
+def blocks_of(gm: GraphModule, moves: Sequence[Transfer]) -> list[Block]:
+    """Every piece of memory of the step, in the order of birth.
+
+    Args:
+        gm: the step.
+        moves: its transfers.
+    """
+    nodes = list(gm.graph.nodes)
+    at = {n: i for i, n in enumerate(nodes)}
+    blocks = _stored(nodes, at)
+    hidden: list[Block] = []
+    for move in moves:
+        if move.wait is not None:
+            _hold_operands(move, at, blocks)
+            if move.node.target is torch.ops.shardfn.psum_scatter_start.default:
+                hidden += _arriving(move, at, blocks)
+    _hold_sent(moves, at, blocks, len(nodes) - 1)
+    out = [*blocks.values(), *hidden]
+    return sorted((b for b in out if b.nbytes), key=lambda b: b.born)
+
+
+def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
+    """The memory that the values show, by identity."""
+    end, blocks = len(nodes) - 1, dict[int, Block]()
+    for i, node in enumerate(nodes):
+        given = node.op in ("placeholder", "get_attr")
+        last = end if given else max((at[u] for u in node.users), default=i)
+        for tensor in tensors_of(node):
+            storage = storage_of(tensor)
+            if storage not in blocks:
+                blocks[storage] = Block(tensor.untyped_storage().nbytes(), node, -1 if given else i, last)
+            block = blocks[storage]
+            block.dies = max(block.dies, last)
+            if not block.holders or block.holders[-1] is not node:
+                block.holders.append(node)
+    return blocks
+
+
+def _hold_operands(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> None:
+    assert move.wait is not None
+    if move.node.target is torch.ops.shardfn.psum_start.default:
+        return  # it sends a packed copy
+    for node in move.node.all_input_nodes:
+        for tensor in tensors_of(node):
+            block = blocks[storage_of(tensor)]
+            block.dies = max(block.dies, at[move.wait])
+
+
+def _hold_sent(moves: Sequence[Transfer], at: Mapping[Node, int], blocks: Mapping[int, Block], end: int) -> None:
+    """The own block of a gather is let go when the channel next gathers after its wait, or when the step ends."""
+    waiting: dict[str, collections.deque[tuple[int, Block]]] = collections.defaultdict(collections.deque)
+    for move in moves:
+        if not move.channel.startswith("gather") or move.num_ranks == 1 or move.wait is None:
+            continue
+        line = waiting[move.channel]
+        while line and line[0][0] < at[move.node]:
+            block = line.popleft()[1]
+            block.dies = max(block.dies, at[move.node] - 1)
+        into = move.node.target is torch.ops.shardfn.all_gather_into_start.default
+        own = tensors_of(move.node.all_input_nodes[1 if into else 0])[0]
+        line.append((at[move.wait], blocks[storage_of(own)]))
+    for line in waiting.values():
+        for _, block in line:
+            block.dies = end
+
+
+def _arriving(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> list[Block]:
+    """The buffers of a psum_scatter; its result comes to life at the wait."""
+    assert move.wait is not None
+    start, wait = at[move.node], at[move.wait]
+    result = blocks[storage_of(tensors_of(move.node)[0])]
+    index, n, size = int(move.node.args[2]), move.num_ranks, move.dtype.itemsize  # pyright: ignore[reportArgumentType]
+    own = move.sizes[index] * size
+    if n == 1:
+        flat = blocks[storage_of(tensors_of(move.node.all_input_nodes[0])[0])]
+        flat.dies, result.nbytes = max(flat.dies, result.dies), 0
+        return []
+    result.born = wait
+    rows = n - 1 if index in (0, n - 1) else n
+    # Of two ranks, what arrives is overwritten by the sum.
+    made = [Block(rows * own, move.node, start, wait - 1 if rows == 1 else wait, operand="arriving")]
+    if size == 2:
+        # A 32-bit total and a row cast to be added to it; what arrived from several ranks does not hold the result.
+        wide = 2 * 4 * move.sizes[index] - (own if rows > 1 else 0)
+        made.append(Block(wide, move.wait, wait, wait, operand="32-bit sum"))
+    return made

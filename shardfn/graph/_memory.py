@@ -1,0 +1,231 @@
+"""How much memory a captured step needs, when, and for what: liveness over the graph, in the order in which it runs."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._lifetimes import Block, blocks_of
+from ._scratch import scratch_bytes
+from ._transfers import Transfer, transfers
+from ._values import dtype_name, phases_of, sources, tensors_of, where_of
+
+KINDS: tuple[str, ...] = ("params", "grads", "optimizer", "gathered", "activations", "batch", "temporaries", "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """A piece of memory that is alive at the peak.
+
+    Attributes:
+        name: the node that makes it.
+        kind: one of `KINDS`.
+        nbytes: its size.
+        shape: the shape of the value that made it; empty for buffers inside an op.
+        dtype: its dtype.
+        leaf: the path of the leaf that it is, or what a buffer is for.
+        where: the user's line.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    leaf: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryAnalysis:
+    """The memory of one step on one rank, in bytes.
+
+    Attributes:
+        peak: the most that is alive at once.
+        by_kind: kind -> bytes alive at the peak; they add up to `peak`.
+        max_by_kind: kind -> the most of it that is alive at any time.
+        node: the node that runs at the peak.
+        where: the user's line there.
+        phase: the phase there.
+        timeline: bytes alive after each node, in the graph's order.
+        largest: the largest pieces alive at the peak, largest first.
+    """
+
+    peak: int
+    by_kind: Mapping[str, int]
+    max_by_kind: Mapping[str, int]
+    node: str
+    where: str
+    phase: str
+    timeline: tuple[int, ...]
+    largest: tuple[Live, ...]
+
+    def __str__(self) -> str:
+        """A table: kinds, then the largest pieces."""
+        head = f"peak {_mib(self.peak)} in {self.phase} at {self.node}" + (f" ({self.where})" if self.where else "")
+        kinds = [
+            f"  {k:<12} {_mib(self.by_kind[k])}   (at most {_mib(self.max_by_kind[k])})"
+            for k in KINDS
+            if self.max_by_kind[k]
+        ]
+        rows = [f"  {_mib(v.nbytes)}  {v.kind:<11} {v.dtype}{list(v.shape)} {v.leaf or v.name}" for v in self.largest]
+        return "\n".join([head, *kinds, "largest:", *rows])
+
+
+def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
+    """The peak of live tensor bytes of a captured step, by kind and over time.
+
+    live(i) = sum of the blocks born at or before node i that die at or after it, and the scratch of i itself;
+    peak = max_i live(i). Kinds: what the caller gives is `params`, `optimizer`, `batch` (or `other`); what a gather
+    makes is `gathered`; what is made in the backward for the update or for a sum over ranks is `grads`; what is made in
+    the forward and used in the backward is `activations`; results that nothing else reads are `other`; the rest is
+    `temporaries`.
+
+    Args:
+        gm: the step.
+        largest: how many of the largest pieces at the peak to list.
+
+    Returns:
+        The analysis; `print` shows it as a table.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: (x + 1) * 2, tracing_mode="fake")(torch.ones(1000))
+        >>> memory_analysis(gm).peak
+        12000
+    """
+    nodes, moves, phases = list(gm.graph.nodes), transfers(gm), phases_of(gm)
+    blocks = blocks_of(gm, moves)
+    kinds = _kinds(blocks, moves, phases)
+    scratch = [scratch_bytes(n) for n in nodes]
+    walk = _walk(blocks, kinds, scratch)
+    at = walk.at
+    alive = [(b, k) for b, k in zip(blocks, kinds, strict=True) if b.born <= at <= b.dies]
+    top = sorted(alive, key=lambda pair: -pair[0].nbytes)[:largest]
+    return MemoryAnalysis(
+        peak=walk.peak,
+        by_kind=_sums(alive, scratch[at]),
+        max_by_kind=walk.most,
+        node=nodes[at].name,
+        where=where_of(nodes[at]),
+        phase=phases[nodes[at]],
+        timeline=tuple(walk.timeline),
+        largest=tuple(_live(b, k) for b, k in top),
+    )
+
+
+# Running through the graph.
+
+
+@dataclasses.dataclass
+class _Walk:
+    """The running totals: where the most was alive, how much, and each kind's own most."""
+
+    at: int
+    peak: int
+    most: dict[str, int]
+    timeline: list[int]
+
+
+def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _Walk:
+    born, dead = _events(blocks, kinds, len(scratch))
+    now = {k: sum(n for kind, n in born[-1] if kind == k) for k in KINDS}
+    total, walk = sum(now.values()), _Walk(0, -1, dict(now), [])
+    for i, extra in enumerate(scratch):
+        for kind, nbytes in born[i] if i < len(scratch) else ():
+            now[kind] += nbytes
+            total += nbytes
+            walk.most[kind] = max(walk.most[kind], now[kind])
+        walk.most["temporaries"] = max(walk.most["temporaries"], now["temporaries"] + extra)
+        if total + extra > walk.peak:
+            walk.at, walk.peak = i, total + extra
+        for kind, nbytes in dead[i]:
+            now[kind] -= nbytes
+            total -= nbytes
+        walk.timeline.append(total)
+    return walk
+
+
+_Events = list[list[tuple[str, int]]]
+
+
+def _events(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
+    """What is born at and what dies after each node; what is there before stands at the end of the births.
+
+    What is alive at the last node outlives the step.
+    """
+    born: _Events = [[] for _ in range(count + 1)]
+    dead: _Events = [[] for _ in range(count)]
+    for block, kind in zip(blocks, kinds, strict=True):
+        born[block.born].append((kind, block.nbytes))
+        if block.dies < count - 1:
+            dead[block.dies].append((kind, block.nbytes))
+    return born, dead
+
+
+def _sums(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
+    sums = dict.fromkeys(KINDS, 0)
+    for block, kind in alive:
+        sums[kind] += block.nbytes
+    sums["temporaries"] += scratch
+    return sums
+
+
+def _live(block: Block, kind: str) -> Live:
+    maker = block.maker
+    value = next((t for t in tensors_of(maker) if t.untyped_storage().nbytes() == block.nbytes), None)
+    shown = value is not None and not block.operand
+    shape = tuple(value.shape) if value is not None and shown else ()
+    leaf = maker.meta.get("leaf", "") or block.operand
+    dtype = dtype_name(value.dtype) if value is not None and shown else "bytes"
+    return Live(maker.name, kind, block.nbytes, shape, dtype, leaf, where_of(maker))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"
+
+
+# What memory is for.
+
+
+def _kinds(blocks: Sequence[Block], moves: Sequence[Transfer], phases: Mapping[Node, str]) -> list[str]:
+    gathered, summed = _moved(moves)
+    return [_kind(b, gathered, summed, phases) for b in blocks]
+
+
+def _kind(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[Node, str]) -> str:
+    maker = block.maker
+    if maker.op != "call_function":
+        kind = maker.meta.get("kind", "other")
+        return kind if kind in KINDS else "other"
+    if any(h in gathered for h in block.holders):
+        return "gathered"
+    if block.operand or any(h in summed for h in block.holders):
+        return "grads" if phases[maker] != "forward" else "temporaries"
+    used = {"output" if u.op == "output" else phases[u] for h in block.holders for u in h.users}
+    return _kind_by_use(phases[maker], used)
+
+
+def _kind_by_use(made: str, used: set[str]) -> str:
+    if made == "backward" and used & {"update", "output"}:
+        return "grads"
+    if made == "forward" and "backward" in used:
+        return "activations"
+    return "other" if "output" in used else "temporaries"
+
+
+def _moved(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
+    """The nodes that show gathered values; those that show what is summed over ranks, and its parts."""
+    gathered, summed = set[Node](), set[Node]()
+    for move in moves:
+        mine = {move.node} if move.wait is None else {move.node, move.wait}
+        if move.op == "all_gather":
+            gathered |= mine
+            if move.node.target is torch.ops.shardfn.all_gather_into_start.default:
+                gathered.add(move.node.all_input_nodes[0])
+        elif move.op in ("psum_scatter", "all_reduce"):
+            summed |= mine
+            for operand in move.node.all_input_nodes:
+                summed.update([operand, *sources(operand)])
+    return gathered, summed

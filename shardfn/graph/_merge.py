@@ -1,0 +1,137 @@
+"""Several transfers as one: how their blocks are interleaved, and taken apart again.
+
+Ranks whose blocks have the same sizes are handled together, as rows of a matrix, so that the number of nodes does not
+grow with the number of ranks.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ._edit import call
+from ._hazards import GATHERS, REDUCTIONS
+from ._transfers import wait_of
+
+_aten = torch.ops.aten
+_wait = torch.ops.shardfn.wait.default
+
+
+def merge_gathers(starts: Sequence[Node]) -> list[Node]:
+    """Puts one all_gather in the stead of several; they stand together, and their waits later.
+
+    Args:
+        starts: `all_gather_start` nodes, in order; they are erased, and their waits, too.
+
+    Returns:
+        Each one's value.
+    """
+    graph, last, waits = starts[0].graph, starts[-1], [_wait_of(s) for s in starts]
+    sizes: list[Any] = [s.args[1] for s in starts]
+    with graph.inserting_before(last):
+        own = call(graph, _aten.cat.default, ([s.args[0] for s in starts],), like=last)
+        args = (own, [sum(row) for row in zip(*sizes, strict=True)], *last.args[2:])
+        start = call(graph, GATHERS[0], args, like=starts[0])
+    with graph.inserting_before(min(waits)):
+        whole = call(graph, _wait, (start,), like=waits[0])
+        grids = [
+            (call(graph, _aten.view.default, (part, [count, sum(row)]), like=waits[0]), row)
+            for part, count, row in _segments(graph, whole, sizes)
+        ]
+    values = [_columns(graph, grids, m, whole, w) for m, w in enumerate(waits)]
+    return _replace(starts, waits, values)
+
+
+def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
+    """Puts one psum_scatter in the stead of several; they stand together, and their waits later.
+
+    Args:
+        starts: `psum_scatter_start` nodes, in order; they are erased, and their waits, too.
+        alone: for each, whether its value must have memory of its own.
+
+    Returns:
+        Each one's value.
+    """
+    graph, last, waits = starts[0].graph, starts[-1], [_wait_of(s) for s in starts]
+    sizes: list[Any] = [s.args[1] for s in starts]
+    with graph.inserting_before(last):
+        flat = _interleaved(graph, [s.args[0] for s in starts], sizes, last)
+        args = (flat, [sum(row) for row in zip(*sizes, strict=True)], *last.args[2:])
+        start = call(graph, REDUCTIONS[0], args, like=last)
+    with graph.inserting_before(min(waits)):
+        whole = call(graph, _wait, (start,), like=waits[0])
+    index: Any = last.args[2]
+    ends = [0, *itertools.accumulate(s[index] for s in sizes)]
+    values: list[Node] = []
+    for i, wait in enumerate(waits):
+        with graph.inserting_before(wait):
+            value = call(graph, _aten.slice.Tensor, (whole, 0, ends[i], ends[i + 1]), like=wait)
+            values.append(call(graph, _aten.clone.default, (value,), like=wait) if alone[i] else value)
+    return _replace(starts, waits, values)
+
+
+def _wait_of(start: Node) -> Node:
+    wait = wait_of(start)
+    assert wait is not None
+    return wait
+
+
+def _replace(starts: Sequence[Node], waits: Sequence[Node], values: list[Node]) -> list[Node]:
+    for start, wait, value in zip(starts, waits, values, strict=True):
+        wait.replace_all_uses_with(value)
+        wait.graph.erase_node(wait)
+        start.graph.erase_node(start)
+    return values
+
+
+def _runs(sizes: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+    """How many neighbouring ranks have the same sizes, and these sizes by member.
+
+    Example:
+        >>> _runs([[2, 2, 1], [3, 3, 3]])
+        [(2, (2, 3)), (1, (1, 3))]
+    """
+    return [(len(list(same)), row) for row, same in itertools.groupby(zip(*sizes, strict=True))]
+
+
+def _segments(graph: Graph, whole: Node, sizes: Sequence[Sequence[int]]) -> list[tuple[Node, int, tuple[int, ...]]]:
+    """The part of the merged value that comes from each run of ranks."""
+    out: list[tuple[Node, int, tuple[int, ...]]] = []
+    begin = 0
+    for count, row in _runs(sizes):
+        end = begin + count * sum(row)
+        if end > begin:
+            out.append((call(graph, _aten.slice.Tensor, (whole, 0, begin, end), like=whole), count, row))
+        begin = end
+    return out
+
+
+def _columns(graph: Graph, grids: Sequence[tuple[Node, tuple[int, ...]]], m: int, whole: Node, wait: Node) -> Node:
+    """The m-th member's value: its columns of each run, copied."""
+    parts: list[Node] = []
+    with graph.inserting_before(wait):
+        for grid, row in grids:
+            if row[m]:
+                begin = sum(row[:m])
+                part = call(graph, _aten.slice.Tensor, (grid, 1, begin, begin + row[m]), like=wait)
+                part = call(graph, _aten.clone.default, (part,), {"memory_format": torch.contiguous_format}, like=wait)
+                parts.append(call(graph, _aten.view.default, (part, [-1]), like=wait))
+        if not parts:
+            return call(graph, _aten.slice.Tensor, (whole, 0, 0, 0), like=wait)
+        return parts[0] if len(parts) == 1 else call(graph, _aten.cat.default, (parts,), like=wait)
+
+
+def _interleaved(graph: Graph, flats: Sequence[Any], sizes: Sequence[Sequence[int]], like: Node) -> Node:
+    """The members' blocks for each rank side by side."""
+    begins, parts = [0] * len(flats), list[Node]()
+    for count, row in _runs(sizes):
+        blocks: list[Node] = []
+        for m, (flat, n) in enumerate(zip(flats, row, strict=True)):
+            begin, begins[m] = begins[m], begins[m] + count * n
+            block = call(graph, _aten.slice.Tensor, (flat, 0, begin, begins[m]), like=like)
+            blocks.append(call(graph, _aten.view.default, (block, [count, n]), like=like))
+        grid = call(graph, _aten.cat.default, (blocks, 1), like=like)
+        parts.append(call(graph, _aten.view.default, (grid, [-1]), like=like))
+    return parts[0] if len(parts) == 1 else call(graph, _aten.cat.default, (parts,), like=like)

@@ -1,0 +1,61 @@
+"""Value numbers: nodes with equal numbers hold equal bits."""
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch.fx import Node
+
+from ._hazards import GATHERS, Memory, is_random
+from ._transfers import is_start, is_wait
+
+_INTO = GATHERS[1]
+
+
+def value_numbers(memory: Memory) -> dict[Node, int]:
+    """One number a node: equal if the same ops read the same placeholders, between the same writes to them.
+
+    A gather of the same block is the same value. What is overwritten later, drawn at random or summed over ranks equals
+    nothing else.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: (x.exp(), x.exp(), x.sin()), tracing_mode="fake")(torch.ones(2))
+        >>> list(value_numbers(Memory(gm)).values())
+        [0, 1, 1, 2, 3]
+    """
+    return _Numbering(memory).out
+
+
+class _Numbering:
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._version: dict[int, int] = {}
+        self._seen: dict[Hashable, int] = {}
+        self.out: dict[Node, int] = {}
+        for node in memory.order:
+            self.out[node] = self._seen.setdefault(self._key(node), len(self._seen))
+            for m in memory.writes(node):
+                self._version[m] = self._version.get(m, 0) + 1
+
+    def _key(self, node: Node) -> Hashable:
+        memory = self._memory
+        moving = is_start(node) and node.target is not GATHERS[0]
+        if node.op != "call_function" or moving or memory.mutates(node) or is_random(node):
+            return node
+        if any(m in memory.mutated and m not in memory.given for m in memory.shown(node)):
+            return node
+        if is_wait(node):
+            return (node.target, self._frozen(node.args))
+        reads = tuple(self._version.get(m, 0) if m in memory.mutated else 0 for m in memory.reads(node))
+        return (node.target, reads, self._frozen(node.args), self._frozen(tuple(node.kwargs.items())))
+
+    def _frozen(self, x: Any) -> Hashable:
+        if isinstance(x, Node):
+            return (Node, self.out[x])
+        if isinstance(x, list | tuple):
+            return (tuple, *map(self._frozen, x))
+        if isinstance(x, slice):
+            return (slice, *map(self._frozen, (x.start, x.stop, x.step)))
+        # 1, 1.0 and True are equal keys, and so are 0.0 and -0.0.
+        return (type(x), repr(x))

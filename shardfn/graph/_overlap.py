@@ -1,0 +1,89 @@
+"""Reductions leave as soon as they can and are awaited as late as they may."""
+
+import collections
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from ._edit import reordered
+from ._hazards import REDUCTIONS, Memory, dependences, dependents, is_copy, legal_order, put_forward
+from ._sink import waits_and_views
+from ._transfers import is_wait, start_of, wait_of
+
+
+def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
+    """Starts each sum as early as its inputs allow and waits for it as late as possible: the backward covers it.
+
+    A wait stands before the first use of its value; or, oldest first, before a start that would bring the whole
+    gradients in flight above `limit` bytes. The reductions keep their order.
+
+        f = g.view(-1)                          f = g.view(-1)
+        y = dy @ w                              h = psum_scatter_start(f)
+        h = psum_scatter_start(f)        =>     y = dy @ w
+        s = wait(h)                             z = y.relu()
+        z = y.relu()                            s = wait(h)
+        p -= s                                  p -= s
+
+    Args:
+        gm: a captured step.
+        limit: bytes.
+
+    Returns:
+        A new graph with the same nodes and the same bits.
+
+    Raises:
+        ValueError: `limit` is negative.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def f(g, x):
+        ...     y = x * 2
+        ...     s = torch.ops.shardfn.wait(torch.ops.shardfn.psum_scatter_start(g, [1, 1], 0, "dp"))
+        ...     return (y + 1, s)
+        >>> gm = make_fx(f, tracing_mode="fake")(torch.ones(2), torch.ones(2))
+        >>> [n.name for n in gm.graph.nodes][2:-1]
+        ['mul', 'psum_scatter_start', 'wait', 'add']
+        >>> [n.name for n in overlap_reductions(gm, limit=64).graph.nodes][2:-1]
+        ['psum_scatter_start', 'mul', 'add', 'wait']
+    """
+    if limit < 0:
+        raise ValueError(f"overlap_reductions(limit={limit}): a limit of bytes must not be negative.")
+    memory = Memory(gm)
+    before = dependences(memory)
+    order = put_forward(memory.order, before, _eager(memory, dependents(before)))
+    lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target in REDUCTIONS)
+    wish = [*_limited([n for n in order if n not in lazy][:-1], limit)]
+    return reordered(gm, legal_order([*wish, *(n for n in order if n in lazy), order[-1]], before))[0]
+
+
+def reduced_bytes(start: Node) -> int:
+    """Bytes of the whole gradients that a reduction sums: the same on all ranks."""
+    values = [n.meta["val"] for n in start.all_input_nodes]
+    return sum(v.numel() * v.element_size() for v in values)
+
+
+def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
+    """The starts, and the copies and views that only they need."""
+    eager: set[Node] = set()
+    for node in reversed(memory.order):
+        packs = (is_copy(node) or memory.is_view(node)) and bool(after[node])
+        if node.target in REDUCTIONS or (packs and all(n in eager for n in after[node])):
+            eager.add(node)
+    return eager
+
+
+def _limited(order: list[Node], limit: int) -> Iterator[Node]:
+    """Puts waits before starts that would exceed the limit; the others stand where they are needed."""
+    flying: collections.deque[tuple[Node, int]] = collections.deque()
+    total = 0
+    for node in order:
+        if node.target in REDUCTIONS:
+            nbytes = reduced_bytes(node)
+            while flying and total + nbytes > limit:
+                oldest, freed = flying.popleft()
+                total -= freed
+                yield from filter(None, [wait_of(oldest)])
+            flying.append((node, nbytes))
+            total += nbytes
+        yield node

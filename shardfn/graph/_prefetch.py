@@ -1,0 +1,108 @@
+"""Gathers are issued ahead of their use, within a budget."""
+
+import collections
+
+from torch.fx import GraphModule, Node
+
+from ._edit import reordered
+from ._hazards import GATHERS, Memory, dependences, legal_order, put_off, ready_after
+from ._sink import waits_and_views
+from ._transfers import is_wait, start_of
+
+
+def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
+    """Issues gathers early: as many ahead of their first use as `budget` bytes hold, but at least one.
+
+    The gathers keep their order, so all ranks still issue the same transfers in the same order; what they read is read
+    no earlier than it was written. Their waits go down to the first use, as in `sink_waits`; a gather that was ahead by
+    more than the budget is held back.
+
+        w1 = wait(all_gather_start(a))          h1 = all_gather_start(a)
+        y = x @ w1                              h2 = all_gather_start(b)
+        w2 = wait(all_gather_start(b))    =>    w1 = wait(h1)
+        z = y @ w2                              y = x @ w1
+                                                w2 = wait(h2)
+                                                z = y @ w2
+
+    Args:
+        gm: a captured step.
+        budget: bytes.
+
+    Returns:
+        A new graph with the same nodes and the same bits.
+
+    Raises:
+        ValueError: `budget` is negative.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from shardfn.graph._values import tensors_of
+        >>> def gathered(own):
+        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [1, 1], "dp"))
+        >>> gm = make_fx(lambda a, b, x: (x * gathered(a) * gathered(b),), tracing_mode="fake")(
+        ...     torch.ones(1), torch.ones(1), torch.ones(2))
+        >>> [n.name for n in gm.graph.nodes][3:-1]
+        ['all_gather_start', 'wait', 'mul', 'all_gather_start_1', 'wait_1', 'mul_1']
+        >>> [n.name for n in prefetch(gm, budget=16).graph.nodes][3:-1]
+        ['all_gather_start', 'all_gather_start_1', 'wait', 'mul', 'wait_1', 'mul_1']
+    """
+    if budget < 0:
+        raise ValueError(f"prefetch(budget={budget}): a budget of bytes must not be negative.")
+    memory = Memory(gm)
+    before = dependences(memory)
+    waits = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target in GATHERS)
+    order = put_off(memory.order, before, waits)
+    ready = ready_after(order, dependences(memory, channels=False), memory)
+    return reordered(gm, legal_order(_Ahead(order, ready, budget).wish(), before))[0]
+
+
+def gathered_bytes(start: Node) -> int:
+    """Bytes of the value that a gather makes: the same on all ranks. A gather into memory that exists makes none."""
+    value = start.meta["val"]
+    return value.numel() * value.element_size()
+
+
+class _Ahead:
+    """Walks through the order and starts gathers while the budget lasts."""
+
+    def __init__(self, order: list[Node], ready: dict[Node, int], budget: int) -> None:
+        self._order, self._ready, self._budget = order, ready, budget
+        self._starts = collections.deque(n for n in order if n.target in GATHERS)
+        self._flying: dict[Node, int] = {}
+        self._bytes = 0
+
+    def wish(self) -> list[Node]:
+        out: list[Node] = []
+        for i, node in enumerate(self._order):
+            if node.target in GATHERS:
+                continue
+            if is_wait(node) and start_of(node).target in GATHERS:
+                out += self._land(start_of(node))
+            if node.op != "placeholder":
+                out += self._admit(i)
+            out.append(node)
+        return out
+
+    def _land(self, start: Node) -> list[Node]:
+        """The gather's use begins: what it holds is no longer ahead. Starts it, and those before it, if nobody has."""
+        late: list[Node] = []
+        while self._starts and start not in self._flying:
+            late.append(self._take())
+        self._bytes -= self._flying.pop(start, 0)
+        return late
+
+    def _admit(self, i: int) -> list[Node]:
+        out: list[Node] = []
+        while self._starts and self._ready[self._starts[0]] < i and self._fits(gathered_bytes(self._starts[0])):
+            out.append(self._take())
+        return out
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._bytes == 0 or self._bytes + nbytes <= self._budget
+
+    def _take(self) -> Node:
+        start = self._starts.popleft()
+        self._flying[start] = gathered_bytes(start)
+        self._bytes += self._flying[start]
+        return start

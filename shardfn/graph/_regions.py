@@ -1,0 +1,330 @@
+"""Where a captured graph is cut: which runs of arithmetic become one kernel each, and where that kernel stands.
+
+Everything that a schedule is about stays a node at its place: transfers and their waits, ops that write in place, matrix
+products and attention. Between them float the pointwise ops, the reductions and the views. Those that hang together form a
+region, which runs directly before the first fixed node that needs it: so it holds as much as it can, and no fixed node moves.
+"""
+
+import dataclasses
+import itertools
+import operator
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ._values import num_bytes, storage_of, tensors_of, written_by
+
+_ATEN = torch.ops.aten
+_REDUCTIONS = (
+    "sum mean amax amin prod any all argmax argmin var var_mean logsumexp _softmax _log_softmax _softmax_backward_data"
+    " _log_softmax_backward_data nll_loss_forward nll_loss_backward native_layer_norm native_layer_norm_backward"
+    " _fused_rms_norm _fused_rms_norm_backward"
+)
+_POINTWISE = (
+    "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward where clone _to_copy zeros_like ones_like"
+    " full_like full zeros ones scalar_tensor arange new_zeros new_ones new_full slice_backward select_backward"
+)
+# Copies and constants alone are not worth a kernel; gelu, whose compiled form is cheaper than eager's, is.
+_WEIGHT = dict.fromkeys("clone _to_copy zeros_like ones_like full_like full zeros ones scalar_tensor arange".split(), 0)
+_WEIGHT |= {"gelu": 2, "gelu_backward": 2}
+_FUSED = frozenset(f"aten::{name}" for name in (_REDUCTIONS + " " + _POINTWISE).split())
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Arithmetic that becomes one call.
+
+    Attributes:
+        nodes: what it computes, in order; views between them are made inside.
+        inputs: the values it reads, made outside. None of them is a view.
+        outputs: the values read outside. Each has memory of its own: views of outputs are made outside.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What crosses its border.
+
+        Example:
+            >>> Region((), (), ()).num_bytes
+            0
+        """
+        return sum(_bytes(node) for node in (*self.inputs, *self.outputs))
+
+
+def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> list[Node | Region]:
+    """The graph's nodes in order of execution, with regions in place of what they hold.
+
+    The order of all nodes outside regions is the graph's, save that views are made just before their first use. A region
+    runs later than its nodes stood only while the peak of live bytes does not grow by that; a node joins an earlier region
+    only if its value is small (a bias gradient, summed where the gradient it sums is made).
+
+    Args:
+        gm: a flat graph of aten ops; nodes without `meta["val"]` stay as they are.
+        min_nodes: regions with fewer ops of arithmetic stay nodes.
+        min_bytes: regions that read and write fewer bytes stay nodes: the kernel would not repay its compilation.
+
+    Returns:
+        A pure function of the graph, so equal on all ranks.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: ((x + 1).sin() @ x).cos().exp(), tracing_mode="fake")(torch.ones(3, 3))
+        >>> [len(s.nodes) if isinstance(s, Region) else s.name for s in cut(gm, min_bytes=0)]
+        ['x_1', 2, 'mm', 2, 'output']
+    """
+    groups = _Groups(gm)
+    for node in gm.graph.nodes:
+        groups.take(node)
+    return _in_order(groups, min_nodes, min_bytes)
+
+
+def peel(node: Node) -> Node:
+    """The value that `node` is a view of; the node itself if it is none.
+
+    Example:
+        >>> graph = torch.fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> peel(graph.call_function(torch.ops.aten.view.default, (x, [-1]))) is x
+        True
+    """
+    while is_view(node):
+        node = node.args[0]  # pyright: ignore[reportAssignmentType]
+    return node
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node is another look at the memory of its first argument, and nothing else.
+
+    Example:
+        >>> graph = torch.fx.Graph()
+        >>> is_view(graph.placeholder("x"))
+        False
+    """
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
+        return False
+    if op is _ATEN._unsafe_view.default:
+        return True
+    arguments, returns = op._schema.arguments, op._schema.returns
+    looks = len(returns) == 1 and returns[0].alias_info is not None and arguments[0].alias_info is not None
+    return looks and str(returns[0].type) == "Tensor" and node.all_input_nodes == [node.args[0]]
+
+
+# Which nodes fuse.
+
+
+def _fuses(node: Node) -> bool:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in op.tags or is_view(node):
+        return False
+    if torch.Tag.pointwise not in op.tags and op._schema.name not in _FUSED:
+        return False
+    near = [tensors_of(n) for n in (node, *node.all_input_nodes)]
+    return all(near) and all(_plain(t) for tensors in near for t in tensors)
+
+
+def _plain(value: Tensor) -> bool:
+    sizes = (*value.shape, *value.stride())
+    static = all(type(size) is int for size in sizes)
+    return static and value.dtype in _DTYPES and value.layout == torch.strided and value.numel() > 0
+
+
+def _storages(node: Node) -> list[int]:
+    return [storage_of(t) for t in tensors_of(node)]
+
+
+def _bytes(node: Node) -> int:
+    return sum(map(num_bytes, tensors_of(node)))
+
+
+def _written(node: Node) -> list[Node]:
+    """The arguments that a node writes; a wait ends a write that its start began."""
+    if str(node.target) not in ("shardfn.wait.default", "_c10d_functional.wait_tensor.default"):
+        return written_by(node)
+    return [*node.all_input_nodes, *(n for start in node.all_input_nodes for n in written_by(start))]
+
+
+class _Live:
+    """When each storage dies as the graph stands, and how much is alive where. Arguments of the graph are not counted."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        nodes = list(gm.graph.nodes)
+        self.last: dict[int, int] = {}
+        self.size: dict[int, int] = {}
+        born: dict[int, int] = {}
+        for i, node in enumerate(nodes):
+            for value in tensors_of(node):
+                key = storage_of(value)
+                given = nodes[born.setdefault(key, i)].op == "placeholder"
+                self.size[key] = 0 if given else value.untyped_storage().nbytes()
+            for used in (node, *node.all_input_nodes):
+                self.last.update(dict.fromkeys(_storages(used), i))
+        change = [0] * (len(nodes) + 1)
+        for key, start in born.items():
+            change[start] += self.size[key]
+            change[self.last[key] + 1] -= self.size[key]
+        self.at = list(itertools.accumulate(change))
+        self.peak = max(self.at)
+
+
+class _Group:
+    """Nodes that hang together; open until a fixed node needs one of them."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.reads: dict[int, None] = {}
+        self.slot: int | None = None
+
+
+class _Groups:
+    """Takes the nodes one by one and says for each where it belongs."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.live = _Live(gm)
+        self.index = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.of: dict[Node, _Group] = {}
+        self.all: list[_Group] = []
+        self.open: list[_Group] = []
+        self.fixed: list[Node] = []
+        self.written: dict[int, int] = {}
+        self.unknown = -1
+
+    def take(self, node: Node) -> None:
+        """Puts the node into a group, or fixes it."""
+        maker = node.args[0] if node.target is operator.getitem else None
+        if isinstance(maker, Node) and maker in self.of:
+            self.of[node] = self.of[maker]
+            self.of[node].nodes.append(node)
+        elif _fuses(node):
+            self._join(node)
+        elif not is_view(node):
+            self._fix(node)
+
+    def _join(self, node: Node) -> None:
+        given = [peel(n) for n in node.all_input_nodes]
+        near = [g for g in self.open if any(self.of.get(n) is g for n in given)]
+        group = near[0] if near else self._earlier(node, given) or self._new()
+        for other in near[1:]:
+            self._merge(group, other)
+        self.of[node] = group
+        group.nodes.append(node)
+        group.reads.update(dict.fromkeys(s for n in given if self.of.get(n) is not group for s in _storages(n)))
+
+    def _new(self) -> _Group:
+        group = _Group()
+        self.all.append(group)
+        self.open.append(group)
+        return group
+
+    def _merge(self, into: _Group, other: _Group) -> None:
+        self.of.update(dict.fromkeys(other.nodes, into))
+        into.nodes = sorted(into.nodes + other.nodes, key=self.index.__getitem__)
+        into.reads |= other.reads
+        self.open.remove(other)
+        self.all.remove(other)
+
+    def _earlier(self, node: Node, given: list[Node]) -> _Group | None:
+        """The closed group that the node can still join: all that it reads was there, unchanged, and its value is small."""
+        groups = [self.of[n] for n in given if n in self.of]
+        if not groups or _bytes(node) * 8 > max(_bytes(n) for n in given):
+            return None
+        group = max(groups, key=lambda g: g.slot or 0)
+        slot = group.slot or 0
+        there = all(self.of[n] is group if n in self.of and self.of[n].slot == slot else self._time(n) < slot for n in given)
+        unchanged = all(max(self.written.get(s, -1), self.unknown) < slot for n in given for s in _storages(n))
+        same = node.meta.get("phase") == group.nodes[0].meta.get("phase")
+        return group if there and unchanged and same else None
+
+    def _time(self, node: Node) -> int:
+        slot = self.of[node].slot if node in self.of else self.index[node]
+        return self.index[node] if slot is None else slot
+
+    def _fix(self, node: Node) -> None:
+        at = self.index[node]
+        needed = {id(self.of[n]) for n in map(peel, node.all_input_nodes) if n in self.of}
+        written = _written(node)
+        storages = {s for n in written for s in _storages(n)}
+        unknown = any(not _storages(n) for n in written)
+        self.unknown = at if unknown else self.unknown
+        self.written.update(dict.fromkeys(storages, at))
+        for group in list(self.open):
+            if unknown or id(group) in needed or not storages.isdisjoint(group.reads):
+                self._close(group, at)
+        growth = [max(0, self._growth(group, at)) for group in self.open]
+        if any(growth) and self.live.at[at] + sum(growth) > self.live.peak:
+            for group, more in zip(list(self.open), growth, strict=True):
+                if more:
+                    self._close(group, at)
+        self.fixed.append(node)
+
+    def _close(self, group: _Group, at: int) -> None:
+        group.slot = at
+        self.open.remove(group)
+
+    def _growth(self, group: _Group, at: int) -> int:
+        """How many bytes more are alive at `at` if the group runs after it."""
+        kept = sum(self.live.size[s] for s in group.reads if self.live.last[s] < at)
+        made = {s for node in group.nodes for s in _storages(node)}
+        return kept - sum(self.live.size[s] for s in made if self.live.last[s] >= at)
+
+
+# From groups to the list of steps.
+
+
+def _in_order(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | Region]:
+    timed: list[tuple[float, Node | Region]] = [(groups.index[node], node) for node in groups.fixed]
+    for group in groups.all:
+        region = _region(group)
+        if not region.outputs:
+            continue
+        if _num_ops(region) >= min_nodes and region.num_bytes >= min_bytes:
+            assert group.slot is not None
+            timed.append((group.slot - 0.5, region))
+        else:
+            timed += [(groups.index[node], node) for node in group.nodes]
+    steps: list[Node | Region] = []
+    seen: set[Node] = set()
+    for _, step in sorted(timed, key=lambda pair: pair[0]):
+        _append_with_views(step, steps, seen)
+    return steps
+
+
+def _append_with_views(step: Node | Region, steps: list[Node | Region], seen: set[Node]) -> None:
+    for given in step.inputs if isinstance(step, Region) else step.all_input_nodes:
+        if is_view(given) and given not in seen:
+            seen.add(given)
+            _append_with_views(given, steps, seen)
+    steps.append(step)
+
+
+def _num_ops(region: Region) -> int:
+    ops = (node.target for node in region.nodes if isinstance(node.target, torch._ops.OpOverload))
+    names = [op._schema.name.removeprefix("aten::") for op in ops]
+    return sum(_WEIGHT.get(name, 1) for name in names)
+
+
+def _region(group: _Group) -> Region:
+    mine = set(group.nodes)
+    inputs = dict.fromkeys(r for n in group.nodes for r in map(peel, n.all_input_nodes) if r not in mine)
+    outputs = [n for n in group.nodes if _is_read_outside(n, mine)]
+    return Region(tuple(group.nodes), tuple(inputs), tuple(outputs))
+
+
+def _is_read_outside(node: Node, mine: set[Node]) -> bool:
+    readers = list(node.users)
+    while readers:
+        user = readers.pop()
+        if user in mine:
+            continue
+        if not is_view(user):
+            return True
+        readers.extend(user.users)
+    return False

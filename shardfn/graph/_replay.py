@@ -1,0 +1,293 @@
+"""Running parts of the forward again: what can be, from what, at which cost, and how much memory is alive then."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.fx import GraphModule, Node
+
+from ._flops import node_bytes, node_flops
+from ._hazards import Memory, dependences, is_random
+from ._numbers import value_numbers
+from ._transfers import is_start, is_wait, start_of
+from ._values import phases_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Again:
+    """A node run once more."""
+
+    node: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One position of a plan.
+
+    Attributes:
+        value: the node that runs there, or that runs there again.
+        swaps: which of its inputs it takes from elsewhere than the graph says.
+    """
+
+    value: Node | Again
+    swaps: Mapping[Node, Node | Again]
+
+
+@dataclasses.dataclass
+class Chain:
+    """What it takes to make an activation again while all others are kept.
+
+    Attributes:
+        nodes: how many ops run again.
+        work: their operations, bytes moved included.
+        held: bytes that live longer for it.
+        inputs: the activations it starts from.
+    """
+
+    nodes: int = 0
+    work: int = 0
+    held: int = 0
+    inputs: set[int] = dataclasses.field(default_factory=set)
+
+
+class Replay:
+    """What is known about a graph before anything is chosen.
+
+    Attributes:
+        memory: facts about the graph.
+        phases: the phase of each node.
+        before: its dependences.
+        activations: memories made in the forward, by ops that can run again, and used in forward and backward only;
+            with the position of the first use in the backward.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.memory = memory = Memory(gm)
+        self.phases = phases_of(gm)
+        self.before = dependences(memory)
+        self._last = {m: i for i, n in enumerate(memory.order) for a in n.all_input_nodes for m in memory.shown(a)}
+        self._end = max((i for i, n in enumerate(memory.order) if self.phases[n] == "backward"), default=-1)
+        self._writes = {m: [] for m in memory.mutated}
+        for i, node in enumerate(memory.order):
+            for m in memory.mutates(node):
+                self._writes[m].append(i)
+        self._makers: dict[int, Node] = {}
+        for node in memory.order:
+            for m in memory.shown(node):
+                self._makers.setdefault(m, node)
+        self.activations = self._find_activations()
+        self._chains: dict[int, Chain | None] = {}
+        self._number = value_numbers(memory)
+        self._twins: dict[int, list[Node]] = {}
+        for node in memory.order:
+            if self.phases[node] == "backward" and memory.shown(node):
+                self._twins.setdefault(self._number[node], []).append(node)
+
+    def ranking(self) -> list[int]:
+        """The activations that can be computed again, most bytes per operation first."""
+        worth: list[tuple[float, int]] = []
+        for m in sorted(self.activations):
+            chain = self.chain(m)
+            saved = 0 if chain is None else self.memory.sizes[m] - chain.held
+            if chain is not None and saved > 0:
+                worth.append((-saved / (1 + chain.work), m))
+        return [m for _, m in sorted(worth)]
+
+    def thinned(self, chosen: Sequence[int], reach: int) -> set[int]:
+        """The chosen activations without those for which more than `reach` ops would run again."""
+        weight: dict[int, int] = {}
+        for m in sorted(chosen, key=lambda m: self.memory.position[self._makers[m]]):
+            chain = self.chain(m)
+            assert chain is not None
+            total = chain.nodes + sum(weight.get(u, 0) for u in chain.inputs)
+            if total <= reach:
+                weight[m] = total
+        return set(weight)
+
+    def stand_in(self, node: Node, i: int, chosen: set[int]) -> Node | None:
+        """What an op that runs again at position i takes for `node`; None if that must run again, too."""
+        shown = self.memory.shown(node)
+        if any(m in chosen for m in shown):
+            return None
+        if all(m in self.memory.given or m in self.activations or self._last.get(m, -1) >= i for m in shown):
+            return node
+        twins = self._twins.get(self._number[node], ())
+        twin = next((t for t in twins if any(self._last.get(m, -1) >= i for m in self.memory.shown(t))), None)
+        return twin or (None if self._can_run_again(node) else node)
+
+    def chain(self, m: int) -> Chain | None:
+        """What it takes to make activation m again; None if it cannot be."""
+        if m not in self._chains:
+            self._chains[m] = self._follow(m)
+        return self._chains[m]
+
+    def _follow(self, m: int, limit: int = 2048) -> Chain | None:
+        out, stack, seen, i = Chain(), [self._makers[m]], set[Node](), self.activations[m]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            out.nodes, out.work = out.nodes + 1, out.work + node_flops(node) + node_bytes(node)
+            for a in node.all_input_nodes:
+                taken = self.stand_in(a, i, {m})
+                if taken is None:
+                    stack.append(a)
+                elif not self._steady(a, node):
+                    return None
+                elif taken is a:
+                    self._note(out, a, i)
+            if out.nodes > limit:
+                return None
+        return out
+
+    def _note(self, chain: Chain, taken: Node, i: int) -> None:
+        for u in self.memory.shown(taken):
+            if u in self.activations:
+                chain.inputs.add(u)
+            elif u not in self.memory.given and self._last.get(u, -1) < i:
+                chain.held += self.memory.sizes[u]
+
+    def _steady(self, node: Node, reader: Node) -> bool:
+        """Whether nobody writes to what `node` shows from where `reader` reads it to the end of the backward."""
+        begin = self.memory.position[reader]
+        return not any(begin < i <= self._end for m in self.memory.shown(node) for i in self._writes.get(m, ()))
+
+    def _can_run_again(self, node: Node) -> bool:
+        memory, shown = self.memory, self.memory.shown(node)
+        if node.op != "call_function" or self.phases[node] != "forward" or not shown:
+            return False
+        if is_start(node) or is_wait(node) or is_random(node) or memory.mutates(node):
+            return False
+        return memory.is_view(node) or not any(m in memory.mutated or m in memory.given for m in shown)
+
+    def _find_activations(self) -> dict[int, int]:
+        uses: dict[int, list[int]] = {}
+        for i, node in enumerate(self.memory.order):
+            for m in {m for a in node.all_input_nodes for m in self.memory.shown(a)}:
+                uses.setdefault(m, []).append(i)
+        order, out = self.memory.order, dict[int, int]()
+        for m, positions in sorted(uses.items()):
+            backward = [i for i in positions if self.phases[order[i]] == "backward"]
+            inside = all(
+                self.phases[order[i]] in ("forward", "backward") and order[i].op != "output" for i in positions
+            )
+            if backward and inside and self._can_run_again(self._makers[m]):
+                out[m] = backward[0]
+        return out
+
+
+class Plan:
+    """An order of execution in which chosen activations are made again.
+
+    Args:
+        replay: the graph.
+        chosen: activations.
+
+    Attributes:
+        steps: what runs, in order.
+    """
+
+    def __init__(self, replay: Replay, chosen: set[int]) -> None:
+        self._replay, self._chosen = replay, chosen
+        self._again: dict[Node, Again] = {}
+        self._done: set[Node] = set()
+        self.steps: list[Step] = []
+        for node in replay.memory.order:
+            self._emit(node)
+
+    def peak(self) -> int:
+        """The most bytes of values, arguments excepted, that are alive at any step."""
+        first, last, sizes = _lifetimes(self._replay.memory, self.steps)
+        change = [0] * (len(self.steps) + 1)
+        for m, begin in first.items():
+            change[begin] += sizes[m]
+            change[last[m] + 1] -= sizes[m]
+        return max(itertools.accumulate(change))
+
+    def _emit(self, target: Node) -> None:
+        """Runs the node, after what must come before it."""
+        stack = [target]
+        while stack:
+            node = stack[-1]
+            missing = [] if node in self._done else [p for p in self._replay.before[node] if p not in self._done]
+            stack.extend(reversed(missing))
+            if not missing:
+                stack.pop()
+                if node not in self._done:
+                    self._run(node)
+
+    def _run(self, node: Node) -> None:
+        swaps: dict[Node, Node | Again] = {}
+        replay = self._replay
+        if self._chosen and replay.phases[node] == "backward":
+            for a in node.all_input_nodes:
+                chosen = any(m in self._chosen for m in replay.memory.shown(a))
+                if chosen and replay.phases[a] == "forward":
+                    swaps[a] = self._need(a, replay.memory.position[node])
+        if node not in self._done:
+            self._done.add(node)
+            self.steps.append(Step(node, swaps))
+
+    def _need(self, root: Node, i: int) -> Again:
+        """Runs `root` again before position i, with what that takes; once for all."""
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            inputs = {a: self._replay.stand_in(a, i, self._chosen) for a in node.all_input_nodes}
+            missing = [a for a, taken in inputs.items() if taken is None and a not in self._again]
+            if node not in self._again and missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if node not in self._again:
+                self._append_again(node, inputs)
+        return self._again[root]
+
+    def _append_again(self, node: Node, inputs: Mapping[Node, Node | None]) -> None:
+        for taken in inputs.values():
+            if taken is not None:
+                self._emit(taken)
+        swaps = {a: self._again[a] if taken is None else taken for a, taken in inputs.items() if taken is not a}
+        self._again[node] = Again(node)
+        self.steps.append(Step(self._again[node], swaps))
+
+
+def _lifetimes(memory: Memory, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
+    """The first and the last step at which each memory that is not given is held, and all sizes."""
+    names: dict[Node | Again, dict[int, int]] = {}
+    sizes = list(memory.sizes)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        node = step.value.node if isinstance(step.value, Again) else step.value
+        inputs = [step.swaps.get(a, a) for a in node.all_input_nodes]
+        names[step.value] = _shown(memory, step.value, [names[a] for a in inputs], sizes)
+        for m in _held(node, [names[step.value], *(names[a] for a in inputs)], names):
+            if m not in memory.given:
+                first.setdefault(m, i)
+                last[m] = i
+    return first, last, sizes
+
+
+def _shown(
+    memory: Memory, value: Node | Again, inputs: Sequence[Mapping[int, int]], sizes: list[int]
+) -> dict[int, int]:
+    """What the memories that the graph knows the value by are in the plan."""
+    node = value.node if isinstance(value, Again) else value
+    out: dict[int, int] = {}
+    for m in memory.shown(node):
+        out[m] = next((named[m] for named in inputs if m in named), m)
+        if isinstance(value, Again) and not memory.is_view(node):
+            out[m] = len(sizes)
+            sizes.append(sizes[m])
+    return out
+
+
+def _held(
+    node: Node, named: Sequence[Mapping[int, int]], names: Mapping[Node | Again, Mapping[int, int]]
+) -> Iterator[int]:
+    """What is alive while the node runs; a wait holds what its transfer reads."""
+    yield from (m for one in named for m in one.values())
+    if is_wait(node):
+        yield from (m for a in start_of(node).all_input_nodes for m in names[a].values())

@@ -1,0 +1,114 @@
+"""A second gather of a leaf that is still here is dropped."""
+
+import collections
+
+from torch.fx import GraphModule, Node
+
+from ._edit import reordered, revalue
+from ._hazards import GATHERS, Memory
+from ._numbers import value_numbers
+from ._prefetch import gathered_bytes
+from ._transfers import wait_of
+
+
+def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
+    """Drops the second gather of a leaf where its first value is still alive, or is worth keeping until then.
+
+    It is worth it where the other gathered values that are used between the last use of the first and the first use of
+    the second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. A value
+    that is written to, or returned, is not shared; nor are gathers with a write to the block between them.
+
+        w = wait(all_gather_start(a))           w = wait(all_gather_start(a))
+        y = x @ w                               y = x @ w
+        dy = loss'(y)                    =>     dy = loss'(y)
+        v = wait(all_gather_start(a))           dx = dy @ w.t()
+        dx = dy @ v.t()
+
+    Args:
+        gm: a captured step.
+        budget: bytes.
+
+    Returns:
+        A new graph with the same bits, and with fewer transfers.
+
+    Raises:
+        ValueError: `budget` is negative.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def gathered(own):
+        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [1, 1], "dp"))
+        >>> gm = make_fx(lambda a, x: (x * gathered(a) - gathered(a),), tracing_mode="fake")(
+        ...     torch.ones(1), torch.ones(2))
+        >>> [n.name for n in reuse_gathers(gm, budget=0).graph.nodes]
+        ['a_1', 'x_1', 'all_gather_start', 'wait', 'mul', 'sub', 'output']
+    """
+    if budget < 0:
+        raise ValueError(f"reuse_gathers(budget={budget}): a budget of bytes must not be negative.")
+    memory = Memory(gm)
+    stands = _Recent(memory, budget).stands
+    dropped = {n for w in stands for n in (w, *w.all_input_nodes)}
+    out, new = reordered(gm, memory.order)
+    for again, first in stands.items():
+        new[again].replace_all_uses_with(new[first])
+    for node in reversed(memory.order):
+        if node in dropped:
+            out.graph.erase_node(new.pop(node))
+    changed = {new[first] for first in stands.values()}
+    for old, node in new.items():
+        revalue(node, old, changed, memory)
+    return out
+
+
+class _Recent:
+    """Gathered values in the order of their last use; those beyond the budget are let go.
+
+    Attributes:
+        stands: for each wait that is dropped the wait whose value stands for it.
+    """
+
+    def __init__(self, memory: Memory, budget: int) -> None:
+        self._memory, self._budget = memory, budget
+        self._number = value_numbers(memory)
+        self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._total = 0
+        self._first: dict[int, Node] = {}
+        self._last_use, private = _uses(memory)
+        self._leaf: dict[int, int] = {}
+        self.stands: dict[Node, Node] = {}
+        for node in memory.order:
+            wait = wait_of(node) if node.target is GATHERS[0] else None
+            if wait is not None and not private.intersection(memory.shown(wait)):
+                self._gather(node, wait)
+            for m in memory.reads(node):
+                if m in self._leaf:
+                    self._touch(self._leaf[m], memory.sizes[m])
+
+    def _gather(self, start: Node, wait: Node) -> None:
+        leaf, m = self._number[start], self._memory.shown(wait)[0]
+        first = self._first.get(leaf)
+        if first is not None and (leaf in self._recent or self._alive(first, start)):
+            self.stands[wait] = first
+            kept = self._memory.shown(first)[0]
+            self._last_use[kept] = max(self._last_use.get(kept, 0), self._last_use.get(m, 0))
+        else:
+            self._first[leaf] = wait
+        self._leaf[m] = leaf
+        self._touch(leaf, gathered_bytes(start))
+
+    def _alive(self, wait: Node, start: Node) -> bool:
+        return self._last_use.get(self._memory.shown(wait)[0], 0) > self._memory.position[start]
+
+    def _touch(self, leaf: int, nbytes: int) -> None:
+        self._total += nbytes - self._recent.pop(leaf, 0)
+        self._recent[leaf] = nbytes
+        # What stays beside the oldest one is what was used after it.
+        while self._recent and self._total - next(iter(self._recent.values())) > self._budget:
+            self._total -= self._recent.popitem(last=False)[1]
+
+
+def _uses(memory: Memory) -> tuple[dict[int, int], set[int]]:
+    """The last position at which each memory is read, and the memories that are overwritten or returned."""
+    last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
+    return last, memory.mutated.union(memory.reads(memory.order[-1]))

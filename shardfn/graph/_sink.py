@@ -1,0 +1,57 @@
+"""Waits go down to the first use of what they wait for."""
+
+from collections.abc import Callable, Iterable
+
+from torch.fx import GraphModule, Node
+
+from ._edit import reordered
+from ._hazards import Memory, dependences, put_off
+from ._transfers import is_wait
+
+
+def sink_waits(gm: GraphModule) -> GraphModule:
+    """Moves each wait, and the views of what it returns, down to just before the first use.
+
+    What happens between start and wait then overlaps with the transfer. A wait passes neither a use of its value,
+    through whatever alias, nor a write to what its transfer reads.
+
+        h = all_gather_start(own)        h = all_gather_start(own)
+        w = wait(h)                      y = x * 2
+        v = w.view(2, 2)           =>    w = wait(h)
+        y = x * 2                        v = w.view(2, 2)
+        z = y @ v                        z = y @ v
+
+    Args:
+        gm: a captured step.
+
+    Returns:
+        A new graph with the same nodes and the same bits.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def f(own, x):
+        ...     w = torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [1, 1], "dp"))
+        ...     return (x * 2 + w,)
+        >>> gm = make_fx(f, tracing_mode="fake")(torch.ones(1), torch.ones(2))
+        >>> [n.name for n in gm.graph.nodes][2:]
+        ['all_gather_start', 'wait', 'mul', 'add', 'output']
+        >>> [n.name for n in sink_waits(gm).graph.nodes][2:]
+        ['all_gather_start', 'mul', 'wait', 'add', 'output']
+    """
+    memory = Memory(gm)
+    order = put_off(memory.order, dependences(memory), waits_and_views(memory, is_wait))
+    return reordered(gm, order)[0]
+
+
+def waits_and_views(memory: Memory, which: Callable[[Node], bool]) -> set[Node]:
+    """The nodes that `which` accepts, and the views of what they return."""
+    lazy: set[Node] = set()
+    for node in memory.order:
+        if which(node) or (memory.is_view(node) and _all(lazy, node.all_input_nodes)):
+            lazy.add(node)
+    return lazy
+
+
+def _all(nodes: set[Node], wanted: Iterable[Node]) -> bool:
+    return all(n in nodes for n in wanted)

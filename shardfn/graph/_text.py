@@ -1,0 +1,100 @@
+"""A captured step as text: one line a node, under a heading for each phase."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ._transfers import Transfer, is_wait, start_of, transfers
+from ._values import dtype_name, phases_of, tensors_of, where_of
+
+
+def as_text(gm: GraphModule) -> str:
+    """The step as readable text; the same graph gives the same text.
+
+    A placeholder shows its leaf; a transfer its collective, axes, bytes and leaves; any other node its op and
+    arguments; all of them dtypes and shapes, and the user's line where it is known.
+
+    Args:
+        gm: the step.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda a: a.t() + 1, tracing_mode="fake")(torch.ones(4, 3))
+        >>> print(as_text(gm))
+        a_1: float32[4, 3] = input
+        # forward
+        t: float32[3, 4] = aten.t(a_1)
+        add: float32[3, 4] = aten.add.Tensor(t, 1)
+        return add
+    """
+    moves = {t.node: t for t in transfers(gm)}
+    lines: list[str] = []
+    heading = ""
+    for node, phase in phases_of(gm).items():
+        if node.op == "call_function" and phase != heading:
+            heading = phase
+            lines.append(f"# {phase}")
+        lines.append(_line(node, moves))
+    return "\n".join(lines)
+
+
+def _line(node: Node, moves: dict[Node, Transfer]) -> str:
+    if node.op == "output":
+        return f"return {_show(node.args[0]).removeprefix('(').removesuffix(')')}"
+    where = where_of(node)
+    text = f"{node.name}: {_types(tensors_of(node))} = {_right_side(node, moves)}"
+    return f"{text}  # {where}" if where else text
+
+
+def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
+    if node.op == "placeholder":
+        known = [str(node.meta[k]) for k in ("kind", "leaf") if k in node.meta]
+        return " ".join(["input", *known])
+    if node.op == "get_attr":
+        return f"constant {node.target}"
+    if node in moves:
+        return _move(node, moves[node])
+    if is_wait(node) and start_of(node) in moves:
+        move = moves[start_of(node)]
+        return f"wait({_show(node.args[0])}) for {move.op} over {move.axes}"
+    return f"{_op(node)}({_arguments(node)})"
+
+
+def _move(node: Node, move: Transfer) -> str:
+    operands = _show(tuple(node.all_input_nodes))
+    leaves = f": {', '.join(move.leaves)}" if move.leaves else ""
+    what = f"{dtype_name(move.dtype)} {_sizes(move.sizes)}"
+    return f"start {move.op}{operands} over {move.axes} ({move.num_ranks} ranks) {what}, {move.sent} bytes{leaves}"
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Equal sizes are shown as a product: a mesh may have a thousand ranks."""
+    return f"[{len(sizes)} x {sizes[0]}]" if len(sizes) > 1 and len(set(sizes)) == 1 else str(list(sizes))
+
+
+def _types(tensors: Sequence[Tensor]) -> str:
+    shown = [f"{dtype_name(t.dtype)}[{', '.join(map(str, t.shape))}]" for t in tensors]
+    return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"
+
+
+def _op(node: Node) -> str:
+    text = str(node.target)
+    return (text if "." in text else getattr(node.target, "__name__", text)).removesuffix(".default")
+
+
+def _arguments(node: Node) -> str:
+    named = [f"{k}={_show(v)}" for k, v in node.kwargs.items()]
+    return ", ".join([*map(_show, node.args), *named])
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_show, value))})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_show, value))}]"
+    return str(value)

@@ -1,0 +1,143 @@
+"""What the metadata of a captured graph says: the tensors of a node, their memory, views, writes, phases."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+PHASES: tuple[str, ...] = ("forward", "backward", "update")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in `value`, which may nest lists and tuples.
+
+    Example:
+        >>> len(tensors_in([torch.ones(2), (None, torch.ones(3))]))
+        2
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    return []
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    """The abstract tensors that `node` produces; the output node produces none."""
+    return [] if node.op == "output" else tensors_in(node.meta.get("val"))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's memory: equal for a tensor and its views."""
+    return tensor.untyped_storage()._cdata
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements.
+
+    Example:
+        >>> num_bytes(torch.ones(3, 2, dtype=torch.bfloat16))
+        12
+    """
+    return tensor.numel() * tensor.element_size()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as people write it.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def written_by(node: Node) -> list[Node]:
+    """The nodes whose memory `node` overwrites."""
+    if node.op != "call_function":
+        return []
+    out: list[Node] = []
+    for position, name in _written_arguments(node.target):
+        value = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+        out += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, Node)]
+    return out
+
+
+def is_view(node: Node) -> bool:
+    """Whether `node` only gives another look at memory that exists: no byte is read or written."""
+    if node.op != "call_function" or _written_arguments(node.target):
+        return node.op != "call_function"
+    mine = {storage_of(t) for t in tensors_of(node)}
+    return mine <= {storage_of(t) for n in node.all_input_nodes for t in tensors_of(n)}
+
+
+def phases_of(gm: GraphModule) -> dict[Node, str]:
+    """The phase of each node: what it is marked with; unmarked, "forward" until the first "forward", "update" after.
+
+    A graph without marks is all forward.
+    """
+    phases: dict[Node, str] = {}
+    seen = not any(n.meta.get("phase") == "forward" for n in gm.graph.nodes)
+    rest = "forward" if seen else "update"
+    for node in gm.graph.nodes:
+        marked = node.meta.get("phase")
+        seen = seen or marked == "forward"
+        phases[node] = marked or (rest if seen else "forward")
+    return phases
+
+
+def where_of(node: Node) -> str:
+    """The user's line, or nothing."""
+    return node.meta.get("where") or ""
+
+
+def axes_size(mesh_shape: Mapping[str, int], axes: str) -> int:
+    """The number of ranks along axes such as "dp,tp"; a missing axis counts 1.
+
+    Example:
+        >>> axes_size({"dp": 2, "tp": 3}, "dp,tp")
+        6
+    """
+    size = 1
+    for name in axes.split(","):
+        size *= mesh_shape.get(name, 1)
+    return size
+
+
+def sources(node: Node) -> Iterator[Node]:
+    """Where a value's elements come from: the nodes from which it is cut, joined, cast or copied, without itself."""
+    stack, seen = list(node.all_input_nodes) if _moves(node) else [], {node}
+    while stack:
+        n = stack.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        yield n
+        if _moves(n):
+            stack.extend(n.all_input_nodes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    arguments = enumerate(schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _moves(node: Node) -> bool:
+    """Whether `node` moves elements and computes nothing with them."""
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    return name in _MOVES or is_view(node)
+
+
+_MOVES = {"cat", "clone", "_to_copy", "constant_pad_nd", "stack", "copy", "copy_", "contiguous", "wait"} | {
+    "wait_tensor",
+    "_foreach_copy_",
+}

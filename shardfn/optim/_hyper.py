@@ -1,0 +1,55 @@
+"""Hyperparameters that may be tensors: how they meet leaves that are cut over the mesh, and the in-place kernels."""
+
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.collectives import current_mesh, pvary, transforming
+from shardfn.core import PyTree
+
+from ._leaves import spec_leaves
+from ._types import Number, Specs
+
+
+def beside(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list[Any]:
+    """`value` for each leaf, as a value that varies over the axes that cut the leaf.
+
+    A number is the same on all ranks (I), a block is not (V). The cast between them is the identity, and its transpose
+    is the sum over blocks, without which the derivative with respect to a hyperparameter would be one rank's share.
+
+    Args:
+        leaves: the leaves of `tree`, flattened.
+        value: a number, or a tensor equal on all ranks.
+        tree: tree of local blocks.
+        specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
+
+    Returns:
+        One entry a leaf; tensors are on the leaf's device.
+    """
+    if not isinstance(value, Tensor):
+        return [value] * len(leaves)
+    if specs is None or not (transforming() or value.requires_grad):
+        return [value.to(x.device) for x in leaves]
+    cuts = [current_mesh().axes(spec.axes) for spec in spec_leaves(specs, tree)]
+    varying = {axes: pvary(value, axes) for axes in dict.fromkeys(cuts)}
+    return [varying[axes].to(x.device) for x, axes in zip(leaves, cuts, strict=True)]
+
+
+def number(value: Number) -> float:
+    """A hyperparameter as the kernels take it: on the host.
+
+    Example:
+        >>> number(2)
+        2.0
+    """
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+def is_zero(value: Number | None) -> bool:
+    """Whether a hyperparameter is known to be 0 (or None); a tensor's value is not looked at.
+
+    Example:
+        >>> is_zero(0.0), is_zero(0.1)
+        (True, False)
+    """
+    return not isinstance(value, Tensor) and not value

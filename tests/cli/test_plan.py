@@ -1,0 +1,300 @@
+"""`shardfn plan`: published figures, bad arguments, what fits and what does not, the search, the formats."""
+
+import builtins
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardfn.cli import (
+    PRECISIONS,
+    PRESETS,
+    Setup,
+    activation_bytes,
+    exact,
+    main,
+    model_states,
+    parse_model,
+    plan,
+    preset_tables,
+    search,
+    step_cost,
+)
+from shardfn.core import Zero
+from shardfn.graph._device import DEVICES, cluster
+from shardfn.models import gpt
+
+TINY = "gpt:num_layers=2,d_model=64,num_heads=4,vocab_size=512,max_len=64"
+
+
+def run(model, mesh, stage, *, device="a100-80", precision="fp16-adam", **more):
+    return Setup(model, parse_model(model), mesh, cluster(device), Zero(stage=stage), precision, **more)
+
+
+# Published figures.
+
+
+@pytest.mark.parametrize(("stage", "gb"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_zero_paper(stage, gb):
+    total = model_states(run("zero-7.5b", {"dp": 64}, stage)).total / 1e9
+    assert round(total, 2 if stage == 3 else 1) == gb
+
+
+def test_a_trillion_parameters_take_16_gb_each():
+    setup = run("1t", {"dp": 1024}, 3)
+    assert gpt.num_params(setup.config) >= 1e12
+    assert 15.6e9 <= model_states(setup).total <= 16.0e9
+
+
+def test_turing_nlg():
+    config = PRESETS["turing-nlg-17b"].config
+    assert (config.num_layers, config.d_model, config.num_heads) == (78, 4256, 28)
+    assert round(gpt.num_params(config) / 1e9) == 17
+    # Published: plain data parallelism does not fit 32 GB even with 4-way tensor parallelism; ZeRO stage 1 does.
+    published = {"device": "v100-32", "batch": 8, "remat": True}
+    assert not plan(run("turing-nlg-17b", {"dp": 64, "tp": 4}, 0, **published)).fits
+    assert plan(run("turing-nlg-17b", {"dp": 64, "tp": 4}, 1, **published)).fits
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2", 0.1244),
+        ("gpt2-xl", 1.558),
+        ("llama-7b", 6.738),
+        ("llama-65b", 65.29),
+        ("llama2-70b", 68.98),
+        ("llama3-8b", 8.03),
+        ("gpt3-175b", 174.6),
+        ("mt-nlg-530b", 529.6),
+    ],
+)
+def test_presets_have_the_published_counts(name, billions):
+    assert gpt.num_params(PRESETS[name].config) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_activations_are_the_published_34_bytes():
+    # Korthikanti et al.: s b h (34 + 5 a s / h) a layer, of which 1 is the mask of the scores, which are not kept here.
+    config = parse_model("gpt3-175b:dropout=0.1")
+    one, two = (
+        activation_bytes(
+            Setup("x", parse_model(f"gpt3-175b:dropout=0.1,num_layers={n}"), {}, cluster("h100"), Zero(), seq=2048)
+        ).saved
+        for n in (1, 2)
+    )
+    assert two - one == 2048 * config.d_model * 34
+
+
+def test_activations_under_tensor_parallelism():
+    # The same source: s b h (10 + 24 / t) a layer.
+    saved = [
+        activation_bytes(run(f"gpt3-175b:dropout=0.1,num_layers={n}", {"tp": 8}, 0, seq=2048)).saved for n in (1, 2)
+    ]
+    assert saved[1] - saved[0] == 2048 * 12288 * (10 + 24 // 8)
+
+
+def test_tables_in_the_documentation_are_the_programs():
+    root = Path(__file__).parents[2] / "docs"
+    maker = runpy.run_path(str(root / "make_plan_tables.py"))
+    text = (root / "plan.md").read_text(encoding="utf-8")
+    assert maker["page"](text) == text, "run `python docs/make_plan_tables.py`"
+    assert "| **120.00** | 120" in preset_tables()
+
+
+# Traffic and time.
+
+
+def test_traffic_is_that_of_the_paper():
+    size = 2 * gpt.num_params(PRESETS["zero-7.5b"].config)
+    sent = [sum(t.nbytes for t in step_cost(run("zero-7.5b", {"dp": 64}, s)).transfers) for s in range(4)]
+    assert [round(b / (size * 63 / 64), 2) for b in sent] == [2.0, 2.0, 2.0, 3.0]
+
+
+def test_tensor_parallel_sums():
+    (transfer,) = step_cost(run("gpt2", {"tp": 4}, 0, batch=2, seq=128)).transfers
+    assert transfer.nbytes == 2 * 3 / 4 * (4 * 12) * (2 * 128 * 768 * 2)
+    assert transfer.bandwidth == cluster("a100-80").inside.bandwidth
+
+
+def test_remat_costs_a_forward_and_saves_memory():
+    plain, again = (plan(run("gpt2-xl", {"dp": 8}, 3, batch=8, remat=r)) for r in (False, True))
+    assert again.peak < plain.peak
+    assert 1.2 < again.cost.compute / plain.cost.compute < 4 / 3
+    assert again.cost.model_flops == plain.cost.model_flops
+
+
+def test_more_ranks_on_a_slower_wire_wait_longer():
+    fast, slow = (step_cost(run("gpt2-xl", {"dp": 64}, 3, device=d)) for d in ("a100-40", "rtx4090"))
+    assert fast.exposed < slow.exposed
+    assert slow.dominates == "waiting for data-parallel transfers"
+
+
+def test_link_of_the_mesh():
+    box = cluster("a100-80")
+    assert box.link({"dp": 8}, "dp") == box.inside
+    assert box.link({"dp": 16}, "dp").bandwidth == 8 * box.between.bandwidth
+    assert box.link({"dp": 16, "tp": 8}, "dp").bandwidth == box.between.bandwidth
+    assert box.link({"dp": 16, "tp": 4}, "dp").bandwidth == 2 * box.between.bandwidth
+    assert box.link({"dp": 16, "tp": 4}, "tp") == box.inside
+    assert box.link({"dp": 2, "tp": 4}, "dp,tp") == box.inside
+    assert box.link({"dp": 4, "tp": 6}, "tp").latency == box.between.latency
+    with pytest.raises(ValueError, match=r"axis 'dq' is not in the mesh.*Did you mean 'dp'"):
+        box.link({"dp": 2}, "dq")
+
+
+def test_devices_are_complete():
+    for name, box in DEVICES.items():
+        assert box.device.name == name and box.device.memory > 2**30 and box.device.rate("float32") > 0
+    with pytest.raises(ValueError, match="v100-32 does not compute in bfloat16"):
+        cluster("v100-32").device.rate("bfloat16")
+
+
+def test_every_precision_counts_16_bytes():
+    assert {p.params + p.grads + p.optimizer for p in PRECISIONS.values()} == {16}
+
+
+# The captured step beside the formulas.
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("remat", "accumulate"), [(False, 1), (True, 2)])
+def test_captured_step_agrees(stage, remat, accumulate):
+    more = {"batch": 4, "seq": 64, "remat": remat, "accumulate": accumulate}
+    setup = run(TINY, {"dp": 4}, stage, precision="fp32-adam", **more)
+    captured, formula = exact(setup), plan(setup)
+    for kind in ("params", "optimizer"):
+        assert captured.memory[kind] == pytest.approx(formula.memory[kind], rel=0.01)
+    assert 0.5 * formula.peak < captured.peak < 1.1 * formula.peak
+    sent = sum(n for _, _, n in captured.traffic)
+    estimate = sum(t.nbytes for t in formula.cost.transfers)
+    # At stage 3 the program keeps a leaf that it needs again soon; the formula always gathers twice.
+    assert sent == pytest.approx(estimate, rel=0.25 if stage == 3 else 0.01)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--device a100-88", "device 'a100-88' is not known. Did you mean 'a100-80'?"),
+        ("--model gpt2xl", "--model 'gpt2xl' is not known. Did you mean 'gpt2-xl'?"),
+        ("--model gpt:num_layer=2", "'num_layer' is not a field of models.gpt.Config. Did you mean 'num_layers'?"),
+        ("--model gpt:num_layers=2", "d_model is missing; add d_model=.."),
+        ("--model gpt2:num_layers=two", "num_layers='two' must be an integer."),
+        ("--model gpt2:num_layers", "'num_layers' has no value"),
+        ("--model gpt2:bias=1", "bias=1 must be True or False."),
+        ("--model gpt2:dropout=x", "dropout='x' must be a number."),
+        ("--model gpt2:num_heads=7", "num_heads=7 does not divide d_model=768."),
+        ("--mesh dq=8", "axis 'dq' is not known. Did you mean 'dp'?"),
+        ("--mesh dp=8,pp=2", "a plan does not know axis 'pp' yet"),
+        ("--mesh dp=0", "axis 'dp' has size '0'"),
+        ("--mesh dp=2,dp=2", "axis 'dp' is given twice."),
+        ("--mesh tp=64", "tp=64 is more than the model's 12 heads"),
+        ("--zero 4", "Zero(stage=4): the stages are 0, 1, 2 and 3."),
+        ("--precision bf16-adm", "--precision 'bf16-adm' is not known. Did you mean 'bf16-adam'?"),
+        ("--device v100-32", "v100-32 does not compute in bfloat16; use fp16-adam or fp32-adam."),
+        ("--batch 3 --accumulate 2", "--accumulate 2 does not divide --batch 3"),
+        ("--batch 0", "--batch 0 must be at least 1."),
+        ("--seq 4096", "--seq 4096 is longer than the model's max_len=1024"),
+        ("--efficiency 2", "--efficiency 2.0 must lie in (0, 1]."),
+        ("--mesh tp=2 --exact", "use tp=1, not 2."),
+        ("--png plan.docx", "a picture cannot be written as 'docx'"),
+        ("--out no/such/folder/plan.md", "no/such/folder/plan.md"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments, message, capsys):
+    assert main(["plan", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("shardfn plan: error: ") and message in error
+
+
+def test_all_mistakes_are_listed_at_once(capsys):
+    assert main(["plan", "--batch", "0", "--efficiency", "0", "--seq", "9999"]) == 2
+    assert capsys.readouterr().err.count("  - ") == 3
+
+
+def test_a_run_that_does_not_fit(capsys):
+    assert main(["plan", "--model", "gpt3-175b", "--mesh", "dp=8", "--zero", "1"]) == 1
+    assert "**does not fit: " in capsys.readouterr().out
+
+
+def test_plan_report_json_and_picture(capsys, tmp_path):
+    out, png = tmp_path / "plan.md", tmp_path / "plan.png"
+    base = ["plan", "--model", "llama-7b", "--mesh", "dp=64", "--batch", "4", "--remat"]
+    assert main([*base, "--out", str(out), "--png", str(png)]) == 0
+    text = capsys.readouterr().out
+    assert out.read_text() == text and "## Memory of the fullest rank" in text
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert main([*base, "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    kinds = {k: n for k, n in read["memory"].items() if k not in ("peak", "limit", "model_states")}
+    assert read["fits"] and sum(kinds.values()) == read["memory"]["peak"] < read["memory"]["limit"]
+    assert sum(read["time"][k] for k in ("compute", "exposed", "tensor", "update")) == read["time"]["step"]
+
+
+def test_only_the_picture_needs_matplotlib(capsys, monkeypatch):
+    def refuse(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return plain(name, *args, **kwargs)
+
+    plain = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert main(["plan"]) == 0
+    assert main(["plan", "--png", "plan.png"]) == 2
+    assert "--png needs matplotlib: pip install 'shardfn[train]'" in capsys.readouterr().err
+
+
+def test_captured_report(capsys):
+    flags = ["--mesh", "dp=2", "--precision", "bf16-adam", "--device", "h100", "--exact"]
+    assert main(["plan", "--model", TINY, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "GiB, captured" in text and "there is no float32 master copy in it" in text
+
+
+# The search.
+
+
+def test_search_finds_a_run_that_fits_and_is_deterministic():
+    setup = run("llama-7b", {"dp": 8, "tp": 1}, 0, device="a100-40", batch=4, seq=2048)
+    assert not plan(setup).fits
+    found = search(setup)
+    assert found == search(setup)
+    assert all(p.fits for p in found.best)
+    assert [p.cost.seconds for p in found.best] == sorted(p.cost.seconds for p in found.best)
+    assert {p.setup.batch * p.setup.axis("dp") for p in found.best} == {32}
+    assert {p.setup.world for p in found.best} == {8}
+    assert not any(p.fits for p in found.failed) and (1, 0) in [
+        (p.setup.axis("tp"), p.setup.zero.stage) for p in found.failed
+    ]
+
+
+def test_search_leaves_tp_alone_unless_the_mesh_names_it():
+    assert {p.setup.axis("tp") for p in search(run("gpt2", {"dp": 8}, 3)).best} == {1}
+    assert {p.setup.axis("tp") for p in search(run("gpt2", {"dp": 8, "tp": 1}, 3)).best} == {1, 2, 4, 8}
+
+
+def test_search_says_why_nothing_fits(capsys, tmp_path):
+    arguments = ["plan", "--model", "1t", "--mesh", "dp=4,tp=4", "--device", "rtx4090", "--search"]
+    assert main([*arguments, "--png", str(tmp_path / "none.png")]) == 1
+    text = capsys.readouterr().out
+    assert "# Search: 0 of " in text and "## What does not fit, at its smallest" in text
+    assert "tp=16: more than the 8 ranks of a node" in text
+    assert main([*arguments, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["best"] == []
+
+
+def test_search_report(capsys):
+    assert main(["plan", "--model", "gpt2-xl", "--mesh", "dp=8", "--batch", "8", "--search", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["plan"]["fits"] and len(read["best"]) == 10 and read["tried"] == 32
+
+
+def test_as_a_program():
+    command = [sys.executable, "-m", "shardfn.cli", "plan", "--model", "mt-nlg-530b", "--mesh", "dp=1024", "--remat"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("# mt-nlg-530b on 1024 x a100-80"), done.stderr

@@ -1,0 +1,121 @@
+"""Covers the proof that ranks do not hang: equal sequences pass, the first difference and circles are named."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardfn.core import RankError
+from shardfn.graph._check import check_collectives, collective_sequence, compare_sequences, prove_no_hang
+
+S = torch.ops.shardfn
+
+
+def _graph(f: Callable[[Tensor], Tensor], **mesh_shape: int) -> GraphModule:
+    gm = make_fx(f, tracing_mode="fake")(torch.ones(4))
+    gm.meta["mesh_shape"] = mesh_shape
+    for i, node in enumerate(gm.graph.nodes):
+        node.meta["where"] = f"model.py:{i} in {f.__name__}"
+    return gm
+
+
+def _gather_then_sum(x: Tensor) -> Tensor:
+    return S.wait(S.all_gather_start(x, [4, 4], "dp")).sum() + S.wait(S.psum_start([x], "dp"))
+
+
+def _sum_then_gather(x: Tensor) -> Tensor:
+    y = S.wait(S.psum_start([x], "dp"))
+    return S.wait(S.all_gather_start(x, [4, 4], "dp")).sum() + y
+
+
+def _overlapped(x: Tensor) -> Tensor:
+    gathered, summed = S.all_gather_start(x, [4, 4], "dp"), S.psum_start([x], "dp")
+    return S.wait(gathered).sum() + S.wait(summed)
+
+
+def _other_size(x: Tensor) -> Tensor:
+    return S.wait(S.all_gather_start(x[:3], [3, 3], "dp")).sum() + S.wait(S.psum_start([x], "dp"))
+
+
+def _no_sum(x: Tensor) -> Tensor:
+    return S.wait(S.all_gather_start(x, [4, 4], "dp")).sum() + x
+
+
+def test_a_line_per_transfer() -> None:
+    assert collective_sequence(_graph(_gather_then_sum, dp=2)) == [
+        "gather dp: all_gather float32 [4, 4]  # model.py:1 in _gather_then_sum",
+        "reduce dp: all_reduce float32 [4]  # model.py:4 in _gather_then_sum",
+    ]
+    assert collective_sequence(_graph(lambda x: S.wait(S.psum_start([x], "dp")), dp=1, tp=2)) == []
+
+
+def test_equal_programs_pass_whatever_their_lines() -> None:
+    a, b = _graph(_gather_then_sum, dp=2), _graph(_gather_then_sum, dp=2)
+    for node in b.graph.nodes:
+        node.meta["where"] = "another.py:1"
+    prove_no_hang([a, b])
+    prove_no_hang([a, a])
+    check_collectives(["\n".join(collective_sequence(g)) for g in (a, b)])
+    prove_no_hang([a, _graph(_overlapped, dp=2)])
+
+
+@pytest.mark.parametrize(("other", "line"), [(_other_size, "model.py:2 in _other_size"), (_no_sum, "none; it has")])
+def test_the_first_difference_is_named_with_both_lines(other: Callable[[Tensor], Tensor], line: str) -> None:
+    gms = [_graph(_gather_then_sum, dp=2), _graph(other, dp=2)]
+    for check in (
+        lambda: prove_no_hang(gms),
+        lambda: compare_sequences([collective_sequence(g) for g in gms]),
+    ):
+        with pytest.raises(RankError, match="ranks 0 and 1 differ") as error:
+            check()
+        assert line in str(error.value) and "in _gather_then_sum" in str(error.value)
+        assert "same order" in str(error.value)
+
+
+def test_a_circle_across_channels_is_found() -> None:
+    """Each channel's own sequence agrees, but each rank waits for what the other starts later."""
+    gms = [_graph(_gather_then_sum, dp=2), _graph(_sum_then_gather, dp=2)]
+    compare_sequences([collective_sequence(g) for g in gms])
+    with pytest.raises(RankError, match="2 of 2 ranks would wait forever") as error:
+        prove_no_hang(gms)
+    text = str(error.value)
+    assert "rank 0 at all_gather_start" in text and "rank 1 at psum_start" in text
+    assert "in _gather_then_sum" in text and "in _sum_then_gather" in text
+
+
+def _in_groups(order: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        for name in order:
+            x = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", name))
+        return x
+
+    return f
+
+
+def _grid(orders: Sequence[Sequence[str]]) -> list[GraphModule]:
+    gms = [_graph(_in_groups(o), dp=2, tp=2) for o in orders]
+    for gm in gms:
+        gm.meta["groups"] = {"a": "dp", "b": "tp"}
+    return gms
+
+
+def test_groups_of_a_grid_are_told_apart() -> None:
+    prove_no_hang(_grid(["ab", "ab", "ab", "ab"]))
+    # Both sums along dp happen in the column of ranks 1 and 3 only: no group differs within itself.
+    prove_no_hang(_grid(["b", "ba", "b", "ba"]))
+    with pytest.raises(RankError, match="ranks 0 and 2 differ"):
+        prove_no_hang(_grid(["ab", "b", "b", "b"]))
+
+
+def test_a_circle_through_groups_is_found() -> None:
+    """0-1 and 2-3 share tp, 0-2 and 1-3 share dp: each rank waits for the next one round the square."""
+    with pytest.raises(RankError, match="4 of 4 ranks"):
+        prove_no_hang(_grid(["ab", "ba", "ba", "ab"]))
+
+
+def test_every_rank_needs_a_graph() -> None:
+    with pytest.raises(ValueError, match="1 graphs for a mesh of"):
+        prove_no_hang([_graph(_overlapped, dp=2)])
