@@ -9,24 +9,30 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from slow_link import Link, enter
+
 Job = Callable[..., Any]
 
 
 class Group:
     """`world` processes that share a gloo group. `setup(rank, world, *args)` runs once and returns a serving function.
 
-    `ask(x)` sends x to every rank and returns the list of what each rank's serving function makes of it.
+    `ask(x)` sends x to every rank and returns the list of what each rank's serving function makes of it. With `link`
+    (of `slow_link.py`) the ranks live in its namespaces, else gloo uses the loopback.
     """
 
-    def __init__(self, setup: Job, world: int, args: tuple[Any, ...] = (), *, preload: str = "") -> None:
+    def __init__(
+        self, setup: Job, world: int, args: tuple[Any, ...] = (), *, preload: str = "", link: Link | None = None
+    ) -> None:
         context = mp.get_context("spawn")
         self._files = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._procs = []
-        with _environment(preload):
+        with _environment(preload, link.interface if link else "lo"):
             for rank in range(world):
                 here, there = context.Pipe()
-                job = (setup, rank, world, f"{self._files.name}/store", there, args)
+                space = link.namespaces[rank] if link else ""
+                job = (setup, rank, world, f"{self._files.name}/store", there, args, space)
                 self._procs.append(context.Process(target=_serve, args=job, daemon=True))
                 self._procs[-1].start()
                 self._pipes.append(here)
@@ -74,8 +80,8 @@ def _receive(pipe: Connection) -> Any:
 
 
 @contextmanager
-def _environment(preload: str) -> Iterator[None]:
-    new = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LD_PRELOAD": preload}
+def _environment(preload: str, interface: str) -> Iterator[None]:
+    new = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LD_PRELOAD": preload}
     old = {k: os.environ.get(k) for k in new}
     os.environ.update({k: v for k, v in new.items() if v})
     try:
@@ -87,7 +93,11 @@ def _environment(preload: str) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def _serve(setup: Job, rank: int, world: int, store: str, pipe: Connection, args: tuple[Any, ...]) -> None:
+def _serve(
+    setup: Job, rank: int, world: int, store: str, pipe: Connection, args: tuple[Any, ...], namespace: str
+) -> None:
+    if namespace:
+        enter(namespace)
     import torch
     import torch.distributed as dist
 

@@ -56,17 +56,36 @@ def fsdp2(rank: int, world: int, size: Size, *, reshard: bool = True) -> Step:
     return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
 
 
-def shardfn(rank: int, world: int, size: Size, *, stage: int, **fields: Any) -> Step:
-    """`sharded_step` at one stage; `fields` are those of `Zero`."""
+def fsdp2_compile(rank: int, world: int, size: Size, *, whole: bool = False) -> Step:
+    """`fsdp2` with torch.compile: of every block before it is sharded, or of the whole sharded model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    del rank
+    model, mesh = Model(size), init_device_mesh("cpu", (world,))
+    for block in model.layers:
+        if not whole:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if whole:
+        model.compile()
+    return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+
+
+def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", **fields: Any) -> Step:
+    """`sharded_step` at one stage. `jit` is a back end of `sf.jit`, or empty for eager steps; `fields` are those of
+    `Zero`, or with "jit_" before them options of `sf.jit`. The step has an attribute `cache_info`.
+    """
     del rank
     from _model import loss, params
 
     import shardfn as sf
 
-    b1, b2 = ADAMW["betas"]
-    optimizer = sf.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+    options = {name.removeprefix("jit_"): fields.pop(name) for name in list(fields) if name.startswith("jit_")}
+    f = sf.jit(loss(size), backend=jit, **options) if jit else loss(size)
     mesh = sf.make_mesh({"dp": world})
-    take = sf.sharded_step(loss(size), optimizer, mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=stage, **fields))
+    take = sf.sharded_step(f, adamw(), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=stage, **fields))
     state = take.init(params(size))
 
     def step(tokens: Tensor) -> Tensor:
@@ -74,7 +93,16 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, **fields: Any) -> 
         state, metrics = take(state, {"tokens": tokens})
         return metrics["loss"]
 
+    step.cache_info = take.cache_info  # pyright: ignore[reportFunctionMemberAccess]
     return step
+
+
+def adamw() -> Any:
+    """The optimizer of every shardfn peer."""
+    import shardfn as sf
+
+    b1, b2 = ADAMW["betas"]
+    return sf.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
 
 
 def deepspeed(rank: int, world: int, size: Size, *, stage: int) -> Step:
@@ -117,13 +145,16 @@ PEERS: dict[str, Build] = {
     "zero_redundancy": zero_redundancy,
     "fsdp2": fsdp2,
     "fsdp2_no_reshard": functools.partial(fsdp2, reshard=False),
+    "fsdp2_compile": fsdp2_compile,
+    "fsdp2_compile_whole": functools.partial(fsdp2_compile, whole=True),
     **{f"shardfn{s}": functools.partial(shardfn, stage=s) for s in range(4)},
     **{f"deepspeed{s}": functools.partial(deepspeed, stage=s) for s in range(4)},
 }
 
 
 def build(name: str) -> Build:
-    """The peer of that name. Fields of `Zero` may follow a shardfn peer: `shardfn3:prefetch=0:bucket=0`.
+    """The peer of that name. Fields may follow a shardfn peer: those of `Zero`, as in `shardfn3:prefetch=0:bucket=0`, a
+    back end, as in `shardfn3:jit=graph`, and options of `sf.jit`, as in `shardfn3:jit=graph:jit_prefetch=0`.
 
     Raises:
         ValueError: there is no such peer.
@@ -132,7 +163,7 @@ def build(name: str) -> Build:
     if base not in PEERS:
         raise ValueError(f"no peer {base!r}; there are {', '.join(PEERS)}.")
     pairs = (field.split("=") for field in fields)
-    return functools.partial(PEERS[base], **{key: int(value) for key, value in pairs})
+    return functools.partial(PEERS[base], **{key: int(value) if value.isdigit() else value for key, value in pairs})
 
 
 def _train(model: torch.nn.Module, optimizer: Any) -> Step:

@@ -9,35 +9,54 @@ import statistics
 import time
 from collections.abc import Callable
 
-from _model import FULL, batches
+from _model import FULL, Size, batches
 from _pairs import Group
 from _report import publish, table
+from slow_link import Link
+
+Times = dict[str, list[float]]
 
 
 def main() -> None:
     """Measures and reports."""
     args = _arguments()
-    groups = {name: Group(serve, args.world, (name,)).ready() for name in args.peers}
-    times: dict[str, list[float]] = {name: [] for name in args.peers}
+    args.base = base_of(args.base or ("loop" if args.world == 1 else "ddp"), args.peers)
+    times, losses = measure(args.peers, args)
+    report("Step time", args, times, losses)
+
+
+def measure(
+    peers: list[str], args: argparse.Namespace, *, size: Size = FULL, link: Link | None = None
+) -> tuple[Times, dict[str, float]]:
+    """Seconds per step of each round, the slower rank, and the last loss, by peer.
+
+    Args:
+        peers: see `_peers.py`.
+        args: has `world`, `rounds`, `steps`, `warmup`.
+        size: what is trained.
+        link: where the ranks live; None is the loopback.
+    """
+    groups = {name: Group(serve, args.world, (name, size), link=link).ready() for name in peers}
+    times: Times = {name: [] for name in peers}
     losses: dict[str, float] = {}
     for group in groups.values():
         group.ask(args.warmup)
     for turn in range(args.rounds):
-        for name in args.peers[turn % len(args.peers) :] + args.peers[: turn % len(args.peers)]:
+        for name in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
             answers = groups[name].ask(args.steps)
             losses[name] = statistics.mean(loss for _, loss in answers)
             times[name].append(max(seconds for seconds, _ in answers))
     for group in groups.values():
         group.close()
-    _report(args, times, losses)
+    return times, losses
 
 
-def serve(rank: int, world: int, name: str) -> Callable[[int], tuple[float, float]]:
+def serve(rank: int, world: int, name: str, size: Size = FULL) -> Callable[[int], tuple[float, float]]:
     """Builds one peer; its answer to k is (seconds per step, last loss) of k steps."""
     import torch.distributed as dist
     from _peers import build
 
-    step, data = build(name)(rank, world, FULL), batches(FULL, rank, world)
+    step, data = build(name)(rank, world, size), batches(size, rank, world)
 
     def answer(steps: int) -> tuple[float, float]:
         rows = [next(data) for _ in range(steps)]
@@ -49,18 +68,31 @@ def serve(rank: int, world: int, name: str) -> Callable[[int], tuple[float, floa
     return answer
 
 
-def _report(args: argparse.Namespace, times: dict[str, list[float]], losses: dict[str, float]) -> None:
+def report(
+    title: str, args: argparse.Namespace, times: Times, losses: dict[str, float], *, size: Size = FULL, more: str = ""
+) -> None:
+    """Publishes one row a peer, and `more` below the table."""
     rows = []
     for name, seconds in times.items():
-        ratios = [a / b for a, b in zip(seconds, times[args.base], strict=True)]
-        low, mid, high = _quartiles(ratios)
+        low, mid, high = ratios(seconds, times[args.base])
         median = statistics.median(seconds)
-        speed = FULL.batch * FULL.tokens / median
+        speed = size.batch * size.tokens / median
         ratio = f"{mid:.3f}", f"{low:.3f} .. {high:.3f}"
         rows.append([name, f"{median:.4f}", f"{min(seconds):.4f}", f"{speed:.0f}", *ratio, f"{losses[name]:.5f}"])
     head = ["peer", "median s/step", "best", "tokens/s", f"ratio to {args.base}", "quartiles", "last loss"]
-    note = f"World {args.world}, one thread a rank, {args.rounds} rounds of {args.steps} steps; {FULL}"
-    publish("Step time", f"{note}\n\n{table(head, rows)}", out=args.out, data={"seconds": times}, as_json=args.json)
+    note = f"World {args.world}, one thread a rank, {args.rounds} rounds of {args.steps} steps; {size}"
+    body = "\n\n".join(part for part in (note, table(head, rows), more) if part)
+    publish(title, body, out=args.out, data={"seconds": times}, as_json=args.json)
+
+
+def ratios(seconds: list[float], base: list[float]) -> tuple[float, float, float]:
+    """Quartiles of the ratios formed within a round."""
+    return _quartiles([a / b for a, b in zip(seconds, base, strict=True)])
+
+
+def base_of(wanted: str, peers: list[str]) -> str:
+    """The peer that ratios refer to: the wanted one if it takes part, else the first."""
+    return wanted if wanted in peers else peers[0]
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -70,21 +102,22 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, mid, high
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", default="ddp,fsdp2,shardfn0,shardfn1,shardfn2,shardfn3", help="see _peers.py")
-    parser.add_argument("--rounds", type=int, default=10)
+def add_arguments(parser: argparse.ArgumentParser, *, peers: str, rounds: int = 10) -> None:
+    """The options that all step-time benchmarks share."""
+    parser.add_argument("--peers", type=lambda x: x.split(","), default=peers.split(","), help="see _peers.py")
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=2, help="steps a peer takes in one round")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--base", default="", help="the peer that ratios refer to (ddp, or loop at world 1)")
+    parser.add_argument("--base", default="", help="the peer that ratios refer to")
     parser.add_argument("--out", default="", help="Markdown file")
-    parser.add_argument("--json", action="store_true", help="also the raw seconds")
-    args = parser.parse_args()
-    args.peers = args.peers.split(",")
-    wanted = args.base or ("loop" if args.world == 1 else "ddp")
-    args.base = wanted if wanted in args.peers else args.peers[0]
-    return args
+    parser.add_argument("--json", action="store_true", help="also the raw numbers")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser, peers="ddp,fsdp2,shardfn0,shardfn1,shardfn2,shardfn3")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

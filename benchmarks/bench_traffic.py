@@ -31,7 +31,7 @@ def main() -> None:
     publish("Traffic", f"MB = 1e6 bytes\n\n{table(head, rows)}", out=args.out, data={"rows": rows}, as_json=args.json)
 
 
-def serve(rank: int, world: int, size: Size, stage: int, fields: dict[str, int]) -> Callable[[int], dict[str, Any]]:
+def serve(rank: int, world: int, size: Size, stage: int, fields: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
     """Builds a step and takes a first one; the answer to k is what k further steps sent."""
     from _peers import shardfn
 

@@ -14,6 +14,7 @@ from shardfn.collectives import (
     axis_index as axis_index,
     axis_size as axis_size,
     count_traffic as count_traffic,
+    member as member,
     pmax as pmax,
     pmean as pmean,
     ppermute as ppermute,
@@ -21,6 +22,7 @@ from shardfn.collectives import (
     psum_scatter as psum_scatter,
     pvary as pvary,
     shard as shard,
+    stack as stack,
     unshard as unshard,
 )
 from shardfn.core import (

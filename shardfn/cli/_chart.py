@@ -31,8 +31,8 @@ def write_chart(plans: Sequence[Plan], path: str) -> None:
     left.set(title=f"Memory of the fullest rank, {plans[0].setup.cluster.device.name}", xlabel="GiB")
     _stack(right, names, [_parts(p) for p in plans])
     right.set(title=f"{plans[0].setup.model}: time of a step (estimate)", xlabel="seconds")
-    for axes in (left, right):
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2 - 0.4 / (1 + len(plans))), ncol=4, fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncol=4, fontsize=8)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncol=4, fontsize=8)
     figure.savefig(path, dpi=120)
 
 

@@ -194,13 +194,14 @@ def _layout(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, 
     """The layout of every leaf. Equal leaves share one, since it costs a call a rank, and blocks are all alike."""
     mesh = Mesh(dict(shape), torch.device("cpu"))
 
-    @functools.cache
-    def layout(leaf: _Leaf) -> LeafLayout:
-        name, size = leaf
-        compute, axes = _tensor_parallel(name, mesh), mesh.axes("dp")
-        return leaf_layout(name, size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
+    axes = mesh.axes("dp")
 
-    before, block, after = (list(map(layout, part)) for part in _leaves(dataclasses.replace(config, num_layers=1)))
+    @functools.cache
+    def layout(size: torch.Size, compute: P) -> LeafLayout:
+        return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
+
+    parts = _leaves(dataclasses.replace(config, num_layers=1))
+    before, block, after = ([layout(size, _tensor_parallel(name, mesh)) for name, size in part] for part in parts)
     return before + block * config.num_layers + after
 
 

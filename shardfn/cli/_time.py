@@ -118,16 +118,14 @@ def data_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
     k = setup.accumulate
     reduces = k if setup.zero.reduce == "each" else 1
     rows = (
-        ("gather of parameters, forward", states.gathered, k, "gathered", 1),
-        ("gather of parameters, backward", states.gathered, k, "gathered", 1),
-        ("gradients, each rank keeps rows", states.scattered, reduces, "scattered", 1),
-        ("gradients, summed whole", states.summed, reduces, "summed", 2),
-        ("parameters made whole after the update", states.refreshed, 1, "refreshed", 1),
+        ("gather of parameters, forward", states.gathered, k, "gathered"),
+        ("gather of parameters, backward", states.gathered, k, "gathered"),
+        ("gradients, each rank keeps rows", states.scattered, reduces, "scattered"),
+        # Each microbatch leaves every rank its rows of the sum; they are made whole once, at the end.
+        ("gradients, summed whole", states.summed, reduces + 1, "summed"),
+        ("parameters made whole after the update", states.refreshed, 1, "refreshed"),
     )
-    made = [
-        _transfer(setup, "dp", what, passes * times * size, times * states.messages[name])
-        for what, size, times, name, passes in rows
-    ]
+    made = [_transfer(setup, "dp", what, n * size, n * states.messages[name]) for what, size, n, name in rows]
     return tuple(t for t in made if t.nbytes > 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as torch_pytree
@@ -242,7 +243,7 @@ def transforming() -> bool:
         >>> transforming(), torch.func.grad(lambda x: x * transforming())(torch.tensor(1.0))
         (False, tensor(1.))
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 # torch also puts things that are no tensors in the places of leaves, so property and constructor are passed by.
@@ -250,6 +251,11 @@ def transforming() -> bool:
 
 def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh]]:
     return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh)
+
+
+def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    children, context = _flatten(x)
+    return [(torch_pytree.GetAttrKey("local"), children[0])], context
 
 
 def _unflatten(children: Any, context: tuple[torch.Size, P, Mesh]) -> GlobalTensor:
@@ -262,7 +268,7 @@ torch_pytree.register_pytree_node(
     GlobalTensor,
     _flatten,
     _unflatten,
-    flatten_with_keys_fn=lambda x: ([(torch_pytree.GetAttrKey("local"), _flatten(x)[0][0])], _flatten(x)[1]),
+    flatten_with_keys_fn=_flatten_with_keys,
 )
 
 

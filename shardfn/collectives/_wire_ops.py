@@ -7,9 +7,9 @@
     wait(handle)                               -> the value
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
-A handle has the value's shape; its memory is in flight until `wait`. All tensors but `into` are flat. `axes` are mesh axes
-joined by commas; which communicator they mean is the bound mesh's affair, so that one graph runs on any wire. What a
-transfer reads must not be written before its `wait`; the op keeps it alive until then.
+A handle has the value's shape; its memory is in flight until `wait`. All tensors but `into` are flat. `axes` are mesh
+axes joined by commas; which communicator they mean is the bound mesh's affair, so that one graph runs on any wire. What
+a transfer reads must not be written before its `wait`; the op keeps it alive until then.
 """
 
 import contextlib

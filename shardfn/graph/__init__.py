@@ -1,8 +1,23 @@
 """What a captured step is: a graph of aten ops and transfers; passes over it, analysis, back ends."""
 
-from ._options import Schedule as Schedule, Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend
-
-from ._device import Cluster as Cluster
-CostAnalysis = MemoryAnalysis = Estimate = object
-as_text = memory_analysis = cost_analysis = estimate = None
-from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences, prove_no_hang as prove_no_hang
+from ._options import Schedule as Schedule
+from ._schedule import schedule as schedule
+from ._reuse import reuse_gathers as reuse_gathers
+from ._bucket import bucket as bucket
+from ._overlap import overlap_reductions as overlap_reductions
+from ._prefetch import prefetch as prefetch
+from ._sink import sink_waits as sink_waits
+from ._rematerialise import rematerialise as rematerialise
+from ._free import free_at_last_use as free_at_last_use
+from ._donate import donate as donate
+from ._transfers import Transfer as Transfer, transfers as transfers
+from ._memory import MemoryAnalysis as MemoryAnalysis, memory_analysis as memory_analysis
+from ._cost import CostAnalysis as CostAnalysis, Estimate as Estimate, cost_analysis as cost_analysis
+from ._cost import estimate as estimate, node_seconds as node_seconds, transfer_seconds as transfer_seconds
+from ._text import as_text as as_text
+from ._timeline import chrome_trace as chrome_trace
+from ._calibrate import calibrate as calibrate
+from ._device import Cluster as Cluster, Device as Device, Link as Link
+from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
+from ._check import prove_no_hang as prove_no_hang
+from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend

@@ -3,11 +3,14 @@
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.fx import GraphModule
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from shardfn.core import raise_all
 
 from ._emit import emit
 from ._inductor import compile_regions, find_compiler
@@ -38,7 +41,7 @@ class Compiled:
     num_compiled: int = 0
     cache_hits: int = 0
 
-    def __call__(self, *flat: torch.Tensor) -> tuple[Any, ...]:
+    def __call__(self, *flat: Tensor) -> tuple[Any, ...]:
         """Runs the graph.
 
         Example:
@@ -61,11 +64,15 @@ def resolve_backend(backend: str | None) -> Backend:
         'graph'
     """
     if backend not in (None, "graph", "inductor"):
-        raise ValueError(f"backend={backend!r} is none of 'graph', 'inductor', None (the best that this machine can run).")
+        raise ValueError(
+            f"backend={backend!r} is none of 'graph', 'inductor', None (the best that this machine can run)."
+        )
     if backend == "graph" or find_compiler():
         return "graph" if backend == "graph" else "inductor"
     if backend == "inductor":
-        raise RuntimeError(f"backend='inductor' needs a C++ compiler, and there is none: {_REMEDY}, or use backend='graph'.")
+        raise RuntimeError(
+            f"backend='inductor' needs a C++ compiler, and there is none: {_REMEDY}, or use backend='graph'."
+        )
     if not _WARNED:
         _WARNED.append("said")
         text = f"no C++ compiler found: the step runs uncompiled (backend='graph'). To compile it, {_REMEDY}."
@@ -76,9 +83,9 @@ def resolve_backend(backend: str | None) -> Backend:
 def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes: int = 1 << 16) -> Compiled:
     """Makes a captured graph run.
 
-    "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops and
-    reductions become compiled calls (`cut` says which); transfers, writes in place, matrix products and attention are as
-    in "graph", at the same places. Either way a value is dropped after its last use.
+    "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops
+    and reductions become compiled calls (`cut` says which); transfers, writes in place, matrix products and attention
+    are as in "graph", at the same places. Either way a value is dropped after its last use.
 
     Args:
         gm: a flat graph of aten ops with `meta["val"]`.
@@ -91,6 +98,8 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
     Raises:
         ValueError: no such backend.
         RuntimeError: "inductor" without a working C++ compiler.
+
+    The callable raises ValueError where compiled code meets an argument that is laid out otherwise than the traced one.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -107,6 +116,36 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
         return Compiled(emit(gm, list(gm.graph.nodes), ()), chosen, time.perf_counter() - start)
     steps = cut(gm, min_bytes=min_bytes)
     kernels = compile_regions([step for step in steps if isinstance(step, Region)])
-    function = emit(gm, steps, kernels.calls)
+    function = _guarded(emit(gm, steps, kernels.calls), steps)
     seconds = time.perf_counter() - start
     return Compiled(function, chosen, seconds, len(kernels.calls), kernels.num_compiled, kernels.cache_hits)
+
+
+def _guarded(function: Callable[..., Any], steps: Sequence[Node | Region]) -> Callable[..., Any]:
+    """Compiled code trusts strides, so those of the arguments that it reads are compared first."""
+    read = {node for step in steps if isinstance(step, Region) for node in step.inputs}
+    given = [step for step in steps if isinstance(step, Node) and step.op == "placeholder"]
+    expected = [(i, *_layout(n.meta["val"])) for i, n in enumerate(given) if n in read]
+
+    def guarded(*flat: Tensor) -> Any:
+        if any(flat[i].stride() != stride or flat[i].shape != shape for i, shape, stride in expected):
+            raise_all(
+                ValueError,
+                "compiled step:",
+                [_other(given[i], flat[i]) for i, *layout in expected if [*_layout(flat[i])] != layout],
+            )
+        return function(*flat)
+
+    return guarded
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tensor.stride()
+
+
+def _other(node: Node, found: Tensor) -> str:
+    (shape, stride), (other, steps) = _layout(node.meta["val"]), _layout(found)
+    return (
+        f"{node.meta.get('leaf', node.name)} has shape {other} and strides {steps}, but was captured with {shape} and"
+        f" {stride}; pass `.contiguous()` tensors in every call, or use backend='graph'."
+    )

@@ -67,14 +67,15 @@ def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[st
         RankError: the first difference, with the ranks, both lines of the user's code and the remedy.
 
     Example:
-        >>> compare_sequences([["gather dp: all_gather float32 [3, 3]"], ["gather dp: all_gather float32 [4, 4]"]])
-        Traceback (most recent call last):
-        ...
-        shardfn.core._errors.RankError: ranks 0 and 1 differ in collective 1 on channel 'gather dp':
+        >>> a, b = "gather dp: all_gather float32 [3, 3]", "gather dp: all_gather float32 [4, 4]"
+        >>> compare_sequences([[a], [a]])
+        >>> try:
+        ...     compare_sequences([[a], [b]])
+        ... except RankError as error:
+        ...     print(str(error).rpartition(chr(10))[0])
+        ranks 0 and 1 differ in collective 1 on channel 'gather dp':
           rank 0: all_gather float32 [3, 3] (line unknown)
           rank 1: all_gather float32 [4, 4] (line unknown)
-        Every rank of a group must issue the same collectives in the same order: let no branch on a rank's own values or
-        index decide which collective runs, and give ranks batches of equal shapes.
     """
     if all(_same(s, sequences[0]) for s in sequences):
         return

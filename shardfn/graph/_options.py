@@ -4,33 +4,42 @@ import dataclasses
 
 from torch.fx import GraphModule
 
+from ._schedule import schedule
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Temporary."""
+    """Options of `schedule`; a value of it is the pass that they describe. None leaves a pass out.
 
-    prefetch: int = 32 << 20
-    bucket: int = 1 << 20
-    reductions: int = 24 << 20
+    Attributes:
+        prefetch: bytes of gathered leaves that may be there ahead of their use.
+        bucket: bytes up to which small transfers travel together.
+        reductions: bytes of whole gradients that may be under way.
+        reuse: bytes of other gathered leaves for which a gathered leaf is kept; default as `prefetch`.
+        budget: bytes that a step's own values may take; activations beyond it are computed again. None keeps them all.
+        donate: whether pure updates may run in place.
+
+    Raises:
+        ValueError: a number of bytes is negative.
+
+    Example:
+        >>> Schedule(bucket=None).prefetch
+        33554432
+    """
+
+    prefetch: int | None = 32 << 20
+    bucket: int | None = 1 << 20
+    reductions: int | None = 24 << 20
+    reuse: int | None = None
     budget: int | None = None
+    donate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "bucket", "reductions", "reuse", "budget"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"Schedule({name}={value}): a number of bytes, 0 or more; None leaves the pass out.")
 
     def __call__(self, gm: GraphModule) -> GraphModule:
-        """Temporary."""
-        return gm
-
-
-@dataclasses.dataclass
-class Compiled:
-    gm: GraphModule
-    seconds: float = 0.0
-
-    def __call__(self, *args):
-        return self.gm(*args)
-
-
-def compile_graph(gm, backend):
-    return Compiled(gm)
-
-
-def resolve_backend(b):
-    return b or "graph"
+        """The scheduled graph; `gm` stays as it is."""
+        return schedule(gm, **dataclasses.asdict(self))

@@ -1,8 +1,8 @@
 """Where a captured graph is cut: which runs of arithmetic become one kernel each, and where that kernel stands.
 
-Everything that a schedule is about stays a node at its place: transfers and their waits, ops that write in place, matrix
-products and attention. Between them float the pointwise ops, the reductions and the views. Those that hang together form a
-region, which runs directly before the first fixed node that needs it: so it holds as much as it can, and no fixed node moves.
+Everything that a schedule is about stays a node at its place: transfers and their waits, ops that write in place,
+matrix products and attention. Between them float the pointwise ops, the reductions and the views. Those that hang
+together form a region, which runs directly before the first fixed node that needs it: so no fixed node moves.
 """
 
 import dataclasses
@@ -22,14 +22,25 @@ _REDUCTIONS = (
     " _fused_rms_norm _fused_rms_norm_backward"
 )
 _POINTWISE = (
-    "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward where clone _to_copy zeros_like ones_like"
-    " full_like full zeros ones scalar_tensor arange new_zeros new_ones new_full slice_backward select_backward"
+    "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward where clone _to_copy"
+    " zeros_like ones_like full_like full zeros ones scalar_tensor arange new_zeros new_ones new_full slice_backward"
+    " select_backward"
 )
+_FREE = "clone _to_copy zeros_like ones_like full_like full zeros ones scalar_tensor arange"
 # Copies and constants alone are not worth a kernel; gelu, whose compiled form is cheaper than eager's, is.
-_WEIGHT = dict.fromkeys("clone _to_copy zeros_like ones_like full_like full zeros ones scalar_tensor arange".split(), 0)
+_WEIGHT: dict[str, int] = dict.fromkeys(_FREE.split(), 0)
 _WEIGHT |= {"gelu": 2, "gelu_backward": 2}
 _FUSED = frozenset(f"aten::{name}" for name in (_REDUCTIONS + " " + _POINTWISE).split())
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool)
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +71,9 @@ class Region:
 def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> list[Node | Region]:
     """The graph's nodes in order of execution, with regions in place of what they hold.
 
-    The order of all nodes outside regions is the graph's, save that views are made just before their first use. A region
-    runs later than its nodes stood only while the peak of live bytes does not grow by that; a node joins an earlier region
-    only if its value is small (a bias gradient, summed where the gradient it sums is made).
+    The order of all nodes outside regions is the graph's, save that views are made just before their first use. A
+    region runs later than its nodes stood only while the peak of live bytes does not grow by that; a node joins an
+    earlier region only if its value is small (a bias gradient, summed where the gradient it sums is made).
 
     Args:
         gm: a flat graph of aten ops; nodes without `meta["val"]` stay as they are.
@@ -153,7 +164,7 @@ def _written(node: Node) -> list[Node]:
 
 
 class _Live:
-    """When each storage dies as the graph stands, and how much is alive where. Arguments of the graph are not counted."""
+    """When each storage dies as the graph stands, and how much is alive where, not counting the graph's arguments."""
 
     def __init__(self, gm: GraphModule) -> None:
         nodes = list(gm.graph.nodes)
@@ -232,13 +243,15 @@ class _Groups:
         self.all.remove(other)
 
     def _earlier(self, node: Node, given: list[Node]) -> _Group | None:
-        """The closed group that the node can still join: all that it reads was there, unchanged, and its value is small."""
+        """The closed group that the node can still join: what it reads was there, unchanged, and its value is small."""
         groups = [self.of[n] for n in given if n in self.of]
         if not groups or _bytes(node) * 8 > max(_bytes(n) for n in given):
             return None
         group = max(groups, key=lambda g: g.slot or 0)
         slot = group.slot or 0
-        there = all(self.of[n] is group if n in self.of and self.of[n].slot == slot else self._time(n) < slot for n in given)
+        there = all(
+            self.of[n] is group if n in self.of and self.of[n].slot == slot else self._time(n) < slot for n in given
+        )
         unchanged = all(max(self.written.get(s, -1), self.unknown) < slot for n in given for s in _storages(n))
         same = node.meta.get("phase") == group.nodes[0].meta.get("phase")
         return group if there and unchanged and same else None

@@ -174,7 +174,8 @@ def _psum_scatter_start(node: Node, meta: Mapping[str, Any]) -> _Move:
     flat, sizes, index, axes = node.args[:4]
     x, lengths = _value(flat), tuple(sizes)  # pyright: ignore[reportArgumentType]  # an fx argument
     axes = _drop_ones(str(axes), meta)
-    sent = (x.numel() - lengths[index]) * x.element_size()  # pyright: ignore[reportArgumentType]  # an fx argument
+    own: int = lengths[index]  # pyright: ignore[reportArgumentType, reportCallIssue]  # an fx argument
+    sent = (x.numel() - own) * x.element_size()
     return _Move("psum_scatter", axes, len(lengths), sent, x.dtype, lengths, f"reduce {axes}")
 
 
@@ -224,7 +225,8 @@ def _functional_all_to_all(node: Node, meta: Mapping[str, Any]) -> _Move:
     value, (axes, n) = _value(x), _group(name, meta)
     send = tuple(leaving)  # pyright: ignore[reportArgumentType]  # an fx argument
     recv = tuple(arriving)  # pyright: ignore[reportArgumentType]  # an fx argument
-    sent = (value.numel() - send[own_index(meta, axes)]) * value.element_size()
+    stays = int(send[own_index(meta, axes)])
+    sent = (value.numel() - stays) * value.element_size()
     return _Move(_kind_of_exchange(node, send, recv), axes, n, sent, value.dtype, send, f"loss {axes}")
 
 

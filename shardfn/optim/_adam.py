@@ -6,14 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.collectives import transforming
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
-from ._hyper import beside, number
+from ._hyper import beside, number, root
 from ._kernels import fused_adamw_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zero_count, zeros_like
@@ -76,7 +75,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
         hyper = [beside(gs, x, updates, specs) for x in (b1, b2, eps, *bias_corrections(count, b1, b2))]
         rows = list(zip(*hyper, strict=True))
         new = [moments(g, mu, nu, b1, b2) for g, mu, nu, (b1, b2, *_) in zip(gs, mus, nus, rows, strict=True)]
-        us = [(mu / c1) / (_root(nu / c2) + eps) for (mu, nu), (*_, eps, c1, c2) in zip(new, rows, strict=True)]
+        us = [(mu / c1) / (root(nu / c2) + eps) for (mu, nu), (*_, eps, c1, c2) in zip(new, rows, strict=True)]
         mu, nu = ([row[i].to(m.dtype) for row, m in zip(new, mus, strict=True)] for i in (0, 1))
         out = [u.to(m.dtype) for u, m in zip(us, mus, strict=True)]
         unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
@@ -169,11 +168,6 @@ def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Fl
     t = count.double()
     wide = [b.double().to(t.device) if isinstance(b, Tensor) else float(b) for b in (b1, b2)]
     return 1 - torch.pow(wide[0], t), 1 - torch.pow(wide[1], t)
-
-
-def _root(x: Tensor) -> Tensor:
-    """The square root; its derivative at 0 is taken as 0, so that a weight without gradients has one."""
-    return x.sqrt() if not transforming() else torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)
 
 
 def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.collectives import current_mesh, pvary, transforming
@@ -53,3 +55,15 @@ def is_zero(value: Number | None) -> bool:
         (True, False)
     """
     return not isinstance(value, Tensor) and not value
+
+
+def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The square root, whose derivative at 0 is taken as 0: a weight that never had a gradient has no infinite one.
+
+    Example:
+        >>> root(torch.tensor([0.0, 4.0]))
+        tensor([0., 2.])
+    """
+    if not transforming():
+        return x.sqrt()
+    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)

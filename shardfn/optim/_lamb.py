@@ -7,13 +7,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import P, PyTree, tree_flatten, tree_map, tree_unflatten
+from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
 
 from ._adam import bias_corrections, moments, moments_like
 from ._base import GradientTransformation, stateless
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
+from ._hyper import beside, number, root
 from ._kernels import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
 from ._learning_rate import check_rate, next_rate, scale_by_learning_rate
 from ._leaves import (
@@ -30,9 +31,7 @@ from ._leaves import (
     zeros_like,
 )
 from ._norm import sum_squares
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-
-Number = float | int
+from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
 class ScaleByMomentRatioState(NamedTuple):
@@ -85,12 +84,13 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     def update(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        del params, specs
+        del params
         check_state("scale_by_moment_ratio", state, ScaleByMomentRatioState)
         gs, treedef = tree_flatten(updates)
         mus, nus = moments_like(state, gs, treedef, "updates")
-        new = [moments(g, mu, nu, b1, b2) for g, mu, nu in zip(gs, mus, nus, strict=True)]
-        us = [(mu / (nu.sqrt() + eps)).to(m.dtype) for (mu, nu), m in zip(new, mus, strict=True)]
+        r1, r2, es = (beside(gs, x, updates, specs) for x in (b1, b2, eps))
+        new = [moments(*row) for row in zip(gs, mus, nus, r1, r2, strict=True)]
+        us = [(mu / (root(nu) + e)).to(m.dtype) for (mu, nu), m, e in zip(new, mus, es, strict=True)]
         mu, nu = ([row[i].to(m.dtype) for row, m in zip(new, mus, strict=True)] for i in (0, 1))
         unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
         return unflatten(us), ScaleByMomentRatioState(unflatten(mu), unflatten(nu))
@@ -98,7 +98,7 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     return GradientTransformation(init, update)
 
 
-def scale_by_trust_ratio(min_coeff: Number = 0.01, max_coeff: Number = 10.0) -> GradientTransformation:
+def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int = 10.0) -> GradientTransformation:
     """Scales each leaf by `c = clamp(|p| / |u|, min_coeff, max_coeff)`; c = 1 where a norm is 0.
 
     The norms are of the whole leaf, over all its blocks: one psum for both.
@@ -130,9 +130,10 @@ def scale_by_trust_ratio(min_coeff: Number = 0.01, max_coeff: Number = 10.0) -> 
         ps, treedef = tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
         check_shapes(treedef, ps, updates=us)
-        ratios = _trust_ratios(ps, us, None if specs is None else spec_leaves(specs, params), min_coeff, max_coeff)
-        rows = zip(us, ratios.unbind(), strict=True)
-        return tree_unflatten(treedef, [(u * c.to(u.device)).to(u.dtype) for u, c in rows])
+        cuts = None if specs is None else spec_leaves(specs, params)
+        ratios = _trust_ratios(ps, us, cuts, min_coeff, max_coeff).unbind()
+        rows = zip(us, ratios, [None] * len(us) if cuts is None else cuts, strict=True)
+        return tree_unflatten(treedef, [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows])
 
     return stateless(update)
 
@@ -163,12 +164,11 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
     def update(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        del params, specs
+        del params
         check_state("scale_by_bias_correction", state, ScaleByBiasCorrectionState)
-        count = state.count + 1
-        factor = _bias_factor(count, b1, b2)
-        scaled = tree_map(lambda g: (g * factor.to(g.device)).to(g.dtype), updates)
-        return scaled, ScaleByBiasCorrectionState(count)
+        count, (gs, treedef) = state.count + 1, tree_flatten(updates)
+        rows = zip(gs, beside(gs, _bias_factor(count, b1, b2), updates, specs), strict=True)
+        return tree_unflatten(treedef, [(g * c).to(g.dtype) for g, c in rows]), ScaleByBiasCorrectionState(count)
 
     return GradientTransformation(init, update)
 
@@ -181,8 +181,8 @@ def lamb(
     weight_decay: Number = 0.0,
     mask: Mask = None,
     *,
-    min_coeff: Number = 0.01,
-    max_coeff: Number = 10.0,
+    min_coeff: float | int = 0.01,
+    max_coeff: float | int = 10.0,
 ) -> GradientTransformation:
     """LAMB: `u = mu / (sqrt(nu) + eps) + weight_decay * p`, `p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u`.
 
@@ -235,8 +235,8 @@ def lamb(
         on = flags(params, ps, treedef)
         rate = next_rate(learning_rate, state[-1]) * _bias_factor(state[3].count.add_(1), b1, b2)
         if ps:
-            u = _directions(mu, nu, g, b1, b2, eps)
-            _add_decay(u, p, on, weight_decay)
+            u = _directions(mu, nu, g, number(b1), number(b2), number(eps))
+            _add_decay(u, p, on, number(weight_decay))
             leaf_specs = None if specs is None else spec_leaves(specs, params)
             _descend(p, u, rate * _trust_ratios(p, u, leaf_specs, min_coeff, max_coeff))
         unstage(copies)
@@ -251,16 +251,14 @@ def _bias_factor(count: Int[Tensor, ""], b1: Number, b2: Number) -> Float[Tensor
 
 
 def _trust_ratios(
-    ps: list[Tensor], us: list[Tensor], specs: list[P] | None, min_coeff: Number, max_coeff: Number
+    ps: list[Tensor], us: list[Tensor], specs: list[P] | None, min_coeff: float | int, max_coeff: float | int
 ) -> Float[Tensor, " num_leaves"]:
     squares = sum_squares([ps, us], None if specs is None else [specs, specs])
-    p, u = squares[: len(ps)].sqrt(), squares[len(ps) :].sqrt()
-    return torch.where((p > 0) & (u > 0), (p / u).clamp(min_coeff, max_coeff), 1.0)
+    p, u = root(squares[: len(ps)]), root(squares[len(ps) :])
+    return torch.where((p > 0) & (u > 0), (p / torch.where(u > 0, u, 1.0)).clamp(min_coeff, max_coeff), 1.0)
 
 
-def _directions(
-    mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: Number, b2: Number, eps: Number
-) -> list[Tensor]:
+def _directions(mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float) -> list[Tensor]:
     u = [torch.empty_like(x) for x in mu]
     for m, v, d, out in blocks([mu, nu, g, u]):
         foreach_mul_(m, b1)
@@ -273,7 +271,7 @@ def _directions(
     return u
 
 
-def _add_decay(u: list[Tensor], p: list[Tensor], flags: Sequence[bool], weight_decay: Number) -> None:
+def _add_decay(u: list[Tensor], p: list[Tensor], flags: Sequence[bool], weight_decay: float) -> None:
     decayed = [(x, y) for x, y, on in zip(u, p, flags, strict=True) if on]
     if decayed:
         foreach_add_([x for x, _ in decayed], [y for _, y in decayed], alpha=weight_decay)

@@ -83,8 +83,9 @@ def _norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
 def _large(x: Tensor) -> Float[Tensor, ""]:
     flat = wide(x).reshape(-1)
     cut = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:cut].view(-1, _ROW), dim=1)
-    return rows.double().square().sum() + torch.linalg.vector_norm(flat[cut:]).double().square()
+    whole = flat if cut == flat.numel() else flat[:cut]
+    total = torch.linalg.vector_norm(whole.view(-1, _ROW), dim=1).double().square().sum()
+    return total if whole is flat else total + torch.linalg.vector_norm(flat[cut:]).double().square()
 
 
 def _reduce(local: Float[Tensor, " num_leaves"], specs: list[P]) -> Float[Tensor, " num_leaves"]:

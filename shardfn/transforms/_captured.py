@@ -12,7 +12,7 @@ from shardfn.core import PyTree, RankError, tree_flatten, tree_leaves, tree_map,
 from shardfn.graph import collective_sequence, compare_sequences
 
 from ._comms import Comms
-from ._jit import Jitted, report
+from ._jit import CacheInfo, Jitted, report
 from ._plan import Plan
 from ._state import TrainState
 from ._traced_step import StepParts, StepProgram, capture_step
@@ -29,7 +29,8 @@ class CapturedSteps:
     """
 
     def __init__(self, jitted: Jitted, parts: StepParts, donate: bool) -> None:
-        self._jitted, self._parts, self._donate = jitted, parts, donate
+        # A copy, that counts for itself.
+        self._jitted, self._parts, self._donate = dataclasses.replace(jitted), parts, donate
         self._known: dict[Any, tuple[StepProgram, Any]] = {}
 
     def run(
@@ -47,6 +48,10 @@ class CapturedSteps:
             self._jitted.count(hit=True)
         del blocks, opt
         return self._execute(*known, comms, state, tree_leaves(args))
+
+    def cache_info(self) -> CacheInfo:
+        """What is remembered."""
+        return self._jitted.cache_info()._replace(currsize=len(self._known))
 
     def lower(self, plan: Plan, blocks: list[Any], opt: PyTree, args: tuple[Any, ...]) -> StepProgram:
         """Captures and schedules a step for its shapes, alone: other ranks are taken to do the same."""

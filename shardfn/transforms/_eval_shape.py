@@ -1,4 +1,4 @@
-"""`eval_shape`: what a function would return, without computing it. And the abstract states that steps are lowered for."""
+"""`eval_shape`: what a function would return, uncomputed; and the abstract states that steps are lowered for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def abstract_init(plan: Plan, optimizer: GradientTransformation, key: Tensor | N
             shape = [s.stop - s.start for s in where]
             blocks.append(torch.empty(shape, dtype=leaf.dtype, device=mesh.device))
         opt_state = init_optimizer(plan, optimizer, blocks)
-    return TrainState(wrap(plan, blocks), opt_state, torch.zeros((), dtype=torch.int64), key)
+    return TrainState(wrap(plan, blocks), opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key)
 
 
 def as_state(planner: Planner, optimizer: GradientTransformation, key: Tensor | None, given: PyTree) -> TrainState:

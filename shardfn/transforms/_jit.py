@@ -53,8 +53,10 @@ class Jitted:
     inner: Callable[..., Any]
     backend: str | None = None
     schedule: Schedule = _SCHEDULE
-    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    _counts: list[float] = dataclasses.field(default_factory=lambda: [0, 0, 0.0, 0.0], repr=False, compare=False)
+    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _counts: list[float] = dataclasses.field(
+        default_factory=lambda: [0, 0, 0.0, 0.0], init=False, repr=False, compare=False
+    )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's value."""
@@ -117,9 +119,8 @@ class Jitted:
             return [x for x in outs if isinstance(x, Tensor)]
 
         gm = capture(flat, inputs)
-        report(
-            getattr(self.inner, "__name__", "a function"), "args", tree_unflatten(treedef, leaves)[0], len(self._cache)
-        )
+        name = getattr(self.inner, "__name__", "a function")
+        report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
         self._counts[2] += time.perf_counter() - start
         return self.build(gm), *result
 
@@ -142,8 +143,8 @@ def jit(
 
     Args:
         f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
-        backend: "graph" runs the captured ops as they are, bit-identical to eager; "inductor" compiles what lies between
-            transfers, and needs a C++ compiler. Default "inductor" where there is one.
+        backend: "graph" runs the captured ops as they are, bit-identical to eager; "inductor" compiles what lies
+            between transfers, and needs a C++ compiler. Default "inductor" where there is one.
         schedule: what the passes over the graph may do; default `Schedule()`.
         **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`.
 

@@ -28,8 +28,8 @@ class Reducer:
         leaves: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
         units: groups of leaves reduced together.
         channels: the step's communicators.
-        order: the agreed order in which units are sent; empty: as they become ready, which a captured program does alike
-            on all ranks.
+        order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
+            alike on all ranks.
         device: where gradients are.
         overlap_gather: whether leaves may be made whole during the backward (not while parameters use `gather`).
 

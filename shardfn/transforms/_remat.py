@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
+from shardfn.collectives import transforming
+
 from ._accumulate import Accumulated
 from ._jit import Jitted
 
@@ -38,6 +40,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if transforming():  # where the hooks that drop and recompute are not available; the value is the same
+            return f(*args, **kwargs)
         return checkpoint(f, *args, use_reentrant=False, **kwargs)
 
     return recomputed

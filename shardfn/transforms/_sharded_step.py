@@ -183,8 +183,8 @@ class ShardedStep:
         Nothing is allocated and nothing is sent, so the mesh may be abstract and the state larger than any machine.
 
         Args:
-            state: a state, or a tree of parameters; of all tensors only shapes and dtypes count, so `eval_shape(step.init,
-                ...)` will do, and so will tensors on the device "meta".
+            state: a state, or a tree of parameters. Of all tensors only shapes and dtypes count, so what `eval_shape`
+                returns will do, and so will tensors on the device "meta".
             batch: this rank's rows, abstract or not.
 
         Raises:
@@ -220,7 +220,7 @@ class ShardedStep:
         plan, _, _, args = self._abstract(state, batch)
         if signature(plan, args, True) != key:
             raise ValueError(
-                "a compiled step takes the shapes it was lowered for; lower the step again for these, or call it jitted."
+                "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the loss."
             )
         return self._step(self._steps.run, state, batch)
 
@@ -286,7 +286,7 @@ class ShardedStep:
 
     def cache_info(self) -> CacheInfo:
         """What the jitted step remembers; zeros where the loss is not jitted."""
-        return CacheInfo() if self._jitted is None else self._jitted.cache_info()
+        return self._steps.cache_info()
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.

@@ -43,8 +43,8 @@ def check_alive(state: TrainState) -> None:
         )
     if any(x.stacked for x in tree_leaves(state.params)[:1] if isinstance(x, GlobalTensor)):
         raise ValueError(
-            "this state is that of a population: its blocks have a leading dim. Step it under torch.func.vmap, or take one"
-            " by member(state, i)."
+            "this state is that of a population: its blocks have a leading dim. Step it under torch.func.vmap, or take"
+            " one by member(state, i)."
         )
 
 

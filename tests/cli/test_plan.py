@@ -19,7 +19,6 @@ from shardfn.cli import (
     model_states,
     parse_model,
     plan,
-    preset_tables,
     search,
     step_cost,
 )
@@ -32,6 +31,13 @@ TINY = "gpt:num_layers=2,d_model=64,num_heads=4,vocab_size=512,max_len=64"
 
 def run(model, mesh, stage, *, device="a100-80", precision="fp16-adam", **more):
     return Setup(model, parse_model(model), mesh, cluster(device), Zero(stage=stage), precision, **more)
+
+
+def as_a_program(*arguments):
+    command = [sys.executable, "-m", "shardfn.cli", "plan", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # Published figures.
@@ -100,11 +106,17 @@ def test_tables_in_the_documentation_are_the_programs():
     root = Path(__file__).parents[2] / "docs"
     maker = runpy.run_path(str(root / "make_plan_tables.py"))
     text = (root / "plan.md").read_text(encoding="utf-8")
-    assert maker["page"](text) == text, "run `python docs/make_plan_tables.py`"
-    assert "| **120.00** | 120" in preset_tables()
+    tables = as_a_program("--preset-tables")
+    assert maker["page"](text, tables) == text, "run `python docs/make_plan_tables.py`"
+    assert "| **120.00** | 120" in tables
 
 
 # Traffic and time.
+
+
+def test_every_leaf_is_counted_once():
+    for name, preset in PRESETS.items():
+        assert model_states(run(name, {"dp": 2}, 0)).params == 2 * gpt.num_params(preset.config)
 
 
 def test_traffic_is_that_of_the_paper():
@@ -167,11 +179,14 @@ def test_captured_step_agrees(stage, remat, accumulate):
     captured, formula = exact(setup), plan(setup)
     for kind in ("params", "optimizer"):
         assert captured.memory[kind] == pytest.approx(formula.memory[kind], rel=0.01)
-    assert 0.5 * formula.peak < captured.peak < 1.1 * formula.peak
+    # The schedule may keep gradients under way as long as they are small, as they are here.
+    assert 0.5 * formula.peak < captured.peak < formula.peak + captured.memory.get("grads", 0)
     sent = sum(n for _, _, n in captured.traffic)
     estimate = sum(t.nbytes for t in formula.cost.transfers)
-    # At stage 3 the program keeps a leaf that it needs again soon; the formula always gathers twice.
-    assert sent == pytest.approx(estimate, rel=0.25 if stage == 3 else 0.01)
+    if stage < 3:
+        assert sent == pytest.approx(estimate, rel=0.01)
+    else:  # The program keeps a leaf that it needs again soon; the formula gathers it twice a microbatch.
+        assert 0.5 * estimate < sent < 1.01 * estimate
 
 
 # Arguments.
@@ -294,7 +309,6 @@ def test_search_report(capsys):
     assert read["plan"]["fits"] and len(read["best"]) == 10 and read["tried"] == 32
 
 
-def test_as_a_program():
-    command = [sys.executable, "-m", "shardfn.cli", "plan", "--model", "mt-nlg-530b", "--mesh", "dp=1024", "--remat"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("# mt-nlg-530b on 1024 x a100-80"), done.stderr
+def test_a_huge_model_as_a_program():
+    text = as_a_program("--model", "mt-nlg-530b", "--mesh", "dp=1024", "--remat")
+    assert text.startswith("# mt-nlg-530b on 1024 x a100-80")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from shardfn import collectives as c
 from shardfn.core import key, make_mesh, tree_flatten, tree_unflatten
@@ -179,7 +180,7 @@ def _moved_wait(op: str) -> tuple[int, ...]:
 
         def add(target: Any, *arguments: Any) -> Any:
             node = graph.call_function(target, arguments)
-            values = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
+            values = map_arg(arguments, lambda n: n.meta["val"])
             node.meta["val"] = target(*values)
             made.append(node)
             return node

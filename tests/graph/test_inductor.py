@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardfn.collectives._channel import Channels, Pending
 from shardfn.collectives._wire_ops import bind_channels
 from shardfn.core import key, tree_flatten, tree_unflatten
 from shardfn.graph import _backend
@@ -27,27 +27,28 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ comp
 shardfn = torch.ops.shardfn
 
 
-class Wire:
-    """One rank's communicator; writes down what is sent."""
+class Wire(Channels):
+    """One rank's communicators; writes down what is sent."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
 
-    def gather(self, axes: Any) -> "Wire":
+    def gather(self, axes: tuple[str, ...]) -> Any:
         return self
 
-    reduce = gather
+    def reduce(self, axes: tuple[str, ...]) -> Any:
+        return self
 
     def flush(self) -> None:
         pass
 
-    def all_gather(self, own: torch.Tensor, sizes: Any, out: torch.Tensor) -> Any:
+    def all_gather(self, own: torch.Tensor, sizes: Any, out: torch.Tensor) -> Pending:
         self.log.append(("gather", own.numel()))
-        return types.SimpleNamespace(result=lambda: out.copy_(own))
+        return Pending([], lambda: out.copy_(own))
 
-    def reduce_scatter(self, flat: torch.Tensor, sizes: Any) -> Any:
+    def reduce_scatter(self, flat: torch.Tensor, sizes: Any) -> Pending:
         self.log.append(("reduce", flat.numel()))
-        return types.SimpleNamespace(result=flat.clone)
+        return Pending([], flat.clone)
 
 
 def gathered(own: torch.Tensor) -> torch.Tensor:
@@ -63,8 +64,8 @@ def captured(function: Callable[..., Any], *args: torch.Tensor) -> GraphModule:
 
 
 def run(function: Callable[..., Any], args: list[torch.Tensor]) -> tuple[tuple[Any, ...], list[torch.Tensor], Wire]:
-    wire, given = Wire(), [x.clone() for x in args]
-    with bind_channels(wire):  # pyright: ignore[reportArgumentType]
+    wire, given = Wire(), [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) for x in args]
+    with bind_channels(wire):
         return function(*given), given, wire
 
 
@@ -126,8 +127,8 @@ def test_gelu_and_its_gradient(approximate: str, dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_sixteen_bits_are_rounded_where_eager_rounds_them() -> None:
-    x = torch.randn(64, 32, dtype=torch.bfloat16)
-    both(lambda x: (((x * 1.1 + 0.3) * x - 0.7) * x,), x, exact=True)
+    x, y = torch.randn(2, 64, 32, dtype=torch.bfloat16)
+    both(lambda x, y: (((x * y + x) * y - x) * y,), x, y, exact=True)
 
 
 @needs_compiler
@@ -206,6 +207,15 @@ def test_copies_inside_a_region_have_memory_of_their_own() -> None:
 @needs_compiler
 def test_strides_of_outputs_are_the_graphs() -> None:
     both(lambda x: ((x.t() + 1).exp(), (x.t()[1:] * 2).sum(0) + 1), torch.randn(4, 10)[:, ::2])
+
+
+@needs_compiler
+def test_an_argument_of_another_layout_is_an_error_that_names_it() -> None:
+    gm = captured(lambda x: ((x + 1).sin(),), torch.randn(4, 4))
+    gm.graph.find_nodes(op="placeholder")[0].meta["leaf"] = "batch['x']"
+    compiled = compile_graph(gm, "inductor", min_bytes=0)
+    with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(4, 4\) and strides \(1, 4\).*contiguous"):
+        compiled(torch.randn(4, 4).t())
 
 
 # What is cut
@@ -293,8 +303,9 @@ def peak(steps: list[Node | Region]) -> int:
                     storage = t.untyped_storage()
                     size[storage._cdata] = storage.nbytes()
                     spans[storage._cdata].append(i)
-    given = {n.meta["val"].untyped_storage()._cdata for n in steps if isinstance(n, Node) and n.op == "placeholder"}
-    spans = {k: v for k, v in spans.items() if k not in given}  # pyright: ignore[reportAssignmentType]
+    arguments = [step for step in steps if isinstance(step, Node) and step.op == "placeholder"]
+    for node in arguments:
+        spans.pop(node.meta["val"].untyped_storage()._cdata, None)
     return max(sum(size[k] for k, v in spans.items() if v[0] <= i <= v[-1]) for i in range(len(steps)))
 
 

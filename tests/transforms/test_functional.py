@@ -213,7 +213,7 @@ def test_per_example_gradients(world: int) -> None:
 def test_hessian_vector_products_both_ways_and_jvp(world: int, name: str) -> None:
     mesh, (loss, whole, batch_of) = sf.make_mesh({"dp": world}), problem(name)
     batch, direction = batch_of(0), tree_map(torch.cos, whole)
-    value, slope = jvp(lambda p: loss(p, batch), (whole,), (direction,))
+    value, slope, *_ = jvp(lambda p: loss(p, batch), (whole,), (direction,))
     want = jvp(grad(lambda p: loss(p, batch)), (whole,), (direction,))[1]
     for stage in STAGES:
         step = make(loss, optim.sgd(0.1), mesh, stage)
@@ -240,7 +240,7 @@ def test_hypergradients_through_three_steps(world: int, name: str) -> None:
     clip, dtype = (0.0, torch.float64) if name == "odd" else (0.5, torch.float32)
     at: Any = tuple(torch.tensor(x, dtype=dtype) for x in (-3.0, 0.1, 0.9))
 
-    def plain(*h: torch.Tensor) -> torch.Tensor:
+    def plain(*h: Any) -> torch.Tensor:
         tx, params = hyper(clip, *h), whole
         opt_state = tx.init(params)
         for batch in batches:
@@ -249,7 +249,7 @@ def test_hypergradients_through_three_steps(world: int, name: str) -> None:
 
     # In float32 the derivative with respect to b1 is a difference of large numbers; in float64 all three are compared.
     nums = (0, 1, 2) if name == "odd" else (0, 1)
-    want: tuple[Any, ...] = grad(plain, argnums=nums)(*at)
+    want: Any = grad(plain, argnums=nums)(*at)
     for stage in STAGES:
         first = make(loss, hyper(clip, *at), mesh, stage).init(whole)
 
@@ -266,6 +266,37 @@ def test_hypergradients_through_three_steps(world: int, name: str) -> None:
             close(many[0], want[0])
         if stage == 3 and name == "odd" and world == 2:
             close(hessian(sharded)(*at), hessian(plain)(*at))
+
+
+@distributed(world=[1, 3])
+def test_hypergradients_of_other_optimizers(world: int) -> None:
+    """Lamb's norms and the schedule's rate are float32, so hyperparameters are, and the model is float64."""
+    mesh, (loss, whole, batch_of) = sf.make_mesh({"dp": world}), problem("odd")
+    makers = {
+        "sgd": lambda x: optim.sgd(x[0] * 0.02, momentum=x[1], nesterov=True, weight_decay=x[2]),
+        "lion": lambda x: optim.lion(x[0] * 0.1, weight_decay=x[2]),
+        "lamb": lambda x: optim.lamb(x[0], weight_decay=x[2]),
+        "schedule": lambda x: optim.adam(optim.warmup_constant_schedule(x[2], x[0], 2)),
+    }
+    at = torch.tensor([0.05, 0.5, 0.1])
+    for maker, stage in itertools.product(makers.values(), (0, 1, 3)):
+
+        def plain(x: Any, maker: Any = maker) -> torch.Tensor:
+            tx, params = maker(x), whole
+            opt_state = tx.init(params)
+            for n in range(2):
+                params, opt_state = plain_step(loss, tx)(params, opt_state, batch_of(n))
+            return loss(params, batch_of(9))
+
+        first = make(loss, maker(at), mesh, stage).init(whole)
+
+        def sharded(x: Any, maker: Any = maker, stage: int = stage, first: Any = first) -> torch.Tensor:
+            step, state = make(loss, maker(x), mesh, stage), first
+            for n in range(2):
+                state, _ = step(state, rows(batch_of(n), mesh))
+            return step.loss(state.params, rows(batch_of(9), mesh))
+
+        close(grad(sharded)(at), grad(plain)(at))
 
 
 @distributed(world=[2, 3])
