@@ -154,7 +154,7 @@ PEERS: dict[str, Build] = {
 
 def build(name: str) -> Build:
     """The peer of that name. Fields may follow a shardfn peer: those of `Zero`, as in `shardfn3:prefetch=0:bucket=0`, a
-    back end, as in `shardfn3:jit=graph`, and options of `sf.jit`, as in `shardfn3:jit=graph:jit_prefetch=0`.
+    back end, as in `shardfn3:jit=graph`, and options of `sf.jit`, as in `shardfn3:jit=graph:jit_prefetch=none`.
 
     Raises:
         ValueError: there is no such peer.
@@ -163,7 +163,11 @@ def build(name: str) -> Build:
     if base not in PEERS:
         raise ValueError(f"no peer {base!r}; there are {', '.join(PEERS)}.")
     pairs = (field.split("=") for field in fields)
-    return functools.partial(PEERS[base], **{key: int(value) if value.isdigit() else value for key, value in pairs})
+    return functools.partial(PEERS[base], **{key: _value(value) for key, value in pairs})
+
+
+def _value(text: str) -> int | str | None:
+    return None if text == "none" else int(text) if text.isdigit() else text
 
 
 def _train(model: torch.nn.Module, optimizer: Any) -> Step:

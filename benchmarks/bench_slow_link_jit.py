@@ -1,7 +1,9 @@
 """What prefetching and bucketing of a captured step gain on a slow network: 2 ranks, 1 Gbit/s, ZeRO stage 3.
 
-The peers differ in the options of `sf.jit` only. Ratios are formed within rounds as in `bench_step_time.py`. With
-`--timeline FOLDER` one more step of each peer is recorded as a Chrome trace: compute, and the transfers in flight.
+The peers differ in the options of `sf.jit` only; none leaves a pass out. The base of the ratios goes without prefetch
+and bucket; the last peer does not overlap its reductions with the backward either. Ratios are formed within rounds as
+in `bench_step_time.py`. With `--timeline FOLDER` one more step of each peer is recorded as a Chrome trace: compute, and
+the transfers in flight.
 Needs root and iproute2, see `slow_link.py`; where they are missing it says so and ends.
 """
 
@@ -19,7 +21,8 @@ from bench_step_time import add_arguments, base_of, measure, report
 from slow_link import Link, describe, why_unavailable
 
 ON = "shardfn3:jit=graph"
-PEERS = f"{ON},{ON}:jit_prefetch=0,{ON}:jit_bucket=0,{ON}:jit_prefetch=0:jit_bucket=0"
+OFF = f"{ON}:jit_prefetch=none:jit_bucket=none"
+PEERS = f"{ON},{ON}:jit_prefetch=none,{ON}:jit_bucket=none,{OFF},{OFF}:jit_reductions=none"
 
 
 def main() -> None:
@@ -29,7 +32,7 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     size = Size(num_layers=args.layers, batch=args.batch)
-    args.base = base_of(args.base or PEERS.split(",")[-1], args.peers)
+    args.base = base_of(args.base or OFF, args.peers)
     with Link(args.world, args.rate) as link:
         more = [describe(link.check())]
         times, losses = measure(args.peers, args, size=size, link=link) if args.rounds else ({}, {})

@@ -13,6 +13,7 @@ from shardfn.core import Mesh
 
 from ._channel import Channel, Channels, Pending
 from ._control import Control
+from ._wire_ops import as_runs
 
 _ops = torch.ops.shardfn
 
@@ -36,9 +37,9 @@ class TracedChannel:
         if self.size == 1:
             return Pending((), lambda: flat if into is None else into.copy_(flat))
         if into is None:
-            out = _ops.wait(_ops.all_gather_start(flat, list(sizes), self._name))
+            out = _ops.wait(_ops.all_gather_start.runs(flat, as_runs(sizes), self._name))
             return Pending((), lambda: out)
-        _ops.wait(_ops.all_gather_into_start(into, flat, list(sizes), self._name))
+        _ops.wait(_ops.all_gather_into_start.runs(into, flat, as_runs(sizes), self._name))
         return Pending((), lambda: into)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending:
@@ -46,7 +47,7 @@ class TracedChannel:
         del reuse
         if self.size == 1:
             return Pending((), lambda: flat)
-        out = _ops.wait(_ops.psum_scatter_start(flat, list(sizes), self.index, self._name))
+        out = _ops.wait(_ops.psum_scatter_start.runs(flat, as_runs(sizes), self.index, self._name))
         return Pending((), lambda: out)
 
     def all_reduce(self, flat: Tensor) -> Pending:

@@ -7,12 +7,16 @@
     wait(handle)                               -> the value
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
+While a program is captured the sizes are written as runs, [count, size, count, size, ...], since what a tracer does with
+each of a thousand numbers takes longer than the rest; `with_sizes` puts them back into the graph.
+
 A handle has the value's shape; its memory is in flight until `wait`. All tensors but `into` are flat. `axes` are mesh
 axes joined by commas; which communicator they mean is the bound mesh's affair, so that one graph runs on any wire. What
 a transfer reads must not be written before its `wait`; the op keeps it alive until then.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,6 +28,9 @@ _LIBRARY = torch.library.Library("shardfn", "DEF")
 _LIBRARY.define("all_gather_start(Tensor own, int[] sizes, str axes) -> Tensor")
 _LIBRARY.define("all_gather_into_start(Tensor(a!) into, Tensor own, int[] sizes, str axes) -> Tensor")
 _LIBRARY.define("psum_scatter_start(Tensor flat, int[] sizes, int index, str axes) -> Tensor")
+_LIBRARY.define("all_gather_start.runs(Tensor own, int[] runs, str axes) -> Tensor")
+_LIBRARY.define("all_gather_into_start.runs(Tensor(a!) into, Tensor own, int[] runs, str axes) -> Tensor")
+_LIBRARY.define("psum_scatter_start.runs(Tensor flat, int[] runs, int index, str axes) -> Tensor")
 _LIBRARY.define("psum_start(Tensor[] parts, str axes) -> Tensor")
 _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
@@ -142,6 +149,21 @@ def _(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
     return flat.new_empty(sizes[index])
 
 
+@torch.library.register_fake("shardfn::all_gather_start.runs", lib=_LIBRARY)
+def _(own: Tensor, runs: Sequence[int], axes: str) -> Tensor:
+    return own.new_empty(sum(n * size for n, size in _pairs(runs)))
+
+
+@torch.library.register_fake("shardfn::all_gather_into_start.runs", lib=_LIBRARY)
+def _(into: Tensor, own: Tensor, runs: Sequence[int], axes: str) -> Tensor:
+    return own.new_empty(0)
+
+
+@torch.library.register_fake("shardfn::psum_scatter_start.runs", lib=_LIBRARY)
+def _(flat: Tensor, runs: Sequence[int], index: int, axes: str) -> Tensor:
+    return flat.new_empty(_size_at(runs, index))
+
+
 @torch.library.register_fake("shardfn::psum_start", lib=_LIBRARY)
 def _(parts: Sequence[Tensor], axes: str) -> Tensor:
     return parts[0].new_empty(sum(p.numel() for p in parts))
@@ -160,6 +182,41 @@ torch.fx.node.has_side_effect(torch.ops.shardfn.all_gather_into_start.default)
 @torch.library.register_fake("shardfn::wait", lib=_LIBRARY)
 def _(handle: Tensor) -> Tensor:
     return handle
+
+
+def as_runs(sizes: Sequence[int]) -> list[int]:
+    """Sizes as runs.
+
+    Example:
+        >>> as_runs([4, 4, 4, 1])
+        [3, 4, 1, 1]
+    """
+    return [x for size, same in itertools.groupby(sizes) for x in (len(list(same)), size)]
+
+
+def with_sizes(gm: torch.fx.GraphModule) -> None:
+    """Replaces runs by sizes in a captured program."""
+    known: dict[tuple[int, ...], list[int]] = {}
+    for node in gm.graph.nodes:
+        if getattr(node.target, "_overloadname", "") == "runs" and node.target.namespace == "shardfn":
+            at = next(i for i, a in enumerate(node.args) if isinstance(a, list))
+            runs = tuple(node.args[at])
+            if runs not in known:
+                known[runs] = [size for n, size in _pairs(runs) for _ in range(n)]
+            node.args = (*node.args[:at], known[runs], *node.args[at + 1 :])
+            node.target = getattr(torch.ops.shardfn, node.target._opname).default
+
+
+def _pairs(runs: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(runs[::2], runs[1::2], strict=True))
+
+
+def _size_at(runs: Sequence[int], index: int) -> int:
+    for n, size in _pairs(runs):
+        if index < n:
+            return size
+        index -= n
+    raise IndexError(index)
 
 
 _KINDS = {

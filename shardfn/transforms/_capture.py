@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from shardfn.collectives import current_line, recording_lines
+from shardfn.collectives import current_line, recording_lines, with_sizes
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Rooms whose lines are the model's own, as a user's would be.
@@ -116,10 +117,11 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
             return f(*args)
 
     # One device's backward must run on this thread, where the tracer is.
-    with torch.autograd.set_multithreading_enabled(False), _naming_lines(), _without_collector():
+    with torch.autograd.set_multithreading_enabled(False), _use_lazy_graph_module(True), _naming_lines(), _quiet():
         gm = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(
             *fakes(inputs)
         )
+    with_sizes(gm)
     _strip_detach(gm)
     return gm
 
@@ -132,7 +134,7 @@ def fakes(inputs: Sequence[Any]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """A capture makes many objects that live; looking through them again and again takes a quarter of its time."""
     enabled = gc.isenabled()
     gc.disable()
