@@ -36,7 +36,7 @@ def activation_bytes(setup: Setup) -> Activations:
     Example:
         >>> from shardfn.cli import parse_model
         >>> from shardfn.core import Zero
-        >>> from shardfn.graph._device import cluster
+        >>> from shardfn.graph import cluster
         >>> run = Setup("gpt2", parse_model("gpt2"), {"dp": 1}, cluster("h100"), Zero(), batch=1, seq=1024, remat=True)
         >>> activation_bytes(run).saved == (12 + 2) * 2 * 1024 * 768
         True

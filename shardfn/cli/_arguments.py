@@ -3,7 +3,7 @@
 import argparse
 
 from shardfn.core import HOUSE_AXES, Zero, did_you_mean, raise_all
-from shardfn.graph._device import DEVICES, cluster
+from shardfn.graph import DEVICES, cluster
 
 from ._models import PRESETS, parse_model
 from ._states import PRECISIONS, Setup

@@ -49,7 +49,7 @@ def exact(setup: Setup) -> Exact:
     Example:
         >>> from shardfn.cli import parse_model
         >>> from shardfn.core import Zero
-        >>> from shardfn.graph._device import cluster
+        >>> from shardfn.graph import cluster
         >>> tiny = parse_model("gpt:num_layers=1,d_model=16,num_heads=2,vocab_size=32,max_len=8")
         >>> run = Setup("tiny", tiny, {"dp": 4}, cluster("cpu"), Zero(3, persist=0), "fp32-adam", seq=8)
         >>> exact(run).memory["params"] < 4 * gpt.num_params(tiny)

@@ -71,7 +71,7 @@ def plan(setup: Setup) -> Plan:
     Example:
         >>> from shardfn.cli import parse_model
         >>> from shardfn.core import Zero
-        >>> from shardfn.graph._device import cluster
+        >>> from shardfn.graph import cluster
         >>> run = Setup("gpt2", parse_model("gpt2"), {"dp": 8}, cluster("a100-40"), Zero(stage=3), batch=4)
         >>> plan(run).verdict
         'fits: 3.813 of 37.60 GiB'

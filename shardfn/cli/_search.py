@@ -36,7 +36,7 @@ def search(setup: Setup) -> Found:
     Example:
         >>> from shardfn.cli import parse_model
         >>> from shardfn.core import Zero
-        >>> from shardfn.graph._device import cluster
+        >>> from shardfn.graph import cluster
         >>> run = Setup("gpt2-xl", parse_model("gpt2-xl"), {"dp": 8}, cluster("a100-40"), Zero(), batch=8)
         >>> found = search(run)
         >>> found.best[0].fits, found.tried

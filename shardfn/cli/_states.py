@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from shardfn.core import Mesh, P, Zero, deferred, key, tree_leaves, tree_paths
-from shardfn.graph._device import Cluster
+from shardfn.graph import Cluster
 from shardfn.models import gpt
-from shardfn.transforms._layout import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
+from shardfn.transforms import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
 
 _Leaf = tuple[str, torch.Size]
 
@@ -138,7 +138,7 @@ def model_states(setup: Setup) -> States:
     """The states of a run's fullest rank, from the layout of its step.
 
     Example:
-        >>> from shardfn.graph._device import cluster
+        >>> from shardfn.graph import cluster
         >>> from shardfn.cli import parse_model
         >>> run = Setup("1t", parse_model("1t"), {"dp": 1024}, cluster("a100-80"), Zero(stage=3), "fp16-adam")
         >>> round(model_states(run).total / 1e9, 1)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from shardfn.core import Zero
-from shardfn.graph._device import cluster
+from shardfn.graph import cluster
 from shardfn.models import gpt
 
 from ._models import PRESETS

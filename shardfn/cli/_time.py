@@ -86,7 +86,7 @@ def step_cost(setup: Setup) -> Cost:
     Example:
         >>> from shardfn.cli import parse_model
         >>> from shardfn.core import Zero
-        >>> from shardfn.graph._device import cluster
+        >>> from shardfn.graph import cluster
         >>> run = Setup("gpt2", parse_model("gpt2"), {"dp": 8}, cluster("h100"), Zero(stage=3), batch=8)
         >>> step_cost(run).dominates
         'computation'

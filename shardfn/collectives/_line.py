@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardfn.core import Axes, Mesh, chunk_bounds
+from shardfn.core import AbstractGroup, Axes, Mesh, chunk_bounds
 
 from ._env import current_mesh
 
@@ -34,7 +34,7 @@ class Line:
     sizes: tuple[int, ...]
     index: int
     ranks: Sequence[int]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | AbstractGroup
 
     @property
     def size(self) -> int:

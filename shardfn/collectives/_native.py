@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.core import AbstractGroup
+
 from ._line import Line
 from ._traffic import record
 
@@ -62,11 +64,9 @@ def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *,
     return torch.cat([pieces[rank] for rank in line.ranks])
 
 
-def _sums_at_home(group: dist.ProcessGroup) -> bool:
+def _sums_at_home(group: dist.ProcessGroup | AbstractGroup) -> bool:
     """The one place that chooses how to reduce-scatter: gloo's own is an all-reduce, which sends twice the bytes."""
-    return getattr(group, "backend", None) == "gloo" or (
-        isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo"
-    )
+    return (group.backend if isinstance(group, AbstractGroup) else dist.get_backend(group)) == "gloo"
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:

@@ -100,6 +100,10 @@ class TracedControl:
         """The error itself: no peer takes part."""
         return error
 
+    def lost_a_peer(self) -> bool:
+        """Nobody is there to be lost."""
+        return False
+
 
 # What the engine takes: the wire, or its stand-in while the step is captured.
 AnyChannel = Channel | TracedChannel

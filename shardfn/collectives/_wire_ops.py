@@ -18,9 +18,11 @@ a transfer reads must not be written before its `wait`; the op keeps it alive un
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from ._channel import Channels, Pending
 
@@ -37,7 +39,7 @@ _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
 # By storage of the handle: the transfers under way. By nesting: the channels they use.
 _IN_FLIGHT: dict[int, tuple[Tensor, Pending]] = {}
-_CHANNELS: list[Channels] = []
+_CHANNELS: list[Any] = []
 
 
 class StoppedError(Exception):
@@ -53,7 +55,7 @@ class StoppedError(Exception):
 
 
 @contextlib.contextmanager
-def bind_channels(channels: Channels) -> Iterator[None]:
+def bind_channels(channels: "Channels | Any") -> Iterator[None]:
     """Binds the communicators that the ops use while a captured graph runs.
 
     When it ends all sends have left; after an error transfers that nobody waited for are forgotten.
@@ -175,8 +177,8 @@ def _(flag: Tensor, carried: Sequence[Tensor]) -> None:
 
 
 # What is not to be removed though nobody uses its value.
-torch.fx.node.has_side_effect(torch.ops.shardfn.stop_unless.default)
-torch.fx.node.has_side_effect(torch.ops.shardfn.all_gather_into_start.default)
+has_side_effect(torch.ops.shardfn.stop_unless.default)
+has_side_effect(torch.ops.shardfn.all_gather_into_start.default)
 
 
 @torch.library.register_fake("shardfn::wait", lib=_LIBRARY)

@@ -33,7 +33,7 @@ class Mesh:
         device: the device this rank computes on.
         device_mesh: the `torch.distributed.DeviceMesh` behind it, or None when everything is one process.
         timeout: how long a collective may wait for a peer: by default as long as in the default process group.
-        abstract: whether the ranks do not exist: programs can be lowered for such a mesh, seen from rank 0, but not run.
+        abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from rank 0, but not run.
         resources: what other rooms keep for as long as the mesh lives (communicators, say).
     """
 
@@ -99,7 +99,7 @@ class Mesh:
             return dist.get_backend()
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def group(self, axes: Axes) -> dist.ProcessGroup | None:
+    def group(self, axes: Axes) -> "dist.ProcessGroup | AbstractGroup | None":
         """The process group along `axes` (None when that is one rank). Group rank == `axis_index(axes)`.
 
         The first call for a tuple of several axes is collective over the whole mesh.
@@ -111,7 +111,7 @@ class Mesh:
         if not names:
             return None
         if self.abstract:
-            return AbstractGroup(names, self.backend)  # pyright: ignore[reportReturnType]
+            return AbstractGroup(names, self.backend)
         if names not in self._groups:
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])

@@ -31,7 +31,7 @@ from shardfn.collectives import current_line, recording_lines, with_sizes
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Rooms whose lines are the model's own, as a user's would be.
 _MODELS = str(_PACKAGE / "models")
-_PLUMBING = tuple(str(pathlib.Path(m.__file__).parent) for m in (torch, jaxtyping, optree))
+_PLUMBING = tuple(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jaxtyping, optree))
 _SKIP = (str(_PACKAGE), *_PLUMBING, "<", contextlib.__file__, functools.__file__)
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 

@@ -2,14 +2,16 @@
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from shardfn.collectives import StoppedError, bind_channels, channel_axes, text_hash
+from shardfn.collectives import StoppedError, bind_channels, channel_axes, record, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from shardfn.graph import collective_sequence, compare_sequences
+from shardfn.graph import Compiled, Transfer, collective_sequence, compare_sequences, transfers
 
 from ._comms import Comms
 from ._jit import CacheInfo, Jitted, report
@@ -31,7 +33,7 @@ class CapturedSteps:
     def __init__(self, jitted: Jitted, parts: StepParts, donate: bool) -> None:
         # A copy, that counts for itself.
         self._jitted, self._parts, self._donate = dataclasses.replace(jitted), parts, donate
-        self._known: dict[Any, tuple[StepProgram, Any]] = {}
+        self._known: dict[Any, _Ready] = {}
 
     def run(
         self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
@@ -43,11 +45,11 @@ class CapturedSteps:
         # Where batches differ, one rank may know its shapes while another does not.
         everywhere = known is not None if even else all(comms.control.exchange(int(known is not None)))
         if known is None or not everywhere:
-            known = self._known[key] = self._capture(plan, comms, blocks, opt, args, even)
+            known = self._known[key] = self._make(plan, comms, blocks, opt, args, even)
         else:
             self._jitted.count(hit=True)
         del blocks, opt
-        return self._execute(*known, comms, state, tree_leaves(args))
+        return self._execute(known, comms, state, tree_leaves(args))
 
     def cache_info(self) -> CacheInfo:
         """What is remembered."""
@@ -60,47 +62,47 @@ class CapturedSteps:
 
     def adopt(self, key: Any, program: StepProgram, backend: str | None, comms: Comms) -> None:
         """Compiles a lowered step and keeps it under its signature. Collective."""
-        self._prepare(comms, program, None)
+        self._agree(comms, program, None)
         jitted = dataclasses.replace(self._jitted, backend=backend or self._jitted.backend)
-        self._known[key] = program, jitted.compile(program.gm)
+        self._known[key] = self._compile(program, comms, jitted.compile)
 
     def _execute(
-        self, program: StepProgram, compiled: Any, comms: Comms, state: TrainState, arg_leaves: list[Tensor]
+        self, ready: "_Ready", comms: Comms, state: TrainState, arg_leaves: list[Tensor]
     ) -> tuple[TrainState, dict[str, Tensor]]:
-        num, names = len(program.plan.leaves), program.metrics
-        # A step that may be skipped must leave its state alive until it is known not to be.
-        donates = self._donate and not self._parts.skip_nonfinite
-        params, opt = take_state(state, donated=donates, copied=not self._donate)
+        num, names = len(ready.program.plan.leaves), ready.program.metrics
+        params, opt = take_state(state, donated=False, copied=not self._donate)
+        for move in ready.of_the_loss:
+            record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         try:
             with torch.no_grad(), bind_channels(comms.channels):
-                outs = compiled(*tree_leaves(params), *tree_leaves(opt), *arg_leaves)
+                outs = ready.run(*tree_leaves(params), *tree_leaves(opt), *arg_leaves)
         except StoppedError as stopped:
             metrics = dict(zip(names, stopped.carried, strict=True))
             metrics["skipped"] = torch.ones_like(metrics["skipped"])
             return state, metrics
-        if self._donate and not donates:
+        if self._donate:  # only now, so that a step that fails leaves its state
             take_state(state, donated=True, copied=False)
         blocks, rest, values = list(outs[:num]), outs[num : len(outs) - len(names)], outs[len(outs) - len(names) :]
-        opt_state = tree_unflatten(program.opt_treedef, rest)
-        new = next_state(program.plan, state, blocks, opt_state)
+        opt_state = tree_unflatten(ready.program.opt_treedef, rest)
+        new = next_state(ready.program.plan, state, blocks, opt_state)
         return new, dict(zip(names, values, strict=True))
 
-    def _capture(
+    def _make(
         self, plan: Plan, comms: Comms, blocks: list[Tensor], opt: PyTree, args: tuple[Any, ...], even: bool
-    ) -> tuple[StepProgram, Any]:
+    ) -> "_Ready":
         start = time.perf_counter()
         program = error = None
         try:
             program = capture_step(self._parts, plan, blocks, opt, args, even=even)
         except Exception as caught:
             error = caught
-        self._prepare(comms, program, error)
+        self._agree(comms, program, error)
         assert program is not None
         report("a step", "batch", args[0], len(self._known))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
-        return program, self._jitted.build(program.gm)
+        return self._compile(program, comms, self._jitted.build)
 
-    def _prepare(self, comms: Comms, program: StepProgram | None, error: Exception | None) -> None:
+    def _agree(self, comms: Comms, program: StepProgram | None, error: Exception | None) -> None:
         """Agrees on what was captured and makes the channels that it uses, in one order on all ranks."""
         if program is None:
             _agree_on_capture(comms, [f"failed: {type(error).__name__}: {error}"], error)
@@ -108,6 +110,26 @@ class CapturedSteps:
         _agree_on_capture(comms, [f"returns {program.outcome}", *collective_sequence(program.gm)], error)
         for axes, kind in channel_axes(program.gm):
             (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
+
+    def _compile(self, program: StepProgram, comms: Comms, build: Callable[[GraphModule], Compiled]) -> "_Ready":
+        run = error = None
+        try:
+            run = build(program.gm)
+        except Exception as caught:
+            error = caught
+        _agree_on_capture(comms, ["compiled" if error is None else f"failed: {type(error).__name__}: {error}"], error)
+        assert run is not None
+        # The step's own transfers report to the counter when they run; the loss's are torch's, which do not.
+        moves = [t for t in transfers(program.gm) if t.channel.startswith("loss") and t.num_ranks > 1]
+        return _Ready(program, run, moves)
+
+
+class _Ready(NamedTuple):
+    """A step that runs: its graph, what runs it, and the transfers that the loss and the metrics make."""
+
+    program: StepProgram
+    run: Compiled
+    of_the_loss: list[Transfer]
 
 
 def signature(plan: Plan, args: tuple[Any, ...], even: bool) -> Any:

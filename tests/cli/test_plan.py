@@ -23,7 +23,7 @@ from shardfn.cli import (
     step_cost,
 )
 from shardfn.core import Zero
-from shardfn.graph._device import DEVICES, cluster
+from shardfn.graph import DEVICES, cluster
 from shardfn.models import gpt
 
 TINY = "gpt:num_layers=2,d_model=64,num_heads=4,vocab_size=512,max_len=64"

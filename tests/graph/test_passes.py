@@ -107,7 +107,9 @@ class _Line:
 
         def finish() -> Tensor:
             assert torch.equal(flat, sent), "gradients were overwritten while they were sent"
-            total = functools.reduce(torch.add, [x.split_with_sizes(list(sizes))[rank] for x in self._wire.collect(key)])
+            total = functools.reduce(
+                torch.add, [x.split_with_sizes(list(sizes))[rank] for x in self._wire.collect(key)]
+            )
             if len(sizes) > 1:
                 return total
             return flat  # as the channel of a single rank does
@@ -391,7 +393,9 @@ def _check_values(gm: GraphModule) -> None:
     with args[0].fake_mode, torch.no_grad():
         again = make_fx(torch.fx.Interpreter(gm).run, tracing_mode="real")(*[torch.empty_like(a) for a in args])
     old, new = _makers(gm), _makers(again)
-    assert [str(n.target) for n in old if n.op != "placeholder"] == [str(n.target) for n in new if n.op != "placeholder"]
+    assert [str(n.target) for n in old if n.op != "placeholder"] == [
+        str(n.target) for n in new if n.op != "placeholder"
+    ]
     names: dict[int, int] = {}
     for a, b in zip(old, new, strict=True):
         for x, y in zip(_tensors(a), _tensors(b), strict=True):
