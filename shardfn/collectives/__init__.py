@@ -13,7 +13,7 @@ from ._channel import TransportError as TransportError, is_sole_owner as is_sole
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
-from ._wire_ops import channel_axes as channel_axes, with_sizes as with_sizes
+from ._wire_ops import Sizes as Sizes, channel_axes as channel_axes, with_sizes as with_sizes
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._control import Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard

@@ -7,8 +7,8 @@
     wait(handle)                               -> the value
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
-While a program is captured the sizes are written as runs, [count, size, count, size, ...], since what a tracer does with
-each of a thousand numbers takes longer than the rest; `with_sizes` puts them back into the graph.
+While a program is captured the sizes are written as runs, [count, size, count, size, ...], since what a tracer does
+with each of a thousand numbers takes longer than the rest; `with_sizes` puts them back as `Sizes`.
 
 A handle has the value's shape; its memory is in flight until `wait`. All tensors but `into` are flat. `axes` are mesh
 axes joined by commas; which communicator they mean is the bound mesh's affair, so that one graph runs on any wire. What
@@ -196,16 +196,45 @@ def as_runs(sizes: Sequence[int]) -> list[int]:
     return [x for size, same in itertools.groupby(sizes) for x in (len(list(same)), size)]
 
 
+class Sizes(Sequence[int]):
+    """The sizes of the blocks of many ranks, kept as runs: one constant to whoever copies a graph.
+
+    Example:
+        >>> sizes = Sizes((3, 4, 1, 1))
+        >>> sizes, sizes[2], sum(sizes)
+        ([4, 4, 4, 1], 4, 13)
+    """
+
+    __slots__ = ("_runs",)
+
+    def __init__(self, runs: Sequence[int]) -> None:
+        self._runs = tuple(runs)
+
+    def __len__(self) -> int:
+        return sum(self._runs[::2])
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(itertools.repeat(size, n) for n, size in _pairs(self._runs))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self._runs == other._runs if isinstance(other, Sizes) else list(self) == other
+
+    def __hash__(self) -> int:
+        return hash(self._runs)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 def with_sizes(gm: torch.fx.GraphModule) -> None:
-    """Replaces runs by sizes in a captured program."""
-    known: dict[tuple[int, ...], list[int]] = {}
+    """Replaces runs by `Sizes` in a captured program."""
     for node in gm.graph.nodes:
         if getattr(node.target, "_overloadname", "") == "runs" and node.target.namespace == "shardfn":
             at = next(i for i, a in enumerate(node.args) if isinstance(a, list))
-            runs = tuple(node.args[at])
-            if runs not in known:
-                known[runs] = [size for n, size in _pairs(runs) for _ in range(n)]
-            node.args = (*node.args[:at], known[runs], *node.args[at + 1 :])
+            node.args = (*node.args[:at], Sizes(node.args[at]), *node.args[at + 1 :])
             node.target = getattr(torch.ops.shardfn, node.target._opname).default
 
 

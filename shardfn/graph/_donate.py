@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ._edit import abstract_value, reordered, revalue
-from ._hazards import GATHERS, Memory
+from ._hazards import GATHERS, Memory, is_stop
 from ._values import tensors_of
 
 
@@ -17,7 +17,7 @@ def donate(gm: GraphModule) -> GraphModule:
 
     The operand must be contiguous, of the result's shape and dtype, and its memory a temporary or a placeholder that
     `gm.meta["donated"]` names; nobody may read that memory later, a transfer in flight included. So an optimizer
-    written as pure functions runs in the buffers of the state it was given.
+    written as pure functions runs in the buffers of the state it was given. Before a `stop_unless` placeholders stay.
 
         m = mu * 0.9                     m = mu.mul_(0.9)
         m1 = m + g                =>     m1 = m.add_(g)
@@ -53,11 +53,12 @@ def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
     here = new[node]
     here.target = twin
     here.meta["val"] = abstract_value(here)
-    if not isinstance(node.args[0], list | tuple):
+    operands: Any = node.args[0]
+    if not isinstance(operands, list | tuple):
         return {here}
     here.meta["val"] = None
     for item in node.users:
-        kept = new[node.args[0][item.args[1]]]  # pyright: ignore[reportArgumentType]
+        kept = new[operands[item.args[1]]]
         new[item].replace_all_uses_with(kept)
         new[item].graph.erase_node(new[item])
         new[item] = kept
@@ -74,6 +75,8 @@ class _Owners:
     def __init__(self, memory: Memory, donated: set[str]) -> None:
         self._memory = memory
         self._last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
+        # A program that stops leaves the state as it was.
+        self._stop = max((i for i, n in enumerate(memory.order) if is_stop(n)), default=-1)
         self._foreign: set[int] = set()
         for node in memory.order:
             self._foreign.update(_not_owned(node, donated, memory))
@@ -93,6 +96,8 @@ class _Owners:
         if not first or len(set(owned)) != len(first) or len(self._memory.shown(node)) != len(first):
             return False
         if any(m in self._foreign or self._last.get(m, i) > i for m in owned):
+            return False
+        if i < self._stop and any(m in self._memory.given for m in owned):
             return False
         # An operand may meet itself, element by element; nothing else may look at what is overwritten.
         others = [n for n in _others(node) if n is not node.args[0]]

@@ -64,7 +64,8 @@ def call(
 
 def abstract_value(node: Node) -> Any:
     """What the node returns for the abstract values of its arguments."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = values
     if node.target is operator.getitem:
         return args[0][args[1]]
     mode = detect_fake_mode([t for n in node.all_input_nodes for t in tensors_of(n)])

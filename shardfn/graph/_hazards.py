@@ -5,6 +5,7 @@ Nodes are vertices of a partial order; any order of the graph that keeps it comp
     data             a user comes after what it uses
     read after write, write after read, write after write: of one memory, through whatever alias
     in flight        what a transfer reads counts as read, and where it lands as written, until its `wait`
+    stops            what writes, transfers or draws at random stays on its side of an op that may end the program
     channels         gathers among themselves, reductions among themselves and the loss's own collectives keep
                      their order, as do random ops: so all ranks issue alike
 
@@ -173,17 +174,29 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
     for node in memory.order:
         turns = tuple(t for t in _turns(node) if channels or t not in (_GATHER, _REDUCE))
         before = dict.fromkeys(node.all_input_nodes)
-        for m in (*memory.reads(node), *turns):
+        reads = (*memory.reads(node), *_stopped(node, memory))
+        for m in (*reads, *turns):
             if m in last:
                 before[last[m]] = None
         for m in (*memory.writes(node), *turns):
             before.update(dict.fromkeys([*readers.pop(m, ()), *([last[m]] if m in last else ())]))
             last[m] = node
-        for m in memory.reads(node):
+        for m in reads:
             readers.setdefault(m, []).append(node)
         before.pop(node, None)
         out[node] = sorted(before, key=memory.position.__getitem__)
     return out
+
+
+def _stopped(node: Node, memory: Memory) -> tuple[int, ...]:
+    """What is not to happen if the program stops before it, nor to be missing if it stops after it."""
+    acts = memory.writes(node) or is_start(node) or _RANDOM in _turns(node)
+    return (_EFFECT,) if acts else ()
+
+
+def is_stop(node: Node) -> bool:
+    """Whether the program may end at the node, or does there what nobody knows."""
+    return _EFFECT in _turns(node)
 
 
 def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:

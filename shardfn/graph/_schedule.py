@@ -25,7 +25,7 @@ def schedule(
     """Schedules a captured step; every option but `budget` only changes when things happen, `None` leaves it out.
 
     First what is computed (`rematerialise`), then what travels (`reuse_gathers`, `bucket`), then when
-    (`overlap_reductions`, `prefetch`, `sink_waits`), then where it is kept (`free_at_last_use`, `donate`), which needs
+    (`sink_waits`, `overlap_reductions`, `prefetch`), then where it is kept (`free_at_last_use`, `donate`), which needs
     the final order. It is a function of the graph alone: ranks with the same graph issue the same transfers in the same
     order.
 
@@ -66,7 +66,8 @@ def schedule(
     gm = gm if budget is None else rematerialise(gm, budget=budget)
     gm = gm if reuse is None else reuse_gathers(gm, budget=reuse)
     gm = gm if bucket is None else bucket_pass(gm, limit=bucket)
+    gm = sink_waits(gm)
     gm = gm if reductions is None else overlap_reductions(gm, limit=reductions)
     gm = gm if prefetch is None else prefetch_pass(gm, budget=prefetch)
-    gm = free_at_last_use(sink_waits(gm) if reductions is None else gm)
+    gm = free_at_last_use(gm)
     return donate_pass(gm) if donate else gm

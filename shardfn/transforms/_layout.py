@@ -131,7 +131,7 @@ def leaf_layout(
     block = torch.Size(s.stop - s.start for s in slices)
     first = block_slices(tuple(shape), compute, mesh.shape, {})
     nbytes = torch.Size(s.stop for s in first).numel() * dtype.itemsize
-    bounds = () if dim is None else _bounds(block[dim], zero_axes, mesh)
+    bounds = () if dim is None else _bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
     summed = tuple(a for a in batch_axes if a not in compute.axes)
     cut = dim is not None and set(zero_axes) <= set(summed)
     reduce_axes = zero_axes if cut else summed
@@ -155,9 +155,10 @@ def leaf_layout(
     )
 
 
-def _bounds(rows: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    sizes = {a: mesh.shape[a] for a in axes}
-    cuts = [block_slices((rows,), P(axes), sizes, coords)[0] for coords in all_coords(sizes)]
+@functools.lru_cache(maxsize=1024)
+def _bounds(rows: int, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
+    sizes = dict(axes)
+    cuts = [block_slices((rows,), P(tuple(sizes)), sizes, coords)[0] for coords in all_coords(sizes)]
     return tuple((c.start, c.stop) for c in cuts)
 
 

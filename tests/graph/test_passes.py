@@ -29,7 +29,7 @@ from shardfn.graph._transfers import is_start
 _OPS = torch.ops.shardfn
 
 
-# A wire on which a transfer happens at its wait: until then the destination is poisoned, and nobody may touch either end.
+# A wire on which a transfer happens at its wait: until then its destination is poisoned, and nobody may touch an end.
 
 
 class _Late(Pending):
@@ -306,10 +306,10 @@ class _Step:
             return [*torch._foreach_sub(list(own), torch._foreach_mul(mu, 0.1)), *mu]
         if self.update == "fused":
             steps = [count.clone() for _ in own]
-            options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
-            flags = {"amsgrad": False, "maximize": False}
+            options: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+            options |= {"amsgrad": False, "maximize": False}
             torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(list(own), grads, list(moments), list(squares), [], steps, **options, **flags)
+            torch._fused_adamw_(list(own), grads, list(moments), list(squares), [], steps, **options)
             return [*own, *moments, steps[0]]
         for p, m, g in zip(own, moments, grads, strict=True):
             m.mul_(0.9).add_(g)
