@@ -1,5 +1,7 @@
 """Covers README.md and docs/: their Python runs, the commands exist, and so do the tests and links that are named."""
 
+import contextlib
+import io
 import os
 import pathlib
 import re
@@ -15,12 +17,19 @@ from shardfn.testing import distributed
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.M | re.S)
-DOCS = ["docs/index.md", "docs/design/0001-laws.md", "docs/design/0002-global-tensor.md"]
+DESIGN = ["docs/design/0001-laws.md", "docs/design/0002-global-tensor.md", "docs/design/0003-graph.md"]
+DOCS = ["docs/index.md", "docs/jit.md", "docs/passes.md", "docs/transforms.md", "docs/plan.md", *DESIGN]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
 
 
 def _python(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    return [code for code, _ in _printing(page)]
+
+
+def _printing(page: str) -> list[tuple[str, str | None]]:
+    """Blocks of Python, each with the block of text below it, which is what it prints."""
+    block = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.M | re.S)
+    return [(found[1], found[2]) for found in block.finditer((ROOT / page).read_text())]
 
 
 def test_the_example_has_ten_lines() -> None:
@@ -54,8 +63,12 @@ def test_the_training_program_has_the_options_that_are_named() -> None:
 @pytest.mark.parametrize("page", ["README.md", *DOCS])
 @distributed(world=[1, 2])
 def test_python_runs_on_ranks(world: int, page: str) -> None:
-    for number, code in enumerate(_python(page)):
-        exec(compile(code, f"{page}, Python block {number}", "exec"), {"__name__": "page"})
+    names: dict[str, object] = {"__name__": "page"}
+    for number, (code, printed) in enumerate(_printing(page)):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, f"{page}, Python block {number}", "exec"), names)
+        assert printed in (None, out.getvalue()), f"{page} is stale: run python docs/make_printed.py {page}"
 
 
 def test_files_that_are_named_exist() -> None:

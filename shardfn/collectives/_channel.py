@@ -75,7 +75,13 @@ class Channel:
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
 
     def all_gather(
-        self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False
+        self,
+        own: Tensor,
+        sizes: Sequence[int],
+        into: Tensor | None = None,
+        *,
+        settled: bool = False,
+        idle: bool = False,
     ) -> Pending:
         """Every rank's block, one after another: `[A] [B] => [A, B]`.
 
@@ -84,6 +90,7 @@ class Channel:
                 must not be written before `flush()`; so that a destination dies with its user, pass another tensor.
             sizes: number of elements of each rank's block; the same on all ranks.
             into: the destination, 1-D and contiguous; default a new one.
+            settled: whether the result also tells that `own` has left, so that it may be written.
             idle: whether this thread only waits for the result: on gloo it then feeds the connections itself, which is
                 faster, but stalls while they are busy. The same on all ranks.
 
@@ -100,7 +107,7 @@ class Channel:
             return Pending((), lambda: out)
         if self._direct:
             with _transport():
-                works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks)
+                works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks, settled)
             return Pending(works, lambda: out)
         return Pending([_native_all_gather(blocks, mine, self.group)], lambda: out)
 
@@ -181,7 +188,7 @@ class Channel:
                 self._sends.append((self.group.send([own.view(-1)], dst, self._tag), own))
         return works
 
-    def _broadcasts(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
+    def _broadcasts(self, own: Tensor, blocks: Sequence[Tensor], settled: bool) -> list[dist.Work]:
         assert self.group is not None
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()
@@ -191,7 +198,11 @@ class Channel:
                 continue
             options = self._roots[rank]
             if rank == self.index:
-                self._sends.append((self.group.broadcast([own], options), own))
+                work = self.group.broadcast([own], options)
+                if settled:
+                    works.append(work)
+                else:
+                    self._sends.append((work, own))
             else:
                 works.append(self.group.broadcast([block], options))
         return works

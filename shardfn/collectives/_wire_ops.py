@@ -10,9 +10,10 @@
 While a program is captured the sizes are written as runs, [count, size, count, size, ...], since what a tracer does
 with each of a thousand numbers takes longer than the rest; `with_sizes` puts them back as `Sizes`.
 
-A handle has the value's shape; its memory is in flight until `wait`. All tensors but `into` are flat. `axes` are mesh
-axes joined by commas; which communicator they mean is the bound mesh's affair, so that one graph runs on any wire. What
-a transfer reads must not be written before its `wait`; the op keeps it alive until then.
+A handle stands for the value, and is in flight until `wait`; only the value may be looked at. All tensors but `into`
+are flat. `axes` are mesh axes joined by commas; which communicator they mean is the bound mesh's affair, so that one
+graph runs on any wire. What a transfer reads must not be written before its `wait`, by which it has left; the op keeps
+it alive until then.
 """
 
 import contextlib
@@ -83,12 +84,12 @@ def _axes(axes: str) -> tuple[str, ...]:
 
 def _all_gather_start(own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
     out = own.new_empty(sum(sizes))
-    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, out)
+    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, out, settled=True)
     return _under_way(out, pending)
 
 
 def _all_gather_into_start(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
-    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, into)
+    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, into, settled=True)
     return _under_way(own.new_empty(0), pending)
 
 

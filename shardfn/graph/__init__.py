@@ -19,5 +19,6 @@ from ._timeline import chrome_trace as chrome_trace
 from ._calibrate import calibrate as calibrate
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
 from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
+from ._check import Events as Events, collective_events as collective_events, compare_events as compare_events
 from ._check import prove_no_hang as prove_no_hang
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend

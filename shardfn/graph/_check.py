@@ -114,12 +114,78 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
     coords = all_coords(shape)
     if len(coords) != len(gms):
         raise ValueError(f"{len(gms)} graphs for a mesh of {shape}, which has {len(coords)} ranks; give one a rank.")
-    made = {id(gm): gm for gm in gms}
-    events = {i: _events(gm) for i, gm in made.items()}
-    compare_sequences([events[id(gm)].lines for gm in gms], shape)
-    first = events[id(gms[0])]
-    if any(events[i].keys != first.keys for i in made):
-        _Simulation([events[id(gm)].program for gm in gms], shape).run()
+    events = {i: collective_events(gm) for i, gm in {id(gm): gm for gm in gms}.items()}
+    compare_events([events[id(gm)] for gm in gms], shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A start (`wait` is False) or the wait for one; `turn` counts the starts on the channel."""
+
+    channel: str
+    turn: int
+    wait: bool
+    name: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Events:
+    """What one rank does, in order: the lines of `collective_sequence`, and starts and waits. It can be sent to others.
+
+    Attributes:
+        lines: as from `collective_sequence`.
+        program: starts and waits.
+    """
+
+    lines: list[str]
+    program: list[Event]
+
+    @property
+    def text(self) -> str:
+        """The same for two ranks that do the same."""
+        return "\n".join([*map(_key, self.lines), *(f"{e.channel} {e.turn} {e.wait}" for e in self.program)])
+
+
+def collective_events(gm: GraphModule) -> Events:
+    """What a rank's step does with other ranks, in the order of its graph.
+
+    Example:
+        >>> from torch.fx import symbolic_trace
+        >>> collective_events(symbolic_trace(lambda x: x + 1)).program
+        []
+    """
+    moves = {t.node: t for t in transfers(gm) if t.num_ranks > 1}
+    turns, started, out = collections.Counter[str](), dict[Node, Event](), list[Event]()
+    for node in gm.graph.nodes:
+        if node in moves:
+            channel = moves[node].channel
+            started[node] = Event(channel, turns[channel], False, node.name, where_of(node))
+            turns[channel] += 1
+            out.append(started[node])
+        elif is_wait(node) and start_of(node) in moves:
+            begun = started[start_of(node)]
+            out.append(Event(begun.channel, begun.turn, True, node.name, where_of(node) or begun.where))
+    return Events([_line(t) for t in moves.values()], out)
+
+
+def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> None:
+    """Proves that ranks which do this all finish; see `prove_no_hang`.
+
+    Args:
+        events: per rank, in rank order.
+        mesh_shape: axis name -> size.
+
+    Raises:
+        RankError: two ranks pair different collectives, or ranks wait for one another.
+
+    Example:
+        >>> compare_events([Events([], [])] * 2, {"dp": 2})
+    """
+    compare_sequences([e.lines for e in events], mesh_shape)
+    first = events[0].text
+    if any(e is not events[0] and e.text != first for e in events):
+        _Simulation([e.program for e in events], mesh_shape).run()
 
 
 # Lines.
@@ -185,44 +251,10 @@ def _groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list
 # The simulation.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Event:
-    """A start (`wait` is False) or the wait for one; `turn` counts the starts on the channel."""
-
-    channel: str
-    turn: int
-    wait: bool
-    node: Node
-
-
-@dataclasses.dataclass(frozen=True)
-class _Events:
-    """What one rank does: its lines, its events, and what must agree for two ranks to do the same."""
-
-    lines: list[str]
-    program: list[_Event]
-    keys: list[tuple[str, int, bool]]
-
-
-def _events(gm: GraphModule) -> _Events:
-    moves = {t.node: t for t in transfers(gm) if t.num_ranks > 1}
-    turns, started, out = collections.Counter[str](), dict[Node, _Event](), list[_Event]()
-    for node in gm.graph.nodes:
-        if node in moves:
-            channel = moves[node].channel
-            started[node] = _Event(channel, turns[channel], False, node)
-            turns[channel] += 1
-            out.append(started[node])
-        elif is_wait(node) and start_of(node) in moves:
-            begun = started[start_of(node)]
-            out.append(_Event(begun.channel, begun.turn, True, node))
-    return _Events([_line(t) for t in moves.values()], out, [(e.channel, e.turn, e.wait) for e in out])
-
-
 class _Simulation:
     """All ranks at once: each runs until it blocks; who completes a transfer wakes those who wait for it."""
 
-    def __init__(self, programs: Sequence[Sequence[_Event]], shape: Mapping[str, int]) -> None:
+    def __init__(self, programs: Sequence[Sequence[Event]], shape: Mapping[str, int]) -> None:
         self._programs, self._at = programs, [0] * len(programs)
         self._axes = {e.channel for p in programs for e in p}
         self._group = {c: self._group_of_rank(c, shape) for c in sorted(self._axes)}
@@ -258,7 +290,7 @@ class _Simulation:
             self._at[rank] += 1
         return woken
 
-    def _need(self, rank: int, event: _Event) -> tuple[str, int, int] | None:
+    def _need(self, rank: int, event: Event) -> tuple[str, int, int] | None:
         """What must happen before the event can: that all have opened the channel, or that all have started."""
         if self._makes(event.channel) and len(self._opened[event.channel]) < len(self._programs):
             return event.channel, -1, -1
@@ -272,7 +304,7 @@ class _Simulation:
         complete = self._makes(channel) and len(opened) == len(self._programs)
         return self._blocked.pop((channel, -1, -1), []) if complete else []
 
-    def _start(self, rank: int, event: _Event) -> list[int]:
+    def _start(self, rank: int, event: Event) -> list[int]:
         group, size = self._group[event.channel][rank]
         key = event.channel, group, event.turn
         self._started[key] += 1
@@ -286,8 +318,8 @@ class _Simulation:
         lines = [f"{len(stuck)} of {len(self._programs)} ranks would wait forever:"]
         for rank in stuck[:8]:
             event = self._programs[rank][self._at[rank]]
-            where = where_of(event.node) or where_of(start_of(event.node)) or "line unknown"
+            where = event.where or "line unknown"
             need = self._need(rank, event)
             why = "all ranks to open" if need is not None and need[1] < 0 else f"transfer {event.turn + 1} on"
-            lines.append(f"  rank {rank} at {event.node.name} waits for {why} channel {event.channel!r} ({where})")
+            lines.append(f"  rank {rank} at {event.name} waits for {why} channel {event.channel!r} ({where})")
         return "\n".join([*lines, _REMEDY])

@@ -58,7 +58,8 @@ def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
         return {here}
     here.meta["val"] = None
     for item in node.users:
-        kept = new[operands[item.args[1]]]
+        at: Any = item.args[1]
+        kept = new[operands[at]]
         new[item].replace_all_uses_with(kept)
         new[item].graph.erase_node(new[item])
         new[item] = kept

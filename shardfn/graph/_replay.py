@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -59,6 +59,9 @@ class Replay:
         before: its dependences.
         activations: memories made in the forward, by ops that can run again, and used in forward and backward only;
             with the position of the first use in the backward.
+        late_uses: for nodes of the backward, those of the forward that they take and that show activations.
+        needs: for each node those whose values are alive while it runs.
+        held: the memories of these and its own, given ones excepted.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -76,6 +79,9 @@ class Replay:
             for m in memory.shown(node):
                 self._makers.setdefault(m, node)
         self.activations = self._find_activations()
+        self.late_uses = {n: found for n in memory.order if (found := self._late_uses(n))}
+        self.needs = {n: needed_by(n) for n in memory.order}
+        self.held = {n: self._held(n) for n in memory.order}
         self._chains: dict[int, Chain | None] = {}
         self._number = value_numbers(memory)
         self._twins: dict[int, list[Node]] = {}
@@ -161,6 +167,16 @@ class Replay:
             return False
         return memory.is_view(node) or not any(m in memory.mutated or m in memory.given for m in shown)
 
+    def _late_uses(self, node: Node) -> list[Node]:
+        if self.phases[node] != "backward":
+            return []
+        early = [a for a in node.all_input_nodes if self.phases[a] == "forward"]
+        return [a for a in early if any(m in self.activations for m in self.memory.shown(a))]
+
+    def _held(self, node: Node) -> set[int]:
+        shown = {m for a in (node, *self.needs[node]) for m in self.memory.shown(a)}
+        return shown - self.memory.given
+
     def _find_activations(self) -> dict[int, int]:
         uses: dict[int, list[int]] = {}
         for i, node in enumerate(self.memory.order):
@@ -198,7 +214,7 @@ class Plan:
 
     def peak(self) -> int:
         """The most bytes of values, arguments excepted, that are alive at any step."""
-        first, last, sizes = _lifetimes(self._replay.memory, self.steps)
+        first, last, sizes = _lifetimes(self._replay, self.steps)
         change = [0] * (len(self.steps) + 1)
         for m, begin in first.items():
             change[begin] += sizes[m]
@@ -220,11 +236,9 @@ class Plan:
     def _run(self, node: Node) -> None:
         swaps: dict[Node, Node | Again] = {}
         replay = self._replay
-        if self._chosen and replay.phases[node] == "backward":
-            for a in node.all_input_nodes:
-                chosen = any(m in self._chosen for m in replay.memory.shown(a))
-                if chosen and replay.phases[a] == "forward":
-                    swaps[a] = self._need(a, replay.memory.position[node])
+        for a in replay.late_uses.get(node, ()) if self._chosen else ():
+            if any(m in self._chosen for m in replay.memory.shown(a)):
+                swaps[a] = self._need(a, replay.memory.position[node])
         if node not in self._done:
             self._done.add(node)
             self.steps.append(Step(node, swaps))
@@ -253,41 +267,45 @@ class Plan:
         self.steps.append(Step(self._again[node], swaps))
 
 
-def _lifetimes(memory: Memory, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
+def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
     """The first and the last step at which each memory that is not given is held, and all sizes."""
+    memory, sizes = replay.memory, list(replay.memory.sizes)
+    # What values show in the plan where the graph says otherwise.
     names: dict[Node | Again, dict[int, int]] = {}
-    sizes = list(memory.sizes)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
-        node = step.value.node if isinstance(step.value, Again) else step.value
-        inputs = [step.swaps.get(a, a) for a in node.all_input_nodes]
-        names[step.value] = _shown(memory, step.value, [names[a] for a in inputs], sizes)
-        for m in _held(node, [names[step.value], *(names[a] for a in inputs)], names):
-            if m not in memory.given:
-                first.setdefault(m, i)
-                last[m] = i
+        value = step.value
+        held: Iterable[int]
+        if isinstance(value, Node) and not step.swaps and names.keys().isdisjoint(replay.needs[value]):
+            held = replay.held[value]
+        else:
+            held = _held(memory, step, names, sizes)
+        for m in held:
+            first.setdefault(m, i)
+            last[m] = i
     return first, last, sizes
 
 
-def _shown(
-    memory: Memory, value: Node | Again, inputs: Sequence[Mapping[int, int]], sizes: list[int]
-) -> dict[int, int]:
-    """What the memories that the graph knows the value by are in the plan."""
-    node = value.node if isinstance(value, Again) else value
-    out: dict[int, int] = {}
+def _held(memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]], sizes: list[int]) -> set[int]:
+    """What is alive while the step runs, by its name in the plan; names what it makes."""
+    value, node = step.value, _node_of(step.value)
+    inputs = [step.swaps.get(a, a) for a in needed_by(node)]
+    shown = [names.get(a) or {m: m for m in memory.shown(_node_of(a))} for a in inputs]
+    own: dict[int, int] = {}
     for m in memory.shown(node):
-        out[m] = next((named[m] for named in inputs if m in named), m)
+        own[m] = next((named[m] for named in shown if m in named), m)
         if isinstance(value, Again) and not memory.is_view(node):
-            out[m] = len(sizes)
+            own[m] = len(sizes)
             sizes.append(sizes[m])
-    return out
+    names[value] = own
+    return {m for named in (own, *shown) for m in named.values() if m not in memory.given}
 
 
-def _held(
-    node: Node, named: Sequence[Mapping[int, int]], names: Mapping[Node | Again, Mapping[int, int]]
-) -> Iterator[int]:
-    """What is alive while the node runs; a wait holds what its transfer reads."""
-    yield from (m for one in named for m in one.values())
-    if is_wait(node):
-        yield from (m for a in start_of(node).all_input_nodes for m in names[a].values())
+def _node_of(value: Node | Again) -> Node:
+    return value.node if isinstance(value, Again) else value
+
+
+def needed_by(node: Node) -> list[Node]:
+    """The nodes whose values are alive while `node` runs; a wait holds what its transfer reads."""
+    return [*node.all_input_nodes, *(start_of(node).all_input_nodes if is_wait(node) else ())]

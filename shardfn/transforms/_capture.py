@@ -151,6 +151,10 @@ def _naming_lines() -> Iterator[None]:
         yield
     except _DATA_DEPENDENT as error:
         raise CaptureError(_explain(error)) from error
+    except RuntimeError as error:
+        if "numpy" not in str(error):
+            raise
+        raise CaptureError(_explain(error)) from error
 
 
 def _explain(error: BaseException) -> str:

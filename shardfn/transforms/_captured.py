@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from shardfn.collectives import StoppedError, bind_channels, channel_axes, record, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from shardfn.graph import Compiled, Transfer, collective_sequence, compare_sequences, transfers
+from shardfn.graph import Compiled, Events, Transfer, collective_events, compare_events, transfers
 
 from ._comms import Comms
 from ._jit import CacheInfo, Jitted, report
@@ -19,6 +19,8 @@ from ._plan import Plan
 from ._state import TrainState
 from ._traced_step import StepParts, StepProgram, capture_step
 from ._update import next_state, take_state
+
+_Made = TypeVar("_Made")
 
 
 class CapturedSteps:
@@ -57,14 +59,16 @@ class CapturedSteps:
 
     def lower(self, plan: Plan, blocks: list[Any], opt: PyTree, args: tuple[Any, ...]) -> StepProgram:
         """Captures and schedules a step for its shapes, alone: other ranks are taken to do the same."""
+        start = time.perf_counter()
         program = capture_step(self._parts, plan, blocks, opt, args, even=True)
-        return dataclasses.replace(program, gm=self._jitted.schedule(program.gm))
+        program = dataclasses.replace(program, gm=self._jitted.schedule(program.gm))
+        self._jitted.count(hit=False, seconds=time.perf_counter() - start)
+        return program
 
     def adopt(self, key: Any, program: StepProgram, backend: str | None, comms: Comms) -> None:
         """Compiles a lowered step and keeps it under its signature. Collective."""
-        self._agree(comms, program, None)
-        jitted = dataclasses.replace(self._jitted, backend=backend or self._jitted.backend)
-        self._known[key] = self._compile(program, comms, jitted.compile)
+        _agreed(comms, lambda: program, lambda made: (made.outcome, collective_events(made.gm)))
+        self._known[key] = self._compile(program, comms, backend)
 
     def _execute(
         self, ready: "_Ready", comms: Comms, state: TrainState, arg_leaves: list[Tensor]
@@ -91,34 +95,20 @@ class CapturedSteps:
         self, plan: Plan, comms: Comms, blocks: list[Tensor], opt: PyTree, args: tuple[Any, ...], even: bool
     ) -> "_Ready":
         start = time.perf_counter()
-        program = error = None
-        try:
+
+        def make() -> tuple[StepProgram, GraphModule]:
             program = capture_step(self._parts, plan, blocks, opt, args, even=even)
-        except Exception as caught:
-            error = caught
-        self._agree(comms, program, error)
-        assert program is not None
+            return program, self._jitted.schedule(program.gm)
+
+        program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
         report("a step", "batch", args[0], len(self._known))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
-        return self._compile(program, comms, self._jitted.build)
+        return self._compile(dataclasses.replace(program, gm=gm), comms, None)
 
-    def _agree(self, comms: Comms, program: StepProgram | None, error: Exception | None) -> None:
-        """Agrees on what was captured and makes the channels that it uses, in one order on all ranks."""
-        if program is None:
-            _agree_on_capture(comms, [f"failed: {type(error).__name__}: {error}"], error)
-            return
-        _agree_on_capture(comms, [f"returns {program.outcome}", *collective_sequence(program.gm)], error)
-        for axes, kind in channel_axes(program.gm):
+    def _compile(self, program: StepProgram, comms: Comms, backend: str | None) -> "_Ready":
+        for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order
             (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
-
-    def _compile(self, program: StepProgram, comms: Comms, build: Callable[[GraphModule], Compiled]) -> "_Ready":
-        run = error = None
-        try:
-            run = build(program.gm)
-        except Exception as caught:
-            error = caught
-        _agree_on_capture(comms, ["compiled" if error is None else f"failed: {type(error).__name__}: {error}"], error)
-        assert run is not None
+        run = _agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
         # The step's own transfers report to the counter when they run; the loss's are torch's, which do not.
         moves = [t for t in transfers(program.gm) if t.channel.startswith("loss") and t.num_ranks > 1]
         return _Ready(program, run, moves)
@@ -138,14 +128,29 @@ def signature(plan: Plan, args: tuple[Any, ...], even: bool) -> Any:
     return id(plan), treedef, even, *((tuple(x.shape), x.stride(), x.dtype) for x in leaves)
 
 
-def _agree_on_capture(comms: Comms, lines: list[str], error: Exception | None) -> None:
-    """Compares what the ranks have captured: in each group the same collectives in the same order, or nobody runs."""
-    same = len(set(comms.control.exchange(text_hash("\n".join(lines))))) == 1
-    told: Any = [lines] if same else comms.control.gather(lines)
+def _agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tuple[str, Events]]) -> _Made:
+    """What `make` makes, if all ranks succeed and none would wait for ever; else all raise.
+
+    Raises:
+        RankError: another rank failed, or ranks would run different collectives, or wait for one another.
+    """
+    made = error = None
+    mine: tuple[str, Events | None] = "", None
+    try:
+        made = make()
+        mine = told(made)
+    except Exception as caught:
+        error, mine = caught, (f"{type(caught).__name__}: {caught}", None)
+    text = f"{mine[0]}\n{'failed' if mine[1] is None else mine[1].text}"
+    same = len(set(comms.control.exchange(text_hash(text)))) == 1
+    all_told: Any = [mine] if same else comms.control.gather(mine)
     if error is not None:
         raise error
-    failed = [f"  - rank {rank} {theirs[0]}" for rank, theirs in enumerate(told) if theirs[0].startswith("failed: ")]
+    failed = [f"  - rank {rank} failed: {what}" for rank, (what, events) in enumerate(all_told) if events is None]
     if failed:
-        raise RankError("\n".join(["another rank could not capture the step:", *failed]))
-    comms.control.agree("what the loss returns", lines[0])
-    compare_sequences([theirs[1:] for theirs in told], comms.mesh.shape)
+        raise RankError("\n".join(["another rank could not capture or compile the step:", *failed]))
+    assert made is not None
+    if not same:
+        comms.control.agree("what the loss returns", mine[0])
+        compare_events([events for _, events in all_told], comms.mesh.shape)
+    return made

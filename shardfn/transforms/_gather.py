@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.collectives import AnyChannel, AnyChannels, AnyControl, Pending
 from shardfn.core import RankError
 
-from ._layout import LeafLayout, Unit, unit_sizes
+from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
 from ._order import Move, UseOrder
 
 DONE, FAILED = -1, -2
@@ -172,7 +172,6 @@ class _Whole:
     def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: AnyChannel) -> None:
         self._members = [(leaf, block) for leaf, block in members if block is not None]
         self._pending: Pending | None = start_gather(self._members, channel)
-        self._size = channel.size
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
         self.arrived = False
@@ -186,7 +185,7 @@ class _Whole:
         if not self._tensors:
             self.arrive()
             assert self._out is not None
-            self._tensors = finish_gather([leaf for leaf, _ in self._members], self._out, self._size)
+            self._tensors = finish_gather([leaf for leaf, _ in self._members], self._out)
             self._out = None
         return self._tensors[slot]
 
@@ -203,30 +202,19 @@ def start_gather(
     return channel.all_gather(own, unit_sizes(leaves, channel.size), idle=refresh)
 
 
-def unit_pieces(leaves: Sequence[LeafLayout], out: Tensor, size: int) -> list[list[Tensor]]:
-    """Per rank, each leaf's piece, as views of what has arrived."""
-    return [_views(b, leaves, rank) for rank, b in enumerate(out.split_with_sizes(unit_sizes(leaves, size)))]
-
-
-def _views(block: Tensor, leaves: Sequence[LeafLayout], rank: int) -> list[Tensor]:
-    if len(leaves) == 1:
-        return [block.view(leaves[0].shard_shapes[rank])]
-    pieces = block.split_with_sizes([leaf.shard_sizes[rank] for leaf in leaves])
-    return [p.view(leaf.shard_shapes[rank]) for p, leaf in zip(pieces, leaves, strict=True)]
-
-
-def finish_gather(leaves: Sequence[LeafLayout], out: Tensor, size: int) -> list[Tensor]:
+def finish_gather(leaves: Sequence[LeafLayout], out: Tensor) -> list[Tensor]:
     """The whole leaves of a transfer that has arrived; a single one cut along dim 0 has landed in place."""
     if len(leaves) == 1 and leaves[0].dim == 0:
         return [out.view(leaves[0].block)]
-    if all(leaf.even for leaf in leaves):
-        columns = out.view(size, -1).split_with_sizes([leaf.shard_sizes[0] for leaf in leaves], dim=1)
-        return [leaf.from_ranks(column).contiguous() for leaf, column in zip(leaves, columns, strict=True)]
-    parts = unit_pieces(leaves, out, size)
+    runs = unit_parts(leaves, out)
     whole = []
     for k, leaf in enumerate(leaves):
         assert leaf.dim is not None
-        whole.append(torch.cat([p[k] for p in parts], dim=leaf.dim))
+        rows = [leaf.from_ranks(parts[k]) for run, parts in runs if run.sizes[k]]
+        if len(rows) == 1:
+            whole.append(rows[0].contiguous())
+        else:
+            whole.append(torch.cat(rows, leaf.dim) if rows else out.new_empty(leaf.block))
     return whole
 
 

@@ -84,17 +84,11 @@ class Jitted:
         hits, misses, captured, compiled = self._counts
         return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
 
-    def build(self, gm: GraphModule) -> Compiled:
-        """Schedules and compiles a captured graph."""
-        start = time.perf_counter()
-        gm = self.schedule(gm)
-        self._counts[2] += time.perf_counter() - start
-        return self.compile(gm)
-
-    def compile(self, gm: GraphModule) -> Compiled:
+    def compile(self, gm: GraphModule, backend: str | None = None) -> Compiled:
         """Compiles a scheduled graph."""
-        compiled = compile_graph(gm, resolve_backend(self.backend))
+        compiled = compile_graph(gm, resolve_backend(backend or self.backend))
         self._counts[3] += compiled.seconds
+        log.info("compiled for %r in %.1f s: %d regions", compiled.backend, compiled.seconds, compiled.num_regions)
         return compiled
 
     def count(self, *, hit: bool, seconds: float = 0.0) -> None:
@@ -121,8 +115,9 @@ class Jitted:
         gm = capture(flat, inputs)
         name = getattr(self.inner, "__name__", "a function")
         report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
+        gm = self.schedule(gm)
         self._counts[2] += time.perf_counter() - start
-        return self.build(gm), *result
+        return self.compile(gm), *result
 
 
 _TENSOR = object()

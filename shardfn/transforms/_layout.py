@@ -6,8 +6,10 @@ back in the optimizer's layout. Everything else in the step reads these tables.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -80,27 +82,37 @@ class LeafLayout:
         dim, block = self.dim, self.block
         return [torch.Size((*block[:dim], hi - lo, *block[dim + 1 :])) for lo, hi in self.bounds]
 
-    @functools.cached_property
-    def even(self) -> bool:
-        """Whether all ZeRO ranks' parts have one size."""
-        return self.dim is not None and len(set(self.shard_sizes)) == 1
-
-    def by_rank(self, x: torch.Tensor) -> torch.Tensor:
-        """An evenly cut block as one row a ZeRO rank: [ranks, numel of a part]."""
+    def by_rank(self, x: torch.Tensor, run: "Run") -> torch.Tensor:
+        """The part of a block that a run of ZeRO ranks has, rank by rank: a view [ranks, *shape of a part]."""
         assert self.dim is not None
-        parts = x.unflatten(self.dim, (len(self.bounds), -1))
-        return parts.movedim(self.dim, 0).flatten(1)
+        first = self.bounds[run.first][0]
+        rows = self.bounds[run.first][1] - first
+        part = x if rows * run.num == x.shape[self.dim] else x.narrow(self.dim, first, rows * run.num)
+        return part.unflatten(self.dim, (run.num, rows)).movedim(self.dim, 0)
 
-    def from_ranks(self, rows: torch.Tensor) -> torch.Tensor:
-        """The inverse of `by_rank`."""
+    def from_ranks(self, parts: torch.Tensor) -> torch.Tensor:
+        """The rows of the block that `parts`, [ranks, *shape of a part], are."""
         assert self.dim is not None
-        parts = rows.unflatten(1, self.shard_shapes[0]).movedim(0, self.dim)
-        return parts.flatten(self.dim, self.dim + 1)
+        return parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
     @functools.cached_property
     def shard_sizes(self) -> list[int]:
         """The number of elements of each ZeRO rank's part."""
         return [s.numel() for s in self.shard_shapes]
+
+
+class Run(NamedTuple):
+    """Neighbouring ZeRO ranks whose parts have the same sizes: there are few runs, however many ranks.
+
+    Attributes:
+        first: the first rank.
+        num: how many ranks.
+        sizes: for each leaf, the number of elements of a rank's part.
+    """
+
+    first: int
+    num: int
+    sizes: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,3 +235,27 @@ def unit_sizes(leaves: Sequence[LeafLayout], size: int) -> list[int]:
     """How many elements each of `size` ranks holds of leaves that travel together."""
     columns = [leaf.shard_sizes for leaf in leaves]
     return columns[0] if len(columns) == 1 else [sum(column[rank] for column in columns) for rank in range(size)]
+
+
+def unit_runs(leaves: Sequence[LeafLayout]) -> list[Run]:
+    """The ranks that share leaves which travel together, as runs; ranks that hold nothing are left out."""
+    runs, first = [], 0
+    for sizes, same in itertools.groupby(zip(*(leaf.shard_sizes for leaf in leaves), strict=True)):
+        count = len(list(same))
+        if sum(sizes):
+            runs.append(Run(first, count, sizes))
+        first += count
+    return runs
+
+
+def unit_parts(leaves: Sequence[LeafLayout], flat: torch.Tensor) -> list[tuple[Run, list[torch.Tensor]]]:
+    """What has arrived for leaves that travel together: for each run, each leaf's parts [ranks, *shape of a part]."""
+    out, begin = [], 0
+    for run in unit_runs(leaves):
+        width = sum(run.sizes)
+        grid = flat[begin : begin + run.num * width].view(run.num, width)
+        columns = grid.split_with_sizes(list(run.sizes), dim=1)
+        shapes = [leaf.shard_shapes[run.first] for leaf in leaves]
+        out.append((run, [c.unflatten(1, shape) for c, shape in zip(columns, shapes, strict=True)]))
+        begin += run.num * width
+    return out

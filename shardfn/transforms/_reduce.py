@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import chunk_bounds
 
-from ._layout import LeafLayout, Unit, unit_sizes
+from ._layout import LeafLayout, Unit, unit_runs, unit_sizes
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -225,9 +225,11 @@ def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bo
     if len(members) == 1 and first.dim == 0:
         return grad.contiguous().view(-1), first.shard_sizes
     sizes = unit_sizes([leaf for leaf, _ in members], size)
-    if all(leaf.even for leaf, _ in members):
-        return torch.cat([leaf.by_rank(g) for leaf, g in members], dim=1).view(-1), sizes
-    return torch.cat([leaf.rows(g, r).reshape(-1) for r in range(size) for leaf, g in members]), sizes
+    grids = [
+        torch.cat([leaf.by_rank(g, run).flatten(1) for leaf, g in members], dim=1).view(-1)
+        for run in unit_runs([leaf for leaf, _ in members])
+    ]
+    return grids[0] if len(grids) == 1 else torch.cat(grids or [grad.new_empty(0)]), sizes
 
 
 def flat_sizes(total: int, size: int) -> list[int]:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from shardfn.collectives import AnyChannels, Pending
 
-from ._gather import start_gather, unit_pieces
-from ._layout import unit_sizes
+from ._gather import start_gather
+from ._layout import unit_parts, unit_sizes
 from ._plan import Plan
 
 
@@ -30,9 +30,9 @@ def refresh(plan: Plan, channels: AnyChannels, blocks: Sequence[Tensor], rows: S
         if landed:
             continue
         leaves = [plan.leaves[i] for i in unit.leaves]
-        for rank, pieces in enumerate(unit_pieces(leaves, arrived, channels.gather(leaves[0].zero_axes).size)):
-            for i, piece in zip(unit.leaves, pieces, strict=True):
-                plan.leaves[i].rows(blocks[i], rank).copy_(piece)
+        for run, parts in unit_parts(leaves, arrived):
+            for i, part in zip(unit.leaves, parts, strict=True):
+                plan.leaves[i].by_rank(blocks[i], run).copy_(part)
     channels.flush()
     return out
 
