@@ -71,8 +71,9 @@ def main() -> None:
     optimizer, learning_rate = OPTIMIZERS[args.optimizer]
     peak, warmup = args.lr or learning_rate, max(1, min(args.warmup, args.steps // 2))
     schedule = sf.optim.warmup_cosine_decay_schedule(0.0, peak, warmup, max(args.steps, warmup + 1), peak / 10)
+    jit = functools.partial(sf.jit, backend=args.jit) if args.jit else lambda inner: inner
     step = sf.sharded_step(
-        sf.accumulate(loss, args.accumulate) if args.accumulate > 1 else loss,
+        jit(sf.accumulate(loss, args.accumulate) if args.accumulate > 1 else loss),
         sf.optim.chain(sf.optim.clip_by_global_norm(args.clip), optimizer(schedule)),
         mesh=mesh,
         batch=sf.P("dp"),
@@ -211,6 +212,7 @@ def arguments():
     add("--clip", type=float, default=1.0, help="bound of the global gradient norm (%(default)s)")
     add("--accumulate", type=positive, default=1, help="microbatches a step (%(default)s)")
     add("--remat", action="store_true", help="recompute each block in the backward")
+    add("--jit", choices=("graph", "inductor"), help="capture the step as one graph, and run or compile it")
     add("--eval-every", type=positive, default=100, help="steps (%(default)s)")
     add("--eval-batches", type=positive, default=8, help="%(default)s")
     add("--sample", type=int, default=300, metavar="N", help="tokens to sample at the end (%(default)s)")

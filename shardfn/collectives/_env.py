@@ -12,6 +12,7 @@ import torch
 from shardfn.core import Axes, Mesh
 
 _STACK: list[Mesh] = []
+_SEEN: list[list[Mesh]] = []
 _ONE_RANK = Mesh({}, torch.device("cpu"))
 
 
@@ -19,10 +20,23 @@ _ONE_RANK = Mesh({}, torch.device("cpu"))
 def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Binds `mesh` as the one that collectives mean by an axis name."""
     _STACK.append(mesh)
+    for seen in _SEEN:
+        seen.append(mesh)
     try:
         yield mesh
     finally:
         _STACK.pop()
+
+
+@contextlib.contextmanager
+def noting_meshes() -> Iterator[list[Mesh]]:
+    """Collects the meshes that are bound while it is open."""
+    seen: list[Mesh] = []
+    _SEEN.append(seen)
+    try:
+        yield seen
+    finally:
+        _SEEN[:] = [s for s in _SEEN if s is not seen]
 
 
 def current_mesh() -> Mesh:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfn.core import AbstractGroup
 
@@ -18,12 +19,19 @@ from ._traffic import record
 _ops = torch.ops._c10d_functional
 
 
+def _unknown(x: Tensor) -> Tensor:
+    """`x` without the value that a tracer remembers of a constant: else it would run the collective there and then."""
+    if not isinstance(x, FakeTensor) or x.constant is None:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
     """`op` ("sum" or "max") over the line; the same on every rank."""
     if x.numel() == 0:
         return x.clone()
     record(name, line.axes, 2 * x.numel() * x.element_size() * (line.size - 1) // line.size, dtype=x.dtype)
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, line.group.group_name))
+    return _ops.wait_tensor(_ops.all_reduce(_unknown(x).contiguous(), op, line.group.group_name))
 
 
 def all_gather(x: Tensor, line: Line, *, name: str) -> Tensor:
@@ -32,7 +40,9 @@ def all_gather(x: Tensor, line: Line, *, name: str) -> Tensor:
     if x.numel() == 0:
         return x.new_empty((n, *shape))
     record(name, line.axes, x.numel() * x.element_size() * (n - 1), dtype=x.dtype)
-    out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), n, line.group.group_name)).view(n, *shape)
+    out = _ops.wait_tensor(_ops.all_gather_into_tensor(_unknown(x).contiguous(), n, line.group.group_name)).view(
+        n, *shape
+    )
     return out if line.in_order else out[list(line.ranks)]
 
 
@@ -46,7 +56,7 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
         return _sum_in_order(exchange(x.reshape(-1), each, each, line, name=name).view(n, *shape))
     record(name, line.axes, shape.numel() * x.element_size() * (n - 1), dtype=x.dtype)
     rows = x if line.in_order else x[line.indices]
-    out = _ops.reduce_scatter_tensor(rows.contiguous().view(-1), "sum", n, line.group.group_name)
+    out = _ops.reduce_scatter_tensor(_unknown(rows).contiguous().view(-1), "sum", n, line.group.group_name)
     return _ops.wait_tensor(out).view(shape)
 
 
@@ -54,12 +64,14 @@ def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *,
     """Sends `send[i]` elements of the flat `x` to each index i; returns the `recv[i]` elements from each, in order."""
     record(name, line.axes, (x.numel() - send[line.index]) * x.element_size(), dtype=x.dtype)
     if line.in_order:
-        out = _ops.all_to_all_single(x.contiguous(), list(recv), list(send), line.group.group_name)
+        out = _ops.all_to_all_single(_unknown(x).contiguous(), list(recv), list(send), line.group.group_name)
         return _ops.wait_tensor(out)
     order = line.indices
     pieces = x.split(list(send))
     flat = torch.cat([pieces[i] for i in order])
-    out = _ops.all_to_all_single(flat, [recv[i] for i in order], [send[i] for i in order], line.group.group_name)
+    out = _ops.all_to_all_single(
+        _unknown(flat), [recv[i] for i in order], [send[i] for i in order], line.group.group_name
+    )
     pieces = _ops.wait_tensor(out).split([recv[i] for i in order])
     return torch.cat([pieces[rank] for rank in line.ranks])
 

@@ -67,10 +67,21 @@ def record(op: str, axes: tuple[str, ...], sent: int, *, dtype: torch.dtype | No
 
 
 @contextlib.contextmanager
+def counting_nothing() -> Iterator[None]:
+    """Silences all counters: while a program is captured nothing is sent."""
+    silenced = _COUNTERS[:]
+    _COUNTERS.clear()
+    try:
+        yield
+    finally:
+        _COUNTERS[:] = silenced
+
+
+@contextlib.contextmanager
 def count_traffic() -> Iterator[Traffic]:
     """Counts what this rank sends while the context is open. Counters nest; each one sees everything below it.
 
-    Under a tracer the collectives of the captured program are counted once, when they are traced.
+    A captured program is counted whenever it runs.
 
     Returns:
         A context manager that gives a `Traffic`, which stays readable after the end.

@@ -2,6 +2,8 @@
 
 from ._options import Schedule as Schedule
 from ._schedule import schedule as schedule
+from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
+from ._edit import reordered as reordered
 from ._reuse import reuse_gathers as reuse_gathers
 from ._bucket import bucket as bucket
 from ._overlap import overlap_reductions as overlap_reductions

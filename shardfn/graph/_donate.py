@@ -12,7 +12,7 @@ from ._hazards import GATHERS, Memory, is_stop
 from ._values import tensors_of
 
 
-def donate(gm: GraphModule) -> GraphModule:
+def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
     """Turns elementwise ops into in-place ones where their first operand dies there: `add -> add_`, foreach ops too.
 
     The operand must be contiguous, of the result's shape and dtype, and its memory a temporary or a placeholder that
@@ -25,6 +25,8 @@ def donate(gm: GraphModule) -> GraphModule:
 
     Args:
         gm: a captured step.
+        temporaries: whether memory that the step made itself is written again, too. A back end that fuses such ops
+            needs no memory between them, and does better without.
 
     Returns:
         A new graph whose outputs have the same bits; donated placeholders hold whatever was put there.
@@ -37,7 +39,7 @@ def donate(gm: GraphModule) -> GraphModule:
         (['p_1', 'g_1', 'mul', 'sub', 'output'], ['aten.mul.Tensor', 'aten.sub_.Tensor'])
     """
     memory = Memory(gm)
-    chosen = _Owners(memory, set(gm.meta.get("donated", ()))).chosen
+    chosen = _Owners(memory, set(gm.meta.get("donated", ())), temporaries).chosen
     out, new = reordered(gm, memory.order)
     changed: set[Node] = set()
     for node in memory.order:
@@ -73,8 +75,8 @@ class _Owners:
         chosen: the nodes that become in-place, with the op to use.
     """
 
-    def __init__(self, memory: Memory, donated: set[str]) -> None:
-        self._memory = memory
+    def __init__(self, memory: Memory, donated: set[str], temporaries: bool) -> None:
+        self._memory, self._temporaries = memory, temporaries
         self._last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
         # A program that stops leaves the state as it was.
         self._stop = max((i for i, n in enumerate(memory.order) if is_stop(n)), default=-1)
@@ -98,7 +100,8 @@ class _Owners:
             return False
         if any(m in self._foreign or self._last.get(m, i) > i for m in owned):
             return False
-        if i < self._stop and any(m in self._memory.given for m in owned):
+        given = [m in self._memory.given for m in owned]
+        if any(given) if i < self._stop else not self._temporaries and not all(given):
             return False
         # An operand may meet itself, element by element; nothing else may look at what is overwritten.
         others = [n for n in _others(node) if n is not node.args[0]]

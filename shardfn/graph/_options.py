@@ -1,6 +1,7 @@
 """`Schedule`: what the passes over a captured graph may do, as one value."""
 
 import dataclasses
+from collections.abc import Callable
 
 from torch.fx import GraphModule
 
@@ -18,6 +19,7 @@ class Schedule:
         reuse: bytes of other gathered leaves for which a gathered leaf is kept; default as `prefetch`.
         budget: bytes that a step's own values may take; activations beyond it are computed again. None keeps them all.
         donate: whether pure updates may run in place.
+        passes: passes of one's own, `f(gm) -> gm`, run first, in this order.
 
     Raises:
         ValueError: a number of bytes is negative.
@@ -33,6 +35,7 @@ class Schedule:
     reuse: int | None = None
     budget: int | None = None
     donate: bool = True
+    passes: tuple[Callable[[GraphModule], GraphModule], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("prefetch", "bucket", "reductions", "reuse", "budget"):
@@ -40,6 +43,14 @@ class Schedule:
             if value is not None and value < 0:
                 raise ValueError(f"Schedule({name}={value}): a number of bytes, 0 or more; None leaves the pass out.")
 
-    def __call__(self, gm: GraphModule) -> GraphModule:
-        """The scheduled graph; `gm` stays as it is."""
-        return schedule(gm, **dataclasses.asdict(self))
+    def __call__(self, gm: GraphModule, *, fuses: bool = False) -> GraphModule:
+        """The scheduled graph; `gm` stays as it is.
+
+        Args:
+            gm: a captured step.
+            fuses: whether it is for a back end that fuses elementwise ops.
+        """
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "passes"}
+        for own in self.passes:
+            gm = own(gm)
+        return schedule(gm, **options, temporaries=not fuses)

@@ -21,6 +21,7 @@ def schedule(
     reductions: int | None = 24 << 20,
     reuse: int | None = None,
     donate: bool = True,
+    temporaries: bool = True,
 ) -> GraphModule:
     """Schedules a captured step; every option but `budget` only changes when things happen, `None` leaves it out.
 
@@ -44,6 +45,7 @@ def schedule(
         reductions: bytes of whole gradients in flight.
         reuse: bytes of other gathered values for which a gathered value is kept; default as `prefetch`.
         donate: whether pure updates may run in place.
+        temporaries: whether in place means the step's own memory, too; see `donate`.
 
     Returns:
         A new graph with the same bits.
@@ -70,4 +72,4 @@ def schedule(
     gm = gm if reductions is None else overlap_reductions(gm, limit=reductions)
     gm = gm if prefetch is None else prefetch_pass(gm, budget=prefetch)
     gm = free_at_last_use(gm)
-    return donate_pass(gm) if donate else gm
+    return donate_pass(gm, temporaries=temporaries) if donate else gm

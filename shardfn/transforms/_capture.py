@@ -26,7 +26,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from shardfn.collectives import current_line, recording_lines, with_sizes
+from shardfn.collectives import counting_nothing, current_line, recording_lines, with_sizes
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Rooms whose lines are the model's own, as a user's would be.
@@ -78,6 +78,12 @@ class Recorder:
             node = create(*args, **kwargs)
             node.meta["phase"] = self.phase
             line = current_line()
+            if _RECOMPUTING and _draws(node):
+                raise CaptureError(
+                    f"{line or 'a recomputation'}: {node.target} draws from torch's generator inside remat; in a graph"
+                    " the recomputation would draw other numbers than the forward did. Draw by a key:"
+                    " sf.nn.dropout(key, ...), with key= of the step; or leave out remat or jit."
+                )
             if line is not None:
                 node.meta["where"] = line
             return node
@@ -89,6 +95,19 @@ class Recorder:
         finally:
             tracer.create_node = create
             self._top = None
+
+
+_RECOMPUTING: list[None] = []
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """While a `remat`ted function runs for the second time."""
+    _RECOMPUTING.append(None)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.pop()
 
 
 def capturing() -> bool:
@@ -117,7 +136,8 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
             return f(*args)
 
     # One device's backward must run on this thread, where the tracer is.
-    with torch.autograd.set_multithreading_enabled(False), _use_lazy_graph_module(True), _naming_lines(), _quiet():
+    once = torch.autograd.set_multithreading_enabled(False)
+    with once, _use_lazy_graph_module(True), _naming_lines(), _quiet(), counting_nothing():
         gm = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(
             *fakes(inputs)
         )
@@ -168,6 +188,14 @@ def _explain(error: BaseException) -> str:
         " A graph has one path: use torch.where or arithmetic in place of the branch, keep the value a tensor in place"
         " of .item(), take sizes from shapes; or leave out jit, as eager steps run any Python."
     )
+
+
+def _draws(node: Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema: Any = getattr(node.target, "_schema")  # noqa: B009  # an OpOverload, as it has tags
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    return given.get("dropout_p", 0.0) != 0.0 or all(a.name != "dropout_p" for a in schema.arguments)
 
 
 def _is_users(name: str) -> bool:

@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 
 from shardfn.collectives import StoppedError, bind_channels, channel_axes, record, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from shardfn.graph import Compiled, Events, Transfer, collective_events, compare_events, transfers
+from shardfn.graph import Compiled, Events, Transfer, collective_events, compare_events
 
 from ._comms import Comms
-from ._jit import CacheInfo, Jitted, report
+from ._jit import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
 from ._plan import Plan
 from ._state import TrainState
 from ._traced_step import StepParts, StepProgram, capture_step
@@ -42,10 +42,10 @@ class CapturedSteps:
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """One step."""
         blocks, opt = [x.local for x in tree_leaves(state.params)], tree_map(lambda x: x.local, state.opt_state)
-        key = signature(plan, args, even)
+        key = even, signature(plan, args), _layouts(blocks, opt)
         known = self._known.get(key)
-        # Where batches differ, one rank may know its shapes while another does not.
-        everywhere = known is not None if even else all(comms.control.exchange(int(known is not None)))
+        # One rank may know its own while another does not: batches may differ, and so may strides.
+        everywhere = all(comms.control.exchange(int(known is not None)))
         if known is None or not everywhere:
             known = self._known[key] = self._make(plan, comms, blocks, opt, args, even)
         else:
@@ -61,29 +61,41 @@ class CapturedSteps:
         """Captures and schedules a step for its shapes, alone: other ranks are taken to do the same."""
         start = time.perf_counter()
         program = capture_step(self._parts, plan, blocks, opt, args, even=True)
-        program = dataclasses.replace(program, gm=self._jitted.schedule(program.gm))
+        program = dataclasses.replace(program, gm=self._jitted.scheduled(program.gm))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return program
 
-    def adopt(self, key: Any, program: StepProgram, backend: str | None, comms: Comms) -> None:
-        """Compiles a lowered step and keeps it under its signature. Collective."""
+    def compile(self, program: StepProgram, backend: str | None, comms: Comms) -> Callable[..., Any]:
+        """A lowered step that runs as `run` does. Collective."""
         _agreed(comms, lambda: program, lambda made: (made.outcome, collective_events(made.gm)))
-        self._known[key] = self._compile(program, comms, backend)
+        ready = self._compile(program, comms, backend)
+
+        def run(plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool) -> Any:
+            del plan, even
+            return self._execute(ready, comms, state, tree_leaves(args))
+
+        return run
 
     def _execute(
         self, ready: "_Ready", comms: Comms, state: TrainState, arg_leaves: list[Tensor]
     ) -> tuple[TrainState, dict[str, Tensor]]:
         num, names = len(ready.program.plan.leaves), ready.program.metrics
         params, opt = take_state(state, donated=False, copied=not self._donate)
+        given = [*tree_leaves(params), *tree_leaves(opt)]
+        before = [x._version for x in given]
         for move in ready.of_the_loss:
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         try:
-            with torch.no_grad(), bind_channels(comms.channels):
-                outs = ready.run(*tree_leaves(params), *tree_leaves(opt), *arg_leaves)
+            with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels):
+                outs = ready.run(*given, *arg_leaves)
         except StoppedError as stopped:
             metrics = dict(zip(names, stopped.carried, strict=True))
             metrics["skipped"] = torch.ones_like(metrics["skipped"])
             return state, metrics
+        except BaseException:
+            if self._donate and before != [x._version for x in given]:  # half updated, so of no use to anyone
+                take_state(state, donated=True, copied=False)
+            raise
         if self._donate:  # only now, so that a step that fails leaves its state
             take_state(state, donated=True, copied=False)
         blocks, rest, values = list(outs[:num]), outs[num : len(outs) - len(names)], outs[len(outs) - len(names) :]
@@ -98,7 +110,7 @@ class CapturedSteps:
 
         def make() -> tuple[StepProgram, GraphModule]:
             program = capture_step(self._parts, plan, blocks, opt, args, even=even)
-            return program, self._jitted.schedule(program.gm)
+            return program, self._jitted.scheduled(program.gm)
 
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
         report("a step", "batch", args[0], len(self._known))
@@ -109,9 +121,7 @@ class CapturedSteps:
         for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order
             (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
         run = _agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
-        # The step's own transfers report to the counter when they run; the loss's are torch's, which do not.
-        moves = [t for t in transfers(program.gm) if t.channel.startswith("loss") and t.num_ranks > 1]
-        return _Ready(program, run, moves)
+        return _Ready(program, run, sent_by_the_loss(program.gm))
 
 
 class _Ready(NamedTuple):
@@ -122,10 +132,16 @@ class _Ready(NamedTuple):
     of_the_loss: list[Transfer]
 
 
-def signature(plan: Plan, args: tuple[Any, ...], even: bool) -> Any:
-    """What a graph is made for: the layout, and the shapes of what comes with the state."""
+def signature(plan: Plan, args: tuple[Any, ...]) -> Any:
+    """What a graph is made for: the layout, what comes with the state, and what is ambient."""
     leaves, treedef = tree_flatten(args)
-    return id(plan), treedef, even, *((tuple(x.shape), x.stride(), x.dtype) for x in leaves)
+    return id(plan), ambient(), treedef, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in leaves)
+
+
+def _layouts(blocks: list[Tensor], opt: PyTree) -> Any:
+    """What a graph takes for granted of the state."""
+    leaves, treedef = tree_flatten(opt)
+    return treedef, *((x.stride(), x.dtype) for x in (*blocks, *leaves))
 
 
 def _agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tuple[str, Events]]) -> _Made:

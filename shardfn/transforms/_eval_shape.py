@@ -33,7 +33,7 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        inputs = tree_map(lambda x: _fake(x) if type(x) is Tensor else x, args)
+        inputs = tree_map(lambda x: _like(x, torch.device("cpu")) if isinstance(x, Tensor) else x, args)
         return tree_map(_meta, f(*inputs))
 
 
@@ -65,18 +65,15 @@ def as_state(planner: Planner, optimizer: GradientTransformation, key: Tensor | 
 
 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
-    """The tree with tensors without data, on the device where a step would have them."""
+    """The tree with tensors without data; those on "meta" are taken to be on `device`."""
     leaves, treedef = tree_flatten(tree)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return tree_unflatten(
-            treedef, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in leaves]
-        )
+        return tree_unflatten(treedef, [_like(x, device) for x in leaves])
 
 
-def _fake(x: Tensor) -> Tensor:
-    return torch.empty_strided(
-        x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.device.type == "meta" else x.device
-    )
+def _like(x: Tensor, device: torch.device) -> Tensor:
+    where = device if x.device.type == "meta" else x.device
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
 
 
 def _meta(x: Any) -> Any:

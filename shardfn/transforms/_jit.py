@@ -1,21 +1,23 @@
 """`jit`: the same function, captured as one graph for each signature, scheduled and compiled."""
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh
+from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, record, transforming
 from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_leaves, tree_paths, tree_unflatten
-from shardfn.graph import Compiled, Schedule, compile_graph, resolve_backend
+from shardfn.graph import Compiled, Schedule, Transfer, compile_graph, resolve_backend, transfers
 
 from ._accumulate import Accumulated
 from ._capture import CaptureError, capture, capturing
+from ._lazy import LazyLeaf
 
 log = logging.getLogger("shardfn.jit")
 
@@ -60,13 +62,14 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's value."""
-        if capturing():
-            return self.inner(*args, **kwargs)
         leaves, treedef = tree_flatten((args, kwargs))
+        # Part of a larger graph, of a torch.func transform, or of an eager step that gathers as it goes.
+        if capturing() or transforming() or any(type(x) is LazyLeaf for x in leaves):
+            return self.inner(*args, **kwargs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
         inputs = [x.local if isinstance(x, GlobalTensor) else x for x in (leaves[i] for i in at)]
         _refuse_gradients(inputs, leaves, treedef, at)
-        key = (treedef, current_mesh(), *(_signature(x) for x in leaves))
+        key = (treedef, current_mesh(), ambient(), *(_signature(x) for x in leaves))
         try:
             found = self._cache.get(key)
         except TypeError as error:
@@ -74,15 +77,21 @@ class Jitted:
         self._counts[found is None] += 1
         if found is None:
             found = self._cache[key] = self._make(leaves, treedef, at, inputs)
-        compiled, out_def, statics = found
-        with torch.no_grad():
+        compiled, moves, out_def, statics = found
+        for move in moves:
+            record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
+        with torch.no_grad(), plain_arithmetic():
             outs = iter(compiled(*inputs))
-        return tree_unflatten(out_def, [next(outs) if s is _TENSOR else s for s in statics])
+        return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, _Slot) else s for s in statics])
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and seconds so far."""
         hits, misses, captured, compiled = self._counts
         return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
+
+    def scheduled(self, gm: GraphModule) -> GraphModule:
+        """The graph as the passes leave it for the back end that will run it."""
+        return self.schedule(gm, fuses=resolve_backend(self.backend) == "inductor")
 
     def compile(self, gm: GraphModule, backend: str | None = None) -> Compiled:
         """Compiles a scheduled graph."""
@@ -109,18 +118,57 @@ class Jitted:
             args, kwargs = tree_unflatten(treedef, filled)
             with bind_mesh(mesh):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
-            result[:] = [out_def, [_TENSOR if isinstance(x, Tensor) else x for x in outs]]
-            return [x for x in outs if isinstance(x, Tensor)]
+            result[:] = [out_def, [_slot(x) for x in outs]]
+            return [x.local if isinstance(x, GlobalTensor) else x for x in outs if isinstance(x, Tensor | GlobalTensor)]
 
-        gm = capture(flat, inputs)
+        with noting_meshes() as meshes:
+            gm = capture(flat, inputs)
+        gm.meta |= {"mesh_shape": {}, "coords": {}, "groups": {}}
+        for bound in meshes:
+            gm.meta["mesh_shape"] |= bound.shape
+            gm.meta["coords"] |= bound.coords
+            gm.meta["groups"] |= bound.group_names()
         name = getattr(self.inner, "__name__", "a function")
         report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
-        gm = self.schedule(gm)
+        gm = self.scheduled(gm)
         self._counts[2] += time.perf_counter() - start
-        return self.compile(gm), *result
+        return self.compile(gm), sent_by_the_loss(gm), *result
 
 
-_TENSOR = object()
+class _Slot(NamedTuple):
+    """Where a tensor of the graph goes in the result; as a `GlobalTensor` like `like`, if there is one."""
+
+    like: GlobalTensor | None
+
+    def fill(self, x: Tensor) -> Tensor | GlobalTensor:
+        like = self.like
+        return x if like is None else GlobalTensor(x, like.shape, like.spec, like.mesh)
+
+
+def _slot(x: Any) -> Any:
+    if isinstance(x, GlobalTensor):
+        return _Slot(x)
+    return _Slot(None) if isinstance(x, Tensor) else x
+
+
+def sent_by_the_loss(gm: GraphModule) -> list[Transfer]:
+    """The collectives that are torch's own ops, which do not report to the counter when they run."""
+    return [t for t in transfers(gm) if t.channel.startswith("loss") and t.num_ranks > 1]
+
+
+def ambient() -> Any:
+    """What besides its arguments decides what a function computes: autocast."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
+
+
+@contextlib.contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Casts are in the graph; nothing is cast again while it runs."""
+    with contextlib.ExitStack() as stack:
+        for kind, _ in ambient():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def jit(
@@ -203,7 +251,8 @@ def _signature(x: Any) -> Any:
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):
         return tuple(x.shape), x.spec, x.mesh, _signature(x.local)
-    return x
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    return type(x), repr(x) if isinstance(x, float) else x
 
 
 def _refuse_gradients(inputs: list[Tensor], leaves: list[Any], treedef: Any, at: list[int]) -> None:

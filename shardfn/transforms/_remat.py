@@ -1,5 +1,6 @@
 """`remat`: the same function, whose backward recomputes what the forward does not keep."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from shardfn.collectives import transforming
 
 from ._accumulate import Accumulated
+from ._capture import recomputing
 from ._jit import Jitted
 
 
@@ -42,6 +44,13 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if transforming():  # where the hooks that drop and recompute are not available; the value is the same
             return f(*args, **kwargs)
-        return checkpoint(f, *args, use_reentrant=False, **kwargs)
+        ran: list[None] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with recomputing() if ran else contextlib.nullcontext():
+                ran.append(None)
+                return f(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     return recomputed

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.collectives import GlobalTensor, all_gather_invariant, bind_mesh, psum, pvary, take_own_block
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
@@ -86,6 +87,7 @@ def _leave(x: Any, spec: P, mesh: Mesh) -> Any:
         return x
     for dim in range(len(spec)):
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):
-            size = int(psum(torch.tensor(x.shape[dim], device=x.device), axis))
+            with _disable_current_modes():  # while a program is captured, too, sizes are numbers
+                size = int(psum(torch.tensor(x.shape[dim], device=mesh.device), axis))
             x = all_gather_invariant(x, axis, dim=dim, size=size)
     return x

@@ -175,7 +175,7 @@ class ShardedStep:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
         if transforming():
             return self._pure(state, batch)
-        return self._step(self._run if self._jitted is None else self._steps.run, state, batch)
+        return self._step(self._run if self._jitted is None else self._steps.run, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
@@ -199,11 +199,11 @@ class ShardedStep:
         """
         plan, blocks, opt, args = self._abstract(state, batch)
         program = self._steps.lower(plan, blocks, opt, args)
-        key = signature(plan, args, True)
+        key = signature(plan, args)
 
         def compile(backend: str | None) -> Callable[..., Any]:
-            self._steps.adopt(key, program, backend, comms_of(self.mesh))
-            return functools.partial(self._call_lowered, key)
+            run = self._steps.compile(program, backend, comms_of(self.mesh))
+            return functools.partial(self._step, run, key)
 
         return Lowered(program.gm, self.mesh, compile)
 
@@ -216,24 +216,24 @@ class ShardedStep:
         params, opt = abstract_leaves(tree_map(lambda x: x.local, held), self.mesh.device)
         return plan, tree_leaves(params), opt, abstract_leaves((batch, *keys), self.mesh.device)
 
-    def _call_lowered(self, key: Any, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        plan, _, _, args = self._abstract(state, batch)
-        if signature(plan, args, True) != key:
-            raise ValueError(
-                "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the loss."
-            )
-        return self._step(self._steps.run, state, batch)
-
-    def _step(self, run: Callable[..., Any], state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+    def _step(
+        self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """One step by `run`, which may be made for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(state)
             plan = self._planner.plan_of(state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
-            key = () if self._key is None else (fold_in(self._key_of(state), state.step),)
+            args = (batch, *(() if self._key is None else (fold_in(self._key_of(state), state.step),)))
+            if only is not None and signature(plan, args) != only:
+                raise ValueError(
+                    "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
+                    " loss."
+                )
         even = agree_on_step(comms.control, f"step {number} of {len(plan.leaves)} leaves", described)
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            return run(plan, comms, state, (batch, *key), even)
+            return run(plan, comms, state, args, even)
 
     def _run(
         self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
@@ -285,7 +285,7 @@ class ShardedStep:
             return pure_loss(plan, params, self._loss, (batch, *key), has_aux=self._has_aux)
 
     def cache_info(self) -> CacheInfo:
-        """What the jitted step remembers; zeros where the loss is not jitted."""
+        """What the step remembers of its captures, those of `lower` included."""
         return self._steps.cache_info()
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
@@ -297,6 +297,7 @@ class ShardedStep:
         if transforming():
             with bind_mesh(self.mesh):
                 return pure_apply(self._planner.plan_of(state), state.params, f, args)
+        f, _ = unwrap(f)  # leaves are gathered one by one, which a graph of f alone would not do
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(state)

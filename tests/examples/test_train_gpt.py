@@ -60,11 +60,11 @@ def assert_complete(out: pathlib.Path) -> None:
     assert "validation_loss" in rows(out)[-1]
 
 
-def test_one_process_and_two_agree(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_one_process_and_two_that_run_a_graph_agree(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     runs = {}
-    for name, launcher in (("one", PLAIN), ("two", TORCHRUN)):
+    for name, launcher, options in (("one", PLAIN, ()), ("two", TORCHRUN, ("--jit", "graph"))):
         out = tmp_path / name
-        code, said = finish(start(launcher, text, out, "--steps", "30", "--lr", "0.01"))
+        code, said = finish(start(launcher, text, out, "--steps", "30", "--lr", "0.01", *options))
         assert code == 0, said
         assert_complete(out)
         runs[name] = rows(out), (out / "sample.txt").read_text()

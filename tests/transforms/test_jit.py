@@ -213,3 +213,65 @@ def test_bad_options() -> None:
         sf.jit(sf.jit(odd_loss))
     with pytest.raises(ValueError, match=r"jit\(remat\(f\)\)"):
         sf.remat(sf.jit(odd_loss))
+
+
+def test_draws_from_a_generator_inside_remat_are_refused() -> None:
+    def noisy(w: Tensor, x: Tensor) -> Tensor:
+        return (torch.nn.functional.dropout(w * x, 0.5) ** 2).mean()
+
+    step = sf.sharded_step(graph(sf.remat(noisy)), optim.sgd(0.1))
+    with pytest.raises(sf.CaptureError, match=r"test_jit.py:\d+.*inside remat"):
+        step(step.init(torch.ones(8)), torch.ones(8))
+    with pytest.raises(sf.CaptureError, match="inside remat"):
+        graph(sf.value_and_grad(sf.remat(noisy)))(torch.ones(8), torch.ones(8))
+    step = sf.sharded_step(graph(noisy), optim.sgd(0.1))
+    assert step(step.init(torch.ones(8)), torch.ones(8))[1]["finite"]
+
+
+def test_constants_are_told_apart_by_type() -> None:
+    scaled = graph(lambda x, s: x * s)
+    x = torch.ones(2, dtype=torch.int64)
+    assert [scaled(x, s).dtype for s in (2, 2.0, True)] == [torch.int64, torch.float32, torch.int64]
+    assert torch.signbit(scaled(torch.ones(1), -0.0)) and not torch.signbit(scaled(torch.ones(1), 0.0))
+
+
+@distributed(world=2)
+def test_sharded_gradients_and_counts_come_out_of_a_graph() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+
+    def loss(p: dict, x: Tensor) -> Tensor:
+        return ((x @ p["w"]) ** 2).mean() * sf.psum(torch.tensor(1.0), "dp")
+
+    step = sf.sharded_step(graph(loss), optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    state, x = step.init({"w": torch.arange(6.0).view(2, 3)}), torch.ones(3, 2)
+    grad = torch.func.grad(step.loss)
+    want, got = grad(state.params, x), graph(grad)(state.params, x)
+    assert torch.equal(want["w"].full_tensor(), got["w"].full_tensor())
+    strided = torch.ones(2, 3).t()
+    counts = []
+    for batch in (x, x, strided if mesh.rank else x):  # the last is new to one rank only
+        with sf.count_traffic() as traffic:
+            state, _ = step(state, batch)
+        counts.append(traffic.by_op)
+    assert counts[0] == counts[1] == counts[2]
+
+
+@distributed(world=2)
+def test_a_lowered_step_keeps_to_itself_and_tells_its_errors() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    step = sf.sharded_step(graph(lambda w, x: (w * x).mean()), optim.sgd(0.1), mesh=mesh, donate=False)
+    state = step.init(torch.ones(3))
+    compiled = step.lower(state, torch.ones(2, 3)).compile()
+    assert compiled(state, torch.ones(2, 3))[1]["finite"]
+    with pytest.raises(sf.RankError if mesh.rank == 0 else ValueError, match="lower the step again"):
+        compiled(state, torch.ones(2 + mesh.rank, 3))
+    assert step(state, torch.ones(2, 3))[1]["finite"]
+
+
+def test_a_step_that_fails_in_its_graph_leaves_the_state() -> None:
+    step = sf.sharded_step(graph(lambda w, x: w[x].mean()), optim.adam(0.1))
+    state = step.init(torch.ones(3))
+    with pytest.raises(IndexError):
+        step(state, torch.tensor([0, 7]))
+    new, _ = step(state, torch.tensor([0, 2]))
+    assert int(new.step) == 1

@@ -42,9 +42,9 @@ def test_each_pass_and_all_of_them_keep_every_bit(world: int) -> None:
         assert_same(on_mesh(jitted, tx, odd_params(), batches, **options), want, exact=True)
 
 
-@distributed(world=[2, 4], timeout=300)
-def test_predicted_bytes_are_the_counted_ones(world: int) -> None:
-    mesh = sf.make_mesh({"dp": world})
+@distributed(world=2, timeout=300)
+def test_predicted_bytes_are_the_counted_ones() -> None:
+    mesh = sf.make_mesh({"dp": 2})
     for stage, remat, microbatches in [(0, False, 1), (1, True, 2), (2, False, 2), (3, False, 1), (3, True, 2)]:
         wrap = sf.remat if remat else lambda f: f
         loss = sf.jit(sf.accumulate(functools.partial(gpt.loss, CONFIG, wrap=wrap), microbatches), backend="graph")
