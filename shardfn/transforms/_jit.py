@@ -91,7 +91,7 @@ class Jitted:
 
     def scheduled(self, gm: GraphModule) -> GraphModule:
         """The graph as the passes leave it for the back end that will run it."""
-        return self.schedule(gm, fuses=resolve_backend(self.backend) == "inductor")
+        return self.schedule(gm, fuses=self.backend != "graph")
 
     def compile(self, gm: GraphModule, backend: str | None = None) -> Compiled:
         """Compiles a scheduled graph."""

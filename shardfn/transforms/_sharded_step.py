@@ -193,8 +193,7 @@ class ShardedStep:
         Example:
             >>> from shardfn import optim
             >>> step = sharded_step(lambda w, x: ((w * x) ** 2).mean(), optim.sgd(0.5))
-            >>> lowered = step.lower(torch.ones(4), torch.ones(4))
-            >>> lowered.cost_analysis().sent
+            >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
             0
         """
         plan, blocks, opt, args = self._abstract(state, batch)

@@ -337,14 +337,14 @@ def test_an_unknown_backend_is_an_error() -> None:
 def test_without_a_compiler_the_graph_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "/nowhere/g++"))
     monkeypatch.setattr(_backend, "_WARNED", [])
-    with pytest.warns(UserWarning, match="no C\\+\\+ compiler found"):
+    with config.patch({"cpp.cxx": (None, "/nowhere/g++")}):
+        with pytest.warns(UserWarning, match="no C\\+\\+ compiler found"):
+            assert resolve_backend(None) == "graph"
         assert resolve_backend(None) == "graph"
-    assert resolve_backend(None) == "graph"
-    assert resolve_backend("graph") == "graph"
-    with pytest.raises(RuntimeError, match="install g\\+\\+"):
-        resolve_backend("inductor")
+        assert resolve_backend("graph") == "graph"
+        with pytest.raises(RuntimeError, match="install g\\+\\+"):
+            resolve_backend("inductor")
 
 
 @needs_compiler

@@ -32,7 +32,7 @@ def test_ten_steps_have_the_bits_of_eager(world: int) -> None:
         _same(odd_loss, graph(odd_loss), optim.adamw(1e-2, weight_decay=0.1), odd_params(), batches, **options)
 
 
-@distributed(world=[1, 2, 3], timeout=200)
+@distributed(world=[1, 3], timeout=200)
 def test_composes_with_accumulate_remat_clip_and_every_optimizer(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [odd_batch(n) for n in range(3)]

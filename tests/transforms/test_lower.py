@@ -29,7 +29,7 @@ def _tokens(n: int, rows: int = 4) -> dict[str, torch.Tensor]:
     return {"tokens": torch.randint(33, (rows, 9), generator=torch.Generator().manual_seed(n))}
 
 
-@distributed(world=[1, 2, 3], timeout=200)
+@distributed(world=[1, 3], timeout=200)
 def test_each_pass_and_all_of_them_keep_every_bit(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     # Written as pure functions too, so that `donate` has something to do.
