@@ -195,7 +195,8 @@ def _draws(node: Node) -> bool:
         return False
     schema: Any = getattr(node.target, "_schema")  # noqa: B009  # an OpOverload, as it has tags
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    return given.get("dropout_p", 0.0) != 0.0 or all(a.name != "dropout_p" for a in schema.arguments)
+    may_not = any(a.name == "dropout_p" for a in schema.arguments) and given.get("dropout_p", 0.0) == 0.0
+    return not may_not
 
 
 def _is_users(name: str) -> bool:
