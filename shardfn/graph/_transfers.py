@@ -123,20 +123,7 @@ def _transfer(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates)
     leaves = leaves_behind(node.args[1 if node.target is _OPS.all_gather_into_start.default else 0])
     if not leaves and wait is not None and phase != "forward":
         leaves = updates.leaves_after(wait)
-    return Transfer(
-        node=node,
-        wait=wait,
-        op=move.op,
-        axes=move.axes,
-        num_ranks=move.num_ranks,
-        sent=move.sent,
-        dtype=move.dtype,
-        sizes=move.sizes,
-        phase=phase,
-        where=where_of(node),
-        channel=move.channel,
-        leaves=leaves,
-    )
+    return Transfer(node=node, wait=wait, phase=phase, where=where_of(node), leaves=leaves, **vars(move))
 
 
 # What each op says of itself.

@@ -60,7 +60,7 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._top:
             name = frame.f_code.co_filename
-            if not name.startswith(_SKIP) or name.startswith(_MODELS):
+            if _is_users(name):
                 return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         return None
@@ -146,11 +146,16 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
     return gm
 
 
-def fakes(inputs: Sequence[Any]) -> list[Tensor]:
-    """Tensors without data, of the shapes, dtypes, strides and devices of `inputs`."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+def fakes(inputs: Sequence[Any], device: torch.device | str = "meta") -> list[Tensor]:
+    """Tensors without data, of the shapes, dtypes, strides and devices of `inputs`; "meta" is taken to be `device`."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [fake(x, device) for x in inputs]
+
+
+def fake(x: Any, device: torch.device | str) -> Tensor:
+    """One of `fakes`, in the mode that is active."""
+    where = device if x.device.type == "meta" else x.device
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, block_slices, tree_flatten, tree_map, tree_unflatten
 from shardfn.optim import GradientTransformation
 
+from ._capture import fake, fakes
 from ._plan import Plan, Planner
 from ._state import TrainState
 from ._update import init_optimizer, wrap
@@ -33,7 +34,7 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        inputs = tree_map(lambda x: _like(x, torch.device("cpu")) if isinstance(x, Tensor) else x, args)
+        inputs = tree_map(lambda x: fake(x, "cpu") if isinstance(x, Tensor) else x, args)
         return tree_map(_meta, f(*inputs))
 
 
@@ -67,13 +68,7 @@ def as_state(planner: Planner, optimizer: GradientTransformation, key: Tensor | 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
     """The tree with tensors without data; those on "meta" are taken to be on `device`."""
     leaves, treedef = tree_flatten(tree)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return tree_unflatten(treedef, [_like(x, device) for x in leaves])
-
-
-def _like(x: Tensor, device: torch.device) -> Tensor:
-    where = device if x.device.type == "meta" else x.device
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
+    return tree_unflatten(treedef, fakes(leaves, device))
 
 
 def _meta(x: Any) -> Any:

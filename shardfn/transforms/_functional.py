@@ -51,7 +51,7 @@ def pure_step(
     sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
     scale = 1.0 / sums.row[1] if sums.weighted else 1.0 / (plan.mesh.axis_size(plan.batch_axes) * sums.num_microbatches)
     summed = reduce(plan, grads)
-    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own = [(summed[i] * scale).to(summed[i].dtype) if r is not None else None for i, r in enumerate(rows)]
     gradient, old = tree_unflatten(plan.treedef, own), tree_unflatten(plan.treedef, rows)
     specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])

@@ -53,9 +53,8 @@ def reduce(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     return out
 
 
-def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
+def own_rows(leaf: LeafLayout, block: Tensor) -> Tensor:
     """The part of a resident leaf that this rank updates."""
-    del plan
     return take_own_block(block, leaf.zero_axes, dim=leaf.dim) if leaf.refreshed and leaf.dim is not None else block
 
 

@@ -194,12 +194,10 @@ class Reducer:
             self._whole[unit] = (part, None)
             return
         out: Tensor | None = self._flats.pop(unit)
+        sizes = flat_sizes(out.numel(), self._scatter[unit].size)
         in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
         if not in_place and not is_sole_owner(out):
             out = None
-        sizes = flat_sizes(
-            sum(self._leaves[i].block.numel() for i in self._units[unit].leaves), self._scatter[unit].size
-        )
         self._whole[unit] = (None, self._gather[unit].all_gather(part, sizes, out))
 
     def _whole_part(self, unit: int) -> Tensor:
@@ -224,12 +222,12 @@ def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bo
         return flat, flat_sizes(flat.numel(), size)
     if len(members) == 1 and first.dim == 0:
         return grad.contiguous().view(-1), first.shard_sizes
-    sizes = unit_sizes([leaf for leaf, _ in members], size)
+    leaves = [leaf for leaf, _ in members]
     grids = [
-        torch.cat([leaf.by_rank(g, run).flatten(1) for leaf, g in members], dim=1).view(-1)
-        for run in unit_runs([leaf for leaf, _ in members])
+        torch.cat([leaf.by_rank(g, run).flatten(1) for leaf, g in members], dim=1).view(-1) for run in unit_runs(leaves)
     ]
-    return grids[0] if len(grids) == 1 else torch.cat(grids or [grad.new_empty(0)]), sizes
+    flat = grids[0] if len(grids) == 1 else torch.cat(grids or [grad.new_empty(0)])
+    return flat, unit_sizes(leaves, size)
 
 
 def flat_sizes(total: int, size: int) -> list[int]:

@@ -67,9 +67,8 @@ def sharded_step(
     """The training step of `loss` under `optimizer`, on a mesh: `step(state, batch) -> (state, metrics)`.
 
     Between steps each leaf is kept as its storage sharding says; the loss sees it as its compute spec says. The
-    conversions,
-    and their transposes for the gradients, are inserted at each use of a leaf. Gradients are averaged over the axes
-    that shard the batch.
+    conversions, and their transposes for the gradients, are inserted at each use of a leaf. Gradients are averaged over
+    the axes that shard the batch.
 
     Args:
         loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
@@ -224,7 +223,7 @@ class ShardedStep:
             check_alive(state)
             plan = self._planner.plan_of(state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
-            args = (batch, *(() if self._key is None else (fold_in(self._key_of(state), state.step),)))
+            args = self._args_of(state, batch)
             if only is not None and signature(plan, args) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
@@ -254,9 +253,10 @@ class ShardedStep:
                 " without, and choose by torch.where on metrics['finite']."
             )
         plan = self._planner.plan_of(state)
-        key = () if self._key is None else (fold_in(self._key_of(state), state.step),)
         with bind_mesh(self.mesh):
-            return pure_step(plan, state, self._loss, self._optimizer, (batch, *key), has_aux=self._has_aux)
+            return pure_step(
+                plan, state, self._loss, self._optimizer, self._args_of(state, batch), has_aux=self._has_aux
+            )
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -316,6 +316,10 @@ class ShardedStep:
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, leaves)
         return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])
+
+    def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
+        """What the loss takes besides the parameters."""
+        return (batch,) if self._key is None else (batch, fold_in(self._key_of(state), state.step))
 
     def _key_of(self, state: TrainState) -> Tensor:
         if not isinstance(state.key, Tensor):
