@@ -17,10 +17,12 @@ from torch.utils import _pytree as torch_pytree
 
 from shardfn.core import (
     DonatedError,
+    MemoryKind,
     Mesh,
     P,
     PyTree,
     Sharding,
+    Stored,
     block_slices,
     chunk_bounds,
     raise_all,
@@ -43,6 +45,7 @@ class GlobalTensor:
         shape: global shape.
         spec: layout over the mesh.
         mesh: the mesh.
+        memory_kind: the memory that the block is kept in: "device", "host" or "disk".
 
     Example:
         >>> from shardfn.core import as_mesh
@@ -51,17 +54,30 @@ class GlobalTensor:
         tensor([1., 1., 1.])
     """
 
-    __slots__ = ("_local", "mesh", "shape", "spec")
+    __slots__ = ("_local", "memory_kind", "mesh", "shape", "spec")
 
-    def __init__(self, local: Tensor, shape: torch.Size, spec: P, mesh: Mesh) -> None:
-        self._local: Tensor | None = local
+    def __init__(
+        self, local: Tensor | Stored, shape: torch.Size, spec: P, mesh: Mesh, memory_kind: MemoryKind = "device"
+    ) -> None:
+        self._local: Tensor | Stored | None = local
         self.shape = shape
         self.spec = spec
         self.mesh = mesh
+        self.memory_kind: MemoryKind = memory_kind
 
     @property
     def local(self) -> Tensor:
-        """This rank's block.
+        """This rank's block; one that is on disk is read, each time.
+
+        Raises:
+            DonatedError: a step has consumed this leaf.
+        """
+        held = self.held
+        return held if isinstance(held, Tensor) else held.load()
+
+    @property
+    def held(self) -> Tensor | Stored:
+        """This rank's block as it is kept: a tensor of the device or the host, or what is on disk.
 
         Raises:
             DonatedError: a step has consumed this leaf.
@@ -78,21 +94,22 @@ class GlobalTensor:
         """Whether a step has consumed this leaf."""
         return self._local is None
 
-    def donate(self) -> Tensor:
-        """The block, after which this leaf cannot be touched."""
-        local = self.local
+    def donate(self) -> Tensor | Stored:
+        """The block as it is kept, after which this leaf cannot be touched."""
+        held = self.held
         self._local = None
-        return local
+        return held
 
     @property
     def dtype(self) -> torch.dtype:
         """Element type."""
-        return self.local.dtype
+        return self.held.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the block is."""
-        return self.local.device
+        """The device of the block; that of the host if it is on disk."""
+        held = self.held
+        return held.device if isinstance(held, Tensor) else torch.device("cpu")
 
     @property
     def ndim(self) -> int:
@@ -102,7 +119,7 @@ class GlobalTensor:
     @property
     def sharding(self) -> Sharding:
         """Layout and memory kind."""
-        return Sharding(self.spec)
+        return Sharding(self.spec, self.memory_kind)
 
     def numel(self) -> int:
         """Number of elements of the whole tensor."""
@@ -111,7 +128,7 @@ class GlobalTensor:
     @property
     def stacked(self) -> bool:
         """Whether the block is a stack of several members', as `torch.func.vmap` returns it."""
-        return self.local.ndim != len(self.shape)
+        return len(self.held.shape) != len(self.shape)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank. Collective over the axes of `spec`.
@@ -120,12 +137,12 @@ class GlobalTensor:
             ValueError: the block is a stack of several members'.
         """
         self._check_one()
-        x = self.local
+        own = x = self.local.to(self.mesh.device)
         with bind_mesh(self.mesh), torch.no_grad():
             for dim, size in enumerate(self.shape):
                 for axis, extent in reversed(_extents(size, self.spec.dim_axes(dim), self.mesh)):
                     x = all_gather(x, axis, dim=dim, size=extent)
-        return x if x is not self.local else x.clone()
+        return x.clone() if x is own and own is self._local else x
 
     def to_dtensor(self) -> DTensor:
         """The same tensor as a `DTensor`, sharing the block.
@@ -147,7 +164,12 @@ class GlobalTensor:
                 placements[self.mesh.axis_names.index(axis)] = Shard(dim)
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
-            self.local, self.mesh.device_mesh, placements, run_check=False, shape=self.shape, stride=stride
+            self.local.to(self.mesh.device),
+            self.mesh.device_mesh,
+            placements,
+            run_check=False,
+            shape=self.shape,
+            stride=stride,
         )
 
     def _check_one(self) -> None:
@@ -159,7 +181,8 @@ class GlobalTensor:
 
     def __repr__(self) -> str:
         state = "donated" if self.donated else f"{self.dtype}"
-        return f"GlobalTensor({tuple(self.shape)}, {state}, {self.spec!r})"
+        kind = "" if self.memory_kind == "device" else f", {self.memory_kind!r}"
+        return f"GlobalTensor({tuple(self.shape)}, {state}, {self.spec!r}{kind})"
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -249,8 +272,10 @@ def transforming() -> bool:
 # torch also puts things that are no tensors in the places of leaves, so property and constructor are passed by.
 
 
-def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh]]:
-    return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh)
+def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh, MemoryKind]]:
+    if not isinstance(x.held, Tensor):
+        raise ValueError(f"{x!r} is on disk, where torch's transforms cannot reach it; load the state first.")
+    return [x.held], (x.shape, x.spec, x.mesh, x.memory_kind)
 
 
 def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
@@ -258,9 +283,9 @@ def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return [(torch_pytree.GetAttrKey("local"), children[0])], context
 
 
-def _unflatten(children: Any, context: tuple[torch.Size, P, Mesh]) -> GlobalTensor:
+def _unflatten(children: Any, context: tuple[torch.Size, P, Mesh, MemoryKind]) -> GlobalTensor:
     x = object.__new__(GlobalTensor)
-    (x._local,), (x.shape, x.spec, x.mesh) = children, context
+    (x._local,), (x.shape, x.spec, x.mesh, x.memory_kind) = children, context
     return x
 
 

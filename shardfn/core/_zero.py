@@ -7,15 +7,18 @@ https://arxiv.org/abs/1910.02054
 
 import dataclasses
 import math
+from typing import get_args
 
 from ._errors import did_you_mean
 from ._mesh import Mesh
-from ._spec import P
+from ._spec import MemoryKind, P
 
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Which states are kept in pieces, over which axis, and how pieces travel; the last four never change a value.
+    """Which states are kept in pieces, over which axis and in which memory, and how they travel.
+
+    Only `stage`, `axis` and `reduce` say what is summed in which order; the others never change a bit.
 
     Attributes:
         stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
@@ -25,13 +28,27 @@ class Zero:
         bucket: bytes; smaller leaves travel together up to this size, larger ones alone.
         reduce: with `accumulate`: "each" reduces every microbatch (gradients stay sharded), "once" reduces their local
             sum at the end (fewer bytes sent, full gradients held).
+        params: the memory in which parameters of more than `persist` elements are kept: "device", "host" or "disk".
+        grads: the memory in which summed gradients wait for the update.
+        optimizer: the memory in which the optimizer's state is kept; the update runs on the host unless it is "device".
+        ratio: the fraction of the optimizer's state, by elements, that is kept at `optimizer`; the rest, that of the
+            first leaves, whose gradients come last, stays on the device.
+        directory: where "disk" is; each rank makes a directory of its own in it.
+        chunk: bytes in which the optimizer's state goes through the memory of the update.
+        checksum: whether what is read from the disk is compared with what was written.
 
     Raises:
-        ValueError: a field is out of range.
+        ValueError: a field is out of range, or has no effect.
 
     Example:
         >>> Zero(stage=3).axis
         'dp'
+        >>> Zero(stage=2, grads="host", optimizer="host").params  # ZeRO-Offload
+        'device'
+
+    References:
+        Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
+        Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
     """
 
     stage: int = 0
@@ -40,6 +57,18 @@ class Zero:
     persist: int = 8192
     bucket: int = 1 << 20
     reduce: str = "each"
+    params: MemoryKind = "device"
+    grads: MemoryKind = "device"
+    optimizer: MemoryKind = "device"
+    ratio: float = 1.0
+    directory: str | None = None
+    chunk: int = 64 << 20
+    checksum: bool = False
+
+    @property
+    def kinds(self) -> set[MemoryKind]:
+        """The memories that it uses."""
+        return {self.params, self.grads, self.optimizer}
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -50,6 +79,24 @@ class Zero:
         for name in ("prefetch", "persist", "bucket"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Zero({name}={getattr(self, name)}): must not be negative.")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        kinds = get_args(MemoryKind)
+        for name in ("params", "grads", "optimizer"):
+            kind = getattr(self, name)
+            if kind not in kinds:
+                raise ValueError(f"Zero({name}={kind!r}): the memories are {kinds}.{did_you_mean(str(kind), kinds)}")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"Zero(ratio={self.ratio}): a fraction lies between 0 and 1.")
+        if self.ratio < 1 and self.optimizer == "device":
+            raise ValueError(
+                f"Zero(ratio={self.ratio}) has no effect with optimizer='device'; choose 'host' or 'disk'."
+            )
+        if self.chunk < 1:
+            raise ValueError(f"Zero(chunk={self.chunk}): must be positive.")
+        if "disk" in self.kinds and self.directory is None:
+            raise ValueError(f"{self!r} keeps states on disk; say where: Zero(directory='/path/to/a/fast/disk').")
 
 
 def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh) -> P:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import TransportError
-from shardfn.core import PyTree, RankError, tree_unflatten
+from shardfn.core import PyTree, RankError, Stored, tree_unflatten
 
 from ._accumulate import microbatches
 from ._comms import Comms
@@ -18,6 +18,7 @@ from ._lazy import LazyLeaf, LeafBook
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._order import UseOrder
 from ._plan import Plan
+from ._pools import pool_of
 from ._reduce import Reducer
 
 
@@ -32,7 +33,9 @@ class Outcome:
     reducer: Reducer
 
 
-def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f: Callable[[PyTree], Any]) -> Any:
+def run_forward(
+    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], key: Any, f: Callable[[PyTree], Any]
+) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
     book = LeafBook(gatherer.whole, plan.paths)
@@ -48,7 +51,7 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f:
 def run_backward(
     plan: Plan,
     comms: Comms,
-    blocks: Sequence[Tensor],
+    blocks: Sequence[Tensor | Stored],
     loss: Loss,
     args: tuple[Any, ...],
     *,
@@ -75,7 +78,8 @@ def run_backward(
         comms.channels,
         order,
         comms.mesh.device,
-        overlap_gather=not plan.gather_units,
+        overlap_gather=not any(leaf.gathered for leaf in plan.leaves),
+        pool=pool_of(plan),
     )
     values: list[Value] = []
     with _told(gatherer, comms), torch.enable_grad():
@@ -114,26 +118,36 @@ def run_backward(
     return out
 
 
-def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor], order: UseOrder) -> Gatherer:
-    pieces = [b if leaf.gathered else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    return Gatherer(plan.leaves, plan.gather_units, pieces, comms.channels, comms.control, order, plan.zero.prefetch)
+def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder) -> Gatherer:
+    pieces = [b if leaf.lazy else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    return Gatherer(
+        plan.leaves,
+        plan.gather_units,
+        pieces,
+        comms.channels,
+        comms.control,
+        order,
+        plan.zero.prefetch,
+        plan.mesh.device,
+    )
 
 
 def _enter(
-    plan: Plan, blocks: Sequence[Tensor], book: LeafBook, reducer: Reducer | None
+    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, reducer: Reducer | None
 ) -> tuple[PyTree, list[Tensor]]:
     """The parameter tree as the loss sees it, and the handles that its gradients arrive at."""
     tree: list[Tensor] = []
     handles: list[Tensor] = []
     for i, (leaf, block) in enumerate(zip(plan.leaves, blocks, strict=True)):
-        handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=leaf.dtype, device=block.device)
-        if not leaf.gathered:
+        handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=leaf.dtype, device=plan.mesh.device)
+        if not leaf.lazy:
+            assert isinstance(block, Tensor)
             handle = block.detach()
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
             handle.register_hook(_taker(reducer, i, handle.detach()))
             handles.append(handle)
-        tree.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.gathered else handle)
+        tree.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle)
     return tree_unflatten(plan.treedef, tree), handles
 
 

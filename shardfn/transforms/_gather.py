@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyChannel, AnyChannels, AnyControl, Pending
-from shardfn.core import RankError
+from shardfn.core import RankError, Stored
 
+from ._fetch import Fetch
 from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
 from ._order import Move, UseOrder
 
 DONE, FAILED = -1, -2
+# How much further ahead than leaves are gathered their pieces are read from the disk.
+READ_AHEAD = 3
 
 
 class Gatherer:
@@ -25,24 +28,28 @@ class Gatherer:
     Args:
         leaves: the layout.
         units: groups of leaves gathered together.
-        blocks: this rank's piece of each leaf (None for leaves that are not gathered).
+        blocks: this rank's piece of each leaf as it is kept (None for leaves that are not lazy).
         channels: the step's communicators.
         control: agreement between ranks.
         order: the agreed order of use; extended in place.
         window: bytes of whole leaves that may be alive ahead of their use.
+        device: where leaves are wanted.
     """
 
     def __init__(
         self,
         leaves: Sequence[LeafLayout],
         units: Sequence[Unit],
-        blocks: Sequence[Tensor | None],
+        blocks: Sequence[Tensor | Stored | None],
         channels: AnyChannels,
         control: AnyControl,
         order: UseOrder,
         window: int,
+        device: torch.device,
     ) -> None:
-        self._leaves, self._units, self._blocks = leaves, units, blocks
+        self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
+        self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
+        self._reads: dict[int, list[Piece]] = {}
         self._channels, self._control, self._order, self._window = channels, control, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
@@ -99,6 +106,7 @@ class Gatherer:
         for whole in self._scheduled.values():
             whole.arrive()
         self._scheduled.clear()
+        self._reads.clear()
         self._asked = None
         self._channels.flush()
 
@@ -124,7 +132,28 @@ class Gatherer:
             self._drop(self._scheduled.pop(unit))
         for unit in move.issue:
             self._scheduled[unit] = self._issue(unit)
+        self._read_ahead()
         self._pos += 1
+
+    def _read_ahead(self) -> None:
+        """Begins to read from the disk what this rank will be asked for; unlike transfers, as it likes."""
+        if not self._on_disk:
+            return
+        ahead = self._order.window(self._phase, self._pos, self._sizes, READ_AHEAD * self._window)
+        for unit in ahead:
+            if unit in self._on_disk and unit not in self._scheduled and unit not in self._reads:
+                self._reads[unit] = self._pieces(unit)
+
+    def _pieces(self, unit: int) -> list["Piece"]:
+        """This rank's pieces of the leaves of a unit; those that are elsewhere, on their way."""
+        out: list[Piece] = []
+        for i in self._units[unit].leaves:
+            block = self._blocks[i]
+            assert block is not None
+            here = self._leaves[i].home == "device"
+            source = block if isinstance(block, Tensor) else block.read()
+            out.append(source if here and isinstance(source, Tensor) else Fetch(source, self._device))
+        return out
 
     def _move(self) -> Move:
         ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
@@ -161,17 +190,28 @@ class Gatherer:
             self._unused.append(whole)
 
     def _issue(self, unit: int) -> "_Whole":
-        members = self._units[unit].leaves
-        channel = self._channels.gather(self._leaves[members[0]].zero_axes)
-        return _Whole([(self._leaves[i], self._blocks[i]) for i in members], channel)
+        members = [self._leaves[i] for i in self._units[unit].leaves]
+        pieces = self._reads.pop(unit, None) or self._pieces(unit)
+        return _Whole(members, pieces, self._channels.gather(members[0].use_axes))
+
+
+Piece = Tensor | Fetch
 
 
 class _Whole:
     """The leaves of one unit, in flight or here."""
 
-    def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: AnyChannel) -> None:
-        self._members = [(leaf, block) for leaf, block in members if block is not None]
-        self._pending: Pending | None = start_gather(self._members, channel)
+    def __init__(self, leaves: list[LeafLayout], pieces: list[Piece], channel: AnyChannel) -> None:
+        self._leaves = leaves
+        for piece in pieces:
+            if isinstance(piece, Fetch):
+                piece.move()
+        self._pending: Pending | Fetch | None
+        if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch):
+            self._pending = pieces[0]
+        else:
+            own = [p.result() if isinstance(p, Fetch) else p for p in pieces]
+            self._pending = start_gather(list(zip(leaves, own, strict=True)), channel)
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
         self.arrived = False
@@ -185,7 +225,7 @@ class _Whole:
         if not self._tensors:
             self.arrive()
             assert self._out is not None
-            self._tensors = finish_gather([leaf for leaf, _ in self._members], self._out)
+            self._tensors = finish_gather(self._leaves, self._out)
             self._out = None
         return self._tensors[slot]
 
@@ -204,7 +244,7 @@ def start_gather(
 
 def finish_gather(leaves: Sequence[LeafLayout], out: Tensor) -> list[Tensor]:
     """The whole leaves of a transfer that has arrived; a single one cut along dim 0 has landed in place."""
-    if len(leaves) == 1 and leaves[0].dim == 0:
+    if len(leaves) == 1 and (leaves[0].dim == 0 or not leaves[0].gathered):
         return [out.view(leaves[0].block)]
     runs = unit_parts(leaves, out)
     whole = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardfn.core import Mesh, P, Zero, all_coords, block_slices, zero_spec
+from shardfn.core import MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
 
 # Bytes in which gradients that are summed whole travel together.
 WHOLE_BUCKET = 16 << 20
@@ -39,6 +39,9 @@ class LeafLayout:
         reduce_axes: the axes over which its gradient is summed in one message, keeping only the own rows if `cut`.
         extra_axes: the other axes over which its gradient is summed.
         cut: whether the summed gradient arrives as rows (else whole, and rows are taken from it).
+        home: the memory in which the parameter is kept.
+        grad_home: the memory in which its summed gradient waits for the update.
+        state_home: the memory in which its optimizer state is kept.
     """
 
     path: str
@@ -56,11 +59,29 @@ class LeafLayout:
     reduce_axes: tuple[str, ...]
     extra_axes: tuple[str, ...]
     cut: bool
+    home: MemoryKind = "device"
+    grad_home: MemoryKind = "device"
+    state_home: MemoryKind = "device"
 
     @property
     def gathered(self) -> bool:
         """Whether the parameter is kept in pieces and gathered when it is used."""
         return self.param != self.compute
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the parameter is brought when it is used: gathered, or fetched from another memory, or both."""
+        return self.gathered or self.home != "device"
+
+    @property
+    def use_axes(self) -> tuple[str, ...]:
+        """The axes along which it is gathered when it is used."""
+        return self.zero_axes if self.gathered else ()
+
+    @property
+    def at_home(self) -> bool:
+        """Whether nothing of it ever leaves the device."""
+        return self.home == self.grad_home == self.state_home == "device"
 
     @property
     def refreshed(self) -> bool:
@@ -133,12 +154,14 @@ def leaf_layout(
     mesh: Mesh,
     batch_axes: tuple[str, ...],
     trainable: bool,
+    home: MemoryKind | None = None,
 ) -> LeafLayout:
-    """Applies the ZeRO rule to one leaf."""
+    """Applies the ZeRO rule to one leaf; `home` overrides its memory for the parameter."""
     rule = zero_spec(tuple(shape), compute, zero.axis, mesh) if zero.stage >= 1 else compute
     dim = next((d for d in range(len(shape)) if rule.dim_axes(d) != compute.dim_axes(d)), None)
     zero_axes = tuple(a for a in rule.axes if a not in compute.axes)
-    param = rule if zero.stage == 3 and shape.numel() > zero.persist else compute
+    large = shape.numel() > zero.persist
+    param = rule if zero.stage == 3 and large else compute
     slices = block_slices(tuple(shape), compute, mesh.shape, mesh.coords)
     block = torch.Size(s.stop - s.start for s in slices)
     first = block_slices(tuple(shape), compute, mesh.shape, {})
@@ -164,7 +187,20 @@ def leaf_layout(
         reduce_axes,
         extra,
         cut,
+        home or (zero.params if large else "device"),
+        zero.grads,
+        zero.optimizer,
     )
+
+
+def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
+    """The layout with the optimizer state of the first leaves on the device, about 1 - `ratio` of all elements."""
+    stays = (1 - ratio) * sum(leaf.shape.numel() for leaf in leaves if leaf.trainable)
+    out, seen = [], 0
+    for leaf in leaves:
+        seen += leaf.shape.numel() if leaf.trainable else 0
+        out.append(dataclasses.replace(leaf, state_home="device") if leaf.trainable and seen <= stays else leaf)
+    return out
 
 
 @functools.lru_cache(maxsize=1024)
@@ -205,15 +241,17 @@ def make_units(
 
 
 def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
-    """The units in which stage-3 leaves are gathered on use: near neighbours only, so that a window stays small."""
+    """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small."""
     members = [i for i, leaf in enumerate(leaves) if leaf.gathered]
-    return make_units(leaves, members, bucket, lambda leaf: leaf.zero_axes, 4 * bucket)
+    units = make_units(leaves, members, bucket, lambda leaf: leaf.zero_axes, 4 * bucket)
+    alone = [Unit((i,), leaf.nbytes) for i, leaf in enumerate(leaves) if leaf.lazy and not leaf.gathered]
+    return sorted(units + alone, key=lambda u: u.leaves[0])
 
 
 def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which resident leaves are gathered after their shards were updated."""
     members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
-    return make_units(leaves, members, zero.bucket, lambda leaf: leaf.zero_axes, math.inf)
+    return make_units(leaves, members, zero.bucket, lambda leaf: (leaf.zero_axes, leaf.home), math.inf)
 
 
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
@@ -228,7 +266,7 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 
 
 def _reduce_key(leaf: LeafLayout) -> object:
-    return leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut
+    return leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home
 
 
 def unit_sizes(leaves: Sequence[LeafLayout], size: int) -> list[int]:

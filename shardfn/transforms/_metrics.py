@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
+from shardfn.core import Stored
 from shardfn.optim import sum_squares
 
 from ._backward import Outcome
@@ -41,9 +42,18 @@ def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]
 
 def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients."""
-    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-    for unit, part in sorted(out.reducer.parts().items()):  # one order, so that the sum has the same bits
+    by_axes: dict[tuple[str, ...], list[Tensor | Stored]] = {}
+    parts = out.reducer.parts()
+    for unit in parts:  # in one order, so that the sum has the same bits
         leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
         axes = tuple(a for a in plan.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
-        by_axes.setdefault(axes, []).append(part)
-    return {axes: sum_squares(parts).to(torch.float64).sum() for axes, parts in by_axes.items()}
+        by_axes.setdefault(axes, []).append(parts[unit])
+    return {axes: _sum_squares(shares).to(out.total.device).sum() for axes, shares in by_axes.items()}
+
+
+def _sum_squares(shares: list[Tensor | Stored]) -> Tensor:
+    """The sum of squares of each share; what is on disk is loaded one after another."""
+    here = [x for x in shares if isinstance(x, Tensor)]
+    if len(here) == len(shares):
+        return sum_squares(here).to(torch.float64)
+    return torch.cat([sum_squares([x if isinstance(x, Tensor) else x.load()]) for x in shares]).to(torch.float64)

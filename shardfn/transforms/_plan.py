@@ -20,7 +20,7 @@ from shardfn.core import (
 )
 
 from ._check import is_spec
-from ._layout import LeafLayout, Unit, gather_units, leaf_layout, reduce_units, refresh_units
+from ._layout import LeafLayout, Unit, gather_units, leaf_layout, reduce_units, refresh_units, with_ratio
 from ._order import UseOrder
 from ._state import TrainState
 
@@ -82,9 +82,12 @@ class Plan:
 
     def describe(self) -> str:
         """One line a fact; equal on all ranks that run the same plan."""
-        lines = [f"{self.zero!r}", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
+        # Each rank may have a disk of its own.
+        rule = {k: v for k, v in vars(self.zero).items() if k != "directory"}
+        lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
         for x in self.leaves:
-            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtype} compute {x.compute!r} trainable {x.trainable}")
+            homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtype} compute {x.compute!r} trainable {x.trainable} {homes}")
         return "\n".join(lines)
 
 
@@ -138,9 +141,9 @@ class Planner:
             ValueError,
             "the state was made by a step with other shardings:",
             [
-                f"{leaf.path} is kept as {x.spec!r}; here it is {leaf.param!r}"
+                f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
                 for leaf, x in pairs
-                if x.spec != leaf.param
+                if x.spec != leaf.param or x.memory_kind != leaf.home
             ],
         )
         return plan
@@ -151,16 +154,18 @@ class Planner:
         specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
         train = broadcast_prefix(self._trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
-        rows = list(zip(paths, shapes, dtypes, computes, train, strict=True))
+        # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.
+        homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
+        rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
         raise_all(
             ValueError,
             "specs have more entries than their leaf has dims:",
-            [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, _ in rows if len(c) > len(s)],
+            [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, *_ in rows if len(c) > len(s)],
         )
         raise_all(
             ValueError,
             "complex parameters have no gradients here; close over them, or mark them trainable=False:",
-            [p for p, _, d, _, t in rows if t and d.is_complex],
+            [p for p, _, d, _, t, _ in rows if t and d.is_complex],
         )
         leaves = [
             leaf_layout(
@@ -172,7 +177,17 @@ class Planner:
                 mesh=self.mesh,
                 batch_axes=self.batch_axes,
                 trainable=t and d.is_floating_point,
+                home=h,
             )
-            for p, s, d, c, t in rows
+            for p, s, d, c, t, h in rows
         ]
+        leaves = with_ratio(leaves, self.zero.ratio)
+        _check_disk(leaves, self.zero)
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
+
+
+def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
+    used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
+    given = [f"{n}={getattr(zero, n)!r}" for n in ("directory", "checksum") if getattr(zero, n)]
+    if given and not used:
+        raise ValueError(f"Zero({', '.join(given)}) has no effect: nothing is kept on disk.")

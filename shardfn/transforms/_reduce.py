@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
-from shardfn.core import chunk_bounds
+from shardfn.core import MemoryKind, Stored, chunk_bounds
+from shardfn.memory import Pool
 
 from ._layout import LeafLayout, Unit, unit_runs, unit_sizes
+from ._parts import Parts, Slice, send_home
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -32,6 +34,7 @@ class Reducer:
             alike on all ranks.
         device: where gradients are.
         overlap_gather: whether leaves may be made whole during the backward (not while parameters use `gather`).
+        pool: the disk, for gradients that wait there.
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
@@ -45,6 +48,7 @@ class Reducer:
         order: Sequence[int],
         device: torch.device,
         overlap_gather: bool,
+        pool: Pool | None,
     ) -> None:
         self._leaves, self._units, self._device = leaves, units, device
         axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
@@ -58,7 +62,8 @@ class Reducer:
         self._grads: dict[int, Tensor] = {}
         self._missing: list[int] = []
         self._pending: list[tuple[int, Pending]] = []
-        self._parts: dict[int, Tensor] = {}
+        self._pool = pool
+        self._parts = Parts([self._home(u) for u in range(len(units))], pool)
         self._flats: dict[int, Tensor] = {}
         self._whole: dict[int, tuple[Tensor | None, Pending | None]] = {}
         self._next = self._in_flight = 0
@@ -100,29 +105,47 @@ class Reducer:
         self._send_ready()
         self._collect(block=True)
         if self._last:
-            for u, part in self._parts.items():
-                self._parts[u] = psum(part, self._leaves[self._units[u].leaves[0]].extra_axes)
+            for u in self._parts:
+                extra = self._leaves[self._units[u].leaves[0]].extra_axes
+                if self._channels.reduce(extra).size > 1:
+                    self._parts.replace(u, psum(brought(self._parts[u], self._device), extra))
 
-    def parts(self) -> dict[int, Tensor]:
+    def parts(self) -> Parts:
         """Per unit, this rank's share of the summed gradients, 1-D; the shares of all ranks are disjoint."""
         return self._parts
 
-    def gradients(self) -> dict[int, Tensor]:
+    def gradients(self) -> dict[int, Tensor | Stored]:
         """Per leaf, the summed gradient in the layout: this rank's rows, or the whole leaf where it is not cut."""
-        out: dict[int, Tensor] = {}
+        out: dict[int, Tensor | Stored] = {}
         for u in self._order:
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
             rank = self._scatter[u].index
             shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
-            flat = self._parts[u] if self._cut[u] else self._whole_part(u)
-            if self._scatter[u].size == 1 and not is_sole_owner(flat):
-                flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
-            pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(leaves) > 1 else [flat]
-            out.update({i: p.view(s) for i, p, s in zip(leaves, pieces, shapes, strict=True)})
-        self._parts = {}
+            alone = self._cut[u] or self._scatter[u].size == 1
+            flat = self._parts.pop(u) if alone else self._whole_part(u)
+            if isinstance(flat, Tensor) and self._scatter[u].size == 1 and not is_sole_owner(flat):
+                if self._parts.home(u) == "device":
+                    flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
+            out.update(zip(leaves, _pieces(flat, shapes), strict=True))
+            if not alone:
+                self._parts.drop(u)
+                self._send_home(out, leaves)
         self._channels.flush()  # the optimizer may write what was sent
         return out
+
+    def _home(self, unit: int) -> MemoryKind:
+        """The memory in which a unit is added up: on the device if it is wanted in another form than it arrives."""
+        members = [self._leaves[i] for i in self._units[unit].leaves]
+        alone = self._cut[unit] or (self._scatter[unit].size == 1 and all(m.dim is None for m in members))
+        return members[0].grad_home if alone else "device"
+
+    def _send_home(self, out: dict[int, Tensor | Stored], leaves: Sequence[int]) -> None:
+        for i in leaves:
+            leaf, x = self._leaves[i], out[i]
+            if leaf.grad_home != "device" and isinstance(x, Tensor):
+                own = leaf.rows(x, self._channels.gather(leaf.zero_axes).index)
+                out[i] = send_home(own.contiguous(), leaf.grad_home, self._pool)
 
     def _see(self, unit: int) -> None:
         self.seen.append(unit)
@@ -147,7 +170,7 @@ class Reducer:
             if self._in_one(unit):
                 pending = channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
             else:
-                if not self._cut[unit] and self._last:
+                if not self._cut[unit] and self._last and channel.size > 1:
                     self._flats[unit] = flat
                 pending = channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
             self._pending.append((unit, pending))
@@ -165,7 +188,7 @@ class Reducer:
             if self._in_one(unit):
                 self._whole[unit] = (part, None)
                 own = flat_sizes(part.numel(), 2)
-                self._parts[unit] = part.split_with_sizes(own)[self._scatter[unit].index]
+                self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index])
                 continue
             self._finish(unit, part)
 
@@ -181,18 +204,13 @@ class Reducer:
             self._patience -= time.monotonic() - start
 
     def _finish(self, unit: int, part: Tensor) -> None:
-        if unit in self._parts:
-            part = self._parts[unit] + part
-        self._parts[unit] = part
-        if self._last and self._overlap_gather and not self._cut[unit]:
+        self._parts.add(unit, part)
+        if self._last and self._overlap_gather and not self._cut[unit] and self._scatter[unit].size > 1:
             self._start_whole(unit)
 
     def _start_whole(self, unit: int) -> None:
         part = self._parts[unit]
-        if self._scatter[unit].size == 1:
-            self._flats.pop(unit, None)
-            self._whole[unit] = (part, None)
-            return
+        assert isinstance(part, Tensor)
         out: Tensor | None = self._flats.pop(unit)
         sizes = flat_sizes(out.numel(), self._scatter[unit].size)
         in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
@@ -208,6 +226,20 @@ class Reducer:
             return pending.result()
         assert out is not None
         return out
+
+
+def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
+    """A share on the device, from wherever it waits."""
+    return x.to(device) if isinstance(x, Tensor) else x.load().to(device)
+
+
+def _pieces(flat: Tensor | Stored, shapes: Sequence[torch.Size]) -> list[Tensor | Stored]:
+    sizes = [s.numel() for s in shapes]
+    if isinstance(flat, Tensor):
+        parts = flat.split_with_sizes(sizes) if len(shapes) > 1 else [flat]
+        return [p.view(s) for p, s in zip(parts, shapes, strict=True)]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [Slice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
 
 
 def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bool) -> tuple[Tensor, list[int]]:

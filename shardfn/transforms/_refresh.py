@@ -2,16 +2,25 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyChannels, Pending
+from shardfn.core import Stored
+from shardfn.memory import Pool, to_device, to_host
 
 from ._gather import start_gather
-from ._layout import unit_parts, unit_sizes
+from ._layout import Unit, unit_parts, unit_sizes
 from ._plan import Plan
 
 
-def refresh(plan: Plan, channels: AnyChannels, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
+def refresh(
+    plan: Plan,
+    channels: AnyChannels,
+    blocks: Sequence[Tensor | Stored],
+    rows: Sequence[Tensor | Stored | None],
+    pool: Pool | None = None,
+) -> list[Tensor | Stored]:
     """The parameters to keep, given what each rank updated.
 
     Args:
@@ -19,37 +28,83 @@ def refresh(plan: Plan, channels: AnyChannels, blocks: Sequence[Tensor], rows: S
         channels: the step's communicators.
         blocks: the parameters before the update; resident ones are overwritten.
         rows: this rank's updated part of each trainable leaf (the block itself where it is not cut).
+        pool: the disk, for leaves that are kept there.
 
     Returns:
         The new blocks, in the order of `blocks`.
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
-    started = [_start(plan, channels, unit.leaves, blocks, rows) for unit in plan.refresh_units]
-    for unit, (pending, landed) in zip(plan.refresh_units, started, strict=True):
+    resident = [unit for unit in plan.refresh_units if plan.leaves[unit.leaves[0]].home == "device"]
+    here = [x if isinstance(x, Tensor) else None for x in out]
+    started = [_start(plan, channels, unit.leaves, here, rows) for unit in resident]
+    for unit, (pending, landed) in zip(resident, started, strict=True):
         arrived = pending.result()
-        if landed:
-            continue
-        leaves = [plan.leaves[i] for i in unit.leaves]
-        for run, parts in unit_parts(leaves, arrived):
-            for i, part in zip(unit.leaves, parts, strict=True):
-                plan.leaves[i].by_rank(blocks[i], run).copy_(part)
+        if not landed:
+            _spread(plan, unit, arrived, here)
+    for unit in plan.refresh_units:  # one at a time, as the device may not hold them all
+        if plan.leaves[unit.leaves[0]].home != "device":
+            _send_home(plan, channels, unit, rows, out, pool)
     channels.flush()
     return out
 
 
+def _spread(plan: Plan, unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
+    leaves = [plan.leaves[i] for i in unit.leaves]
+    for run, parts in unit_parts(leaves, arrived):
+        for i, part in zip(unit.leaves, parts, strict=True):
+            block = into[i]
+            assert block is not None
+            plan.leaves[i].by_rank(block, run).copy_(part)
+
+
+def _send_home(
+    plan: Plan,
+    channels: AnyChannels,
+    unit: Unit,
+    rows: Sequence[Tensor | Stored | None],
+    out: list[Tensor | Stored],
+    pool: Pool | None,
+) -> None:
+    """Makes leaves whole on the device that are kept elsewhere, and sends them there."""
+    device = plan.mesh.device
+    whole: list[Tensor | None] = [None] * len(rows)
+    up: list[Tensor | None] = [None] * len(rows)
+    for i in unit.leaves:
+        row = rows[i]
+        assert isinstance(row, Tensor)
+        up[i] = to_device(row, device).result()
+        whole[i] = torch.empty(plan.leaves[i].block, dtype=row.dtype, device=device)
+    pending, landed = _start(plan, channels, unit.leaves, whole, up)
+    arrived = pending.result()
+    if not landed:
+        _spread(plan, unit, arrived, whole)
+    for i in unit.leaves:
+        block, x = out[i], whole[i]
+        assert x is not None
+        if isinstance(block, Tensor):
+            to_host(x, block).result()
+        else:
+            assert pool is not None
+            out[i] = pool.write(to_host(x).result()).result()
+
+
 def _start(
-    plan: Plan, channels: AnyChannels, members: Sequence[int], blocks: Sequence[Tensor], rows: Sequence[Tensor | None]
+    plan: Plan,
+    channels: AnyChannels,
+    members: Sequence[int],
+    blocks: Sequence[Tensor | None],
+    rows: Sequence[Tensor | Stored | None],
 ) -> tuple[Pending, bool]:
     """The transfer of one unit, and whether it lands in the parameter itself."""
     leaves = [plan.leaves[i] for i in members]
     channel = channels.gather(leaves[0].zero_axes)
     block, row = blocks[members[0]], rows[members[0]]
-    assert row is not None
+    assert isinstance(row, Tensor) and block is not None
     if len(members) == 1 and leaves[0].dim == 0 and block.is_contiguous():
         return channel.all_gather(row, unit_sizes(leaves, channel.size), block.view(-1), idle=True), True
     pieces: list[Tensor] = []
     for i in members:
         piece = rows[i]
-        assert piece is not None
+        assert isinstance(piece, Tensor)
         pieces.append(piece)
     return start_gather(list(zip(leaves, pieces, strict=True)), channel, refresh=True), False

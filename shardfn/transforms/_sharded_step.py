@@ -36,6 +36,7 @@ from ._captured import CapturedSteps, signature
 from ._check import agree_on_step, check_params, check_replicas, check_specs, describe_batch, told_before
 from ._comms import Comms, comms_of, losing_no_peer
 from ._eval_shape import abstract_init, abstract_leaves, as_state, is_abstract
+from ._first import first_state
 from ._functional import pure_apply, pure_loss, pure_step
 from ._jit import CacheInfo, Jitted, unwrap
 from ._loss import Loss
@@ -44,7 +45,7 @@ from ._metrics import measure
 from ._plan import Plan, Planner
 from ._state import TrainState, check_alive
 from ._traced_step import StepParts
-from ._update import init_optimizer, update, wrap
+from ._update import update
 
 # Functions whose order of gathers a step remembers.
 MAX_APPLIED = 16
@@ -161,14 +162,15 @@ class ShardedStep:
         comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
         check_replicas(leaves, plan, comms.control)
         del params
-        blocks = []
-        for i, leaf in enumerate(plan.leaves):
-            where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
-            with torch.no_grad():
-                blocks.append(draw_block(leaves[i], where).to(self.mesh.device).contiguous())
+
+        def draw(i: int) -> Tensor:
+            leaf, drawn = plan.leaves[i], leaves[i]
             leaves[i] = None
+            where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
+            return draw_block(drawn, where).to(self.mesh.device).contiguous()
+
         step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
-        return TrainState(wrap(plan, blocks), init_optimizer(plan, self._optimizer, blocks), step, key)
+        return TrainState(*first_state(plan, self._optimizer, draw), step, key)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
@@ -236,7 +238,7 @@ class ShardedStep:
     def _run(
         self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
     ) -> tuple[TrainState, dict[str, Tensor]]:
-        blocks = [g.local for g in tree_leaves(state.params)]
+        blocks = [g.held for g in tree_leaves(state.params)]
         out = run_backward(plan, comms, blocks, self._loss, args, has_aux=self._has_aux, even=even)
         metrics, scale = measure(plan, out)
         if self._skip and not bool(metrics["finite"]):
@@ -301,7 +303,7 @@ class ShardedStep:
         with told_before(comms.control):
             check_alive(state)
             plan = self._planner.plan_of(state)
-            blocks = [g.local for g in tree_leaves(state.params)]
+            blocks = [g.held for g in tree_leaves(state.params)]
         agree_on_step(comms.control, f"apply on {len(plan.leaves)} leaves", ("", ()))
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
@@ -315,7 +317,7 @@ class ShardedStep:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, leaves)
-        return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])
+        return tree_unflatten(treedef, [Sharding(leaf.param, leaf.home) for leaf in plan.leaves])
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""

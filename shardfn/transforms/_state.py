@@ -1,11 +1,11 @@
 """`TrainState`: what a step takes and gives back."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import DonatedError, P, PyTree, tree_entries, tree_leaves, tree_paths
+from shardfn.core import DonatedError, PyTree, tree_entries, tree_leaves, tree_paths
 
 
 class TrainState(NamedTuple):
@@ -48,25 +48,30 @@ def check_alive(state: TrainState) -> None:
         )
 
 
-def state_specs(opt_state: PyTree, params: PyTree, specs: list[P], shapes: list[Any]) -> list[tuple[Any, P]]:
-    """Global shape and spec of each leaf of an optimizer state that was initialised on local blocks.
+def state_owners(opt_state: PyTree, params: PyTree) -> list[int | None]:
+    """For each leaf of an optimizer's state the leaf of params that it belongs to; None for a counter.
 
-    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; 0-d leaves are
-    replicated.
+    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; the others are 0-d.
+
+    Args:
+        opt_state: the state, initialised on local blocks.
+        params: tree of the local blocks; of all leaves only shapes count.
 
     Raises:
         ValueError: a leaf is neither.
     """
-    by_path = dict(zip(tree_entries(params), zip(tree_leaves(params), specs, shapes, strict=True), strict=True))
-    out: list[tuple[Any, P]] = []
+    by_path = {
+        path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))
+    }
+    out: list[int | None] = []
     for path, name, leaf in zip(
         tree_entries(opt_state), tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True
     ):
         owner = next((by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path), None)
-        if owner is not None and owner[0].shape == leaf.shape:
-            out.append((owner[2], owner[1]))
-        elif leaf.ndim == 0:
-            out.append((leaf.shape, P()))
+        if owner is not None and owner[1] == leaf.shape:
+            out.append(owner[0])
+        elif len(leaf.shape) == 0:
+            out.append(None)
         else:
             raise ValueError(
                 f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding cannot be told;"

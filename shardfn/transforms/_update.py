@@ -1,16 +1,23 @@
 """The update: the optimizer on this rank's rows, then resident parameters made whole again."""
 
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyChannels, GlobalTensor
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from shardfn.core import P, PyTree, Stored, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from shardfn.memory import Pool, on_host
 from shardfn.optim import GradientTransformation, inplace
 
 from ._layout import LeafLayout
 from ._plan import Plan
+from ._pools import pool_of
 from ._refresh import refresh
-from ._state import TrainState, state_specs
+from ._state import TrainState, state_owners
+from ._stream import Column, Update, stream
 
 
 def update(
@@ -18,7 +25,7 @@ def update(
     channels: AnyChannels,
     optimizer: GradientTransformation,
     state: TrainState,
-    grads: dict[int, Tensor],
+    grads: dict[int, Tensor | Stored],
     *,
     scale: Tensor | None,
     donated: bool,
@@ -47,7 +54,7 @@ def take_state(state: TrainState, *, donated: bool, copied: bool) -> tuple[PyTre
         return take(state.params), take(state.opt_state)
 
 
-def next_state(plan: Plan, state: TrainState, blocks: list[Tensor], opt_state: PyTree) -> TrainState:
+def next_state(plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree) -> TrainState:
     """The state after `state`, of this rank's new blocks and optimizer state."""
     return TrainState(wrap(plan, blocks), _like(opt_state, state.opt_state), state.step + 1, state.key)
 
@@ -56,14 +63,18 @@ def update_blocks(
     plan: Plan,
     channels: AnyChannels,
     optimizer: GradientTransformation,
-    blocks: list[Tensor],
+    blocks: Sequence[Tensor | Stored],
     opt_state: PyTree,
-    grads: dict[int, Tensor],
+    grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
-) -> tuple[list[Tensor], PyTree]:
-    """This rank's blocks and optimizer state after the update; all arguments are consumed."""
+) -> tuple[list[Tensor | Stored], PyTree]:
+    """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk."""
+    if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
+        pool = pool_of(plan)
+        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale, pool))
+        return refresh(plan, channels, blocks, rows, pool), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
-    rows = [_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own = [_own(plan, plan.leaves[i], grads.pop(i)) if t else None for i, t in enumerate(train)]
     if scale is not None:
         torch._foreach_mul_([g for g in own if g is not None], scale)
@@ -77,37 +88,94 @@ def update_blocks(
     return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train]), opt_state
 
 
-def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: list[Tensor]) -> PyTree:
+def _as_stream(
+    plan: Plan,
+    optimizer: GradientTransformation,
+    blocks: Sequence[Tensor | Stored],
+    opt_state: PyTree,
+    grads: dict[int, Tensor | Stored],
+    scale: Tensor | None,
+    pool: Pool | None,
+) -> Update:
+    train = [leaf if leaf.trainable else None for leaf in plan.leaves]
+    params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
+    own = [
+        None if leaf is None else Column.of(_own(plan, leaf, grads.pop(i)), leaf.grad_home)
+        for i, leaf in enumerate(train)
+    ]
+    leaves, treedef = tree_flatten(opt_state)
+    held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
+    homes = [leaf.state_home for leaf in train if leaf is not None]
+    index = [i for i, leaf in enumerate(train) if leaf is not None]
+    owners = state_owners(opt_state, held)
+    state = [Column.of(x, "device" if k is None else homes[k]) for x, k in zip(leaves, owners, strict=True)]
+    return Update(
+        optimizer=optimizer,
+        treedef=plan.treedef,
+        specs=[leaf.shard for leaf in plan.leaves],
+        params=params,
+        grads=own,
+        state=state,
+        state_treedef=treedef,
+        owners=[None if k is None else index[k] for k in owners],
+        scale=scale,
+        device=plan.mesh.device,
+        pool=pool,
+        chunk=plan.zero.chunk,
+    )
+
+
+def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
+    """A parameter's rows in the update; those that are made whole again afterwards are written to memory."""
+    if not leaf.refreshed:
+        return Column.of(block, leaf.home)
+    if leaf.home == "device":
+        return Column.of(own_rows(plan, leaf, block), "device")
+    with on_host():
+        return Column.of(own_rows(plan, leaf, block if isinstance(block, Tensor) else block.load()), "host")
+
+
+def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequence[Tensor]) -> PyTree:
     """The optimizer's first state, on this rank's rows."""
-    rows = [_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
     held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
     opt_state = tree_map(lambda x: x.clone() if x.untyped_storage()._cdata in held else x, optimizer.init(tree))
     train = [leaf for leaf in plan.leaves if leaf.trainable]
-    where = state_specs(opt_state, tree, [leaf.shard for leaf in train], [leaf.shape for leaf in train])
     leaves, treedef = tree_flatten(opt_state)
+    owners = [None if k is None else train[k] for k in state_owners(opt_state, tree)]
+    return tree_unflatten(treedef, [wrap_state(plan, x, leaf) for x, leaf in zip(leaves, owners, strict=True)])
+
+
+def wrap_state(plan: Plan, x: Tensor | Stored, leaf: LeafLayout | None) -> GlobalTensor:
+    """A leaf of the optimizer's state that belongs to `leaf`, or is a counter."""
+    if leaf is None:
+        return GlobalTensor(x, torch.Size(x.shape), P(), plan.mesh)
+    return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, leaf.state_home)
+
+
+def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
+    """This rank's blocks as a tree of global tensors."""
+    pairs = zip(blocks, plan.leaves, strict=True)
     return tree_unflatten(
-        treedef, [GlobalTensor(x, torch.Size(s), p, plan.mesh) for x, (s, p) in zip(leaves, where, strict=True)]
+        plan.treedef, [GlobalTensor(b, leaf.shape, leaf.param, plan.mesh, leaf.home) for b, leaf in pairs]
     )
 
 
-def wrap(plan: Plan, blocks: list[Tensor]) -> PyTree:
-    """This rank's blocks as a tree of global tensors."""
-    pairs = zip(blocks, plan.leaves, strict=True)
-    return tree_unflatten(plan.treedef, [GlobalTensor(b, leaf.shape, leaf.param, plan.mesh) for b, leaf in pairs])
-
-
-def _rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
+def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
     """The part of a parameter that this rank updates: a view where it can be."""
+    assert isinstance(block, Tensor)
     return leaf.rows(block, plan.zero_rank(leaf)).contiguous() if leaf.refreshed else block
 
 
-def _own(plan: Plan, leaf: LeafLayout, grad: Tensor) -> Tensor:
+def _own(plan: Plan, leaf: LeafLayout, grad: Tensor | Stored) -> Any:
     """The part of a summed gradient that this rank applies."""
-    if leaf.cut or leaf.dim is None:
+    rank = plan.zero_rank(leaf)
+    if leaf.cut or leaf.dim is None or grad.shape == leaf.shard_shapes[rank]:
         return grad
-    return leaf.rows(grad, plan.zero_rank(leaf)).contiguous()
+    assert isinstance(grad, Tensor)
+    return leaf.rows(grad, rank).contiguous()
 
 
 def _donate(tree: PyTree) -> PyTree:
@@ -115,11 +183,18 @@ def _donate(tree: PyTree) -> PyTree:
 
 
 def _look(tree: PyTree) -> PyTree:
-    return tree_map(lambda x: x.local if isinstance(x, GlobalTensor) else x, tree)
+    return tree_map(lambda x: x.held if isinstance(x, GlobalTensor) else x, tree)
 
 
 def _clone(tree: PyTree) -> PyTree:
-    return tree_map(lambda x: x.local.clone() if isinstance(x, GlobalTensor) else x, tree)
+    def clone(x: Any) -> Any:
+        if not isinstance(x, GlobalTensor):
+            return x
+        held = x.held
+        with on_host() if x.memory_kind == "host" else contextlib.nullcontext():
+            return held.clone() if isinstance(held, Tensor) else held
+
+    return tree_map(clone, tree)
 
 
 def _like(tree: PyTree, old: PyTree) -> PyTree:
@@ -128,4 +203,4 @@ def _like(tree: PyTree, old: PyTree) -> PyTree:
     if treedef != tree_structure(old):
         raise ValueError(f"the optimizer changed the structure of its state from {tree_structure(old)} to {treedef}.")
     pairs = zip(leaves, tree_leaves(old), strict=True)
-    return tree_unflatten(treedef, [GlobalTensor(x, m.shape, m.spec, m.mesh) for x, m in pairs])
+    return tree_unflatten(treedef, [GlobalTensor(x, m.shape, m.spec, m.mesh, m.memory_kind) for x, m in pairs])

@@ -1,0 +1,292 @@
+"""The update of states that are not all on the device: in chunks, through the memory where the update runs.
+
+While chunk k is stepped, chunk k + 1 is read and chunk k - 1 is written; so the update takes the memory of three chunks,
+however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Arriving, MemoryKind, P, PyTree, Stored, tree_leaves, tree_unflatten
+from shardfn.memory import Pool, host_empty, on_host, to_device, to_host
+from shardfn.optim import GradientTransformation, in_pieces
+
+from ._fetch import Fetch
+
+Held = Tensor | Stored
+
+
+@dataclasses.dataclass
+class Column:
+    """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
+
+    Attributes:
+        held: its value before.
+        home: the memory in which that is.
+        into: the tensor that its rows are written to, which may be `held`; None for the disk.
+        where: the memory in which `into` is.
+        read: whether the update looks at the value before.
+    """
+
+    held: Held
+    home: MemoryKind
+    into: Tensor | None
+    where: MemoryKind
+    read: bool = True
+
+    @staticmethod
+    def of(held: Held, home: MemoryKind, *, read: bool = True) -> "Column":
+        """A leaf that is stepped where it is."""
+        return Column(held, home, held if isinstance(held, Tensor) else None, home, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows `lo:hi` of a leaf along dim 0; all of it if `hi` is None."""
+
+    leaf: int
+    lo: int = 0
+    hi: int | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """These rows of a tensor, as a view."""
+        return x if self.hi is None else x[self.lo : self.hi]
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        """The shape of these rows of a leaf of that shape."""
+        return whole if self.hi is None else torch.Size((self.hi - self.lo, *whole[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """All that one update works on.
+
+    Attributes:
+        optimizer: the rule.
+        treedef: the structure of params.
+        specs: for each leaf of params, how its rows are cut out of the global leaf.
+        params: for each leaf of params, this rank's rows; None where it is frozen.
+        grads: likewise, the summed gradient.
+        state: for each leaf of the optimizer's state.
+        state_treedef: its structure.
+        owners: for each leaf of the optimizer's state, the leaf of params it belongs to; None for counters.
+        scale: what gradients are multiplied by first.
+        device: where states of the device are stepped.
+        pool: the disk.
+        chunk: bytes of a chunk.
+    """
+
+    optimizer: GradientTransformation
+    treedef: Any
+    specs: Sequence[P]
+    params: Sequence[Column | None]
+    grads: Sequence[Column | None]
+    state: Sequence[Column]
+    state_treedef: Any
+    owners: Sequence[int | None]
+    scale: Tensor | None
+    device: torch.device
+    pool: Pool | None
+    chunk: int
+
+
+def stream(update: Update) -> tuple[list[Held | None], PyTree]:
+    """Runs an update; the values before are consumed, but for those on disk.
+
+    Returns:
+        For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
+    """
+    return _Stream(update).run()
+
+
+class _Stream:
+    def __init__(self, update: Update) -> None:
+        self._u = update
+        like = [
+            None if c is None else torch.empty(c.held.shape, dtype=c.held.dtype, device="meta") for c in update.params
+        ]
+        self._pieces = in_pieces(update.optimizer, tree_unflatten(update.treedef, like))
+        self._owned: dict[int, list[int]] = {}
+        for k, owner in enumerate(update.owners):
+            if owner is not None:
+                self._owned.setdefault(owner, []).append(k)
+        self._writers: dict[int, Any] = {}
+
+    def run(self) -> tuple[list[Held | None], PyTree]:
+        token = self._begin()
+        chunks = list(self._chunks())
+        coming = _Chunk(self, self._u.device, chunks[0]) if chunks else None
+        leaving: _Chunk | None = None
+        for k in range(len(chunks)):
+            now, coming = coming, _Chunk(self, self._u.device, chunks[k + 1]) if k + 1 < len(chunks) else None
+            assert now is not None
+            now.step(token)
+            if leaving is not None:
+                leaving.settle()
+            now.leave()
+            leaving = now
+        if leaving is not None:
+            leaving.settle()
+        params = [None if c is None else self._finished(c) for c in self._u.params]
+        state = tree_unflatten(self._u.state_treedef, [self._finished(c) for c in self._u.state])
+        return params, self._pieces.end(token, state)
+
+    def writer(self, column: Column) -> Any:
+        """What writes the new value of a leaf that is on disk."""
+        if id(column) not in self._writers:
+            assert self._u.pool is not None
+            self._writers[id(column)] = self._u.pool.writer(column.held.shape, column.held.dtype)
+        return self._writers[id(column)]
+
+    def _finished(self, column: Column) -> Held:
+        if column.into is not None:
+            return column.into
+        return self.writer(column).finish()
+
+    def _begin(self) -> Any:
+        u, stats = self._u, []
+        for column in u.grads:
+            if column is not None and self._pieces.measure is not None:
+                x = column.held if isinstance(column.held, Tensor) else column.held.load()
+                stats.append(self._pieces.measure(x if u.scale is None else x * u.scale.to(x.device)))
+        counters = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
+        specs = [None if c is None else s for c, s in zip(u.params, u.specs, strict=True)]
+        state = tree_unflatten(u.state_treedef, counters)
+        return self._pieces.begin(state, stats, specs=tree_unflatten(u.treedef, specs))
+
+    def _chunks(self) -> Iterator[list[Rows]]:
+        """Neighbouring rows that are stepped in one memory, up to the size of a chunk."""
+        group: list[Rows] = []
+        size = 0
+        for rows, nbytes in self._cuts():
+            apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
+            if group and (apart or size + nbytes > self._u.chunk) and self._pieces.grain != "tree":
+                yield group
+                group, size = [], 0
+            group.append(rows)
+            size += nbytes
+        if group:
+            yield group
+
+    def _cuts(self) -> Iterator[tuple[Rows, int]]:
+        for i, column in enumerate(self._u.params):
+            if column is None:
+                continue
+            shape, total = column.held.shape, self._bytes(i)
+            if self._pieces.grain != "element" or not shape or total <= self._u.chunk or not self._moves(i):
+                yield Rows(i), total
+                continue
+            step = max(1, shape[0] * self._u.chunk // total)
+            for lo in range(0, shape[0], step):
+                hi = min(lo + step, shape[0])
+                yield Rows(i, lo, hi), total * (hi - lo) // shape[0]
+
+    def _bytes(self, leaf: int) -> int:
+        held = [c.held for c in self.columns(leaf)]
+        return sum(x.shape.numel() * x.dtype.itemsize for x in held)
+
+    def _moves(self, leaf: int) -> bool:
+        """Whether anything of a leaf must come to where it is stepped, or go from there."""
+        place = "host" if self.on_host(leaf) else "device"
+        return any(c.home != place or c.where != place for c in self.columns(leaf))
+
+    def columns(self, leaf: int) -> list[Column]:
+        """Parameter, gradient and state of a leaf, in this order."""
+        param, grad = self._u.params[leaf], self._u.grads[leaf]
+        assert param is not None and grad is not None
+        return [param, grad, *(self._u.state[k] for k in self._owned.get(leaf, []))]
+
+    def on_host(self, leaf: int) -> bool:
+        """Whether a leaf is stepped on the host: where its state is, if it is not on the device."""
+        state = [self._u.state[k].home for k in self._owned.get(leaf, [])]
+        param = self._u.params[leaf]
+        assert param is not None
+        return any(home != "device" for home in state) if state else param.home != "device"
+
+    def apply(self, token: Any, chunk: "list[tuple[Rows, list[Tensor]]]") -> None:
+        """Steps a chunk in place."""
+        u = self._u
+        params: list[Any] = [None] * len(u.params)
+        grads: list[Any] = [None] * len(u.params)
+        state: list[Any] = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
+        for rows, (param, grad, *rest) in chunk:
+            if u.scale is not None:
+                grad.mul_(u.scale.to(grad.device))
+            params[rows.leaf], grads[rows.leaf] = param, grad
+            for k, x in zip(self._owned.get(rows.leaf, []), rest, strict=True):
+                state[k] = x
+        specs = [None if p is None else s for p, s in zip(params, u.specs, strict=True)]
+        given = tree_unflatten(u.state_treedef, state)
+        gs, ps, cuts = (tree_unflatten(u.treedef, x) for x in (grads, params, specs))
+        new, after = self._pieces.apply(token, gs, given, ps, specs=cuts)
+        _keep([*tree_leaves(ps), *tree_leaves(given)], [*tree_leaves(new), *tree_leaves(after)])
+
+
+def _keep(before: list[Tensor], after: list[Tensor]) -> None:
+    """A rule may return other tensors than those it was given."""
+    for x, y in zip(before, after, strict=True):
+        if x is not y:
+            x.copy_(y)
+
+
+class _Chunk:
+    """Rows on their way through the update."""
+
+    def __init__(self, stream: _Stream, device: torch.device, rows: list[Rows]) -> None:
+        self._stream, self._device, self._rows = stream, device, rows
+        self._host = stream.on_host(rows[0].leaf)
+        self._place: MemoryKind = "host" if self._host else "device"
+        self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
+        self._here: list[list[Tensor]] = []
+        self._going: list[Arriving[Any]] = []
+
+    def _bring(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
+        """Rows to where they are stepped; a view of those that are there already."""
+        held = column.held
+        if isinstance(held, Tensor) and column.home == self._place:
+            return rows.of(held)
+        if not column.read:
+            shape = rows.shape(held.shape)
+            if self._host:
+                return host_empty(shape, held.dtype)
+            return torch.empty(shape, dtype=held.dtype, device=self._device)
+        if isinstance(held, Tensor):
+            return to_host(rows.of(held)) if self._host else to_device(rows.of(held), self._device)
+        reading = held.read(rows.lo, rows.hi)
+        return reading if self._host else Fetch(reading, self._device)
+
+    def step(self, token: Any) -> None:
+        """Waits for the rows, and steps them."""
+        self._here = [[x if isinstance(x, Tensor) else x.result() for x in coming] for coming in self._coming]
+        self._coming = []
+        with on_host() if self._host else contextlib.nullcontext():
+            self._stream.apply(token, list(zip(self._rows, self._here, strict=True)))
+
+    def leave(self) -> None:
+        """Begins to send the new rows to where they are kept."""
+        for rows, (param, _, *rest) in zip(self._rows, self._here, strict=True):
+            own, _, *state = self._stream.columns(rows.leaf)
+            for column, x in zip((own, *state), (param, *rest), strict=True):
+                self._send(rows, column, x)
+        self._here = []
+
+    def _send(self, rows: Rows, column: Column, x: Tensor) -> None:
+        if column.into is None:
+            below = x if self._host else to_host(x).result()
+            self._going.append(self._stream.writer(column).write(rows.lo, below))
+        elif column.where != self._place:
+            into = rows.of(column.into)
+            self._going.append(to_device(x, self._device, into) if self._host else to_host(x, into))
+        elif x.data_ptr() != rows.of(column.into).data_ptr():
+            rows.of(column.into).copy_(x)
+
+    def settle(self) -> None:
+        """Waits until they have left."""
+        for going in self._going:
+            going.result()
+        self._going = []
