@@ -4,7 +4,7 @@ from ._errors import DonatedError as DonatedError, RankError as RankError
 from ._errors import did_you_mean as did_you_mean, raise_all as raise_all
 from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import all_coords as all_coords, as_mesh as as_mesh, make_mesh as make_mesh
-from ._spec import P as P, Sharding as Sharding
+from ._spec import MemoryKind as MemoryKind, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves
@@ -15,3 +15,4 @@ from ._key import bits as bits, fold_in as fold_in, key as key, split as split, 
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros
+from ._stored import Arriving as Arriving, Stored as Stored
