@@ -72,6 +72,8 @@ class Io:
     ) -> list[concurrent.futures.Future[None]]:
         """Starts to read `into` from byte `start` on; reads whole grains of that size, and checks them."""
         stop = start + len(into)
+        if not self.direct and sums is None:
+            grain = 1  # the page cache reads any bytes
         first, last = start // grain * grain, -(-stop // grain) * grain
         futures = []
         for lo, hi in _spans(first, last, max(self.piece // grain, 1) * grain):

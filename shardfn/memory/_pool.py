@@ -73,7 +73,7 @@ class Opened(NamedTuple):
 class _Options(NamedTuple):
     """`Pool`'s arguments, with its defaults."""
 
-    threads: int = 2
+    threads: int = 4
     direct: bool = True
     checksum: bool = False
     max_staging: int = 16 << 20
@@ -123,7 +123,7 @@ class Pool:
         self,
         directory: str | os.PathLike[str],
         *,
-        threads: int = 2,
+        threads: int = 4,
         direct: bool = True,
         checksum: bool = False,
         max_staging: int = 16 << 20,

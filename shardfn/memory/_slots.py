@@ -133,7 +133,7 @@ def no_room(directory: pathlib.Path, needed: int, problem: OSError) -> DiskFullE
 
 
 def _reserve(path: pathlib.Path, capacity: int) -> None:
-    """Makes a file of that size. Its blocks are allocated now, so that a full disk is found before a byte is written."""
+    """Makes a file of that size, with its blocks, so that a full disk is found before a byte is written."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         _allocate(fd, capacity)
