@@ -1,0 +1,70 @@
+"""What a value that is not in memory looks like: its shape and dtype, and a way to fetch it.
+
+The type stands here so that rooms which carry such values need not know the room that keeps them.
+"""
+
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ._spec import MemoryKind
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@runtime_checkable
+class Arriving(Protocol[T_co]):
+    """A value that is under way."""
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+    def result(self) -> T_co:
+        """Waits, and gives the value or raises what went wrong on the way."""
+        ...
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A value that is kept elsewhere than in a tensor, for instance on disk. Immutable.
+
+    Attributes:
+        shape: as a tensor's.
+        dtype: as a tensor's.
+        kind: the memory kind of the place.
+        nbytes: the bytes of the value.
+
+    Example:
+        >>> isinstance(torch.zeros(2), Stored)
+        False
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the value."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the value."""
+        ...
+
+    @property
+    def kind(self) -> MemoryKind:
+        """The memory kind of the place."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the value."""
+        ...
+
+    def load(self) -> Tensor:
+        """The whole value as a fresh host tensor; waits for it."""
+        ...
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Arriving[Tensor]:
+        """Rows `lo:hi` of dim 0, asynchronously, in `out` or in a fresh host tensor."""
+        ...

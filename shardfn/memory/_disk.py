@@ -1,0 +1,275 @@
+"""Values on disk: immutable tensors in files, read by rows, and written once in any chunks.
+
+A file is read and written in grains: a page, or 64 KiB where checksums are kept. Chunks of rows end where they end; the
+grains that they share are put together in memory and written when the last byte of them arrives.
+"""
+
+import bisect
+import concurrent.futures
+import math
+import threading
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from shardfn.core import MemoryKind
+
+from ._host import Bytes, aligned_window, as_bytes, host_empty
+from ._io import Io, Sums
+from ._ledger import record_move
+from ._slots import Slot
+from ._transfer import Transfer, arrived, of_futures
+
+
+class DiskTensor:
+    """An immutable tensor on disk. It owns its file; when it is garbage the file is used again.
+
+    Attributes:
+        shape: the value's shape.
+        dtype: its dtype.
+        kind: "disk".
+        grain: bytes of the unit that is read.
+        sums: crc32 of each grain, where checksums are kept.
+        slot: the file; None for a value without elements.
+
+    Example:
+        >>> import tempfile
+        >>> from shardfn.memory import Pool
+        >>> with tempfile.TemporaryDirectory() as directory, Pool(directory) as pool:
+        ...     x = pool.write(torch.arange(6.0).view(3, 2)).result()
+        ...     x.read(1, 3).result()
+        tensor([[2., 3.],
+                [4., 5.]])
+    """
+
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, grain: int, sums: Sums | None, slot: Slot | None, pool: Any
+    ) -> None:
+        self.shape, self.dtype, self.grain, self.sums, self.slot = shape, dtype, grain, sums, slot
+        self._pool = pool  # kept open as long as there is something to read
+
+    @property
+    def kind(self) -> MemoryKind:
+        """The memory kind: "disk"."""
+        return "disk"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the value; its file is rounded up to grains."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The leaf that this is, once a commit has named it."""
+        return self.slot.name if self.slot else ""
+
+    def load(self) -> Shaped[Tensor, "..."]:
+        """The whole value as a fresh host tensor; waits for it.
+
+        Raises:
+            DamagedError: the file is truncated, gone, or differs from its checksums.
+        """
+        return self.read().result()
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Shaped[Tensor, "..."] | None = None) -> Transfer[Tensor]:
+        """Starts to read rows `lo:hi` of dim 0; a value without dims has one row.
+
+        With direct I/O, reading into `out` needs no copy where `out` begins on a page as the rows do in the file:
+        tensors from `host_empty` of 64 KiB or more begin on one, and so do rows at multiples of `grain` bytes.
+
+        Args:
+            lo: first row.
+            hi: row after the last; None for all.
+            out: contiguous host tensor to fill; by default a fresh one.
+
+        Returns:
+            The rows, under way; its `result` raises DamagedError as `load` does.
+
+        Raises:
+            ValueError: there are no such rows, or `out` does not have their shape and dtype.
+        """
+        rows = self.shape[0] if self.shape else 1
+        hi = rows if hi is None else hi
+        if not 0 <= lo <= hi <= rows:
+            raise ValueError(f"rows {lo}:{hi} of a value of shape {tuple(self.shape)}: there are rows 0:{rows}.")
+        shape = torch.Size([hi - lo, *self.shape[1:]]) if self.shape else self.shape
+        row = self.nbytes // max(rows, 1)
+        start, stop = lo * row, hi * row
+        if out is not None:
+            _check_source(out, shape, self.dtype, "out")
+        if start == stop or self.slot is None:
+            return arrived(host_empty(shape, self.dtype) if out is None else out)
+        self._pool.check_open()
+        record_move("disk", "host", stop - start)
+        if out is None:
+            first, last = start // self.grain * self.grain, -(-stop // self.grain) * self.grain
+            out, into = aligned_window(tuple(shape), self.dtype, start - first, last - stop)
+            start = first
+        else:
+            into = as_bytes(out)
+        return of_futures(out, self._pool.io.read(self.slot, start, into, self.grain, self.sums))
+
+    def __repr__(self) -> str:
+        where = self.slot.path if self.slot else "nowhere"
+        return f"DiskTensor(shape={tuple(self.shape)}, dtype={self.dtype}, file={where})"
+
+
+class DiskWriter:
+    """Writes one value in chunks of rows, in any order and from any thread. Dropped unfinished, it leaves nothing.
+
+    Example:
+        >>> import tempfile
+        >>> from shardfn.memory import Pool
+        >>> with tempfile.TemporaryDirectory() as directory, Pool(directory) as pool:
+        ...     writer = pool.writer((3,), torch.float32)
+        ...     _ = writer.write(1, torch.ones(2))
+        ...     _ = writer.write(0, torch.zeros(1))
+        ...     writer.finish().load()
+        tensor([0., 1., 1.])
+    """
+
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, slot: Slot | None, io: Io, sums: Sums | None, pool: Any
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._io, self._slot, self._sums, self._pool = io, slot, sums, pool
+        self._rows = shape[0] if shape else 1
+        self._row = math.prod(shape[1:]) * dtype.itemsize
+        self._written: list[tuple[int, int]] = []
+        self._edges: dict[int, _Edge] = {}
+        self._futures: list[concurrent.futures.Future[Any]] = []
+        self._lock = threading.Lock()
+
+    def write(self, lo: int, rows: Shaped[Tensor, "..."]) -> Transfer[None]:
+        """Starts to write rows from `lo` on.
+
+        Args:
+            lo: where the first of them goes.
+            rows: host tensor `[n, *shape[1:]]` of the value's dtype; of shape `[]` for a value without dims.
+
+        Returns:
+            Done when `rows` may be overwritten; its `result` raises DiskFullError.
+
+        Raises:
+            ValueError: rows that the value does not have, of another shape or dtype, or written before.
+        """
+        count = rows.shape[0] if self.shape else 1
+        _check_source(rows, torch.Size([count, *self.shape[1:]]) if self.shape else self.shape, self.dtype, "rows")
+        self._claim(lo, lo + count)
+        self._pool.check_open()
+        source = as_bytes(rows.detach().resolve_conj().resolve_neg().contiguous())
+        if not len(source) or self._slot is None:
+            return arrived(None)
+        record_move("host", "disk", len(source))
+        futures = self._submit(self._slot, lo * self._row, source)
+        return of_futures(None, futures)
+
+    def finish(self) -> DiskTensor:
+        """Waits for the chunks, and gives the value.
+
+        Raises:
+            ValueError: rows are missing.
+            DiskFullError: there was no room.
+        """
+        return self.finishing().result()
+
+    def finishing(self) -> Transfer[DiskTensor]:
+        """As `finish`, without the wait.
+
+        Raises:
+            ValueError: rows are missing.
+        """
+        with self._lock:
+            holes = _holes(self._written, self._rows)
+            if holes:
+                text = ", ".join(f"{lo}:{hi}" for lo, hi in holes)
+                raise ValueError(f"rows {text} of a value of shape {tuple(self.shape)} were not written.")
+            futures = tuple(self._futures)
+        value = DiskTensor(self.shape, self.dtype, self._io.grain, self._sums, self._slot, self._pool)
+        return of_futures(value, futures)
+
+    def _claim(self, lo: int, hi: int) -> None:
+        """Notes that rows `lo:hi` are written, once."""
+        if not 0 <= lo <= hi <= self._rows:
+            raise ValueError(f"rows {lo}:{hi} of a value of shape {tuple(self.shape)}: there are rows 0:{self._rows}.")
+        if lo == hi:
+            return
+        with self._lock:
+            at = bisect.bisect_left(self._written, (lo, hi))
+            for a, b in self._written[max(at - 1, 0) : at + 1]:
+                if max(a, lo) < min(b, hi):
+                    raise ValueError(
+                        f"rows {max(a, lo)}:{min(b, hi)} were written before; values on disk do not change."
+                    )
+            self._written.insert(at, (lo, hi))
+            self._written[max(at - 1, 0) : at + 2] = _joined(self._written[max(at - 1, 0) : at + 2])
+
+    def _submit(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
+        """Whole grains go as they are; the parts at both ends wait for what they share a grain with."""
+        grain, stop = self._io.grain, start + len(source)
+        first, last = -(-start // grain) * grain, stop // grain * grain
+        futures = []
+        if first < last:
+            futures += self._io.write(slot, first, source[first - start : last - start], self._sums)
+        ends = [(start, min(first, stop))] if first <= last else [(start, stop)]
+        ends += [(last, stop)] if first <= last else []
+        for lo, hi in ends:
+            if lo < hi:
+                futures += self._fill_edge(slot, lo, source[lo - start : hi - start])
+        with self._lock:
+            self._futures = [f for f in self._futures if not f.done() or f.exception()] + futures
+        return futures
+
+    def _fill_edge(self, slot: Slot, start: int, data: Bytes) -> list[concurrent.futures.Future[Any]]:
+        grain = self._io.grain
+        at = start // grain * grain
+        with self._lock:
+            edge = self._edges.get(at) or self._edges.setdefault(at, _Edge(grain, min(grain, self._end - at)))
+            edge.data[start - at : start - at + len(data)] = data
+            edge.missing -= len(data)
+            if edge.missing:
+                return []
+            del self._edges[at]
+        return self._io.write(slot, at, edge.data, self._sums)
+
+    @property
+    def _end(self) -> int:
+        return self._rows * self._row
+
+
+class _Edge:
+    """A grain that several chunks share, as far as it has come."""
+
+    def __init__(self, grain: int, missing: int) -> None:
+        self.data = aligned_window((grain,), torch.uint8)[1]
+        self.missing = missing
+
+
+def _check_source(x: Tensor, shape: torch.Size, dtype: torch.dtype, what: str) -> None:
+    if x.device.type != "cpu":
+        raise ValueError(f"{what} is on {x.device}; the disk is reached from the host: `to_host(x).result()` first.")
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(
+            f"{what} has shape {tuple(x.shape)} and dtype {x.dtype}; shape {tuple(shape)} and dtype {dtype} are needed."
+        )
+    if what == "out" and not x.is_contiguous():
+        raise ValueError(f"out has strides {x.stride()}; a read fills contiguous memory: `host_empty(shape, dtype)`.")
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out = runs[:1]
+    for lo, hi in runs[1:]:
+        if lo == out[-1][1]:
+            out[-1] = (out[-1][0], hi)
+        else:
+            out.append((lo, hi))
+    return out
+
+
+def _holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
+    """What `runs`, sorted, leave out of `0:rows`."""
+    ends = [0, *(hi for _, hi in runs)]
+    starts = [*(lo for lo, _ in runs), rows]
+    return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]

@@ -1,0 +1,85 @@
+"""Host tensors: page-aligned, pinned where there is CUDA, and known to the ledger."""
+
+import math
+import mmap
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ._ledger import on_host, record_tensor
+
+PAGE = 4096
+# From here on a mapping of its own is worth a system call: it is page-aligned, as direct I/O needs it.
+_SMALL = 64 << 10
+_HUGE = 4 << 20
+
+Bytes = np.ndarray  # one-dimensional, uint8
+
+
+def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32) -> Shaped[Tensor, "..."]:
+    """An uninitialised host tensor: pinned where CUDA is, page-aligned when large, counted as host.
+
+    Args:
+        shape: its shape.
+        dtype: its dtype.
+
+    Returns:
+        The tensor.
+
+    Example:
+        >>> host_empty((2, 3), torch.bfloat16).shape
+        torch.Size([2, 3])
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _SMALL or torch.cuda.is_available():
+        return _torch_empty(tuple(shape), dtype)
+    return aligned_window(tuple(shape), dtype)[0]
+
+
+def aligned_window(
+    shape: tuple[int, ...], dtype: torch.dtype, before: int = 0, after: int = 0
+) -> tuple[Shaped[Tensor, "..."], Bytes]:
+    """A host tensor in the middle of page-aligned memory, and that memory as bytes.
+
+    Args:
+        shape: the tensor's shape.
+        dtype: its dtype.
+        before: bytes of the memory in front of the tensor.
+        after: bytes behind it.
+
+    Returns:
+        The tensor, and the bytes of which `[before : -after]` are its own.
+    """
+    numel = math.prod(shape)
+    nbytes = before + numel * dtype.itemsize + after
+    if not numel:
+        return _torch_empty(shape, dtype), np.empty(0, np.uint8)
+    if torch.cuda.is_available():
+        whole = _torch_empty((nbytes,), torch.uint8)
+        return whole[before : nbytes - after].view(dtype).view(shape), whole.numpy()
+    area = _map(nbytes)
+    # The storage is exactly the tensor's bytes and keeps the mapping alive.
+    x = torch.frombuffer(area, dtype=dtype, count=numel, offset=before).view(shape)
+    record_tensor(x, "host")
+    return x, np.frombuffer(area, np.uint8, nbytes)
+
+
+def as_bytes(x: Shaped[Tensor, "..."]) -> Bytes:
+    """The memory of a contiguous CPU tensor; keeps it alive."""
+    if not x.numel():
+        return np.empty(0, np.uint8)
+    return x.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)  # a large page is faulted in at a tenth of the cost of its small ones
+    return area
+
+
+def _torch_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    with on_host():
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())

@@ -1,0 +1,238 @@
+"""Bytes to and from files: pieces, spread over a few threads, past the page cache where the file system can.
+
+`os.preadv` and `os.pwritev` release the interpreter's lock, so a handful of threads keeps a disk busy. Direct I/O wants
+file offsets, lengths and memory in multiples of a page. What lies in memory so is moved without a copy; the rest goes
+through a buffer. There is one buffer a thread at most, and it is taken and given back within one piece: that bounds
+them, and nobody who waits for one holds another.
+
+A file opens once a piece: 20 microseconds against the milliseconds of a piece, and no limit on open files to meet.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import mmap
+import os
+import pathlib
+import queue
+import threading
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from shardfn.core import raise_all
+
+from ._errors import DamagedError
+from ._host import PAGE, Bytes, aligned_window, as_bytes
+from ._slots import FULL, Slot, no_room
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_WORKER = threading.local()
+_REMEDY = "what was there is lost: start from a checkpoint in an empty directory, and have the disk checked"
+
+
+class Sums:
+    """The crc32 of every grain of a file; pieces fill in and compare their own."""
+
+    def __init__(self, crcs: np.ndarray) -> None:
+        self.crcs = crcs
+
+    @classmethod
+    def blank(cls, grains: int) -> "Sums":
+        """For a file of that many grains, none of which is known yet."""
+        return cls(np.zeros(grains, np.uint32))
+
+
+class Io:
+    """Threads and staging buffers.
+
+    Attributes:
+        direct: whether files are opened with O_DIRECT.
+        piece: bytes of a request.
+        grain: bytes of the unit in which files are read and written, and checksums kept.
+    """
+
+    def __init__(self, threads: int, piece: int, buffers: int, grain: int, direct: bool) -> None:
+        self.direct, self.piece, self.grain = direct, piece, grain
+        self._threads = concurrent.futures.ThreadPoolExecutor(threads, "shardfn-disk", _mark_worker)
+        self._staging = _Staging(piece, min(threads, buffers))
+
+    def write(self, slot: Slot, offset: int, source: Bytes, sums: Sums | None) -> list[concurrent.futures.Future[None]]:
+        """Starts to write `source` at `offset`, both in whole grains."""
+        spans = _spans(offset, offset + len(source), self.piece)
+        return [
+            self._threads.submit(self._write_piece, slot, lo, source[lo - offset : hi - offset], sums)
+            for lo, hi in spans
+        ]
+
+    def read(
+        self, slot: Slot, start: int, into: Bytes, grain: int, sums: Sums | None
+    ) -> list[concurrent.futures.Future[None]]:
+        """Starts to read `into` from byte `start` on; reads whole grains of that size, and checks them."""
+        stop = start + len(into)
+        if not self.direct and sums is None:
+            grain = 1  # the page cache reads any bytes
+        first, last = start // grain * grain, -(-stop // grain) * grain
+        futures = []
+        for lo, hi in _spans(first, last, max(self.piece // grain, 1) * grain):
+            own = into[max(lo, start) - start : min(hi, stop) - start]
+            futures.append(self._threads.submit(self._read_piece, slot, lo, hi, own, max(start - lo, 0), grain, sums))
+        return futures
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the threads."""
+        # The garbage collector may get here in one of the threads, which cannot wait for itself.
+        self._threads.shutdown(wait=not getattr(_WORKER, "here", False))
+
+    def _write_piece(self, slot: Slot, offset: int, source: Bytes, sums: Sums | None) -> None:
+        if sums is not None:
+            sums.crcs[offset // self.grain :][: len(source) // self.grain] = _crcs(source, self.grain)
+        with self._file(slot, os.O_WRONLY) as fd:
+            if self._fits(source):
+                return _write_all(fd, slot, source, offset)
+            with self._staging.buffer(len(source)) as buffer:
+                np.copyto(buffer, source)
+                _write_all(fd, slot, buffer, offset)
+
+    def _read_piece(self, slot: Slot, lo: int, hi: int, into: Bytes, skip: int, grain: int, sums: Sums | None) -> None:
+        with self._file(slot, os.O_RDONLY) as fd:
+            if len(into) == hi - lo and self._fits(into):
+                _read_all(fd, slot, into, lo)
+                return _check(slot, into, lo, grain, sums)
+            with self._staging.buffer(hi - lo) as buffer:
+                _read_all(fd, slot, buffer, lo)
+                _check(slot, buffer, lo, grain, sums)
+                np.copyto(into, buffer[skip : skip + len(into)])
+
+    def _fits(self, data: Bytes) -> bool:
+        return not self.direct or data.ctypes.data % PAGE == 0
+
+    @contextlib.contextmanager
+    def _file(self, slot: Slot, flags: int) -> Iterator[int]:
+        try:
+            fd = os.open(slot.path, flags | (_DIRECT if self.direct else 0))
+        except FileNotFoundError:
+            raise _damaged(slot, "is gone") from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def why_not_direct(directory: pathlib.Path) -> str:
+    """Why the file system of `directory` does not do direct I/O in pages; empty if it does."""
+    if not _DIRECT:
+        return "this system has no O_DIRECT"
+    path, page = directory / "direct.probe", mmap.mmap(-1, PAGE)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | _DIRECT, 0o600)
+        try:
+            os.ftruncate(fd, PAGE)  # a hole: a full disk can be probed too
+            os.preadv(fd, [page], 0)
+        finally:
+            os.close(fd)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:
+            raise
+        return f"the file system refuses O_DIRECT ({os.strerror(errno.EINVAL)})"
+    finally:
+        path.unlink(missing_ok=True)
+    return ""
+
+
+class _Staging:
+    """Aligned buffers, made when first needed and kept."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self._size, self._to_make = size, limit
+        self._lock = threading.Lock()
+        self._idle: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    @contextlib.contextmanager
+    def buffer(self, nbytes: int) -> Iterator[Bytes]:
+        whole = self._take()
+        try:
+            yield as_bytes(whole)[:nbytes]
+        finally:
+            self._idle.put(whole)
+
+    def _take(self) -> torch.Tensor:
+        with contextlib.suppress(queue.Empty):
+            return self._idle.get_nowait()
+        with self._lock:
+            make = self._to_make > 0
+            self._to_make -= make
+        return aligned_window((self._size,), torch.uint8)[0] if make else self._idle.get()
+
+
+def _mark_worker() -> None:
+    _WORKER.here = True
+
+
+def _spans(lo: int, hi: int, piece: int) -> list[tuple[int, int]]:
+    return [(at, min(at + piece, hi)) for at in range(lo, hi, piece)]
+
+
+def _write_all(fd: int, slot: Slot, data: Bytes, offset: int) -> None:
+    done = 0
+    try:
+        while done < len(data):
+            done += os.pwritev(fd, [data[done:].data], offset + done)
+    except OSError as problem:
+        if problem.errno in FULL:
+            raise no_room(slot.path.parent, slot.capacity, problem) from problem
+        raise
+
+
+def _read_all(fd: int, slot: Slot, into: Bytes, offset: int) -> None:
+    done = 0
+    while done < len(into):
+        got = os.preadv(fd, [into[done:].data], offset + done)
+        if not got:
+            raise _truncated(slot)
+        done += got
+
+
+def _check(slot: Slot, data: Bytes, offset: int, grain: int, sums: Sums | None) -> None:
+    if sums is None:
+        return
+    found = _crcs(data, grain)
+    expected = sums.crcs[offset // grain :][: len(found)]
+    for i in np.flatnonzero(found != expected):
+        at = offset + int(i) * grain
+        values = f"crc32 {found[i]:08x}, but {expected[i]:08x} was written"
+        raise _damaged(slot, f"has changed since it was written: bytes {at} to {at + grain} have {values}")
+
+
+def _crcs(data: Bytes, grain: int) -> np.ndarray:
+    return np.array([zlib.crc32(data[at : at + grain].data) for at in range(0, len(data), grain)], np.uint32)
+
+
+def check_sizes(slots: list[Slot]) -> None:
+    """Every file is there and has its bytes.
+
+    Raises:
+        DamagedError: names every one that is not.
+    """
+    found = [(slot, slot.path.stat().st_size if slot.path.exists() else -1) for slot in slots]
+    problems = [_sentence(slot, _too_short(slot, size)) for slot, size in found if size < slot.capacity]
+    raise_all(DamagedError, f"files are not what was committed; {_REMEDY}:", problems)
+
+
+def _truncated(slot: Slot) -> DamagedError:
+    return _damaged(slot, _too_short(slot, slot.path.stat().st_size))
+
+
+def _too_short(slot: Slot, size: int) -> str:
+    return "is gone" if size < 0 else f"is truncated: expected {slot.capacity} bytes, found {size}"
+
+
+def _damaged(slot: Slot, what: str) -> DamagedError:
+    return DamagedError(f"{_sentence(slot, what)}; {_REMEDY}.")
+
+
+def _sentence(slot: Slot, what: str) -> str:
+    holds = f", which holds {slot.name!r}," if slot.name else ""
+    return f"{slot.path}{holds} {what}"

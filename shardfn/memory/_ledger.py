@@ -1,0 +1,264 @@
+"""The ledger: which bytes are alive in which kind of memory, and which crossed from one to another.
+
+On a machine without an accelerator `device` and `host` are both RAM, and the ledger keeps them apart: what torch
+allocates is the device's, unless it is made inside `on_host()`. So budgets can be tested anywhere. With an accelerator,
+device bytes are its allocator's own, and what torch allocates on the CPU is the host's.
+"""
+
+import collections
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardfn.core import MemoryKind, PyTree, Stored, did_you_mean, tree_leaves
+
+KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
+
+
+class Ledger:
+    """What `ledger()` gives: live and peak bytes by kind, traffic by direction. Stays readable after the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._live = dict.fromkeys(KINDS, 0)
+        self._peak = dict.fromkeys(KINDS, 0)
+        self._moved: dict[tuple[MemoryKind, MemoryKind], list[int]] = {}
+        self._held: dict[int, tuple[weakref.ref[Any], MemoryKind, int]] = {}
+        # Weak references call back at any point, with the lock taken perhaps: they only leave a note.
+        self._dead: collections.deque[int] = collections.deque()
+        self._lock = threading.RLock()
+
+    def live(self, kind: MemoryKind) -> int:
+        """Bytes alive now in memory of `kind`, of what the ledger has seen."""
+        _check_kind(kind)
+        if kind == "device" and self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        with self._lock:
+            self._bury()
+            return self._live[kind]
+
+    def peak(self, kind: MemoryKind) -> int:
+        """The most bytes that were alive at once in memory of `kind`."""
+        _check_kind(kind)
+        if kind == "device" and self._device.type == "cuda":
+            return max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
+        return self._peak[kind]
+
+    def moved(self, src: MemoryKind, dst: MemoryKind) -> int:
+        """Bytes that went from `src` to `dst`."""
+        return self._traffic(src, dst)[1]
+
+    def transfers(self, src: MemoryKind, dst: MemoryKind) -> int:
+        """How many transfers went from `src` to `dst`."""
+        return self._traffic(src, dst)[0]
+
+    def count(self, tree: PyTree, kind: MemoryKind) -> None:
+        """Counts what was alive before the ledger: every tensor of `tree`, and every value on disk, as `kind`."""
+        _check_kind(kind)
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.hold(storage, storage._cdata, kind, storage.nbytes())
+            elif isinstance(leaf, Stored):
+                leaf_slot = getattr(leaf, "slot", leaf)
+                self.hold(leaf_slot, id(leaf_slot), kind, leaf.nbytes)
+
+    def table(self) -> str:
+        """Both accounts as text.
+
+        Example:
+            >>> with ledger() as book:
+            ...     x = torch.zeros(1024)
+            >>> print(book.table())
+            memory        live       peak
+            device       4,096      4,096
+            host             0          0
+            disk             0          0
+        """
+        rows = [(kind, f"{self.live(kind):,}", f"{self.peak(kind):,}") for kind in KINDS]
+        width = max(10, *(len(cell) for row in rows for cell in row[1:]))
+        lines = [f"{'memory':<8}{'live':>{width}} {'peak':>{width}}"]
+        lines += [f"{kind:<8}{live:>{width}} {peak:>{width}}" for kind, live, peak in rows]
+        if self._moved:
+            moves = [(f"{a} -> {b}", f"{n:,}", f"{size:,}") for (a, b), (n, size) in sorted(self._moved.items())]
+            width = max(10, *(len(row[2]) for row in moves))
+            lines += ["", f"{'traffic':<16}{'transfers':>10} {'bytes':>{width}}"]
+            lines += [f"{way:<16}{n:>10} {size:>{width}}" for way, n, size in moves]
+        return "\n".join(lines)
+
+    def hold(self, owner: Any, key: int, kind: MemoryKind, nbytes: int) -> None:
+        """Counts `nbytes` as alive until `owner` is garbage; an owner that is known already counts once."""
+        with self._lock:
+            self._bury()
+            if key in self._held:
+                return
+            self._held[key] = (weakref.ref(owner, lambda _: self._dead.append(key)), kind, nbytes)
+            self._live[kind] += nbytes
+            self._peak[kind] = max(self._peak[kind], self._live[kind])
+
+    def knows(self, key: int) -> bool:
+        """Whether the owner of this key is counted."""
+        with self._lock:
+            self._bury()
+            return key in self._held
+
+    def move(self, src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
+        """Counts one transfer."""
+        with self._lock:
+            entry = self._moved.setdefault((src, dst), [0, 0])
+            entry[0] += 1
+            entry[1] += nbytes
+
+    def keep_device_peak(self) -> None:
+        """Remembers the allocator's peak, which somebody is about to reset."""
+        if self._device.type == "cuda":
+            self._peak["device"] = max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
+
+    def _traffic(self, src: MemoryKind, dst: MemoryKind) -> list[int]:
+        _check_kind(src)
+        _check_kind(dst)
+        return self._moved.get((src, dst), [0, 0])
+
+    def _bury(self) -> None:
+        while self._dead:
+            _, kind, nbytes = self._held.pop(self._dead.popleft())
+            self._live[kind] -= nbytes
+
+
+# Plain lists and no context variables: transfers report from threads of their own.
+_BOOKS: list[Ledger] = []
+_REGION = threading.local()
+
+
+@contextlib.contextmanager
+def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
+    """Counts live bytes and traffic by memory kind while the context is open. Ledgers nest; each sees all below it.
+
+    Live are the storages that torch's operations return on the calling thread while the ledger is open (its backward on
+    a CPU runs there too), what `host_empty` and the pools allocate, and what `Ledger.count` is told. Not seen are an
+    operation's inner workspace, and buffers that compiled code allocates for itself.
+
+    Args:
+        device: what `device` stands for; by default the accelerator, and without one the CPU.
+
+    Returns:
+        A context manager that gives a `Ledger`.
+
+    Example:
+        >>> with ledger() as book:
+        ...     x = torch.zeros(8)
+        ...     with on_host():
+        ...         y = torch.zeros(2)
+        ...     del x
+        >>> book.live("device"), book.peak("device"), book.live("host")
+        (0, 32, 8)
+    """
+    place = torch.device(device) if device is not None else default_device()
+    book = Ledger(place)
+    if place.type == "cuda":
+        for other in _BOOKS:
+            other.keep_device_peak()
+        torch.cuda.reset_peak_memory_stats(place)
+    _BOOKS.append(book)
+    try:
+        with _Watch(book, place):
+            yield book
+    finally:
+        book.keep_device_peak()
+        # By identity, so that a ledger opened in between on another thread stays.
+        _BOOKS[:] = [b for b in _BOOKS if b is not book]
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Says that what is allocated inside is host memory, for ledgers on a machine where device and host are both RAM.
+
+    Example:
+        >>> with ledger() as book, on_host():
+        ...     x = torch.zeros(4)
+        >>> book.live("host")
+        16
+    """
+    before = getattr(_REGION, "host", False)
+    _REGION.host = True
+    try:
+        yield
+    finally:
+        _REGION.host = before
+
+
+def default_device() -> torch.device:
+    """The accelerator, and without one the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def record_move(src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
+    """Reports one transfer to every open ledger; costs one list test when there is none."""
+    if _BOOKS:
+        for book in tuple(_BOOKS):
+            book.move(src, dst, nbytes)
+
+
+def record_tensor(x: Tensor, kind: MemoryKind) -> None:
+    """Reports memory that no torch operation allocates, as long as the tensor's storage lives."""
+    if _BOOKS:
+        storage = x.untyped_storage()
+        for book in tuple(_BOOKS):
+            book.hold(storage, storage._cdata, kind, storage.nbytes())
+
+
+def record_owner(owner: Any, kind: MemoryKind, nbytes: int) -> None:
+    """Reports bytes that live as long as `owner` does."""
+    if _BOOKS:
+        for book in tuple(_BOOKS):
+            book.hold(owner, id(owner), kind, nbytes)
+
+
+class _Watch(TorchDispatchMode):
+    """Reports every new storage that an operation returns to one ledger."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, book: Ledger, device: torch.device) -> None:
+        super().__init__()
+        self._book, self._cpu_is_device = book, device.type == "cpu"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if _has_bytes(x):
+                self._see(x, func, args, kwargs)
+        return out
+
+    def _see(self, x: Tensor, func: Any, args: Any, kwargs: Any) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if self._book.knows(key):
+            return
+        # `torch.tensor` allocates out of sight and then lifts its tensor; every other result that shares an operand's
+        # storage is a view of something older than the ledger.
+        if func is not torch.ops.aten.lift_fresh.default and key in _storages((args, kwargs)):
+            return
+        host = getattr(_REGION, "host", False) or not self._cpu_is_device
+        self._book.hold(storage, key, "host" if host else "device", storage.nbytes())
+
+
+def _has_bytes(x: Any) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided
+
+
+def _storages(tree: PyTree) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tree_leaves(tree) if _has_bytes(x)}
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"memory kind {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")

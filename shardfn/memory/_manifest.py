@@ -1,0 +1,108 @@
+"""The manifest: one JSON file that says which values a directory holds, replaced as a whole or not at all."""
+
+import base64
+import json
+import os
+import pathlib
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._disk import DiskTensor
+from ._errors import DamagedError
+from ._host import as_bytes, host_empty
+from ._slots import FULL, no_room
+
+NAME = "manifest.json"
+_FORMAT = 1
+
+
+def save(directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable: bool) -> None:
+    """Writes the manifest beside the old one and renames it over."""
+    body = json.dumps({"format": _FORMAT, "step": step, "values": entries})
+    text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
+    path, new = directory / NAME, directory / f"{NAME}.new"
+    try:
+        new.write_text(text)
+        if durable:
+            sync(new)
+    except OSError as problem:
+        new.unlink(missing_ok=True)
+        if problem.errno in FULL:
+            raise no_room(directory, len(text), problem) from problem
+        raise
+    os.replace(new, path)
+    if durable:
+        sync(directory)
+
+
+def load(directory: pathlib.Path) -> tuple[int, dict[str, Any]]:
+    """The step and the entries of the last commit.
+
+    Raises:
+        FileNotFoundError: nothing was committed.
+        DamagedError: the file is not what was written.
+    """
+    path = directory / NAME
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{directory} has no {NAME}: nothing was committed there. `Pool(directory)` starts anew."
+        )
+    try:
+        outer = json.loads(path.read_text())
+        body = outer["body"]
+        intact = zlib.crc32(body.encode()) == outer["crc32"]
+        content = json.loads(body) if intact else None
+    except (ValueError, KeyError, TypeError):
+        content = None
+    if content is None:
+        raise DamagedError(f"{path} has changed since it was written. Start from a checkpoint in an empty directory.")
+    if content["format"] != _FORMAT:
+        raise DamagedError(f"{path} has format {content['format']}; this version reads {_FORMAT}.")
+    return content["step"], content["values"]
+
+
+def stored_entry(x: DiskTensor) -> dict[str, Any]:
+    """The entry of a value that has a file, or no elements."""
+    sums = base64.b64encode(x.sums.crcs.tobytes()).decode() if x.sums is not None else None
+    file = {"file": x.slot.path.name, "capacity": x.slot.capacity} if x.slot else {"file": None}
+    return {**_meta(x.shape, x.dtype), **file, "grain": x.grain, "crc32": sums}
+
+
+def inline_entry(x: Tensor) -> dict[str, Any]:
+    """The entry of a small tensor, with its bytes."""
+    return {**_meta(x.shape, x.dtype), "bytes": base64.b64encode(as_bytes(x.contiguous()).tobytes()).decode()}
+
+
+def inline_value(entry: dict[str, Any]) -> Tensor:
+    """The tensor of an `inline_entry`."""
+    x = host_empty(tuple(entry["shape"]), dtype_of(entry))
+    as_bytes(x)[:] = np.frombuffer(base64.b64decode(entry["bytes"]), np.uint8)
+    return x
+
+
+def crcs_of(entry: dict[str, Any]) -> np.ndarray | None:
+    """The checksums of a `stored_entry`, if it has some."""
+    text = entry["crc32"]
+    return None if text is None else np.frombuffer(base64.b64decode(text), np.uint32)
+
+
+def dtype_of(entry: dict[str, Any]) -> torch.dtype:
+    """The dtype of an entry."""
+    return getattr(torch, entry["dtype"])
+
+
+def sync(path: pathlib.Path) -> None:
+    """Waits until a file, or a directory's names, would survive a loss of power."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _meta(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
+    return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}

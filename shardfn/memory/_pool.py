@@ -1,0 +1,381 @@
+"""Pools: directories that keep values on disk, commit sets of them, and give the last commit back after any end.
+
+Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
+"""
+
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import pathlib
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from . import _manifest as manifest
+from ._disk import DiskTensor, DiskWriter
+from ._errors import PoolInUseError
+from ._host import PAGE
+from ._io import Io, Sums, check_sizes, why_not_direct
+from ._slots import Slot, Slots
+from ._transfer import Transfer
+
+_LOG = logging.getLogger("shardfn.memory")
+_SUMMED_GRAIN = 64 << 10
+_PIECE = 4 << 20
+_LOCK = "owner"
+
+Value = DiskTensor | Tensor | int | float | str | bool | None
+
+
+class PoolInfo(NamedTuple):
+    """What a pool found and chose.
+
+    Attributes:
+        directory: where the files are.
+        direct: whether the page cache is passed by.
+        why_not_direct: why not, else empty.
+        threads: how many move bytes.
+        piece: bytes of a request.
+        max_staging: the most bytes of staging buffers.
+        free_files: files that wait to be written again.
+        free_file_bytes: their bytes.
+        disk_free: bytes that the file system has left.
+    """
+
+    directory: str
+    direct: bool
+    why_not_direct: str
+    threads: int
+    piece: int
+    max_staging: int
+    free_files: int
+    free_file_bytes: int
+    disk_free: int
+
+
+class Opened(NamedTuple):
+    """What `Pool.open` gives: the pool, the values of its last commit by name, and the commit's step."""
+
+    pool: "Pool"
+    values: dict[str, Any]
+    step: int
+
+
+class _Options(NamedTuple):
+    """`Pool`'s arguments, with its defaults."""
+
+    threads: int = 4
+    direct: bool = True
+    checksum: bool = False
+    max_staging: int = 16 << 20
+
+    def staging(self) -> tuple[int, int]:
+        """Bytes of a request, which is also a buffer's size, and how many buffers."""
+        if self.threads < 1 or self.max_staging < _SUMMED_GRAIN:
+            raise ValueError(
+                f"threads={self.threads}, max_staging={self.max_staging}: at least 1 and {_SUMMED_GRAIN} are needed."
+            )
+        each = min(_PIECE, self.max_staging // self.threads)
+        piece = max(each // _SUMMED_GRAIN, 1) * _SUMMED_GRAIN
+        return piece, min(self.threads, self.max_staging // piece)
+
+
+class Pool:
+    """Values on disk in one directory, which belongs to one process (one directory a rank).
+
+    Values are immutable: a step writes new values beside the old ones, and the old ones' files are used again when
+    nobody holds them any more. So a failure leaves the previous values as they were. `commit` names a set of values
+    that `Pool.open` finds again, whatever happens to the process after it.
+
+    Args:
+        directory: made if missing. It must hold no commit: that is for `Pool.open`.
+        threads: how many requests are under way at once.
+        direct: pass the page cache by (O_DIRECT) where the file system can; `info()` says whether, and the log why not.
+        checksum: keep a crc32 of every 64 KiB, and compare it at each read.
+        max_staging: bytes of buffers for what is not aligned in memory; requests wait for a free one.
+
+    Raises:
+        ValueError: the directory holds a commit, or an argument is out of range.
+        PoolInUseError: another pool owns the directory.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with Pool(directory) as pool:
+        ...         w = pool.write(torch.ones(3)).result()
+        ...         pool.commit({"w": w}, step=7)
+        ...     pool, values, step = Pool.open(directory)
+        ...     print(values["w"].load(), step)
+        ...     pool.close()
+        tensor([1., 1., 1.]) 7
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        threads: int = 4,
+        direct: bool = True,
+        checksum: bool = False,
+        max_staging: int = 16 << 20,
+    ) -> None:
+        place = pathlib.Path(directory)
+        options = _Options(threads, direct, checksum, max_staging)
+        place.mkdir(parents=True, exist_ok=True)
+        with _locked(place) as lock:
+            if (place / manifest.NAME).exists():
+                raise ValueError(
+                    f"{place} holds a commit. `Pool.open(directory)` continues from it; to start anew, remove the"
+                    " directory."
+                )
+            _remove_strangers(place, set())
+            self._start(place, lock, options)
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], **options: Any) -> Opened:
+        """Opens a directory with a commit, whatever ended the process that made it.
+
+        Files that the commit does not name are removed, and the log says so.
+
+        Args:
+            directory: as for `Pool`.
+            options: as for `Pool`.
+
+        Returns:
+            The pool, the committed values by name, and the committed step.
+
+        Raises:
+            FileNotFoundError: nothing was committed there.
+            DamagedError: the manifest has changed, or files that it names are missing or too short.
+            PoolInUseError: another pool owns the directory.
+        """
+        place = pathlib.Path(directory)
+        if not place.is_dir():
+            raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
+        pool, chosen = cls.__new__(cls), _Options(**options)
+        with _locked(place) as lock:
+            step, entries = manifest.load(place)
+            pool._start(place, lock, chosen)
+        try:
+            return Opened(pool, pool._restore(entries), step)
+        except BaseException:
+            pool.close()
+            raise
+
+    def write(self, x: Shaped[Tensor, "..."]) -> Transfer[DiskTensor]:
+        """Starts to write a host tensor, which must stay as it is until the transfer is done.
+
+        Args:
+            x: host tensor, any shape and dtype. A strided one is copied first.
+
+        Returns:
+            The value on disk, under way.
+
+        Raises:
+            DiskFullError: there is no room; at once, or from `result`.
+            ValueError: `x` is on an accelerator.
+        """
+        writer = self.writer(tuple(x.shape), x.dtype)
+        writer.write(0, x)
+        return writer.finishing()
+
+    def writer(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> DiskWriter:
+        """A value to be written in chunks of rows.
+
+        Args:
+            shape: the value's shape.
+            dtype: its dtype.
+
+        Returns:
+            The writer.
+
+        Raises:
+            DiskFullError: there is no room.
+        """
+        self.check_open()
+        shape, grain = torch.Size(shape), self.io.grain
+        nbytes = math.prod(shape) * dtype.itemsize
+        grains = -(-nbytes // grain)
+        slot = self._slots.take(grains * grain, nbytes) if nbytes else None
+        return DiskWriter(shape, dtype, slot, self.io, Sums.blank(grains) if self._checksum else None, self)
+
+    def commit(self, values: Mapping[str, Value], step: int, *, durable: bool = False) -> None:
+        """Makes `values` what `Pool.open` finds, atomically; files of the commit before are free from then on.
+
+        Tensors below a page go into the manifest, larger ones into files. After it returns, the end of the process, by
+        a signal too, loses nothing; `durable` waits for the device as well, so that a loss of power does not either.
+
+        Args:
+            values: by name, values of this pool, host tensors, numbers, strings.
+            step: a number of the caller's, given back by `Pool.open`.
+            durable: fsync files, manifest and directory.
+
+        Raises:
+            ValueError: a value is another pool's.
+            TypeError: a value is of another type.
+            DiskFullError: there is no room; the commit before stays.
+        """
+        self.check_open()
+        self._check_values(values)
+        kept = {name: self._kept(x) for name, x in values.items()}
+        entries = {name: _entry(x) for name, x in kept.items()}
+        slots = [x.slot for x in kept.values() if isinstance(x, DiskTensor) and x.slot is not None]
+        for name, x in kept.items():
+            if isinstance(x, DiskTensor) and x.slot is not None:
+                x.slot.name = name
+        if durable:
+            for slot in slots:
+                manifest.sync(slot.path)
+        with self._commit_lock:
+            manifest.save(self._directory, step, entries, durable=durable)
+            self._committed = slots
+
+    def info(self) -> PoolInfo:
+        """What the pool found and chose."""
+        files, size = self._slots.usage()
+        free = shutil.disk_usage(self._directory).free
+        return self._info._replace(free_files=files, free_file_bytes=size, disk_free=free)
+
+    def trim(self) -> int:
+        """Removes the files that wait to be written again; gives their bytes."""
+        return self._slots.trim()
+
+    def close(self) -> None:
+        """Waits for what is under way, removes files that no commit names, and gives the directory up.
+
+        Values of the pool cannot be read any more.
+        """
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Pool({str(self._directory)!r})"
+
+    def _start(self, place: pathlib.Path, lock: int, options: "_Options") -> None:
+        grain = _SUMMED_GRAIN if options.checksum else PAGE
+        reason = why_not_direct(place) if options.direct else "not asked for"
+        if options.direct and reason:
+            _LOG.warning("%s: %s; the page cache is used.", place, reason)
+        direct, piece, buffers = not reason, *options.staging()
+        self._directory, self._checksum, self._closed = place, options.checksum, False
+        self.io = Io(options.threads, piece, buffers, grain, direct)
+        self._slots = Slots(place)
+        self._committed: list[Slot] = []
+        self._commit_lock = threading.Lock()
+        self._info = PoolInfo(str(place), direct, reason, options.threads, piece, piece * buffers, 0, 0, 0)
+        self._finalizer = weakref.finalize(self, _shut, self.io, place, lock, os.getpid())
+
+    def _restore(self, entries: dict[str, Any]) -> dict[str, Any]:
+        values = {name: self._value(name, entry) for name, entry in entries.items()}
+        self._committed = [x.slot for x in values.values() if isinstance(x, DiskTensor) and x.slot is not None]
+        check_sizes(self._committed)
+        _remove_strangers(self._directory, {slot.path.name for slot in self._committed})
+        return values
+
+    def _value(self, name: str, entry: dict[str, Any]) -> Any:
+        if "value" in entry:
+            return entry["value"]
+        if "bytes" in entry:
+            return manifest.inline_value(entry)
+        shape, dtype, crcs = torch.Size(entry["shape"]), manifest.dtype_of(entry), manifest.crcs_of(entry)
+        slot = None
+        if entry["file"] is not None:
+            slot = self._slots.adopt(entry["file"], entry["capacity"], math.prod(shape) * dtype.itemsize)
+            slot.name = name
+        return DiskTensor(shape, dtype, entry["grain"], Sums(crcs) if crcs is not None else None, slot, self)
+
+    def _kept(self, x: Value) -> Value:
+        return self.write(x).result() if isinstance(x, Tensor) and x.nbytes >= PAGE else x
+
+    def _check_values(self, values: Mapping[str, Value]) -> None:
+        foreign = [name for name, x in values.items() if isinstance(x, DiskTensor) and x._pool is not self]
+        if foreign:
+            raise ValueError(
+                f"{', '.join(foreign)}: values of another pool. Write them into this one: write(x.load())."
+            )
+        odd = [f"{n}: {type(x).__name__}" for n, x in values.items() if not isinstance(x, Value)]
+        if odd:
+            raise TypeError(f"{', '.join(odd)}: a commit takes disk values, tensors, numbers, strings and None.")
+
+    def check_open(self) -> None:
+        """Raises ValueError if the pool was closed."""
+        if self._closed:
+            raise ValueError(f"{self!r} is closed.")
+
+
+def _entry(x: Value) -> dict[str, Any]:
+    if isinstance(x, DiskTensor):
+        return manifest.stored_entry(x)
+    return manifest.inline_entry(x) if isinstance(x, Tensor) else {"value": x}
+
+
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path) -> Iterator[int]:
+    """Takes the directory, and gives it back if the body raises.
+
+    The kernel gives it back when the process ends, however it ends.
+    """
+    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(fd, f"{os.getpid():<16}".encode(), 0)
+        yield fd
+    except BlockingIOError as problem:
+        owner = os.pread(fd, 16, 0).decode().strip() or "?"
+        os.close(fd)
+        raise PoolInUseError(
+            problem.errno,
+            f"{directory} belongs to a pool of process {owner}, which is alive. One directory serves one process: give"
+            " each rank its own, or end that process.",
+        ) from None
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has neither the threads nor a claim to the files
+    io.close()
+    try:
+        named = _named(directory)
+        if named is not None:
+            _remove_strangers(directory, named, quiet=True)
+    finally:
+        os.close(lock)
+
+
+def _named(directory: pathlib.Path) -> set[str] | None:
+    """The files that the manifest names; None if it cannot be read, and nothing should be removed."""
+    if not (directory / manifest.NAME).exists():
+        return set()
+    try:
+        return {e["file"] for e in manifest.load(directory)[1].values() if e.get("file")}
+    except OSError:
+        return None
+
+
+def _remove_strangers(directory: pathlib.Path, named: set[str], *, quiet: bool = False) -> None:
+    strangers = [p for p in directory.glob("slot-*.bin") if p.name not in named]
+    for path in strangers:
+        path.unlink()
+    (directory / f"{manifest.NAME}.new").unlink(missing_ok=True)
+    if strangers and not quiet:
+        _LOG.info("%s: removed %d files of a run that ended before it committed them.", directory, len(strangers))

@@ -1,0 +1,70 @@
+"""`put`: the identity between memory kinds, whose transpose carries the cotangent back."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from shardfn.core import MemoryKind
+
+from ._ledger import default_device
+from ._transfer import to_device, to_host
+
+
+def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str | None = None) -> Shaped[Tensor, "..."]:
+    """Copies a tensor to another memory kind: the identity, whose transpose is the way back.
+
+    The copy is waited for. Under `torch.func` it composes: grad, vjp, jvp, vmap, and their nestings.
+
+    Args:
+        x: device tensor for `kind="host"`, host tensor for `kind="device"`; any shape.
+        kind: "host" or "device". What is on disk is no tensor: write it with `Pool.write`.
+        device: for `kind="device"`, which; by default the accelerator, and without one the CPU. For `kind="host"`, the
+            device that cotangents return to; by default `x`'s.
+
+    Returns:
+        The copy.
+
+    Raises:
+        ValueError: another kind.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> put(3 * put(x, "host"), "device").sum().backward()
+        >>> x.grad
+        tensor([3., 3.])
+    """
+    if kind not in ("host", "device"):
+        raise ValueError(
+            f"put(x, {kind!r}): a tensor is put on 'host' or 'device'. For the disk, `pool.write(x)` gives a"
+            " DiskTensor and its `.read()` the way back; neither is differentiable."
+        )
+    place = torch.device(device) if device is not None else x.device if kind == "host" else default_device()
+    return _Put.apply(x, kind, place)
+
+
+class _Put(torch.autograd.Function):
+    """The one function behind both directions."""
+
+    @staticmethod
+    def forward(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:
+        return (to_host(x) if kind == "host" else to_device(x, device)).result()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, MemoryKind, torch.device], output: Tensor) -> None:
+        _, ctx.kind, ctx.device = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _Put.apply(grad_outputs[0], "device" if ctx.kind == "host" else "host", ctx.device), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
+        tangent = grad_inputs[0]
+        assert tangent is not None
+        return _Put.apply(tangent, ctx.kind, ctx.device)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None, None], *args: Any) -> tuple[Tensor, int]:
+        return _Put.apply(*args), in_dims[0] or 0

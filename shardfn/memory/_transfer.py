@@ -1,0 +1,189 @@
+"""Transfers between device and host: asynchronous values with an explicit wait.
+
+On CUDA a transfer is a copy on a stream of its own, one for each direction, between pinned and device memory. On a
+machine without an accelerator it is a real copy too, by one thread for each direction: traffic, residency and overlap
+are what they would be, only the link is RAM. Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
+"""
+
+import concurrent.futures
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ._host import host_empty
+from ._ledger import default_device, record_move
+
+T = TypeVar("T")
+
+
+class Transfer(Generic[T]):
+    """A value under way. The source must stay as it is until the transfer is done.
+
+    Example:
+        >>> to_host(torch.ones(2)).result()
+        tensor([1., 1.])
+    """
+
+    def __init__(self, value: T, wait: Callable[[], Any], done: Callable[[], bool], ready: Callable[[], Any]) -> None:
+        self._value, self._wait, self._done, self._ready = value, wait, done, ready
+
+    def done(self) -> bool:
+        """Whether it has arrived, or failed; `result` then returns or raises at once."""
+        return self._done()
+
+    def result(self) -> T:
+        """Waits until the value may be used, and gives it.
+
+        For a tensor on an accelerator the current stream is made to wait, not the caller.
+
+        Raises:
+            Exception: whatever went wrong on the way, at every call.
+        """
+        self._ready()
+        return self._value
+
+    def wait(self) -> None:
+        """Waits until the transfer has left its source alone, so that this may be overwritten."""
+        self._wait()
+
+
+def arrived(value: T) -> Transfer[T]:
+    """A transfer that has nothing to do.
+
+    Example:
+        >>> arrived(3).result()
+        3
+    """
+    return Transfer(value, _nothing, lambda: True, _nothing)
+
+
+def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> Transfer[T]:
+    """A transfer that is done when all of `futures` are; its error is the first one's."""
+    futures = tuple(futures)
+
+    def wait() -> None:
+        # Of all, before the first error is raised: nobody may still write into what the caller then reuses.
+        concurrent.futures.wait(futures)
+        for future in futures:
+            future.result()
+
+    return Transfer(value, wait, lambda: all(f.done() for f in futures), wait)
+
+
+def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Transfer[Tensor]:
+    """Starts the copy of a device tensor to the host. Not differentiable; `put` is.
+
+    Args:
+        x: device tensor, any shape and dtype.
+        out: host tensor of that shape and dtype to fill, or None for a fresh one.
+
+    Returns:
+        The host tensor, under way. `x` and `out` must be left alone until it is done.
+
+    Raises:
+        ValueError: `out` differs in shape or dtype, or is no CPU tensor.
+
+    Example:
+        >>> to_host(torch.arange(3.0)).result()
+        tensor([0., 1., 2.])
+    """
+    x = x.detach()
+    if out is None:
+        out = host_empty(x.shape, x.dtype)
+    _check_out(x, out, torch.device("cpu"))
+    record_move("device", "host", x.nbytes)
+    if x.is_cuda:
+        return _copy_cuda(out, x, x.device, "down")
+    return of_futures(out, [_thread("down").submit(_copy, out, x)])
+
+
+def to_device(
+    x: Shaped[Tensor, "..."], device: torch.device | str | None = None, out: Shaped[Tensor, "..."] | None = None
+) -> Transfer[Tensor]:
+    """Starts the copy of a host tensor to a device. Not differentiable; `put` is.
+
+    Args:
+        x: host tensor, any shape and dtype; from `host_empty`, so that on CUDA the copy is asynchronous.
+        device: where to; by default `out`'s device, else the accelerator, and without one the CPU.
+        out: tensor of that shape and dtype there to fill, or None for a fresh one.
+
+    Returns:
+        The device tensor, under way. `x` and `out` must be left alone until `done()` or after `wait()`.
+
+    Raises:
+        ValueError: `out` differs in shape, dtype or device.
+
+    Example:
+        >>> to_device(to_host(torch.ones(2)).result()).result()
+        tensor([1., 1.])
+    """
+    x = x.detach()
+    place = torch.device(device) if device is not None else out.device if out is not None else default_device()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=place)
+    _check_out(x, out, place)
+    record_move("host", "device", x.nbytes)
+    if out.is_cuda:
+        return _copy_cuda(out, x, out.device, "up")
+    return of_futures(out, [_thread("up").submit(_copy, out, x)])
+
+
+def _check_out(x: Tensor, out: Tensor, device: torch.device) -> None:
+    wrong = [
+        f"{what} {found}, expected {wanted}"
+        for what, found, wanted in (
+            ("shape", tuple(out.shape), tuple(x.shape)),
+            ("dtype", out.dtype, x.dtype),
+            ("device", out.device.type, device.type),
+        )
+        if found != wanted
+    ]
+    if wrong:
+        raise ValueError(f"out has {'; '.join(wrong)}. A transfer copies bytes: cast or reshape before or after it.")
+
+
+def _copy(out: Tensor, x: Tensor) -> None:
+    out.copy_(x)
+
+
+def _copy_cuda(out: Tensor, x: Tensor, device: torch.device, way: str) -> Transfer[Tensor]:
+    stream, event = _stream(device.index, way), torch.cuda.Event()
+    # Behind whatever computes the source, and whatever used the memory of a fresh `out` before.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        out.copy_(x, non_blocking=True)
+        event.record(stream)
+    for side in (x, out):
+        if side.is_cuda:
+            side.record_stream(stream)
+
+    def ready() -> None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+    # Nobody need hold a pinned source: torch's allocator waits for the copy. A pageable one is copied before we return.
+    return Transfer(out, event.synchronize, event.query, ready if way == "up" else event.synchronize)
+
+
+@functools.cache
+def _stream(index: int, way: str) -> "torch.cuda.Stream":
+    del way
+    return torch.cuda.Stream(index)
+
+
+@functools.cache
+def _thread(way: str) -> concurrent.futures.ThreadPoolExecutor:
+    """One thread a direction: copies of one direction keep their order, as on a stream."""
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"shardfn-{way}")
+
+
+def _nothing() -> None:
+    pass
+
+
+# A forked child has none of its parent's threads.
+os.register_at_fork(after_in_child=_thread.cache_clear)
