@@ -6,7 +6,6 @@ from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axe
 from ._mesh import all_coords as all_coords, as_mesh as as_mesh, make_mesh as make_mesh
 from ._spec import MemoryKind as MemoryKind, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
-from ._stored import Arriving as Arriving, Stored as Stored
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves
 from ._tree import tree_map as tree_map, tree_paths as tree_paths
