@@ -7,6 +7,7 @@ from ._base import apply_updates as apply_updates, identity as identity, inplace
 from ._chain import chain as chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from ._decay import add_decayed_weights as add_decayed_weights
+from ._delayed import DelayedState as DelayedState, delayed as delayed
 from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
 from ._lamb import ScaleByMomentRatioState as ScaleByMomentRatioState
 from ._lamb import lamb as lamb, scale_by_bias_correction as scale_by_bias_correction
@@ -17,10 +18,11 @@ from ._lion import ScaleByLionState as ScaleByLionState, lion as lion, scale_by_
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
 from ._norm import global_norm as global_norm, sum_squares as sum_squares
+from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
 from ._schedules import warmup_constant_schedule as warmup_constant_schedule
 from ._schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
 from ._schedules import warmup_linear_decay_schedule as warmup_linear_decay_schedule
 from ._sgd import TraceState as TraceState, sgd as sgd, trace as trace
-from ._types import LearningRate as LearningRate, Schedule as Schedule
+from ._types import Grain as Grain, LearningRate as LearningRate, Schedule as Schedule

@@ -12,10 +12,22 @@ from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
+from ._even import even
 from ._hyper import beside, number, root
 from ._kernels import fused_adamw_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
-from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zero_count, zeros_like
+from ._leaves import (
+    check_shapes,
+    check_state,
+    grouped,
+    leaves_like,
+    resolved,
+    stage,
+    unstage,
+    wide,
+    zero_count,
+    zeros_like,
+)
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
@@ -81,7 +93,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
         unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
         return unflatten(out), ScaleByAdamState(count, unflatten(mu), unflatten(nu))
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, grain="element")
 
 
 def adam(
@@ -154,7 +166,13 @@ def adamw(
     check_rate("adamw", learning_rate)
     decay = add_decayed_weights(weight_decay, mask)
     pure = chain(scale_by_adam(b1, b2, eps), decay, scale_by_learning_rate(learning_rate))
-    return _fused(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
+    tx = _fused(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
+
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        del stats
+        return adamw(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"))
+
+    return tx._replace(given=on)
 
 
 def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
@@ -203,11 +221,12 @@ def _fused(
         step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
         for (decays, device, _), (p, mu, nu, g) in grouped(columns, on).items():
             decay = number(weight_decay) if decays else 0.0
-            fused_adamw_(
-                p, g, mu, nu, [], [step.to(device)] * len(p), lr=on_device(lr, device), beta1=number(b1),
-                beta2=number(b2), weight_decay=decay, eps=number(eps), amsgrad=False, maximize=False,
-            )  # fmt: skip
+            for ps, mus, nus, gs in even([p, mu, nu, g]):
+                fused_adamw_(
+                    ps, gs, mus, nus, [], [step.to(device)] * len(ps), lr=on_device(lr, device), beta1=number(b1),
+                    beta2=number(b2), weight_decay=decay, eps=number(eps), amsgrad=False, maximize=False,
+                )  # fmt: skip
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply)
+    return GradientTransformation(pure.init, pure.update, apply, grain="element")

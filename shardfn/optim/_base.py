@@ -4,16 +4,17 @@ An optimizer is a pair of pure functions, `init` and `update`, as in optax. Besi
 mathematics written into the buffers it is given. Law: `apply(g, s, p) == (p + u, s')` where `u, s' = update(g, s, p)`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardfn.core import tree_flatten, tree_unflatten
 
 from ._kernels import foreach_add_
 from ._leaves import check_shapes, leaves_like, wide
-from ._types import OptState, Params, Specs, Updates
+from ._types import Grain, OptState, Params, Specs, Updates
 
 
 class GradientTransformation(NamedTuple):
@@ -27,6 +28,14 @@ class GradientTransformation(NamedTuple):
             buffers of all three arguments. None = there is no faster way than `update` and an addition.
         rewrite: `update` that may overwrite the buffers of the updates it is given; None = there is none. The in-place
             form of a `chain` uses it.
+        grain: the smallest part of a tree that the rule can step for itself, and with the same bits: "element" (an
+            element's step depends on that element, on counters and on hyperparameters), "leaf" (on its leaf), "tree"
+            (on everything). See `in_pieces`. A rule that says less than "tree" keeps its counters in state leaves that
+            `init` also makes for a tree without leaves.
+        measure: the one thing that a rule of a finer grain may need of the whole tree: a 0-d tensor for a leaf's local
+            block, which adds up over blocks. None = it needs nothing.
+        given: `given(params, stats) -> rule`: the rule for parts of the tree `params` (shapes only): masks are resolved
+            on it, and `stats`, one entry a leaf, are the measures. None = the rule itself, for it looks at neither.
 
     References:
         Babuschkin et al., The DeepMind JAX Ecosystem (optax), 2020, https://github.com/google-deepmind/optax
@@ -36,14 +45,40 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Updates, OptState]]
     apply: Callable[..., tuple[Params, OptState]] | None = None
     rewrite: Callable[..., tuple[Updates, OptState]] | None = None
+    grain: Grain = "tree"
+    measure: Callable[[Tensor], Tensor] | None = None
+    given: "Callable[[Params, Tensor | None], GradientTransformation] | None" = None
 
 
 class EmptyState(NamedTuple):
     """The state of a rule that remembers nothing."""
 
 
-def stateless(update: Callable[..., Updates]) -> GradientTransformation:
+_GRAINS: tuple[Grain, ...] = ("element", "leaf", "tree")
+
+
+def coarsest(grains: Iterable[Grain]) -> Grain:
+    """The grain of rules that work together.
+
+    Example:
+        >>> coarsest(["element", "leaf"])
+        'leaf'
+    """
+    found = set(grains)
+    return next((grain for grain in reversed(_GRAINS) if grain in found), "element")
+
+
+def given(tx: GradientTransformation, params: Params, stats: Tensor | None = None) -> GradientTransformation:
+    """`tx` for parts of the tree `params`; see `GradientTransformation.given`."""
+    return tx if tx.given is None else tx.given(params, stats)
+
+
+def stateless(update: Callable[..., Updates], grain: Grain = "tree") -> GradientTransformation:
     """A rule without memory, from `update(updates, params, specs) -> updates`.
+
+    Args:
+        update: the function.
+        grain: how finely the rule may be applied.
 
     Example:
         >>> negate = stateless(lambda updates, params, specs: [-u for u in updates])
@@ -60,7 +95,7 @@ def stateless(update: Callable[..., Updates]) -> GradientTransformation:
     ) -> tuple[Updates, OptState]:
         return update(updates, params, specs), state
 
-    return GradientTransformation(init, step)
+    return GradientTransformation(init, step, grain=grain)
 
 
 def identity() -> GradientTransformation:
@@ -70,7 +105,7 @@ def identity() -> GradientTransformation:
         >>> identity().update({"w": 1.0}, EmptyState())
         ({'w': 1.0}, EmptyState())
     """
-    return stateless(lambda updates, params, specs: updates)
+    return stateless(lambda updates, params, specs: updates, "element")
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from ._base import GradientTransformation, identity, inplace
-from ._types import OptState, Params, Specs, Updates
+from ._base import GradientTransformation, coarsest, given, identity, inplace
+from ._types import Grain, OptState, Params, Specs, Updates
 
 Rule = Callable[..., tuple[Updates, OptState]]
 
@@ -14,6 +15,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     """The composition `u = tx_n(... tx_2(tx_1(g)))`.
 
     In place, all but the last run `update` (or `rewrite`), and the last runs its `apply`: so put the optimizer last.
+    The grain is the coarsest of the rules'; a rule that measures the tree must come first, else the grain is "tree".
 
     Args:
         txs: the rules, first applied first; none at all is the identity.
@@ -57,7 +59,12 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
 
-    return GradientTransformation(init, update, apply)
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        return chain(given(txs[0], params, stats), *(given(tx, params) for tx in txs[1:]))
+
+    measured_late = any(tx.measure is not None for tx in txs[1:])
+    grain: Grain = "tree" if measured_late else coarsest(tx.grain for tx in txs)
+    return GradientTransformation(init, update, apply, grain=grain, measure=txs[0].measure, given=on)
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:

@@ -1,5 +1,7 @@
 """Clipping: bounds on the gradient before it reaches an optimizer."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,7 +13,7 @@ from ._checks import positive
 from ._hyper import beside
 from ._kernels import foreach_mul_
 from ._leaves import disjoint
-from ._norm import global_norm
+from ._norm import block_squares, global_norm
 from ._types import OptState, Params, Specs, Updates
 
 
@@ -34,7 +36,7 @@ def clip(max_delta: float | int) -> GradientTransformation:
         del params, specs
         return tree_map(lambda g: g.clamp(-max_delta, max_delta), updates)
 
-    return stateless(update)
+    return stateless(update, "element")
 
 
 def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
@@ -59,8 +61,12 @@ def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
     """
     positive("clip_by_global_norm", max_norm=max_norm)
 
+    return _scaled_to(max_norm, global_norm)
+
+
+def _scaled_to(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor]) -> GradientTransformation:
     def scale(updates: Updates, specs: Specs) -> Float[Tensor, ""]:
-        norm = global_norm(updates, specs)
+        norm = norm_of(updates, specs)
         return torch.where(norm.isfinite(), max_norm / norm.clamp(min=max_norm), torch.nan)
 
     def update(updates: Updates, params: Params, specs: Specs) -> Updates:
@@ -79,4 +85,8 @@ def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
         foreach_mul_(gs, scale(updates, specs))
         return updates, state
 
-    return stateless(update)._replace(rewrite=rewrite)
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        del params
+        return _scaled_to(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
+
+    return stateless(update, "element")._replace(rewrite=rewrite, measure=block_squares, given=on)

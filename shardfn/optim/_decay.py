@@ -10,7 +10,7 @@ from shardfn.core import tree_flatten, tree_unflatten
 from ._base import GradientTransformation, stateless
 from ._checks import not_negative
 from ._hyper import beside, is_zero
-from ._leaves import check_params, leaves_like, per_leaf, wide
+from ._leaves import check_params, leaves_like, per_leaf, resolved, wide
 from ._types import Mask, Number, Params, Specs, Updates
 
 
@@ -48,7 +48,11 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
         rows = zip(gs, ps, flags(params, ps, treedef), beside(ps, weight_decay, params, specs), strict=True)
         return tree_unflatten(treedef, [_decayed(g, p, decay) if on else g for g, p, on, decay in rows])
 
-    return stateless(update)
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        del stats
+        return add_decayed_weights(weight_decay, resolved(mask, params, bool, "mask"))
+
+    return stateless(update, "element")._replace(given=on)
 
 
 def decay_flags(weight_decay: Number, mask: Mask) -> Callable[[Params, list[Tensor], Any], Sequence[bool]]:

@@ -24,6 +24,7 @@ from ._leaves import (
     check_state,
     everywhere,
     leaves_like,
+    resolved,
     spec_leaves,
     stage,
     unstage,
@@ -95,7 +96,7 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
         unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
         return unflatten(us), ScaleByMomentRatioState(unflatten(mu), unflatten(nu))
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, grain="element")
 
 
 def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int = 10.0) -> GradientTransformation:
@@ -135,7 +136,7 @@ def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int =
         rows = zip(us, ratios, [None] * len(us) if cuts is None else cuts, strict=True)
         return tree_unflatten(treedef, [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows])
 
-    return stateless(update)
+    return stateless(update, "leaf")
 
 
 def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTransformation:
@@ -170,7 +171,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         rows = zip(gs, beside(gs, _bias_factor(count, b1, b2), updates, specs), strict=True)
         return tree_unflatten(treedef, [(g * c).to(g.dtype) for g, c in rows]), ScaleByBiasCorrectionState(count)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, grain="element")
 
 
 def lamb(
@@ -242,7 +243,12 @@ def lamb(
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply)
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        del stats
+        bounds = {"min_coeff": min_coeff, "max_coeff": max_coeff}
+        return lamb(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"), **bounds)
+
+    return GradientTransformation(pure.init, pure.update, apply, grain="leaf", given=on)
 
 
 def _bias_factor(count: Int[Tensor, ""], b1: Number, b2: Number) -> Float[Tensor, ""]:

@@ -43,7 +43,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """
     check_rate("scale_by_learning_rate", learning_rate)
     if not callable(learning_rate):
-        return stateless(lambda updates, params, specs: _descend(updates, learning_rate, specs))
+        return stateless(lambda updates, params, specs: _descend(updates, learning_rate, specs), "element")
 
     def init(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(zero_count(params))
@@ -55,7 +55,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         check_state("scale_by_learning_rate", state, ScaleByScheduleState)
         return _descend(updates, learning_rate(state.count), specs), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, grain="element")
 
 
 def _descend(updates: Updates, rate: Any, specs: Specs) -> PyTree:

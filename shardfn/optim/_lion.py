@@ -21,6 +21,7 @@ from ._leaves import (
     everywhere,
     grouped,
     leaves_like,
+    resolved,
     stage,
     unstage,
     wide,
@@ -82,7 +83,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
         new = [mix(g, mu, b).to(mu.dtype) for g, mu, b in zip(gs, mus, rates[1], strict=True)]
         return tree_unflatten(treedef, us), ScaleByLionState(tree_unflatten(treedef, new))
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, grain="element")
 
 
 def lion(
@@ -141,7 +142,11 @@ def lion(
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply)
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        del stats
+        return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
+
+    return GradientTransformation(pure.init, pure.update, apply, grain="element", given=on)
 
 
 def _step(

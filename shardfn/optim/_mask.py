@@ -21,9 +21,9 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import EmptyState, GradientTransformation, inplace
-from ._leaves import check_shapes, check_state, leaves_like, per_leaf, spec_leaves
-from ._types import Mask, OptState, Params, Specs, Updates
+from ._base import EmptyState, GradientTransformation, coarsest, given, inplace
+from ._leaves import check_shapes, check_state, leaves_like, per_leaf, resolved, spec_leaves
+from ._types import Grain, Mask, OptState, Params, Specs, Updates
 
 
 class MultiTransformState(NamedTuple):
@@ -58,7 +58,7 @@ def set_to_zero() -> GradientTransformation:
         del grads, specs
         return params, state
 
-    return GradientTransformation(init, update, apply)
+    return GradientTransformation(init, update, apply, grain="element")
 
 
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
@@ -166,7 +166,17 @@ def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: typ
             p.add_(g)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
-    return GradientTransformation(init, update, apply)
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        leaves, treedef, names = labelled(params)
+        rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in rules}
+        inner = {k: given(rule, _select(leaves, treedef, names, k), rows[k]) for k, rule in rules.items()}
+        return _partition(inner, resolved(labels, params, kind, name), kind, name)
+
+    # One kind of measure serves all the rules that take one: a leaf is measured before anyone asks for its label.
+    measures = {rule.measure for rule in rules.values() if rule.measure is not None}
+    grain: Grain = "tree" if len(measures) > 1 else coarsest(rule.grain for rule in rules.values())
+    measure = next(iter(measures), None)
+    return GradientTransformation(init, update, apply, grain=grain, measure=measure, given=on)
 
 
 def _select(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:

@@ -42,7 +42,17 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
     if not leaves:
         return torch.zeros(0)
     local = _local(leaves)
-    return local if specs is None else _reduce(local, spec_leaves(specs, tree))
+    return local if specs is None else over_blocks(local, spec_leaves(specs, tree))
+
+
+def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
+    """The sum of squares of one leaf's local block: its share of `sum_squares`.
+
+    Example:
+        >>> block_squares(torch.tensor([3.0, 4.0]))
+        tensor(25.)
+    """
+    return _local([block])[0]
 
 
 def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
@@ -88,7 +98,8 @@ def _large(x: Tensor) -> Float[Tensor, ""]:
     return total if whole is flat else total + torch.linalg.vector_norm(flat[cut:]).double().square()
 
 
-def _reduce(local: Float[Tensor, " num_leaves"], specs: list[P]) -> Float[Tensor, " num_leaves"]:
+def over_blocks(local: Float[Tensor, " num_leaves"], specs: list[P]) -> Float[Tensor, " num_leaves"]:
+    """The sum over blocks of one number a leaf: one `psum` for each set of axes that cut leaves."""
     mesh = current_mesh()
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):

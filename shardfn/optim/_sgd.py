@@ -11,6 +11,7 @@ from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights
+from ._even import even
 from ._hyper import beside, is_zero, number
 from ._kernels import fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
@@ -70,7 +71,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
         cast = [[x.to(t.dtype) for x, t in zip(xs, ts, strict=True)] for xs in (out, new)]
         return tree_unflatten(treedef, cast[0]), TraceState(tree_unflatten(treedef, cast[1]))
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, grain="element")
 
 
 def sgd(
@@ -122,14 +123,16 @@ def sgd(
         columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_on_cpu)
         lr = next_rate(learning_rate, state[-1])
         for (_, device, _), (p, *t, g) in grouped(columns, [None] * len(ps)).items():
-            fused_sgd_(
-                p, g, t[0] if t else [], lr=on_device(lr, device), momentum=number(momentum or 0.0), nesterov=nesterov,
-                weight_decay=number(weight_decay), dampening=0.0, maximize=False, is_first_step=False,
-            )  # fmt: skip
+            for q, *u, h in even([p, *t, g]):
+                fused_sgd_(
+                    q, h, u[0] if u else [], lr=on_device(lr, device), momentum=number(momentum or 0.0),
+                    nesterov=nesterov, weight_decay=number(weight_decay), dampening=0.0, maximize=False,
+                    is_first_step=False,
+                )  # fmt: skip
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply)
+    return GradientTransformation(pure.init, pure.update, apply, grain="element")
 
 
 def _on_cpu(param: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The words of the room: what flows through an optimizer."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,6 +13,8 @@ Updates = PyTree
 OptState = PyTree
 Specs = PyTree
 Mask = PyTree | Callable[[Params], PyTree]
+# The smallest part of a tree that a rule can step for itself.
+Grain = Literal["element", "leaf", "tree"]
 Count = int | Int[Tensor, ""]
 Schedule = Callable[[Any], Float[Tensor, ""]]
 # A hyperparameter: a tensor where a transform is to map or differentiate over it.

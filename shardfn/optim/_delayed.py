@@ -1,0 +1,120 @@
+"""`delayed`: the update of the step before, so that it may run beside the gradients of this one."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn.collectives import transforming
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ._base import GradientTransformation, apply_updates, given, inplace
+from ._kernels import foreach_copy_
+from ._leaves import check_shapes, check_state, leaves_like, zero_count, zeros_like
+from ._types import Grain, OptState, Params, Specs, Updates
+
+
+class DelayedState(NamedTuple):
+    """What a delayed rule keeps.
+
+    Attributes:
+        pending: tree like params: the gradients of the last step; zeros where there are none that wait.
+        count: int32, 0-d: steps seen. Nothing waits while `count <= warmup`.
+        inner: the state of the rule.
+    """
+
+    pending: PyTree
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # as in all states
+    inner: OptState
+
+
+def delayed(tx: GradientTransformation, warmup: int = 0) -> GradientTransformation:
+    """Steps along the gradients of one step ago: `p_{t+1} = p_t + tx(g_{t-1})`, where `g_t` is the gradient at `p_t`.
+
+    Step t needs nothing that step t computes, so an optimizer on the host can run beside the forward and the backward
+    on the device. The first `warmup` steps are plain ones, `p_{t+1} = p_t + tx(g_t)`: gradients change fast at first.
+    Step t = `warmup` moves nothing, inner counters included: g_{t-1} is spent (or there was none), and g_t begins to
+    wait. So after T > `warmup` steps `tx` has run T - 1 times, and the last gradient is unused.
+
+    What waits is kept in the dtype of the parameters. Put clipping before, in `chain(clip_by_global_norm(c),
+    delayed(adamw(lr)))`: inside, its norm is of gradients that are not at hand in pieces, so the grain is "tree".
+
+    Args:
+        tx: the rule.
+        warmup: how many plain steps come first, >= 0.
+
+    Returns:
+        A rule with a `DelayedState`, of one structure from the start.
+
+    Raises:
+        ValueError: `warmup` is no int >= 0; (on use) trees or the state do not match the params.
+
+    Example:
+        >>> from shardfn.optim import sgd
+        >>> tx, w = delayed(sgd(0.5)), [torch.ones(1)]
+        >>> state = tx.init(w)
+        >>> for _ in range(3):  # the gradient of w^2 / 2 is w: 1, 1, then 1 - 0.5 * 1
+        ...     w, state = inplace(tx)([w[0].clone()], state, w)
+        >>> w, state.pending
+        ([tensor([0.])], [tensor([0.5000])])
+
+    References:
+        Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021, https://arxiv.org/abs/2101.06840
+    """
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise ValueError(f"delayed: warmup={warmup!r} must be an int >= 0.")
+
+    def init(params: Params) -> DelayedState:
+        return DelayedState(zeros_like(params), zero_count(params), tx.init(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        gs, waiting = _columns(updates, state, "updates")
+        plain, moves = state.count < warmup, state.count != warmup
+        used = [torch.where(plain, g.to(w.dtype), w) for g, w in zip(gs, waiting, strict=True)]
+        like = tree_flatten(updates)[1]
+        us, inner = tx.update(tree_unflatten(like, used), state.inner, params, specs=specs)
+        us = tree_map(lambda u: torch.where(moves, u, 0.0).to(u.dtype), us)
+        inner = tree_map(lambda new, old: torch.where(moves, new, old), inner, state.inner)
+        kept = [torch.where(plain, 0.0, g).to(w.dtype) for g, w in zip(gs, waiting, strict=True)]
+        return us, DelayedState(tree_unflatten(like, kept), state.count + 1, inner)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
+            return _through(update, grads, state, params, specs)  # nobody can read the counter
+        gs, waiting = _columns(grads, state, "grads")
+        inner, count = state.inner, int(state.count)
+        if count < warmup:
+            params, inner = inplace(tx)(grads, inner, params, specs=specs)
+        elif count > warmup:
+            params, inner = inplace(tx)(state.pending, inner, params, specs=specs)
+        if count >= warmup and gs:
+            foreach_copy_(waiting, gs)
+        return params, DelayedState(state.pending, state.count.add_(1), inner)
+
+    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+        del stats
+        return delayed(given(tx, params), warmup)
+
+    grain: Grain = "tree" if tx.measure is not None else tx.grain
+    return GradientTransformation(init, update, apply, grain=grain, given=on)
+
+
+def _columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list[Any]]:
+    check_state("delayed", state, DelayedState)
+    leaves, treedef = tree_flatten(tree)
+    waiting = leaves_like(state.pending, treedef, "state.pending", name)
+    check_shapes(treedef, leaves, pending=waiting)
+    return leaves, waiting
+
+
+def _through(update: Any, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
+    updates, new = update(grads, state, params, specs=specs)
+    stepped = tree_leaves(apply_updates(params, updates))
+    for old, fresh in zip(tree_leaves((params, state)), [*stepped, *tree_leaves(new)], strict=True):
+        old.copy_(fresh)
+    return params, state

@@ -1,0 +1,219 @@
+"""`in_pieces`: an optimizer applied part by part, with the bits of the whole.
+
+Optimizer state that lives on a host or on a disk is stepped in chunks: one is read, one updated, one written. A rule
+says by its `grain` how small the chunks may be. What it needs of the whole tree is taken in `begin`: its measure (one
+`psum`), its masks, and its counters, which advance there once.
+
+Law: `begin`, `apply` on parts that cover the tree, and `end` give what `inplace(tx)` gives on the whole, bit for bit.
+
+A counter is a leaf of the state that `init` also makes for a tree without leaves.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.core import (
+    PyTree,
+    raise_all,
+    tree_entries,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_unflatten,
+)
+
+from ._base import GradientTransformation, given, inplace
+from ._leaves import spec_leaves
+from ._norm import over_blocks
+from ._types import Grain, OptState, Params, Specs, Updates
+
+Entries = tuple[tuple[Any, ...], ...]
+
+
+class Pieces(NamedTuple):
+    """An optimizer that is applied part by part.
+
+    A part is a tree like the whole params in which absent leaves are None. A present leaf is whole, or where `grain` is
+    "element" rows `leaf[a:b]` of it; a part of the state has the same leaves cut in the same places, and the counters.
+
+    Attributes:
+        grain: "element", "leaf", or "tree": then the only part is the whole.
+        measure: `measure(grad) -> Tensor`, 0-d: what `begin` wants to know of each leaf's gradient (the local block,
+            whole). None = it wants nothing.
+        begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
+            measures in the order of the leaves; of `state`, whole or a part, it reads the counters. It does the one
+            `psum`.
+        apply: `apply(token, grads, state, params, *, specs=None) -> (params, state)`: steps one part. It may overwrite
+            the buffers of the last three arguments, so parts must not share memory; the counters in `state` are
+            neither read nor advanced.
+        end: `end(token, state) -> state`: the state, whole or a part, with the counters advanced.
+    """
+
+    grain: Grain
+    measure: Callable[[Tensor], Tensor] | None
+    begin: Callable[..., "Token"]
+    apply: Callable[..., tuple[Params, OptState]]
+    end: Callable[["Token", OptState], OptState]
+
+
+class Token(NamedTuple):
+    """One step of an optimizer in pieces.
+
+    Attributes:
+        rule: the rule for parts of the tree, in this step.
+        old: the counters before the step.
+        new: the counters after it.
+    """
+
+    rule: GradientTransformation
+    old: tuple[Tensor, ...]
+    new: tuple[Tensor, ...]
+
+
+def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
+    """`tx` applied part by part: bit-identical to `inplace(tx)` on the whole tree.
+
+    Args:
+        tx: any rule; how finely it can be cut is its `grain`.
+        params: the whole tree as `inplace(tx)` would be given it (local blocks, None for frozen leaves). Only shapes
+            and dtypes are looked at, so tensors on the meta device will do.
+
+    Returns:
+        A `Pieces`.
+
+    Raises:
+        ValueError: a mask does not match `params`; (on use) a part has a leaf that the tree does not have or that is no
+            cut of it that the grain allows, measures are missing, or the state has other counters.
+
+    Example:
+        >>> from shardfn.optim import chain, clip_by_global_norm, sgd
+        >>> tx = chain(clip_by_global_norm(1.0), sgd(1.0))
+        >>> params, grads = torch.zeros(2), torch.tensor([3.0, 4.0])
+        >>> pieces, state = in_pieces(tx, [params]), tx.init([params])
+        >>> token = pieces.begin(state, [pieces.measure(grads)])
+        >>> for rows in (slice(0, 1), slice(1, 2)):
+        ...     _ = pieces.apply(token, [grads[rows]], state, [params[rows]])
+        >>> params
+        tensor([-0.6000, -0.8000])
+
+    References:
+        Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning, 2021,
+        https://arxiv.org/abs/2104.07857
+    """
+    whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
+    check = _checker(whole, tx.grain)
+    if tx.grain == "tree":
+        return _uncut(tx, check)
+    entries, skeleton = _counters(given(tx, whole), whole)
+
+    @torch.no_grad()
+    def begin(state: OptState, stats: Sequence[Tensor] = (), *, specs: Specs = None) -> Token:
+        rule = given(tx, whole, _together(tx, whole, list(stats), specs))
+        old = tuple(c.clone() for c in _read(state, entries))
+        nothing = tree_map(lambda p: None, whole)
+        advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
+        return Token(rule, old, _read(advanced, entries))
+
+    @torch.no_grad()
+    def apply(
+        token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
+    ) -> tuple[Params, OptState]:
+        check(params)
+        own = _read(state, entries)
+        state = _write(state, entries, [c.clone() for c in token.old])
+        params, state = inplace(token.rule)(grads, state, params, specs=specs)
+        return params, _write(state, entries, own)
+
+    def end(token: Token, state: OptState) -> OptState:
+        return _write(state, entries, token.new)
+
+    return Pieces(tx.grain, tx.measure, begin, apply, end)
+
+
+def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:
+    def begin(state: OptState, stats: Sequence[Tensor] = (), *, specs: Specs = None) -> Token:
+        del state, stats, specs
+        return Token(tx, (), ())
+
+    def apply(
+        token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
+    ) -> tuple[Params, OptState]:
+        check(params)
+        return inplace(token.rule)(grads, state, params, specs=specs)
+
+    def end(token: Token, state: OptState) -> OptState:
+        del token
+        return state
+
+    return Pieces(tx.grain, None, begin, apply, end)
+
+
+def _together(
+    tx: GradientTransformation, whole: PyTree, stats: list[Tensor], specs: Specs
+) -> Float[Tensor, " num_leaves"] | None:
+    """The measures of all leaves, over all their blocks."""
+    if tx.measure is None:
+        return None
+    num = len(tree_leaves(whole))
+    if len(stats) != num:
+        raise ValueError(
+            f"begin was given {len(stats)} measures for {num} leaves; give it pieces.measure(grad) of each, in order."
+        )
+    local = torch.stack(stats) if stats else torch.zeros(0)
+    return local if specs is None or not stats else over_blocks(local, spec_leaves(specs, whole))
+
+
+def _counters(rule: GradientTransformation, whole: PyTree) -> tuple[Entries, Any]:
+    """Where the counters are in a state, and the structure of a state with nothing but counters."""
+    skeleton = rule.init(tree_map(lambda p: None, whole))
+    return tuple(tree_entries(skeleton)), tree_flatten(skeleton)[1]
+
+
+def _read(state: OptState, entries: Entries) -> tuple[Tensor, ...]:
+    at = dict(zip(tree_entries(state), tree_leaves(state), strict=True))
+    missing = [f"state has no counter at {'.'.join(map(str, e))}" for e in entries if e not in at]
+    raise_all(ValueError, "a state is not this optimizer's; pass (a part of) what init(params) returned:", missing)
+    return tuple(at[e] for e in entries)
+
+
+def _write(state: OptState, entries: Entries, counters: Sequence[Tensor]) -> OptState:
+    at = dict(zip(entries, counters, strict=True))
+    leaves, treedef = tree_flatten(state)
+    return tree_unflatten(treedef, [at.get(e, x) for e, x in zip(tree_entries(state), leaves, strict=True)])
+
+
+def _checker(whole: PyTree, grain: Grain) -> Callable[[PyTree], None]:
+    """A function that refuses a part which is no part of `whole`, or one too fine for `grain`."""
+    wants, treedef = tree_flatten(whole, none_is_leaf=True)
+    paths = tree_paths(whole, "params", is_leaf=lambda x: x is None) if None in wants else tree_paths(whole, "params")
+
+    def check(part: PyTree) -> None:
+        slots, own = tree_flatten(part, none_is_leaf=True)
+        if own != treedef:
+            raise ValueError(
+                f"a part of params is {own}, but the whole is {treedef}; keep every container, and put None for a leaf"
+                " that is not in the part."
+            )
+        rows = zip(paths, slots, wants, strict=True)
+        problems = [problem for path, x, want in rows if (problem := _problem(path, x, want, grain))]
+        raise_all(ValueError, f"not a part that an optimizer of grain {grain!r} can step:", problems)
+
+    return check
+
+
+def _problem(path: str, x: Any, want: Any, grain: Grain) -> str:
+    if x is None:
+        return f"{path} is missing; give the whole tree at once" if grain == "tree" and want is not None else ""
+    if want is None:
+        return f"{path} is given, but is None in the whole tree"
+    if x.shape == want.shape:
+        return ""
+    got, full = tuple(x.shape), tuple(want.shape)
+    if not (got and full and got[1:] == full[1:] and got[0] <= full[0]):
+        return f"{path} has shape {got}, which is no rows of {full}; cut along the first dimension"
+    return "" if grain == "element" else f"{path} has shape {got}, rows of {full}; give the whole leaf"
