@@ -74,6 +74,8 @@ class Reducer:
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
         before = self._local.pop(leaf, None)
+        if before is not None or not self._send:
+            grad = grad.to(self._leaves[leaf].dtypes.accum)
         if before is not None:
             grad = before + grad
         if not self._send:
@@ -101,7 +103,10 @@ class Reducer:
         self._collect(block=True)
         if self._last:
             for u, part in self._parts.items():
-                self._parts[u] = psum(part, self._leaves[self._units[u].leaves[0]].extra_axes)
+                leaf = self._leaves[self._units[u].leaves[0]]
+                if leaf.extra_axes:
+                    part = psum(part.to(leaf.dtypes.reduce), leaf.extra_axes)
+                self._parts[u] = part.to(leaf.dtypes.accum)
 
     def parts(self) -> dict[int, Tensor]:
         """Per unit, this rank's share of the summed gradients, 1-D; the shares of all ranks are disjoint."""
@@ -115,7 +120,7 @@ class Reducer:
             members = [self._leaves[i] for i in leaves]
             rank = self._scatter[u].index
             shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
-            flat = self._parts[u] if self._cut[u] else self._whole_part(u)
+            flat = self._parts[u] if self._cut[u] else self._whole_part(u).to(members[0].dtypes.accum)
             if self._scatter[u].size == 1 and not is_sole_owner(flat):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
             pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(leaves) > 1 else [flat]
@@ -133,13 +138,14 @@ class Reducer:
         local = self._local.pop(leaf, None)
         if local is not None:
             return local
-        return torch.zeros(self._leaves[leaf].block, dtype=self._leaves[leaf].dtype, device=self._device)
+        return torch.zeros(self._leaves[leaf].block, dtype=self._leaves[leaf].dtypes.reduce, device=self._device)
 
     def _send_ready(self) -> None:
         while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
             unit = self._order[self._next]
             self._next += 1
-            members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
+            mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
+            members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
             channel = self._scatter[unit]
             flat, sizes = flatten_for(members, channel.size, self._cut[unit])
             del members
@@ -181,8 +187,12 @@ class Reducer:
             self._patience -= time.monotonic() - start
 
     def _finish(self, unit: int, part: Tensor) -> None:
+        # What is never added to stays as it came, so that a whole gradient travels on in the dtype it came in.
+        accum = self._leaves[self._units[unit].leaves[0]].dtypes.accum
         if unit in self._parts:
-            part = self._parts[unit] + part
+            part = self._parts[unit] + part.to(accum)
+        elif not self._last:
+            part = part.to(accum)
         self._parts[unit] = part
         if self._last and self._overlap_gather and not self._cut[unit]:
             self._start_whole(unit)
@@ -196,7 +206,7 @@ class Reducer:
         out: Tensor | None = self._flats.pop(unit)
         sizes = flat_sizes(out.numel(), self._scatter[unit].size)
         in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
-        if not in_place and not is_sole_owner(out):
+        if out.dtype != part.dtype or not (in_place or is_sole_owner(out)):
             out = None
         self._whole[unit] = (None, self._gather[unit].all_gather(part, sizes, out))
 

@@ -49,7 +49,7 @@ def take_state(state: TrainState, *, donated: bool, copied: bool) -> tuple[PyTre
 
 def next_state(plan: Plan, state: TrainState, blocks: list[Tensor], opt_state: PyTree) -> TrainState:
     """The state after `state`, of this rank's new blocks and optimizer state."""
-    return TrainState(wrap(plan, blocks), _like(opt_state, state.opt_state), state.step + 1, state.key)
+    return state._replace(params=wrap(plan, blocks), opt_state=_like(opt_state, state.opt_state), step=state.step + 1)
 
 
 def update_blocks(
@@ -78,7 +78,7 @@ def update_blocks(
 
 
 def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: list[Tensor]) -> PyTree:
-    """The optimizer's first state, on this rank's rows."""
+    """The optimizer's first state, on this rank's rows, which come in the dtypes that the optimizer updates."""
     rows = [_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
@@ -90,6 +90,11 @@ def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: list[T
     return tree_unflatten(
         treedef, [GlobalTensor(x, torch.Size(s), p, plan.mesh) for x, (s, p) in zip(leaves, where, strict=True)]
     )
+
+
+def kept(plan: Plan, blocks: list[Tensor]) -> list[Tensor]:
+    """This rank's blocks in the dtypes in which they are kept between steps."""
+    return [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, blocks, strict=True)]
 
 
 def wrap(plan: Plan, blocks: list[Tensor]) -> PyTree:
