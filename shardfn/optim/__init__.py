@@ -15,8 +15,12 @@ from ._lamb import scale_by_moment_ratio as scale_by_moment_ratio, scale_by_trus
 from ._learning_rate import ScaleByScheduleState as ScaleByScheduleState
 from ._learning_rate import scale_by_learning_rate as scale_by_learning_rate
 from ._lion import ScaleByLionState as ScaleByLionState, lion as lion, scale_by_lion as scale_by_lion
+from ._loss_scale import DynamicScaleState as DynamicScaleState, LossScale as LossScale
+from ._loss_scale import StaticScaleState as StaticScaleState
+from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_scale as static_loss_scale
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
+from ._master import MasterState as MasterState, master_weights as master_weights
 from ._norm import global_norm as global_norm, sum_squares as sum_squares
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule

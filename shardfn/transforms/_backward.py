@@ -57,6 +57,7 @@ def run_backward(
     *,
     has_aux: bool,
     even: bool,
+    loss_scale: Tensor | None = None,
 ) -> Outcome:
     """The loss and the summed gradients of one global batch.
 
@@ -68,6 +69,7 @@ def run_backward(
         args: this rank's batch, and a key if the loss takes one.
         has_aux: whether the loss returns aux.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
+        loss_scale: what the gradients come multiplied by; None = nothing.
     """
     ranks = plan.mesh.axis_size(plan.batch_axes)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
@@ -103,7 +105,7 @@ def run_backward(
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
             comms.mark("backward")
-            _differentiate(value, handles, 1.0 / (ranks * len(batches)))
+            _differentiate(value, handles, 1.0 / (ranks * len(batches)), loss_scale)
             del value
             gatherer.end_phase(ask=send)
             reducer.end()
@@ -139,10 +141,11 @@ def _enter(
     tree: list[Tensor] = []
     handles: list[Tensor] = []
     for i, (leaf, block) in enumerate(zip(plan.leaves, blocks, strict=True)):
-        handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=leaf.dtype, device=plan.mesh.device)
+        dtype = leaf.dtypes.compute
+        handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=dtype, device=plan.mesh.device)
         if not leaf.lazy:
             assert isinstance(block, Tensor)
-            handle = block.detach()
+            handle = block.detach().to(dtype)
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
             handle.register_hook(_taker(reducer, i, handle.detach()))
@@ -161,10 +164,12 @@ def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor], 
     return take
 
 
-def _differentiate(value: Value, handles: list[Tensor], scale: float) -> None:
+def _differentiate(value: Value, handles: list[Tensor], scale: float, loss_scale: Tensor | None) -> None:
     if not handles or not value.total.requires_grad:
         return
     seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
+    if loss_scale is not None:
+        seed = seed * loss_scale.to(seed)
     torch.autograd.grad(value.total, handles, seed, allow_unused=True)
 
 

@@ -16,7 +16,7 @@ from shardfn.graph import Compiled, Events, Transfer, collective_events, compare
 from ._comms import Comms
 from ._jit import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
 from ._plan import Plan
-from ._state import TrainState
+from ._state import TrainState, scale_of
 from ._traced_step import StepParts, StepProgram, capture_step
 from ._update import next_state, take_state
 
@@ -47,7 +47,7 @@ class CapturedSteps:
         # One rank may know its own while another does not: batches may differ, and so may strides.
         everywhere = all(comms.control.exchange(int(known is not None)))
         if known is None or not everywhere:
-            known = self._known[key] = self._make(plan, comms, blocks, opt, args, even)
+            known = self._known[key] = self._make(plan, comms, blocks, opt, args, scale_of(state), even)
         else:
             self._jitted.count(hit=True)
         del blocks, opt
@@ -57,10 +57,12 @@ class CapturedSteps:
         """What is remembered."""
         return self._jitted.cache_info()._replace(currsize=len(self._known))
 
-    def lower(self, plan: Plan, blocks: list[Any], opt: PyTree, args: tuple[Any, ...]) -> StepProgram:
+    def lower(
+        self, plan: Plan, blocks: list[Any], opt: PyTree, args: tuple[Any, ...], scale: Tensor | None
+    ) -> StepProgram:
         """Captures and schedules a step for its shapes, alone: other ranks are taken to do the same."""
         start = time.perf_counter()
-        program = capture_step(self._parts, plan, blocks, opt, args, even=True)
+        program = capture_step(self._parts, plan, blocks, opt, args, scale, even=True)
         program = dataclasses.replace(program, gm=self._jitted.scheduled(program.gm))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return program
@@ -80,6 +82,8 @@ class CapturedSteps:
         self, ready: "_Ready", comms: Comms, state: TrainState, arg_leaves: list[Tensor]
     ) -> tuple[TrainState, dict[str, Tensor]]:
         num, names = len(ready.program.plan.leaves), ready.program.metrics
+        scale = scale_of(state)
+        arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
         params, opt = take_state(state, donated=False, copied=not self._donate)
         given = [*tree_leaves(params), *tree_leaves(opt)]
         before = [x._version for x in given]
@@ -104,12 +108,19 @@ class CapturedSteps:
         return new, dict(zip(names, values, strict=True))
 
     def _make(
-        self, plan: Plan, comms: Comms, blocks: list[Tensor], opt: PyTree, args: tuple[Any, ...], even: bool
+        self,
+        plan: Plan,
+        comms: Comms,
+        blocks: list[Tensor],
+        opt: PyTree,
+        args: tuple[Any, ...],
+        scale: Tensor | None,
+        even: bool,
     ) -> "_Ready":
         start = time.perf_counter()
 
         def make() -> tuple[StepProgram, GraphModule]:
-            program = capture_step(self._parts, plan, blocks, opt, args, even=even)
+            program = capture_step(self._parts, plan, blocks, opt, args, scale, even=even)
             return program, self._jitted.scheduled(program.gm)
 
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))

@@ -14,7 +14,7 @@ from shardfn.optim import GradientTransformation
 from ._capture import fake, fakes
 from ._plan import Plan, Planner
 from ._state import TrainState
-from ._update import init_optimizer, wrap
+from ._update import init_optimizer, kept, wrap
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
@@ -44,7 +44,9 @@ def is_abstract(leaves: list[Any]) -> bool:
     return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
 
 
-def abstract_init(plan: Plan, optimizer: GradientTransformation, key: Tensor | None) -> TrainState:
+def abstract_init(
+    plan: Plan, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree = ()
+) -> TrainState:
     """The first state of a step as shapes: this rank's blocks, without data."""
     mesh = plan.mesh
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -52,17 +54,20 @@ def abstract_init(plan: Plan, optimizer: GradientTransformation, key: Tensor | N
         for leaf in plan.leaves:
             where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)
             shape = [s.stop - s.start for s in where]
-            blocks.append(torch.empty(shape, dtype=leaf.dtype, device=mesh.device))
+            blocks.append(torch.empty(shape, dtype=leaf.dtypes.master, device=mesh.device))
         opt_state = init_optimizer(plan, optimizer, blocks)
-    return TrainState(wrap(plan, blocks), opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key)
+        held = wrap(plan, kept(plan, blocks))
+    return TrainState(held, opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key, loss_scale)
 
 
-def as_state(planner: Planner, optimizer: GradientTransformation, key: Tensor | None, given: PyTree) -> TrainState:
+def as_state(
+    planner: Planner, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree, given: PyTree
+) -> TrainState:
     """A state, or the first state of a tree of parameters, of which only shapes and dtypes count."""
     if isinstance(given, TrainState):
         return given
     leaves, treedef = tree_flatten(given)
-    return abstract_init(planner.plan(treedef, leaves), optimizer, key)
+    return abstract_init(planner.plan(treedef, leaves), optimizer, key, loss_scale)
 
 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:

@@ -23,7 +23,7 @@ from ._parts import send_home
 from ._plan import Plan
 from ._pools import pool_of
 from ._state import state_owners
-from ._update import init_optimizer, own_rows, wrap, wrap_state
+from ._update import init_optimizer, kept, own_rows, wrap, wrap_state
 
 
 def first_state(plan: Plan, optimizer: GradientTransformation, draw: Callable[[int], Tensor]) -> tuple[PyTree, PyTree]:
@@ -32,7 +32,7 @@ def first_state(plan: Plan, optimizer: GradientTransformation, draw: Callable[[i
     Args:
         plan: the layout.
         optimizer: the rule; its `init` must treat each leaf for itself.
-        draw: gives this rank's block of a leaf, on the device.
+        draw: gives this rank's block of a leaf, on the device, in the dtype that the optimizer updates.
 
     Raises:
         ValueError: the optimizer's state for a leaf depends on other leaves.
@@ -40,7 +40,7 @@ def first_state(plan: Plan, optimizer: GradientTransformation, draw: Callable[[i
     if all(leaf.at_home for leaf in plan.leaves):
         with torch.no_grad():
             here = [draw(i) for i in range(len(plan.leaves))]
-        return wrap(plan, here), init_optimizer(plan, optimizer, here)
+        return wrap(plan, kept(plan, here)), init_optimizer(plan, optimizer, here)
     first, pool = _FirstState(plan, optimizer), pool_of(plan)
     blocks: list[Tensor | Stored] = []
     with torch.no_grad():
@@ -48,7 +48,7 @@ def first_state(plan: Plan, optimizer: GradientTransformation, draw: Callable[[i
             block = draw(i)
             if leaf.trainable:
                 first.add(i, own_rows(plan, leaf, block))
-            blocks.append(send_home(block, leaf.home, pool))
+            blocks.append(send_home(block.to(leaf.dtypes.param), leaf.home, pool))
     return wrap(plan, blocks), first.state()
 
 
@@ -103,4 +103,4 @@ def _no_rows(plan: Plan, i: int) -> Tensor:
     """Rows of a leaf as the optimizer gets them, without data."""
     leaf = plan.leaves[i]
     shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.shard_shapes[plan.zero_rank(leaf)]
-    return torch.empty(shape, dtype=leaf.dtype, device=plan.mesh.device)
+    return torch.empty(shape, dtype=leaf.dtypes.master, device=plan.mesh.device)

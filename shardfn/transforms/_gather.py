@@ -233,12 +233,13 @@ class _Whole:
 def start_gather(
     members: Sequence[tuple[LeafLayout, Tensor]], channel: AnyChannel, *, refresh: bool = False
 ) -> Pending:
-    """Begins to gather leaves from their pieces, in one message; with `refresh` the caller waits at once."""
+    """Begins to gather leaves from their pieces, in one message, in the dtype that the loss sees.
+
+    With `refresh` in the dtype in which they are kept, and the caller waits at once.
+    """
     leaves = [leaf for leaf, _ in members]
-    if len(members) == 1:
-        own = members[0][1].contiguous()
-    else:
-        own = torch.cat([piece.reshape(-1) for _, piece in members])
+    pieces = [piece if refresh else piece.to(leaf.dtypes.compute) for leaf, piece in members]
+    own = pieces[0].contiguous() if len(members) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
     return channel.all_gather(own, unit_sizes(leaves, channel.size), idle=refresh)
 
 

@@ -15,7 +15,6 @@ from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_me
 from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.graph import Compiled, Schedule, Transfer, compile_graph, resolve_backend, transfers
 
-from ._accumulate import Accumulated
 from ._capture import CaptureError, capture, capturing
 from ._lazy import LazyLeaf
 
@@ -221,19 +220,6 @@ def jit(
     if isinstance(f, Jitted):
         raise ValueError("jit(jit(f)) is jit(f); drop one.")
     return Jitted(f, backend, schedule or Schedule(**options))
-
-
-def unwrap(loss: Callable[..., Any]) -> tuple[Callable[..., Any], Jitted | None]:
-    """The loss without jit, and the jit: `jit(accumulate(f, n))` and `accumulate(jit(f), n)` mean the same step."""
-    if isinstance(loss, Jitted):
-        inner, nested = unwrap(loss.inner)
-        if nested is not None:
-            raise ValueError("the loss is jitted twice; drop one.")
-        return inner, loss
-    if isinstance(loss, Accumulated):
-        inner, jitted = unwrap(loss.inner)
-        return (loss, None) if jitted is None else (Accumulated(inner, loss.num_microbatches), jitted)
-    return loss, None
 
 
 def report(name: str, root: str, tree: PyTree, known: int) -> None:

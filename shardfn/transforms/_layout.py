@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardfn.core import MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
+from shardfn.core import Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
 
 # Bytes in which gradients that are summed whole travel together.
 WHOLE_BUCKET = 16 << 20
@@ -26,13 +26,13 @@ class LeafLayout:
     Attributes:
         path: how errors call it.
         shape: global shape.
-        dtype: element type.
+        dtypes: in which precision it is kept, computed, sent and added up.
         compute: what the loss sees.
         param: how the parameter is kept between steps.
         shard: how its gradient and optimizer state are kept.
         trainable: whether it gets a gradient.
         block: shape of what the loss sees on this rank.
-        nbytes: bytes of the largest rank's block: the same number on all ranks, since groupings follow from it.
+        numel: elements of the largest rank's block: the same number on all ranks, since groupings follow from it.
         zero_axes: the axes along which `shard` cuts the block further.
         dim: the dim that is cut so; None if it is not.
         bounds: along `dim`, start and stop of each ZeRO rank's rows.
@@ -46,13 +46,13 @@ class LeafLayout:
 
     path: str
     shape: torch.Size
-    dtype: torch.dtype
+    dtypes: Dtypes
     compute: P
     param: P
     shard: P
     trainable: bool
     block: torch.Size
-    nbytes: int
+    numel: int
     zero_axes: tuple[str, ...]
     dim: int | None
     bounds: tuple[tuple[int, int], ...]
@@ -147,7 +147,7 @@ class Unit:
 def leaf_layout(
     path: str,
     shape: torch.Size,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Dtypes,
     compute: P,
     *,
     zero: Zero,
@@ -156,7 +156,10 @@ def leaf_layout(
     trainable: bool,
     home: MemoryKind | None = None,
 ) -> LeafLayout:
-    """Applies the ZeRO rule to one leaf; `home` overrides its memory for the parameter."""
+    """Applies the ZeRO rule to one leaf.
+
+    One dtype stands for all of its dtypes; `home` overrides the rule's memory for the parameter.
+    """
     rule = zero_spec(tuple(shape), compute, zero.axis, mesh) if zero.stage >= 1 else compute
     dim = next((d for d in range(len(shape)) if rule.dim_axes(d) != compute.dim_axes(d)), None)
     zero_axes = tuple(a for a in rule.axes if a not in compute.axes)
@@ -165,7 +168,7 @@ def leaf_layout(
     slices = block_slices(tuple(shape), compute, mesh.shape, mesh.coords)
     block = torch.Size(s.stop - s.start for s in slices)
     first = block_slices(tuple(shape), compute, mesh.shape, {})
-    nbytes = torch.Size(s.stop for s in first).numel() * dtype.itemsize
+    numel = torch.Size(s.stop for s in first).numel()
     bounds = () if dim is None else _bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
     summed = tuple(a for a in batch_axes if a not in compute.axes)
     cut = dim is not None and set(zero_axes) <= set(summed)
@@ -174,13 +177,13 @@ def leaf_layout(
     return LeafLayout(
         path,
         shape,
-        dtype,
+        dtype if isinstance(dtype, Dtypes) else Dtypes.plain(dtype),
         compute,
         param,
         rule,
         trainable,
         block,
-        nbytes,
+        numel,
         zero_axes,
         dim,
         bounds,
@@ -211,7 +214,11 @@ def _bounds(rows: int, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, in
 
 
 def make_units(
-    leaves: Sequence[LeafLayout], members: Sequence[int], bucket: int, key: Callable[[LeafLayout], object], span: float
+    leaves: Sequence[LeafLayout],
+    members: Sequence[int],
+    bucket: int,
+    key: Callable[[LeafLayout], tuple[torch.dtype, object]],
+    span: float,
 ) -> list[Unit]:
     """Groups leaves of one `key`: a leaf of `bucket` bytes or more travels alone, smaller neighbours share up to that.
 
@@ -219,23 +226,24 @@ def make_units(
         leaves: the layout.
         members: indices of the leaves to group, in order.
         bucket: bytes.
-        key: only leaves with equal keys share a unit.
+        key: in which dtype a leaf travels, and what else must be equal for leaves to share a unit.
         span: how many bytes of other leaves may lie between the first and the last leaf of a unit.
     """
     units: list[Unit] = []
     open_units: dict[object, tuple[list[int], int, int]] = {}
     passed = 0
     for i in members:
-        leaf, k = leaves[i], (leaves[i].dtype, key(leaves[i]))
-        passed += leaf.nbytes
-        if leaf.nbytes >= bucket:
-            units.append(Unit((i,), leaf.nbytes))
+        k = key(leaves[i])
+        nbytes = leaves[i].numel * k[0].itemsize
+        passed += nbytes
+        if nbytes >= bucket:
+            units.append(Unit((i,), nbytes))
             continue
         group, size, start = open_units.pop(k, ([], 0, passed))
-        if group and (size + leaf.nbytes > bucket or passed - start > span):
+        if group and (size + nbytes > bucket or passed - start > span):
             units.append(Unit(tuple(group), size))
             group, size, start = [], 0, passed
-        open_units[k] = ([*group, i], size + leaf.nbytes, start)
+        open_units[k] = ([*group, i], size + nbytes, start)
     units += [Unit(tuple(group), size) for group, size, _ in open_units.values()]
     return sorted(units, key=lambda u: u.leaves[0])
 
@@ -243,15 +251,17 @@ def make_units(
 def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small."""
     members = [i for i, leaf in enumerate(leaves) if leaf.gathered]
-    units = make_units(leaves, members, bucket, lambda leaf: leaf.zero_axes, 4 * bucket)
-    alone = [Unit((i,), leaf.nbytes) for i, leaf in enumerate(leaves) if leaf.lazy and not leaf.gathered]
-    return sorted(units + alone, key=lambda u: u.leaves[0])
+    units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket)
+    alone = [i for i, leaf in enumerate(leaves) if leaf.lazy and not leaf.gathered]
+    units += [Unit((i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize) for i in alone]
+    return sorted(units, key=lambda u: u.leaves[0])
 
 
 def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which resident leaves are gathered after their shards were updated."""
     members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
-    return make_units(leaves, members, zero.bucket, lambda leaf: (leaf.zero_axes, leaf.home), math.inf)
+    key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home))  # noqa: E731
+    return make_units(leaves, members, zero.bucket, key, math.inf)
 
 
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
@@ -265,8 +275,9 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     )
 
 
-def _reduce_key(leaf: LeafLayout) -> object:
-    return leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home
+def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
+    where = leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home
+    return leaf.dtypes.reduce, (leaf.dtypes.accum, *where)
 
 
 def unit_sizes(leaves: Sequence[LeafLayout], size: int) -> list[int]:

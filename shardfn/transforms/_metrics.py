@@ -11,8 +11,10 @@ from ._backward import Outcome
 from ._plan import Plan
 
 
-def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]:
+def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor | None]:
     """The metrics of a step, the same on all ranks; and what gradients are still to be multiplied by (None: nothing).
+
+    The gradients come multiplied by `loss_scale`.
 
     Raises:
         ValueError: an aux has the name of one of the step's own metrics.
@@ -29,10 +31,15 @@ def measure(plan: Plan, out: Outcome) -> tuple[dict[str, Tensor], Tensor | None]
     norm, scale = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items())), None
     if out.weight is not None:
         scale = 1.0 / sums[1]
+    if loss_scale is not None:
+        scale = (1.0 if scale is None else scale) / loss_scale.to(norm)
+    if scale is not None:
         norm = norm * scale
     metrics = {"loss": (sums[0] / sums[1]).to(like.dtype), "grad_norm": norm.to(torch.float32)}
     metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
     metrics["skipped"] = torch.zeros_like(metrics["finite"])
+    if loss_scale is not None:
+        metrics["loss_scale"] = loss_scale.clone()
     for k, name in enumerate(out.aux):
         if name in metrics:
             raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")

@@ -14,11 +14,12 @@ class Parts:
 
     Args:
         homes: the memory of each unit.
+        dtypes: in which each unit is added up.
         pool: the disk; needed by units that are kept there.
     """
 
-    def __init__(self, homes: Sequence[MemoryKind], pool: Pool | None) -> None:
-        self._homes, self._pool = homes, pool
+    def __init__(self, homes: Sequence[MemoryKind], dtypes: Sequence[torch.dtype], pool: Pool | None) -> None:
+        self._homes, self._dtypes, self._pool = homes, dtypes, pool
         self._at: dict[int, Tensor | Stored] = {}
         self._coming: dict[int, Arriving[Tensor]] = {}
 
@@ -32,19 +33,30 @@ class Parts:
         """The memory of a unit."""
         return self._homes[unit]
 
-    def add(self, unit: int, part: Tensor) -> None:
-        """Adds a share that lies on the device; it begins its way home, and is added there when it is asked for."""
-        if self._homes[unit] == "device":
-            before = self._at.get(unit)
-            self._at[unit] = part if before is None else before + part  # pyright: ignore[reportOperatorIssue]
-            return
-        self._settle(unit)
-        self._coming[unit] = to_host(part)
+    def add(self, unit: int, part: Tensor, *, last: bool) -> None:
+        """Adds a share that lies on the device; one that is kept elsewhere begins its way, and is added there.
 
-    def replace(self, unit: int, part: Tensor) -> None:
-        """Puts another share, of the device, in the place of what is there."""
-        self.pop(unit)
-        self.add(unit, part)
+        Args:
+            unit: whose share.
+            part: the share, in the dtype in which it travelled; what is never added to stays on the device as it came,
+                so that a whole gradient travels on in that dtype.
+            last: whether nothing will be added to it any more.
+        """
+        if self._homes[unit] != "device":
+            self._settle(unit)
+            self._coming[unit] = to_host(part)
+            return
+        before = self._at.get(unit)
+        if before is not None:
+            assert isinstance(before, Tensor)
+            part = before + part.to(self._dtypes[unit])
+        self._at[unit] = part if last else part.to(self._dtypes[unit])
+
+    def finish(self) -> None:
+        """Says that nothing will be added any more."""
+        for unit, x in self._at.items():
+            if isinstance(x, Tensor):
+                self._at[unit] = x.to(self._dtypes[unit])
 
     def __getitem__(self, unit: int) -> Tensor | Stored:
         self._settle(unit)
@@ -65,7 +77,7 @@ class Parts:
         if coming is None:
             return
         with on_host():
-            part, before = coming.result(), self._at.pop(unit, None)
+            part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
                 part = (before if isinstance(before, Tensor) else before.load()).add_(part)
             self._at[unit] = part if self._homes[unit] == "host" else send_home(part, "disk", self._pool)

@@ -7,7 +7,9 @@ import torch
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import (
+    Dtypes,
     Mesh,
+    Policy,
     PyTree,
     Sharding,
     Zero,
@@ -87,7 +89,7 @@ class Plan:
         lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
         for x in self.leaves:
             homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"
-            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtype} compute {x.compute!r} trainable {x.trainable} {homes}")
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} compute {x.compute!r} trainable {x.trainable} {homes}")
         return "\n".join(lines)
 
 
@@ -100,10 +102,13 @@ class Planner:
         batch: prefix tree of the batch's specs.
         zero: the ZeRO rule.
         trainable: prefix tree of bools.
+        policy: the precision; None = each leaf's own dtype.
     """
 
-    def __init__(self, mesh: Mesh, specs: PyTree, batch: PyTree, zero: Zero, trainable: PyTree) -> None:
-        self.mesh, self.batch, self.zero = mesh, batch, zero
+    def __init__(
+        self, mesh: Mesh, specs: PyTree, batch: PyTree, zero: Zero, trainable: PyTree, policy: Policy | None = None
+    ) -> None:
+        self.mesh, self.batch, self.zero, self.policy = mesh, batch, zero, policy
         self._specs, self._trainable = specs, trainable
         used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
         self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
@@ -146,6 +151,15 @@ class Planner:
                 if x.spec != leaf.param or x.memory_kind != leaf.home
             ],
         )
+        raise_all(
+            ValueError,
+            "the state was made under another policy:",
+            [
+                f"{leaf.path} is {x.dtype}; here it is kept in {leaf.dtypes.param}"
+                for leaf, x in zip(plan.leaves, leaves, strict=True)
+                if x.dtype != leaf.dtypes.param
+            ],
+        )
         return plan
 
     def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
@@ -167,11 +181,13 @@ class Planner:
             "complex parameters have no gradients here; close over them, or mark them trainable=False:",
             [p for p, _, d, _, t, _ in rows if t and d.is_complex],
         )
+        if self.policy is not None:
+            self.policy.check([p for p, _, d, *_ in rows if d.is_floating_point])
         leaves = [
             leaf_layout(
                 p,
                 s,
-                d,
+                Dtypes.plain(d) if self.policy is None else self.policy.dtypes(p, d),
                 c,
                 zero=self.zero,
                 mesh=self.mesh,

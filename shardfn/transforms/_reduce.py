@@ -63,7 +63,9 @@ class Reducer:
         self._missing: list[int] = []
         self._pending: list[tuple[int, Pending]] = []
         self._pool = pool
-        self._parts = Parts([self._home(u) for u in range(len(units))], pool)
+        self._parts = Parts(
+            [self._home(u) for u in range(len(units))], [leaves[x.leaves[0]].dtypes.accum for x in units], pool
+        )
         self._flats: dict[int, Tensor] = {}
         self._whole: dict[int, tuple[Tensor | None, Pending | None]] = {}
         self._next = self._in_flight = 0
@@ -79,6 +81,8 @@ class Reducer:
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
         before = self._local.pop(leaf, None)
+        if before is not None or not self._send:
+            grad = grad.to(self._leaves[leaf].dtypes.accum)
         if before is not None:
             grad = before + grad
         if not self._send:
@@ -106,9 +110,11 @@ class Reducer:
         self._collect(block=True)
         if self._last:
             for u in self._parts:
-                extra = self._leaves[self._units[u].leaves[0]].extra_axes
-                if self._channels.reduce(extra).size > 1:
-                    self._parts.replace(u, psum(brought(self._parts[u], self._device), extra))
+                leaf = self._leaves[self._units[u].leaves[0]]
+                if self._channels.reduce(leaf.extra_axes).size > 1:
+                    part = brought(self._parts.pop(u), self._device).to(leaf.dtypes.reduce)
+                    self._parts.add(u, psum(part, leaf.extra_axes), last=True)
+            self._parts.finish()
 
     def parts(self) -> Parts:
         """Per unit, this rank's share of the summed gradients, 1-D; the shares of all ranks are disjoint."""
@@ -123,7 +129,7 @@ class Reducer:
             rank = self._scatter[u].index
             shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
             alone = self._cut[u] or self._scatter[u].size == 1
-            flat = self._parts.pop(u) if alone else self._whole_part(u)
+            flat = self._parts.pop(u) if alone else self._whole_part(u).to(members[0].dtypes.accum)
             if isinstance(flat, Tensor) and self._scatter[u].size == 1 and not is_sole_owner(flat):
                 if self._parts.home(u) == "device":
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
@@ -156,13 +162,14 @@ class Reducer:
         local = self._local.pop(leaf, None)
         if local is not None:
             return local
-        return torch.zeros(self._leaves[leaf].block, dtype=self._leaves[leaf].dtype, device=self._device)
+        return torch.zeros(self._leaves[leaf].block, dtype=self._leaves[leaf].dtypes.reduce, device=self._device)
 
     def _send_ready(self) -> None:
         while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
             unit = self._order[self._next]
             self._next += 1
-            members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
+            mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
+            members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
             channel = self._scatter[unit]
             flat, sizes = flatten_for(members, channel.size, self._cut[unit])
             del members
@@ -188,7 +195,7 @@ class Reducer:
             if self._in_one(unit):
                 self._whole[unit] = (part, None)
                 own = flat_sizes(part.numel(), 2)
-                self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index])
+                self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index], last=True)
                 continue
             self._finish(unit, part)
 
@@ -204,7 +211,7 @@ class Reducer:
             self._patience -= time.monotonic() - start
 
     def _finish(self, unit: int, part: Tensor) -> None:
-        self._parts.add(unit, part)
+        self._parts.add(unit, part, last=self._last)
         if self._last and self._overlap_gather and not self._cut[unit] and self._scatter[unit].size > 1:
             self._start_whole(unit)
 
@@ -214,7 +221,7 @@ class Reducer:
         out: Tensor | None = self._flats.pop(unit)
         sizes = flat_sizes(out.numel(), self._scatter[unit].size)
         in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
-        if not in_place and not is_sole_owner(out):
+        if out.dtype != part.dtype or not (in_place or is_sole_owner(out)):
             out = None
         self._whole[unit] = (None, self._gather[unit].all_gather(part, sizes, out))
 

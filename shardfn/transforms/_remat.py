@@ -12,6 +12,7 @@ from shardfn.collectives import transforming
 from ._accumulate import Accumulated
 from ._capture import recomputing
 from ._jit import Jitted
+from ._mixed_precision import Mixed
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,7 +26,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         f: a pure function; wrap a block of a model, or a whole loss.
 
     Raises:
-        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted.
+        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, or
+            has a precision policy.
 
     Example:
         >>> import torch
@@ -39,6 +41,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     if isinstance(f, Jitted):
         raise ValueError("remat(jit(f)) would hide the graph in a recomputation; use jit(remat(f)).")
+
+    if isinstance(f, Mixed):
+        raise ValueError(
+            "remat(mixed_precision(f, policy)) would hide the policy from the step; use mixed_precision(remat(f),"
+            " policy)."
+        )
 
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:

@@ -38,13 +38,15 @@ from ._comms import Comms, comms_of, losing_no_peer
 from ._eval_shape import abstract_init, abstract_leaves, as_state, is_abstract
 from ._first import first_state
 from ._functional import pure_apply, pure_loss, pure_step
-from ._jit import CacheInfo, Jitted, unwrap
+from ._jit import CacheInfo, Jitted
 from ._loss import Loss
 from ._lower import Lowered
 from ._metrics import measure
+from ._mixed_precision import check_scaled, with_masters
 from ._plan import Plan, Planner
-from ._state import TrainState, check_alive
+from ._state import TrainState, check_alive, scale_of
 from ._traced_step import StepParts
+from ._unwrap import Unwrapped, unwrap
 from ._update import update
 
 # Functions whose order of gathers a step remembers.
@@ -73,7 +75,7 @@ def sharded_step(
 
     Args:
         loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
-            `WeightedMean`.
+            `WeightedMean`. `jit`, `accumulate` and `mixed_precision` around it, in any order, speak of the whole step.
         optimizer: an (init, update) pair of `shardfn.optim`.
         mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device.
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
@@ -87,12 +89,14 @@ def sharded_step(
 
     Returns:
         The step. Its metrics are 0-d tensors, the same on all ranks: "loss" (global mean), "grad_norm" (of the averaged
-        gradient, before clipping), "finite" (whether both are), "skipped", and the aux.
+        gradient, before clipping), "finite" (whether both are), "skipped", with a loss scale "loss_scale" (the one
+        that was used), and the aux.
 
     Raises:
         ValueError: (at `init` or first call) specs, batch or state do not fit; every failing leaf is listed by path.
         DonatedError: (when called) the state was consumed by an earlier step.
         RankError: (when called) ranks disagree on what to run, or another rank failed.
+        FloatingPointError: (when called) gradients overflow with the loss scale at its floor.
 
     Example:
         >>> from shardfn import optim
@@ -107,8 +111,11 @@ def sharded_step(
     """
     on, rule = as_mesh(mesh), zero or Zero()
     check_specs(specs, batch, rule, on)
-    planner = Planner(on, specs, batch, rule, trainable)
-    return ShardedStep(loss, optimizer, planner, key=key, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite)
+    unwrapped = unwrap(loss)
+    planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
+    return ShardedStep(
+        unwrapped, optimizer, planner, key=key, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
+    )
 
 
 class ShardedStep:
@@ -116,7 +123,7 @@ class ShardedStep:
 
     def __init__(
         self,
-        loss: Loss,
+        loss: Unwrapped,
         optimizer: GradientTransformation,
         planner: Planner,
         *,
@@ -126,10 +133,15 @@ class ShardedStep:
         skip_nonfinite: bool,
     ) -> None:
         self.mesh = planner.mesh
-        self._loss, self._jitted = unwrap(loss)
+        self._loss, self._jitted, mixed = loss
+        self._loss_scale = None if mixed is None else mixed.loss_scale
+        if mixed is not None:
+            check_scaled(mixed)
+            optimizer = with_masters(optimizer, mixed.policy)
         self._optimizer, self._planner = optimizer, planner
-        self._key, self._has_aux, self._donate, self._skip = key, has_aux, donate, skip_nonfinite
-        parts = StepParts(self._loss, optimizer, has_aux, skip_nonfinite)
+        self._key, self._has_aux, self._donate = key, has_aux, donate
+        self._skip = skip_nonfinite or self._loss_scale is not None
+        parts = StepParts(self._loss, optimizer, has_aux, self._skip)
         self._steps = CapturedSteps(self._jitted or Jitted(self._loss), parts, donate)
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
@@ -157,7 +169,7 @@ class ShardedStep:
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, leaves)
         if self.mesh.abstract or is_abstract(leaves):
-            return abstract_init(plan, self._optimizer, self._key)
+            return abstract_init(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
         comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
         check_replicas(leaves, plan, comms.control)
@@ -167,10 +179,10 @@ class ShardedStep:
             leaf, drawn = plan.leaves[i], leaves[i]
             leaves[i] = None
             where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
-            return draw_block(drawn, where).to(self.mesh.device).contiguous()
+            return draw_block(drawn, where).to(self.mesh.device).to(leaf.dtypes.master).contiguous()
 
         step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
-        return TrainState(*first_state(plan, self._optimizer, draw), step, key)
+        return TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
@@ -197,8 +209,8 @@ class ShardedStep:
             >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
             0
         """
-        plan, blocks, opt, args = self._abstract(state, batch)
-        program = self._steps.lower(plan, blocks, opt, args)
+        plan, blocks, opt, args, scale = self._abstract(state, batch)
+        program = self._steps.lower(plan, blocks, opt, args, scale)
         key = signature(plan, args)
 
         def compile(backend: str | None) -> Callable[..., Any]:
@@ -207,14 +219,17 @@ class ShardedStep:
 
         return Lowered(program.gm, self.mesh, compile)
 
-    def _abstract(self, state: PyTree, batch: PyTree) -> tuple[Plan, list[Tensor], PyTree, tuple[Any, ...]]:
-        given = as_state(self._planner, self._optimizer, self._key, state)
+    def _abstract(
+        self, state: PyTree, batch: PyTree
+    ) -> tuple[Plan, list[Tensor], PyTree, tuple[Any, ...], Tensor | None]:
+        given = as_state(self._planner, self._optimizer, self._key, self._first_scale(), state)
         plan = self._planner.plan_of(given)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
         held = (given.params, given.opt_state)
         params, opt = abstract_leaves(tree_map(lambda x: x.local, held), self.mesh.device)
-        return plan, tree_leaves(params), opt, abstract_leaves((batch, *keys), self.mesh.device)
+        args = abstract_leaves((batch, *keys), self.mesh.device)
+        return plan, tree_leaves(params), opt, args, scale_of(given)
 
     def _step(
         self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
@@ -226,6 +241,7 @@ class ShardedStep:
             plan = self._planner.plan_of(state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
             args = self._args_of(state, batch)
+            self._check_scale(state)
             if only is not None and signature(plan, args) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
@@ -233,14 +249,20 @@ class ShardedStep:
                 )
         even = agree_on_step(comms.control, f"step {number} of {len(plan.leaves)} leaves", described)
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            return run(plan, comms, state, args, even)
+            new, metrics = run(plan, comms, state, args, even)
+        if self._loss_scale is not None:
+            scale = self._loss_scale.update(state.loss_scale, metrics["finite"])
+            self._loss_scale.check(scale)
+            new = new._replace(loss_scale=scale)
+        return new, metrics
 
     def _run(
         self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
     ) -> tuple[TrainState, dict[str, Tensor]]:
         blocks = [g.held for g in tree_leaves(state.params)]
-        out = run_backward(plan, comms, blocks, self._loss, args, has_aux=self._has_aux, even=even)
-        metrics, scale = measure(plan, out)
+        by = scale_of(state)
+        out = run_backward(plan, comms, blocks, self._loss, args, has_aux=self._has_aux, even=even, loss_scale=by)
+        metrics, scale = measure(plan, out, by)
         if self._skip and not bool(metrics["finite"]):
             metrics["skipped"] = torch.ones_like(metrics["finite"])
             return state, metrics
@@ -298,7 +320,7 @@ class ShardedStep:
         if transforming():
             with bind_mesh(self.mesh):
                 return pure_apply(self._planner.plan_of(state), state.params, f, args)
-        f, _ = unwrap(f)  # leaves are gathered one by one, which a graph of f alone would not do
+        f = unwrap(f).loss  # leaves are gathered one by one, which a graph of f alone would not do
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(state)
@@ -327,6 +349,16 @@ class ShardedStep:
         if not isinstance(state.key, Tensor):
             raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
         return state.key
+
+    def _first_scale(self) -> PyTree:
+        return () if self._loss_scale is None else self._loss_scale.init()
+
+    def _check_scale(self, state: TrainState) -> None:
+        if (scale_of(state) is None) != (self._loss_scale is None):
+            has, built = ("a", "without one") if self._loss_scale is None else ("no", "with one")
+            raise ValueError(
+                f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
+            )
 
     def _describe(self, plan: Plan) -> str:
         key = None if self._key is None else self._key.tolist()

@@ -16,6 +16,7 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state; its tensors are `GlobalTensor`s.
         step: 0-d int64 tensor on the CPU: number of updates made.
         key: the key from which each step's key is folded; `()`, an empty tree, when the loss takes none.
+        loss_scale: the state of the loss scale; `()` when the step has none.
     """
 
     params: PyTree
@@ -23,6 +24,12 @@ class TrainState(NamedTuple):
     step: Tensor
     # No None: torch's own trees, which torch.func maps over, count it as a leaf.
     key: Tensor | tuple[()] = ()
+    loss_scale: PyTree = ()
+
+
+def scale_of(state: TrainState) -> Tensor | None:
+    """What the next step's loss is multiplied by; None = nothing."""
+    return state.loss_scale.scale if state.loss_scale else None
 
 
 def check_alive(state: TrainState) -> None:

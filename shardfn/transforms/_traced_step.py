@@ -57,7 +57,14 @@ class StepParts:
 
 
 def capture_step(
-    parts: StepParts, plan: Plan, blocks: Sequence[Any], opt_state: PyTree, args: tuple[Any, ...], *, even: bool
+    parts: StepParts,
+    plan: Plan,
+    blocks: Sequence[Any],
+    opt_state: PyTree,
+    args: tuple[Any, ...],
+    scale: Any = None,
+    *,
+    even: bool,
 ) -> StepProgram:
     """Captures one step; nothing is computed and nothing sent.
 
@@ -67,33 +74,36 @@ def capture_step(
         blocks: this rank's block of each parameter; of all tensors here only shape, strides, dtype and device count.
         opt_state: tree of this rank's blocks of the optimizer state.
         args: this rank's batch, and a key if the loss takes one.
+        scale: what the loss is multiplied by, the last input of the graph; None = nothing, and no input.
         even: whether all ranks hold batches of the same shapes.
     """
     plan, recorder = plan.for_capture(), Recorder()
     comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
     opt_leaves, opt_treedef = tree_flatten(opt_state)
-    arg_leaves, arg_treedef = tree_flatten(args)
+    arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
     names: list[str] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
         mine, rest = list(flat[: len(blocks)]), flat[len(blocks) :]
         opt = tree_unflatten(opt_treedef, rest[: len(opt_leaves)])
-        given = tree_unflatten(arg_treedef, rest[len(opt_leaves) :])
+        given, scaled = tree_unflatten(arg_treedef, rest[len(opt_leaves) :])
+        by = None if scale is None else scaled
         with bind_mesh(plan.mesh):
-            out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even)
-            metrics, scale = measure(plan, out)
+            out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even, loss_scale=by)
+            metrics, unscale = measure(plan, out, by)
             names[:] = metrics
             if parts.skip_nonfinite:
                 torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
             with torch.no_grad():
                 grads = out.reducer.gradients()
-                mine, opt = update_blocks(plan, comms.channels, parts.optimizer, mine, opt, grads, scale)
+                mine, opt = update_blocks(plan, comms.channels, parts.optimizer, mine, opt, grads, unscale)
         return [*mine, *tree_leaves(opt), *metrics.values()]
 
     gm = capture(program, [*blocks, *opt_leaves, *arg_leaves], recorder)
     paths = [(leaf.path, "params") for leaf in plan.leaves]
     paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
     paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
+    paths += [] if scale is None else [("loss_scale", "other")]
     _annotate(gm, plan.mesh, paths)
     return StepProgram(gm, plan, opt_treedef, tuple(names), plan.outcome or "")
 

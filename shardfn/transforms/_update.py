@@ -56,7 +56,7 @@ def take_state(state: TrainState, *, donated: bool, copied: bool) -> tuple[PyTre
 
 def next_state(plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree) -> TrainState:
     """The state after `state`, of this rank's new blocks and optimizer state."""
-    return TrainState(wrap(plan, blocks), _like(opt_state, state.opt_state), state.step + 1, state.key)
+    return state._replace(params=wrap(plan, blocks), opt_state=_like(opt_state, state.opt_state), step=state.step + 1)
 
 
 def update_blocks(
@@ -127,16 +127,19 @@ def _as_stream(
 
 def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
     """A parameter's rows in the update; those that are made whole again afterwards are written to memory."""
+    # Where there is a master copy the parameter is its cast, and only written.
+    read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
-        return Column.of(block, leaf.home)
+        return Column.of(block, leaf.home, read=read)
     if leaf.home == "device":
-        return Column.of(own_rows(plan, leaf, block), "device")
+        return Column.of(own_rows(plan, leaf, block), "device", read=read)
     with on_host():
-        return Column.of(own_rows(plan, leaf, block if isinstance(block, Tensor) else block.load()), "host")
+        here = block if isinstance(block, Tensor) else block.load()
+        return Column.of(own_rows(plan, leaf, here), "host", read=read)
 
 
 def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequence[Tensor]) -> PyTree:
-    """The optimizer's first state, on this rank's rows."""
+    """The optimizer's first state, on this rank's rows, which come in the dtypes that the optimizer updates."""
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
@@ -161,6 +164,11 @@ def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
     return tree_unflatten(
         plan.treedef, [GlobalTensor(b, leaf.shape, leaf.param, plan.mesh, leaf.home) for b, leaf in pairs]
     )
+
+
+def kept(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's blocks in the dtypes in which they are kept between steps."""
+    return [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, blocks, strict=True)]
 
 
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:

@@ -1,0 +1,182 @@
+"""`Policy`: in which precision each thing of a training step is kept, computed, sent and added up.
+
+    keep         compute        send           add up        update
+    param -----> compute -----> reduce ------> accum ------> master (then cast to param)
+
+A step without a policy does all of it in each leaf's own dtype.
+Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ._errors import did_you_mean, raise_all
+
+_ALLOWED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of one leaf.
+
+    Attributes:
+        param: in which it is kept between steps.
+        master: in which the optimizer updates it; wider than `param` where there is a copy in the optimizer's state.
+        compute: in which the loss sees it, and in which it is gathered.
+        reduce: in which its gradient travels.
+        accum: in which its gradient is added up and handed to the optimizer.
+    """
+
+    param: torch.dtype
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    accum: torch.dtype
+
+    @staticmethod
+    def plain(dtype: torch.dtype) -> "Dtypes":
+        """One dtype for everything.
+
+        Example:
+            >>> Dtypes.plain(torch.float32).reduce
+            torch.float32
+        """
+        return Dtypes(dtype, dtype, dtype, dtype, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The precision of a training step, by what is done in it.
+
+    It speaks of floating-point leaves; integers, bools and complex numbers keep their dtype.
+
+    Attributes:
+        param: in which parameters are kept between steps.
+        compute: in which the loss sees parameters and batch; stage-3 leaves are cast first and gathered in it.
+        reduce: in which gradients travel between ranks.
+        accum: in which reduced gradients are added up over microbatches and handed to the optimizer.
+        output: the dtype of the loss value.
+        master: the dtype of the copy of the parameters that the optimizer keeps where `param` is narrower; None = no
+            copy, so that updates smaller than half a unit in the last place of `param` are lost.
+        exceptions: pattern -> dtype: leaves in whose path the pattern is found (`re.search`) are kept and computed in
+            that dtype; the last match counts. Paths read `params['blocks'][0]['norm_w']`.
+
+    Raises:
+        ValueError: a dtype is none of bfloat16, float16, float32 and float64; or a pattern is no regular expression.
+
+    Example:
+        >>> Policy(compute=torch.bfloat16).param
+        torch.float32
+        >>> Policy.bf16(exceptions={"norm": torch.float32}).dtypes("params['norm_w']", torch.float32).compute
+        torch.float32
+
+    References:
+        Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+    """
+
+    param: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    accum: torch.dtype = torch.float32
+    output: torch.dtype = torch.float32
+    _: dataclasses.KW_ONLY
+    master: torch.dtype | None = torch.float32
+    exceptions: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exceptions"}
+        named |= {f"exceptions[{p!r}]": d for p, d in self.exceptions.items()}
+        bad = [f"{n} is {d!r}" for n, d in named.items() if d not in _ALLOWED and not (n == "master" and d is None)]
+        raise_all(ValueError, "a Policy's dtypes are bfloat16, float16, float32 and float64:", bad)
+        for pattern in self.exceptions:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"the exception {pattern!r} is no regular expression: {error}.") from error
+
+    def __hash__(self) -> int:
+        return hash((*(getattr(self, f.name) for f in dataclasses.fields(self)[:-1]), *self.exceptions.items()))
+
+    @staticmethod
+    def bf16(**changes: Any) -> "Policy":
+        """Parameters and arithmetic in bfloat16; gradients travel, add up and are applied in float32.
+
+        Args:
+            **changes: fields that shall differ.
+
+        Example:
+            >>> Policy.bf16(reduce=torch.bfloat16).accum
+            torch.float32
+        """
+        return dataclasses.replace(Policy(torch.bfloat16, torch.bfloat16), **changes)
+
+    @staticmethod
+    def fp16(**changes: Any) -> "Policy":
+        """As `bf16`, in float16: use it with a loss scale.
+
+        Args:
+            **changes: fields that shall differ.
+
+        Example:
+            >>> Policy.fp16().param
+            torch.float16
+        """
+        return dataclasses.replace(Policy(torch.float16, torch.float16), **changes)
+
+    @staticmethod
+    def full(**changes: Any) -> "Policy":
+        """Everything in float32.
+
+        Args:
+            **changes: fields that shall differ.
+
+        Example:
+            >>> Policy.full() == Policy()
+            True
+        """
+        return dataclasses.replace(Policy(), **changes)
+
+    def dtypes(self, path: str, dtype: torch.dtype) -> Dtypes:
+        """The dtypes of one leaf.
+
+        Args:
+            path: its path, as errors print it.
+            dtype: its own dtype, which counts only where it is not of floating point.
+        """
+        if not dtype.is_floating_point:
+            return Dtypes.plain(dtype)
+        own = [d for pattern, d in self.exceptions.items() if re.search(pattern, path)]
+        param, compute = (own[-1], own[-1]) if own else (self.param, self.compute)
+        wider = self.master is not None and self.master.itemsize > param.itemsize
+        return Dtypes(param, self.master if wider and self.master else param, compute, self.reduce, self.accum)
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether there are leaves of which the optimizer keeps a wider copy.
+
+        Example:
+            >>> Policy.bf16().keeps_master, Policy.full().keeps_master
+            (True, False)
+        """
+        kept = (self.param, *self.exceptions.values())
+        return self.master is not None and any(d.itemsize < self.master.itemsize for d in kept)
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Refuses exceptions that speak of no leaf.
+
+        Raises:
+            ValueError: a pattern is found in no path; all are listed.
+
+        Example:
+            >>> Policy.bf16(exceptions={"norm": torch.float32}).check(["params['norm_w']"])
+        """
+        unused = [p for p in self.exceptions if not any(re.search(p, path) for path in paths)]
+        shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+        raise_all(
+            ValueError,
+            f"exceptions of the policy match no leaf of {shown}:",
+            [f"{p!r}{did_you_mean(p, paths)}; drop it, or write what re.search finds in a path" for p in unused],
+        )

@@ -1,0 +1,177 @@
+"""Loss scales: keep float16 gradients out of the range where they become 0.
+
+    gradient of (scale * loss), in float16  ->  divided by scale, in float32  ->  norm, clipping, update
+
+A step whose gradients are not finite is skipped. The scale then follows `update(state, finite) -> state`, a pure
+function. Gradients are divided by the scale that they were multiplied by; the scale moves after the step.
+Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ._checks import positive
+
+
+class LossScale(NamedTuple):
+    """A rule for the scale of the loss.
+
+    Attributes:
+        init: `init() -> state`; a state has a field `scale`, float32, 0-d, on the CPU.
+        update: `update(state, finite) -> state`: the state after a step whose gradients were finite, or were not. Pure.
+        check: `check(state)` raises a `FloatingPointError` if it is no use to go on; reads the state on the host.
+    """
+
+    init: Callable[[], Any]
+    update: Callable[[Any, Bool[Tensor, ""]], Any]
+    check: Callable[[Any], None]
+
+
+class StaticScaleState(NamedTuple):
+    """The state of `static_loss_scale`.
+
+    Attributes:
+        scale: the scale.
+    """
+
+    scale: Float[Tensor, ""]
+
+
+class DynamicScaleState(NamedTuple):
+    """The state of `dynamic_loss_scale`.
+
+    Attributes:
+        scale: the scale of the next step.
+        count: int64, 0-d: steps taken, skipped ones included.
+        last_overflow: int64, 0-d: number of the last step that overflowed; -1 if none did.
+        hysteresis: int64, 0-d: the scale falls at an overflow that finds this at 1.
+        exhausted: whether the last step overflowed with the scale at its floor.
+    """
+
+    scale: Float[Tensor, ""]
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+    last_overflow: Int[Tensor, ""]
+    hysteresis: Int[Tensor, ""]
+    exhausted: Bool[Tensor, ""]
+
+
+def static_loss_scale(scale: float | int) -> LossScale:
+    """One scale for all steps; a step that overflows is skipped all the same.
+
+    Args:
+        scale: the factor, > 0. A power of two changes no bit of a gradient that neither overflows nor underflows.
+
+    Raises:
+        ValueError: the scale is not a finite number > 0.
+
+    Example:
+        >>> rule = static_loss_scale(1024)
+        >>> rule.update(rule.init(), torch.tensor(False)).scale
+        tensor(1024.)
+    """
+    positive("static_loss_scale", scale=scale)
+
+    def init() -> StaticScaleState:
+        return StaticScaleState(torch.tensor(float(scale)))
+
+    def update(state: StaticScaleState, finite: Tensor) -> StaticScaleState:
+        del finite
+        return state
+
+    return LossScale(init, update, lambda state: None)
+
+
+def dynamic_loss_scale(
+    init: float | int = 2.0**16,
+    window: int = 1000,
+    hysteresis: int = 2,
+    consecutive: bool = False,
+    min_scale: float | int = 1.0,
+    factor: float | int = 2.0,
+    raise_at_min: bool = True,
+) -> LossScale:
+    """A scale that falls when gradients overflow and grows while they do not.
+
+    With `i` the number of the step and `l` that of the last overflow (-1 at first):
+
+        overflow:  hysteresis > 1:  hysteresis -= 1
+                   else:            scale = max(scale / factor, min_scale)
+        finite:    k = i - l - 1;  if k > 0 and k % window == 0:  scale *= factor, hysteresis refilled
+
+    So it grows at the finite step number `window + 1` after an overflow, and then every `window`. After it has fallen
+    the hysteresis stays used up, so that further overflows in a row lower it each time. It has no upper bound. The
+    defaults and the trace are DeepSpeed's.
+
+    Args:
+        init: the first scale, > 0.
+        window: steps between two growths.
+        hysteresis: how many overflows it takes to lower the scale at first and after each growth; 1 = every one does.
+        consecutive: whether any finite step refills the hysteresis.
+        min_scale: the floor, > 0.
+        factor: > 1.
+        raise_at_min: whether an overflow at the floor is an error, in `check`.
+
+    Raises:
+        ValueError: a number is out of range, or `init` is below the floor.
+        FloatingPointError: (in `check`, which a step calls) gradients overflow with the scale at its floor.
+
+    Example:
+        >>> rule = dynamic_loss_scale(window=2, hysteresis=1)
+        >>> state, scales = rule.init(), []
+        >>> for finite in (False, True, True, True):
+        ...     state = rule.update(state, torch.tensor(finite))
+        ...     scales.append(state.scale.item())
+        >>> scales
+        [32768.0, 32768.0, 65536.0, 65536.0]
+
+    References:
+        Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+    """
+    _check(init, window, hysteresis, min_scale, factor)
+
+    def first() -> DynamicScaleState:
+        number = lambda x: torch.tensor(x, dtype=torch.int64)  # noqa: E731
+        return DynamicScaleState(
+            torch.tensor(float(init)), number(0), number(-1), number(hysteresis), torch.tensor(False)
+        )
+
+    def update(state: DynamicScaleState, finite: Tensor) -> DynamicScaleState:
+        scale, i, last, left, _ = state
+        clean = finite.to(scale.device)
+        falls = ~clean & (left == 1)
+        stable = i - last - 1
+        grows = clean & (stable > 0) & (stable % window == 0)
+        refills = clean & consecutive | grows
+        return DynamicScaleState(
+            torch.where(falls, (scale / factor).clamp(min=min_scale), torch.where(grows, scale * factor, scale)),
+            i + 1,
+            torch.where(clean, last, i),
+            torch.where(refills, hysteresis, torch.where(clean | falls, left, left - 1)),
+            falls & (scale <= min_scale),
+        )
+
+    def check(state: DynamicScaleState) -> None:
+        if raise_at_min and bool(state.exhausted):
+            raise FloatingPointError(
+                f"gradients overflow although the loss scale is at its floor {min_scale}: the loss or its gradient is"
+                " not finite, or too large for the compute dtype. Look for the first op that gives inf or nan, lower"
+                " the learning rate, compute in bfloat16, or pass a lower min_scale (raise_at_min=False goes on)."
+            )
+
+    return LossScale(first, update, check)
+
+
+def _check(init: Any, window: Any, hysteresis: Any, min_scale: Any, factor: Any) -> None:
+    positive("dynamic_loss_scale", init=init, min_scale=min_scale)
+    for name, x in (("window", window), ("hysteresis", hysteresis)):
+        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+            raise ValueError(f"dynamic_loss_scale: {name} must be an integer >= 1, got {x!r}.")
+    if not (math.isfinite(factor) and factor > 1):
+        raise ValueError(f"dynamic_loss_scale: factor must be a finite number > 1, got {factor!r}.")
+    if init < min_scale:
+        raise ValueError(f"dynamic_loss_scale: init {init!r} is below min_scale {min_scale!r}.")

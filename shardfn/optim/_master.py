@@ -1,0 +1,116 @@
+"""Master weights: parameters kept in 16 bits, updated in 32.
+
+A bfloat16 number has 8 significant bits, so an update below 2^-9 of its parameter is rounded away; the copy in the
+optimizer's state collects such updates until they show. Micikevicius et al., Mixed Precision Training, 2017,
+https://arxiv.org/abs/1710.03740
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+
+from ._base import GradientTransformation, apply_updates, inplace
+from ._kernels import foreach_copy_
+from ._leaves import check_params, check_state, leaves_like, per_leaf
+from ._types import OptState, Params, Specs, Updates
+
+
+class MasterState(NamedTuple):
+    """What `master_weights` keeps.
+
+    Attributes:
+        master: tree like params: the wide copies; None at leaves that have none.
+        inner: the state of the inner rule.
+    """
+
+    master: PyTree
+    inner: OptState
+
+
+def master_weights(
+    inner: GradientTransformation, dtype: torch.dtype = torch.float32, *, kept: PyTree = None
+) -> GradientTransformation:
+    """Applies `inner` to a wide copy of narrow parameters: `m' = m + u(g, m)`, `p' = cast(m')`.
+
+    A leaf that is as wide as `dtype` has no copy and is stepped as `inner` steps it.
+
+    Args:
+        inner: the rule; its moments are in `dtype`, as it sees the copies only.
+        dtype: of the copies.
+        kept: in which dtype `update` and `apply` will get each leaf: a dtype, a tree (or prefix) of dtypes, or a
+            function from params to one. None = in that of the leaf that `init` is given. With it, `init` may be given
+            wider leaves, so that the copies start from values that were never rounded.
+
+    Returns:
+        A rule with a `MasterState`. Its updates are `p' - p` in float64, in which they are exact; `apply` writes p'.
+
+    Raises:
+        ValueError: (on use) trees do not match.
+
+    Example:
+        >>> from shardfn.optim import sgd
+        >>> tx = master_weights(sgd(1.0))
+        >>> w, small = [torch.ones(1, dtype=torch.bfloat16)], [torch.full((1,), 2.0**-10)]
+        >>> state = tx.init(w)
+        >>> for _ in range(8):
+        ...     w, state = tx.apply(small, state, w)
+        >>> w, state.master
+        ([tensor([0.9922], dtype=torch.bfloat16)], [tensor([0.9922])])
+
+    References:
+        Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+    """
+    resolve = per_leaf(kept, torch.dtype, "kept")
+
+    def init(params: Params) -> MasterState:
+        ps, treedef = tree_flatten(params)
+        own = [p.dtype for p in ps] if kept is None else resolve(params, ps, treedef)
+        narrow = [d.itemsize < dtype.itemsize for d in own]
+        seen = [p.to(dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
+        masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
+        return MasterState(tree_unflatten(treedef, masters), inner.init(tree_unflatten(treedef, seen)))
+
+    def columns(state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
+        """By leaf, the copy or None; and what the inner rule sees."""
+        check_state("master_weights", state, MasterState)
+        narrow = [p.dtype.itemsize < dtype.itemsize for p in ps]
+        like = tree_structure(tree_unflatten(treedef, [0 if n else None for n in narrow]))
+        copies = iter(leaves_like(state.master, like, "state.master", "params"))
+        masters = [next(copies) if n else None for n in narrow]
+        return masters, [p if m is None else m for p, m in zip(ps, masters, strict=True)]
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        check_params("master_weights", params)
+        ps, treedef = tree_flatten(params)
+        masters, seen = columns(state, ps, treedef)
+        old = tree_unflatten(treedef, seen)
+        us, inside = inner.update(updates, state.inner, old, specs=specs)
+        new = tree_leaves(apply_updates(old, us))
+        out = [
+            u if m is None else x.to(p.dtype).double() - p.double()
+            for u, m, x, p in zip(leaves_like(us, treedef, "updates", "params"), masters, new, ps, strict=True)
+        ]
+        wides = [None if m is None else x for m, x in zip(masters, new, strict=True)]
+        return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
+
+    step = inplace(inner)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        ps, treedef = tree_flatten(params)
+        masters, seen = columns(state, ps, treedef)
+        new, inside = step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
+        rows = list(zip(ps, masters, leaves_like(new, treedef, "params", "params"), strict=True))
+        narrow = [(p, x) for p, m, x in rows if m is not None]
+        if narrow:
+            foreach_copy_([p for p, _ in narrow], [x for _, x in narrow])
+        out = [x if m is None else p for p, m, x in rows]
+        wides = [None if m is None else x for _, m, x in rows]
+        return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
+
+    return GradientTransformation(init, update, apply)

@@ -1,0 +1,133 @@
+"""`mixed_precision`: the same loss, computed in the precision of a policy."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Policy, PyTree, tree_flatten, tree_map, tree_paths, tree_unflatten
+from shardfn.optim import GradientTransformation, LossScale, master_weights
+
+from ._accumulate import Accumulated
+from ._jit import Jitted
+from ._loss import Loss, WeightedMean
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A loss computed in a policy's precision; `sharded_step` keeps, sends and updates in the policy's dtypes too.
+
+    Attributes:
+        inner: the loss.
+        policy: the precision.
+        loss_scale: what the loss is multiplied by while a step differentiates it; None = nothing.
+    """
+
+    inner: Loss
+    policy: Policy
+    loss_scale: LossScale | None = None
+    _dtypes: dict[Any, list[torch.dtype]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __call__(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        """The loss, in the policy's output dtype."""
+        leaves, treedef = tree_flatten(params)
+        dtypes = self._computed(params, leaves, treedef)
+        # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
+        cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
+        batch = tree_map(self._cast, args[:1])
+        return self._output(self.inner(tree_unflatten(treedef, cast), *batch, *args[1:], **kwargs))
+
+    def _computed(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
+        key = treedef, *(x.dtype for x in leaves)
+        if key not in self._dtypes:
+            paths = tree_paths(params, "params")
+            self.policy.check(paths)
+            pairs = zip(paths, leaves, strict=True)
+            self._dtypes[key] = [self.policy.dtypes(path, x.dtype).compute for path, x in pairs]
+        return self._dtypes[key]
+
+    def _cast(self, x: Any) -> Any:
+        return x.to(self.policy.compute) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def _output(self, out: Any) -> Any:
+        if isinstance(out, WeightedMean):
+            return out._replace(total=out.total.to(self.policy.output))
+        if isinstance(out, tuple):
+            return (self._output(out[0]), *out[1:])
+        return out.to(self.policy.output) if isinstance(out, Tensor) else out
+
+
+def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossScale | None = None) -> Mixed:
+    """Computes `loss` in a policy's precision: `cast(loss(cast(params), cast(batch)))`.
+
+    Called on its own it casts parameters and floating-point leaves of the batch to `policy.compute`, and the value to
+    `policy.output`. `sharded_step(mixed_precision(loss, policy), ...)` also keeps parameters in `policy.param` with
+    wide copies in the optimizer's state (`MasterState`, which is sharded as that state is), gathers them in
+    `policy.compute`, sends gradients in `policy.reduce` and adds them up in `policy.accum`. It equals the step of one
+    device under the same policy.
+
+    With a loss scale the step differentiates `scale * loss` and divides the gradients by the same scale before their
+    norm is taken and they are clipped. A step whose gradients are not finite on any rank is skipped on all, bit for
+    bit; only the scale moves.
+
+    Args:
+        loss: `loss(params, batch, ...)`; may be accumulated, rematerialised or jitted, inside or outside.
+        policy: the precision.
+        loss_scale: of `optim.static_loss_scale` or `optim.dynamic_loss_scale`; a step that computes in float16 needs
+            one.
+
+    Raises:
+        ValueError: `loss` has a policy already; or gradients are to be scaled and added up in float16, where dividing
+            them by the scale would lose what it has saved; (when called) an exception of the policy matches no leaf.
+
+    Example:
+        >>> from shardfn.core import Policy
+        >>> loss = mixed_precision(lambda w, x: (w @ x).sum(), Policy.bf16())
+        >>> loss(torch.full((1,), 1.001), torch.ones(1))
+        tensor(1.)
+
+    References:
+        Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+    """
+    inner = loss
+    while isinstance(inner, Accumulated | Jitted | Mixed):
+        if isinstance(inner, Mixed):
+            raise ValueError("mixed_precision(mixed_precision(loss)): a loss has one policy; drop one.")
+        inner = inner.inner
+    if loss_scale is not None and policy.accum == torch.float16:
+        raise ValueError(
+            "Policy(accum=torch.float16) with a loss scale: gradients are divided by the scale in the dtype they are"
+            " added up in, where they would become 0 again; use accum=torch.float32."
+        )
+    return Mixed(loss, policy, loss_scale)
+
+
+def with_masters(optimizer: GradientTransformation, policy: Policy) -> GradientTransformation:
+    """The optimizer that keeps wide copies of the leaves that the policy keeps narrow."""
+    if policy.master is None or not policy.keeps_master:
+        return optimizer
+
+    def kept(params: PyTree) -> PyTree:
+        leaves, treedef = tree_flatten(params)
+        pairs = zip(tree_paths(params, "params"), leaves, strict=True)
+        return tree_unflatten(treedef, [policy.dtypes(path, x.dtype).param for path, x in pairs])
+
+    return master_weights(optimizer, policy.master, kept=kept)
+
+
+def check_scaled(mixed: Mixed) -> None:
+    """Refuses to train in float16 without a loss scale.
+
+    Raises:
+        ValueError: it would.
+    """
+    policy = mixed.policy
+    if mixed.loss_scale is None and torch.float16 in (policy.compute, policy.reduce, *policy.exceptions.values()):
+        raise ValueError(
+            "a step computes or sends gradients in float16, where small ones become 0, without a loss scale; pass"
+            " mixed_precision(loss, policy, optim.dynamic_loss_scale()), or static_loss_scale(1.0) to go without."
+        )
