@@ -216,10 +216,10 @@ def _fused(
         ps, treedef = tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
-        columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs])
-        on = flags(params, ps, treedef)
+        columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
+        on = zip(flags(params, ps, treedef), [g.dtype for g in columns[-1]], strict=True)
         step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
-        for (decays, device, _), (p, mu, nu, g) in grouped(columns, on).items():
+        for ((decays, _), device, _), (p, mu, nu, g) in grouped(columns, list(on)).items():
             decay = number(weight_decay) if decays else 0.0
             for ps, mus, nus, gs in even([p, mu, nu, g]):
                 fused_adamw_(

@@ -54,9 +54,6 @@ class EmptyState(NamedTuple):
     """The state of a rule that remembers nothing."""
 
 
-_GRAINS: tuple[Grain, ...] = ("element", "leaf", "tree")
-
-
 def coarsest(grains: Iterable[Grain]) -> Grain:
     """The grain of rules that work together.
 
@@ -65,7 +62,7 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
         'leaf'
     """
     found = set(grains)
-    return next((grain for grain in reversed(_GRAINS) if grain in found), "element")
+    return "tree" if "tree" in found else "leaf" if "leaf" in found else "element"
 
 
 def given(tx: GradientTransformation, params: Params, stats: Tensor | None = None) -> GradientTransformation:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ._kernels import foreach_copy_
 from ._leaves import Columns, blocks
 
+_CAST = 1 << 18  # elements: one piece of a gradient, cast, is a megabyte
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
 
 
@@ -33,7 +34,7 @@ def even(columns: Columns) -> Iterator[Columns]:
     if columns[-1][0].dtype == dtype:
         yield from _even(columns)
         return
-    for *piece, grads in blocks(columns):
+    for *piece, grads in blocks(columns, _CAST):
         yield from _even([*piece, [g.to(dtype) for g in grads]])
 
 

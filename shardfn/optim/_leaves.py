@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfn.core import (
     P,
@@ -165,12 +166,15 @@ def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
     return broadcast_prefix(specs, tree, lambda x: isinstance(x, P), names=("specs", "params"))
 
 
-def stage(columns: Columns, *, widen: Callable[[Tensor], bool] | None = None) -> tuple[Columns, Copies]:
+def stage(
+    columns: Columns, *, widen: Callable[[Tensor], bool] | None = None, narrow: bool = False
+) -> tuple[Columns, Copies]:
     """Columns whose rows are contiguous and of one dtype, and the copies to write back. The last column is only read.
 
     Args:
         columns: one list per role, parameters first and gradients last.
         widen: which parameters of half precision are staged in float32; None = none.
+        narrow: whether a gradient on a CPU may keep a half-precision dtype beside a wider parameter; see `even`.
     """
     out = [list(c) for c in columns]
     copies: Copies = []
@@ -179,7 +183,7 @@ def stage(columns: Columns, *, widen: Callable[[Tensor], bool] | None = None) ->
         wider = dtype in _HALF and widen is not None and widen(row[0])
         plain = not wider
         for x in row:
-            plain = plain and x.dtype is dtype and x.is_contiguous()
+            plain = plain and x.is_contiguous() and (x.dtype is dtype or (narrow and x is row[-1] and _is_late(x)))
         if not plain:
             ready = _stage_row(row, wider)
             copies += [(x, y) for x, y in zip(row[:-1], ready[:-1], strict=True) if y is not x]
@@ -209,7 +213,7 @@ def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Col
     return {key: [[c[i] for i in own] for c in columns] for key, own in groups.items() if key[1].type != "meta"}
 
 
-def blocks(columns: Columns) -> Iterator[Columns]:
+def blocks(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
     """The columns cut in flat pieces that a CPU works through in its cache; on other devices all at once.
 
     For chains of elementwise kernels: their temporaries are as small as a piece. Leaves must be contiguous.
@@ -220,12 +224,12 @@ def blocks(columns: Columns) -> Iterator[Columns]:
     piece: Columns = [[] for _ in columns]
     filled = 0
     for row in zip(*columns, strict=True):
-        large = row[0].numel() > _BLOCK
-        for cut in zip(*(x.view(-1).split(_BLOCK) for x in row), strict=True) if large else [row]:
+        large = row[0].numel() > size
+        for cut in zip(*(x.view(-1).split(size) for x in row), strict=True) if large else [row]:
             for column, x in zip(piece, cut, strict=True):
                 column.append(x)
             filled += cut[0].numel()
-            if filled >= _BLOCK:
+            if filled >= size:
                 yield piece
                 piece, filled = [[] for _ in columns], 0
     if piece[0]:
@@ -238,6 +242,11 @@ def disjoint(leaves: Sequence[Tensor]) -> bool:
         return False
     spans = sorted((x.untyped_storage()._cdata, x.storage_offset() * x.itemsize, x.nbytes) for x in leaves)
     return all(a != b or i + num <= j for (a, i, num), (b, j, _) in itertools.pairwise(spans))
+
+
+def _is_late(grad: Tensor) -> bool:
+    # A tracer would write down every piece of a leaf; to it the gradient is cast as a whole, which gives the same bits.
+    return grad.dtype in _HALF and grad.device.type == "cpu" and not isinstance(grad, FakeTensor)
 
 
 def _stage_row(row: tuple[Tensor, ...], wider: bool) -> list[Tensor]:

@@ -120,9 +120,9 @@ def sgd(
             check_state("sgd", state[-2], TraceState)
         ts = [] if momentum is None else leaves_like(state[-2].trace, treedef, "state.trace", "params")
         check_shapes(treedef, ps, grads=gs, **({"trace": ts} if momentum is not None else {}))
-        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_on_cpu)
+        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_on_cpu, narrow=True)
         lr = next_rate(learning_rate, state[-1])
-        for (_, device, _), (p, *t, g) in grouped(columns, [None] * len(ps)).items():
+        for (_, device, _), (p, *t, g) in grouped(columns, [g.dtype for g in columns[-1]]).items():
             for q, *u, h in even([p, *t, g]):
                 fused_sgd_(
                     q, h, u[0] if u else [], lr=on_device(lr, device), momentum=number(momentum or 0.0),
