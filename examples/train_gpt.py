@@ -36,6 +36,12 @@ OPTIMIZERS = {  # name -> (optimizer of a learning rate, learning rate)
     "sgd": (functools.partial(sf.optim.sgd, momentum=0.9), 0.3),
 }
 
+PRECISIONS = {  # name -> (policy, loss scale)
+    "fp32": None,
+    "bf16": (sf.Policy.bf16(), None),
+    "fp16": (sf.Policy.fp16(), sf.optim.dynamic_loss_scale()),
+}
+
 
 def main() -> None:
     args = arguments()
@@ -72,6 +78,9 @@ def main() -> None:
     peak, warmup = args.lr or learning_rate, max(1, min(args.warmup, args.steps // 2))
     schedule = sf.optim.warmup_cosine_decay_schedule(0.0, peak, warmup, max(args.steps, warmup + 1), peak / 10)
     jit = functools.partial(sf.jit, backend=args.jit) if args.jit else lambda inner: inner
+    precision = PRECISIONS[args.precision]
+    if precision is not None:
+        loss = sf.mixed_precision(loss, *precision)
     step = sf.sharded_step(
         jit(sf.accumulate(loss, args.accumulate) if args.accumulate > 1 else loss),
         sf.optim.chain(sf.optim.clip_by_global_norm(args.clip), optimizer(schedule)),
@@ -211,6 +220,7 @@ def arguments():
     add("--warmup", type=positive, default=40, help="steps (%(default)s)")
     add("--clip", type=float, default=1.0, help="bound of the global gradient norm (%(default)s)")
     add("--accumulate", type=positive, default=1, help="microbatches a step (%(default)s)")
+    add("--precision", choices=tuple(PRECISIONS), default="fp32", help="what is kept, computed and sent (%(default)s)")
     add("--remat", action="store_true", help="recompute each block in the backward")
     add("--jit", choices=("graph", "inductor"), help="capture the step as one graph, and run or compile it")
     add("--eval-every", type=positive, default=100, help="steps (%(default)s)")

@@ -104,8 +104,8 @@ def dynamic_loss_scale(
         finite:    k = i - l - 1;  if k > 0 and k % window == 0:  scale *= factor, hysteresis refilled
 
     So it grows at the finite step number `window + 1` after an overflow, and then every `window`. After it has fallen
-    the hysteresis stays used up, so that further overflows in a row lower it each time. It has no upper bound. The
-    defaults and the trace are DeepSpeed's.
+    the hysteresis stays used up, so that further overflows in a row lower it each time. It has no upper bound but
+    float32's. The defaults and the trace are DeepSpeed's.
 
     Args:
         init: the first scale, > 0.
@@ -146,9 +146,10 @@ def dynamic_loss_scale(
         falls = ~clean & (left == 1)
         stable = i - last - 1
         grows = clean & (stable > 0) & (stable % window == 0)
-        refills = clean & consecutive | grows
+        refills = (clean & consecutive) | grows
+        grown = torch.where((scale * factor).isfinite(), scale * factor, scale)
         return DynamicScaleState(
-            torch.where(falls, (scale / factor).clamp(min=min_scale), torch.where(grows, scale * factor, scale)),
+            torch.where(falls, (scale / factor).clamp(min=min_scale), torch.where(grows, grown, scale)),
             i + 1,
             torch.where(clean, last, i),
             torch.where(refills, hysteresis, torch.where(clean | falls, left, left - 1)),

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from shardfn.collectives import unshard
 from shardfn.core import (
+    Dtypes,
     Mesh,
     P,
+    Policy,
     PyTree,
     Zero,
     as_mesh,
@@ -27,8 +29,8 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.optim import GradientTransformation, apply_updates
-from shardfn.transforms import WeightedMean, sharded_step
+from shardfn.optim import GradientTransformation, LossScale, MasterState, apply_updates
+from shardfn.transforms import Mixed, WeightedMean, sharded_step
 
 # Relative to the largest element of a leaf. Written once; no test loosens it.
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -50,8 +52,9 @@ def one_device(
     *,
     trainable: PyTree = True,
     key: Tensor | None = None,
+    parts: int = 1,
 ) -> Run:
-    """Runs the plain loop on global batches.
+    """Runs the plain loop on global batches; for a loss of `mixed_precision`, in its policy and with its loss scale.
 
     Args:
         loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given.
@@ -60,29 +63,99 @@ def one_device(
         batches: one global batch a step.
         trainable: prefix tree of bools.
         key: folded with the step's number.
+        parts: into how many pieces each batch is cut, whose gradients are added up: as many as there are ranks times
+            microbatches, where 16-bit results are to be compared more closely than they are rounded.
     """
     leaves, treedef = tree_flatten(tree_map(torch.clone, params))
     train = broadcast_prefix(trainable, params, lambda x: isinstance(x, bool), names=("trainable", "params"))
     train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
-    opt_state = optimizer.init(_only(treedef, leaves, train))
+    how = _Precision.of(loss, params)
+    leaves = [x.to(d.master) for x, d in zip(leaves, how.dtypes, strict=True)]
+    opt_state, scaling = optimizer.init(_only(treedef, leaves, train)), how.scale and how.scale.init()
     metrics = []
     for n, batch in enumerate(batches):
-        handles = [x.clone().requires_grad_() if t else x for x, t in zip(leaves, train, strict=True)]
-        value = loss(tree_unflatten(treedef, handles), batch, *(() if key is None else (fold_in(key, n),)))
-        value = value.mean() if isinstance(value, WeightedMean) else value
-        grads = iter(
-            torch.autograd.grad(value, [h for h, t in zip(handles, train, strict=True) if t], allow_unused=True)
-        )
-        got = [next(grads) if t else None for t in train]
-        own = [torch.zeros_like(x) if g is None else g for g, x in zip(got, leaves, strict=True)]
+        args = () if key is None else (fold_in(key, n),)
+        by = None if scaling is None else scaling.scale
+        kept = [x.to(d.param) for x, d in zip(leaves, how.dtypes, strict=True)]
+        value, own = how.differentiate(treedef, kept, train, batch, args, parts, by)
         norm = torch.sqrt(sum((g.double() ** 2).sum() for g, t in zip(own, train, strict=True) if t))  # pyright: ignore
+        metrics.append({"loss": value, "grad_norm": norm.float()})
+        if how.scale is not None:
+            finite = value.isfinite() & norm.isfinite()
+            scaling = how.scale.update(scaling, finite)
+            if not finite:
+                continue
         with torch.no_grad():
             old = _only(treedef, leaves, train)
             updates, opt_state = optimizer.update(_only(treedef, own, train), opt_state, old)
             fresh = iter(tree_leaves(apply_updates(old, updates)))
             leaves = [next(fresh) if t else x for x, t in zip(leaves, train, strict=True)]
-        metrics.append({"loss": value.detach(), "grad_norm": norm.float()})
-    return Run(tree_unflatten(treedef, leaves), opt_state, metrics)
+    if how.wide:
+        wide = [t and d.master != d.param for t, d in zip(train, how.dtypes, strict=True)]
+        opt_state = MasterState(_only(treedef, leaves, wide), opt_state)
+    kept = [x.to(d.param) for x, d in zip(leaves, how.dtypes, strict=True)]
+    return Run(tree_unflatten(treedef, kept), opt_state, metrics)
+
+
+class _Precision(NamedTuple):
+    """The plain loop's own reading of a policy; without one, everything is in each leaf's dtype."""
+
+    loss: Callable[..., Any]
+    dtypes: list[Dtypes]
+    policy: Policy | None
+    scale: LossScale | None
+
+    @staticmethod
+    def of(loss: Callable[..., Any], params: PyTree) -> "_Precision":
+        leaves = tree_leaves(params)
+        if not isinstance(loss, Mixed):
+            return _Precision(loss, [Dtypes.plain(x.dtype) for x in leaves], None, None)
+        pairs = zip(tree_paths(params, "params"), leaves, strict=True)
+        dtypes = [loss.policy.dtypes(path, x.dtype) for path, x in pairs]
+        return _Precision(loss.inner, dtypes, loss.policy, loss.loss_scale)
+
+    @property
+    def wide(self) -> bool:
+        return self.policy is not None and self.policy.keeps_master
+
+    def differentiate(
+        self,
+        treedef: Any,
+        kept: list[Tensor],
+        train: list[bool],
+        batch: PyTree,
+        args: tuple[Any, ...],
+        parts: int,
+        scale: Tensor | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The mean loss and its gradients, in the dtypes in which they are added up."""
+        grads = [torch.zeros(x.shape, dtype=d.accum) for x, d in zip(kept, self.dtypes, strict=True)]
+        totals: list[Tensor] = []
+        weights: list[Any] = []
+        for k in range(parts):
+            compute = [x.to(d.compute) for x, d in zip(kept, self.dtypes, strict=True)]
+            handles = [x.clone().requires_grad_() if t else x for x, t in zip(compute, train, strict=True)]
+            piece = tree_map(lambda x, k=k: self._seen(x.chunk(parts)[k] if x.ndim else x), batch)
+            value = self.loss(tree_unflatten(treedef, handles), piece, *args)
+            weighted = isinstance(value, WeightedMean)
+            out = value.total if weighted else value
+            out = out if self.policy is None else out.to(self.policy.output)
+            seed = torch.full_like(out, 1.0 if weighted else 1.0 / parts) * (1.0 if scale is None else scale)
+            mine = [h for h, t in zip(handles, train, strict=True) if t]
+            got = iter(torch.autograd.grad(out, mine, seed, allow_unused=True))
+            for g, d, t in zip(grads, self.dtypes, train, strict=True):
+                new = next(got) if t else None
+                if new is not None:
+                    g += new.to(d.reduce).to(d.accum)
+            totals.append(out.detach())
+            weights += [value.weight] if weighted else []
+        weight = sum(weights) if weights else 1.0
+        by = weight if scale is None else weight * scale
+        mean = torch.stack(totals).sum() / (weight if weights else parts)
+        return mean, [g / by if t else g for g, t in zip(grads, train, strict=True)]
+
+    def _seen(self, x: Tensor) -> Tensor:
+        return x if self.policy is None or not x.is_floating_point() else x.to(self.policy.compute)
 
 
 def on_mesh(
@@ -136,6 +209,7 @@ def assert_parity(
     *,
     mesh: Mesh | None,
     reference: Callable[..., Any] | None = None,
+    parts: int = 1,
     trainable: PyTree = True,
     key: Tensor | None = None,
     zero: Zero | None = None,
@@ -151,7 +225,8 @@ def assert_parity(
         params: tree of whole tensors, the same on all ranks.
         batches: one global batch a step.
         mesh: the mesh.
-        reference: the plain loss that the one-device loop runs; default `loss`.
+        reference: the plain loss that the one-device loop runs, or `mixed_precision` of one; default `loss`.
+        parts: into how many pieces that loop cuts the batch; see `one_device`.
         trainable: prefix tree of bools.
         key: for losses that take one.
         zero: the ZeRO rule.
@@ -170,26 +245,34 @@ def assert_parity(
         >>> run.params
         tensor([0.9000, 0.8000])
     """
-    want = one_device(reference or loss, optimizer, params, batches, trainable=trainable, key=key)
+    want = one_device(reference or loss, optimizer, params, batches, trainable=trainable, key=key, parts=parts)
     got = on_mesh(loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, zero=zero, **options)
     assert_same(got, want)
     return got
 
 
-def assert_same(got: Run, want: Run, *, exact: bool = False) -> None:
+def assert_same(got: Run, want: Run, *, exact: bool = False, computed: torch.dtype | None = None) -> None:
     """Asserts that two runs agree; bit for bit with `exact`.
+
+    Args:
+        got: a run.
+        want: what it should be.
+        exact: whether bits are compared.
+        computed: the dtype of their arithmetic, where that is coarser than that of what is kept and where it is done
+            in another order.
 
     Raises:
         AssertionError: lists every leaf and metric that differs.
     """
-    problems = _differences("params", got.params, want.params, exact)
-    problems += _differences("opt_state", got.opt_state, want.opt_state, exact)
+    least = 0.0 if computed is None else RTOL[computed]
+    problems = _differences("params", got.params, want.params, exact, least)
+    problems += _differences("opt_state", got.opt_state, want.opt_state, exact, least)
     for n, (a, b) in enumerate(zip(got.metrics, want.metrics, strict=True)):
-        problems += _differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact)
+        problems += _differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact, least)
     raise_all(AssertionError, "the runs differ:", problems)
 
 
-def _differences(name: str, got: PyTree, want: PyTree, exact: bool) -> list[str]:
+def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float) -> list[str]:
     out = []
     for path, a, b in zip(tree_paths(want, name), tree_leaves(got), tree_leaves(want), strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -198,7 +281,7 @@ def _differences(name: str, got: PyTree, want: PyTree, exact: bool) -> list[str]
             out.append(f"{path}: not bit-identical, largest difference {(a - b).abs().max():.3g}")
         elif a.numel() and not exact:
             error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
-            limit = RTOL.get(a.dtype, 0.0) * size
+            limit = max(RTOL.get(a.dtype, 0.0), least) * size
             if not error <= limit:
                 shown = f"{a.flatten()[:4].tolist()} is not {b.flatten()[:4].tolist()}"
                 out.append(f"{path}: off by {error:.3g}, relative {error / size:.3g}; {shown}")

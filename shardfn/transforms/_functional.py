@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from shardfn.collectives import local, psum
-from shardfn.core import PyTree, tree_leaves, tree_unflatten
-from shardfn.optim import GradientTransformation, apply_updates, sum_squares
+from shardfn.collectives import GlobalTensor, local, psum
+from shardfn.core import PyTree, tree_leaves, tree_map, tree_unflatten
+from shardfn.optim import GradientTransformation, LossScale, apply_updates, sum_squares
 
 from ._accumulate import microbatches
 from ._loss import Loss, Value, evaluate
 from ._plan import Plan
 from ._pure_transfers import enter, own_rows, reduce, refresh
-from ._state import TrainState
+from ._state import TrainState, scale_of
 from ._update import next_state
 
 
@@ -35,6 +35,7 @@ def pure_step(
     args: tuple[Any, ...],
     *,
     has_aux: bool,
+    loss_scale: LossScale | None = None,
 ) -> tuple[TrainState, dict[str, Tensor]]:
     """The next state and the metrics; see `sharded_step`. The mesh must be bound.
 
@@ -45,11 +46,13 @@ def pure_step(
         optimizer: the optimizer.
         args: this rank's batch, and a key if the loss takes one.
         has_aux: whether the loss returns aux.
+        loss_scale: the rule of the loss scale; a step that overflows gives the values of the state it was given.
     """
-    blocks = [x.local for x in tree_leaves(state.params)]
-    sums, grads = _differentiated(plan, loss, enter(plan, blocks), args, has_aux)
+    blocks, by = [x.local for x in tree_leaves(state.params)], scale_of(state)
+    sums, grads = _differentiated(plan, loss, enter(plan, blocks), args, has_aux, by)
     sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
     scale = 1.0 / sums.row[1] if sums.weighted else 1.0 / (plan.mesh.axis_size(plan.batch_axes) * sums.num_microbatches)
+    scale = scale if by is None else scale / by.to(sums.row[0])
     summed = reduce(plan, grads)
     rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own = [(summed[i] * scale).to(summed[i].dtype) if r is not None else None for i, r in enumerate(rows)]
@@ -58,7 +61,12 @@ def pure_step(
     updates, opt_state = optimizer.update(gradient, local(state.opt_state), old, specs=specs)
     fresh = iter(tree_leaves(apply_updates(old, updates)))
     new = refresh(plan, blocks, [None if r is None else next(fresh) for r in rows])
-    return next_state(plan, state, new, opt_state), _metrics(sums, gradient, specs)
+    stepped, metrics = next_state(plan, state, new, opt_state), _metrics(sums, gradient, specs, by)
+    if loss_scale is None:
+        return stepped, metrics
+    finite = metrics["finite"]
+    kept = _choose(finite, stepped, state)._replace(loss_scale=loss_scale.update(state.loss_scale, finite))
+    return kept, metrics | {"skipped": ~finite}
 
 
 def pure_loss(plan: Plan, params: PyTree, loss: Loss, args: tuple[Any, ...], *, has_aux: bool) -> Tensor:
@@ -80,6 +88,17 @@ def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[An
     return f(tree_unflatten(plan.treedef, wholes), *args)
 
 
+def _choose(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
+    """The one or the other, value by value."""
+
+    def either(a: Any, b: Any) -> Any:
+        if isinstance(a, GlobalTensor):
+            return GlobalTensor(torch.where(finite, a.local, b.local), a.shape, a.spec, a.mesh)
+        return torch.where(finite.to(a.device), a, b)
+
+    return tree_map(either, new._replace(loss_scale=()), old._replace(loss_scale=()))
+
+
 class _Sums(NamedTuple):
     """What microbatches add up to: total, weight, then total and weight of each aux, in float64."""
 
@@ -94,11 +113,15 @@ class _Sums(NamedTuple):
 
 
 def _differentiated(
-    plan: Plan, loss: Loss, wholes: Sequence[Tensor], args: tuple[Any, ...], has_aux: bool
+    plan: Plan, loss: Loss, wholes: Sequence[Tensor], args: tuple[Any, ...], has_aux: bool, scale: Tensor | None
 ) -> tuple[_Sums, dict[int, Tensor]]:
-    """The sums over microbatches of this rank's losses and of their gradients with respect to whole leaves."""
+    """The sums over microbatches of this rank's losses and of their gradients with respect to whole leaves.
+
+    The gradients come multiplied by `scale`, added up in their accumulation dtypes.
+    """
     inner, batches = microbatches(loss, args[0])
     train = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
+    accum = [plan.leaves[i].dtypes.accum for i in train]
     seen: list[Value] = []
 
     def total(handles: list[Tensor], batch: PyTree) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -107,7 +130,8 @@ def _differentiated(
             leaves[i] = handle
         value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), has_aux)
         seen.append(value)
-        return value.total, tuple(_row(value))
+        seed = value.total if scale is None else value.total * scale.to(value.total)
+        return seed, tuple(_row(value))
 
     # torch.func.grad refuses an empty tree.
     both = grad_and_value(total, has_aux=True) if train else lambda *args: ([], total(*args))
@@ -115,7 +139,8 @@ def _differentiated(
     row: list[Tensor] = []
     for batch in batches:
         new, (_, more) = both([wholes[i] for i in train], batch)
-        grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else list(new)
+        new = [g.to(d) for g, d in zip(new, accum, strict=True)]
+        grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
         row = [a + b for a, b in zip(row, more, strict=True)] if row else list(more)
     last = seen[-1]
     sums = _Sums(row, sorted(last.aux), last.weight is not None, len(batches), last.total.dtype)
@@ -140,7 +165,7 @@ def _row(value: Value) -> list[Tensor]:
     return [x.to(device=value.total.device, dtype=torch.float64) for x in (value.total, weight, *pairs)]
 
 
-def _metrics(sums: _Sums, gradient: PyTree, specs: PyTree) -> dict[str, Tensor]:
+def _metrics(sums: _Sums, gradient: PyTree, specs: PyTree, scale: Tensor | None) -> dict[str, Tensor]:
     norm = sum_squares(gradient, specs).double().sum().sqrt()
     metrics = {
         "loss": sums.mean(0).to(sums.dtype),
@@ -148,6 +173,8 @@ def _metrics(sums: _Sums, gradient: PyTree, specs: PyTree) -> dict[str, Tensor]:
     }
     metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
     metrics["skipped"] = torch.zeros_like(metrics["finite"])
+    if scale is not None:
+        metrics["loss_scale"] = scale
     for k, name in enumerate(sums.names):
         if name in metrics:
             raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")

@@ -28,6 +28,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
         plan: the layout.
         blocks: this rank's piece of each parameter.
     """
+    blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]
     wholes = list(blocks)
     for unit in plan.gather_units:
         for i, whole in _gathered(plan, unit.leaves, blocks, invariant=not plan.leaves[unit.leaves[0]].cut):
@@ -47,9 +48,9 @@ def reduce(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     for unit in plan.reduce_units:
         first = plan.leaves[unit.leaves[0]]
         leaves = [plan.leaves[i] for i in unit.leaves]
-        given = [grads[i] for i in unit.leaves]
+        given = [grads[i].to(first.dtypes.reduce) for i in unit.leaves]
         pieces = _scattered(plan, leaves, given) if first.cut else _summed(plan, leaves, given)
-        out.update(zip(unit.leaves, pieces, strict=True))
+        out.update({i: piece.to(first.dtypes.accum) for i, piece in zip(unit.leaves, pieces, strict=True)})
     return out
 
 

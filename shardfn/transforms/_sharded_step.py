@@ -140,7 +140,7 @@ class ShardedStep:
             optimizer = with_masters(optimizer, mixed.policy)
         self._optimizer, self._planner = optimizer, planner
         self._key, self._has_aux, self._donate = key, has_aux, donate
-        self._skip = skip_nonfinite or self._loss_scale is not None
+        self._skip_nonfinite, self._skip = skip_nonfinite, skip_nonfinite or self._loss_scale is not None
         parts = StepParts(self._loss, optimizer, has_aux, self._skip)
         self._steps = CapturedSteps(self._jitted or Jitted(self._loss), parts, donate)
 
@@ -271,16 +271,16 @@ class ShardedStep:
         return update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate), metrics
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        if self._skip:
+        if self._skip_nonfinite:
             raise ValueError(
                 "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
                 " without, and choose by torch.where on metrics['finite']."
             )
-        plan = self._planner.plan_of(state)
+        self._check_scale(state)
+        plan, args = self._planner.plan_of(state), self._args_of(state, batch)
+        how: dict[str, Any] = {"has_aux": self._has_aux, "loss_scale": self._loss_scale}
         with bind_mesh(self.mesh):
-            return pure_step(
-                plan, state, self._loss, self._optimizer, self._args_of(state, batch), has_aux=self._has_aux
-            )
+            return pure_step(plan, state, self._loss, self._optimizer, args, **how)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -362,5 +362,5 @@ class ShardedStep:
 
     def _describe(self, plan: Plan) -> str:
         key = None if self._key is None else self._key.tolist()
-        flags = f"donate {self._donate} skip_nonfinite {self._skip} has_aux {self._has_aux} key {key}"
+        flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux} key {key}"
         return f"{flags}\n{plan.describe()}"
