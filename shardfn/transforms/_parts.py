@@ -9,6 +9,10 @@ from shardfn.core import Arriving, MemoryKind, Stored
 from shardfn.memory import Pool, on_host, to_host
 
 
+# Bytes of shares that may be on their way from the device: it holds them until they have left.
+LEAVING_BYTES = 24 << 20
+
+
 class Parts:
     """This rank's shares of the summed gradients, by unit, each in its memory; later microbatches are added there.
 
@@ -22,6 +26,7 @@ class Parts:
         self._homes, self._dtypes, self._pool = homes, dtypes, pool
         self._at: dict[int, Tensor | Stored] = {}
         self._coming: dict[int, Arriving[Tensor]] = {}
+        self._leaving: list[tuple[int, int]] = []
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._at or unit in self._coming
@@ -45,6 +50,7 @@ class Parts:
         if self._homes[unit] != "device":
             self._settle(unit)
             self._coming[unit] = to_host(part)
+            self._hold_back(unit, part.nbytes)
             return
         before = self._at.get(unit)
         if before is not None:
@@ -71,6 +77,13 @@ class Parts:
         """Lets go of a unit, if it is there."""
         self._coming.pop(unit, None)
         self._at.pop(unit, None)
+
+    def _hold_back(self, unit: int, nbytes: int) -> None:
+        """Waits for the oldest shares while too many are on their way."""
+        self._leaving = [(u, n) for u, n in self._leaving if u in self._coming and not self._coming[u].done()]
+        self._leaving.append((unit, nbytes))
+        while sum(n for _, n in self._leaving) > LEAVING_BYTES and len(self._leaving) > 1:
+            self._settle(self._leaving.pop(0)[0])
 
     def _settle(self, unit: int) -> None:
         coming = self._coming.pop(unit, None)

@@ -1,0 +1,79 @@
+"""Covers what memory kinds promise: which bytes stay on the device, and which cross to host and disk in a step."""
+
+import pathlib
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import distributed
+from shardfn.transforms import _parts, _reduce
+
+LAYERS, WIDTH = 12, 512
+PSI = LAYERS * WIDTH * WIDTH
+GRADIENT = 2 * WIDTH * WIDTH
+BF16 = sf.Policy.bf16(reduce=torch.bfloat16)
+
+
+def _loss(params: list[Tensor], x: Tensor) -> Tensor:
+    for w in params:
+        x = torch.tanh(x @ w)
+    return x.float().square().mean()
+
+
+def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
+    """The ledger of one step that is not the first, and the elements of this rank's share of a sharded state."""
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5 for _ in range(LAYERS)]
+    step = sf.sharded_step(sf.mixed_precision(_loss, BF16), sf.optim.adamw(1e-3), mesh=mesh, zero=zero)
+    state = step.init(params)
+    state, _ = step(state, torch.ones(2, WIDTH))
+    held: list[sf.GlobalTensor] = [*sf.core.tree_leaves(state.params), *sf.core.tree_leaves(state.opt_state)]
+    with sf.memory.ledger() as book:
+        for x in held:
+            book.count(x.held, x.memory_kind)
+        del held, x
+        state, _ = step(state, torch.ones(2, WIDTH))
+    del state
+    return book, PSI // mesh.size
+
+
+@distributed(world=[1, 2])
+def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    for chunk in (1 << 20, 64 << 20):
+        zero = sf.Zero(2, persist=0, bucket=0, grads="host", optimizer="host", chunk=chunk)
+        # What may be under way is bounded by constants that are larger than this model.
+        small = {"LEAVING_BYTES": GRADIENT}, {"IN_FLIGHT_BYTES": GRADIENT, "PATIENCE": 60.0}
+        with mock.patch.multiple(_parts, **small[0]), mock.patch.multiple(_reduce, **small[1]):
+            book, own = _measured(mesh, zero)
+        assert book.moved("device", "host") == 2 * own  # gradients, in 16 bits
+        assert book.moved("host", "device") == 2 * own  # parameters, in 16 bits
+        assert book.moved("host", "disk") == book.moved("disk", "host") == 0
+        assert book.peak("device") <= 2 * PSI + 6 * GRADIENT
+        assert book.live("device") <= (1 << 10)
+
+
+@distributed(world=[1, 2])
+def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    chunk = 1 << 20
+    where: dict[str, Any] = {"directory": str(tmp_path), "chunk": chunk}
+    book, own = _measured(mesh, sf.Zero(2, persist=0, bucket=0, grads="host", optimizer="disk", **where))
+    assert book.moved("disk", "host") == book.moved("host", "disk") == 12 * own  # master, mu and nu
+    assert book.moved("device", "host") == book.moved("host", "device") == 2 * own
+    # Gradients wait in float32, one of them beside its 16 bits as it is widened; three chunks are in the update.
+    assert book.peak("host") <= 4 * own + 2 * GRADIENT + 3 * chunk
+
+
+@distributed(world=2)
+def test_everything_on_disk_leaves_a_window_on_the_device(tmp_path: pathlib.Path) -> None:
+    mesh, window = sf.make_mesh({"dp": 2}), 2 * GRADIENT
+    kinds: dict[str, Any] = {"params": "disk", "grads": "disk", "optimizer": "disk", "directory": str(tmp_path)}
+    zero = sf.Zero(3, persist=0, bucket=0, prefetch=window, chunk=1 << 20, **kinds)
+    book, own = _measured(mesh, zero)
+    assert book.peak("device") <= 3 * window + 8 * GRADIENT
+    assert book.live("device") <= 1 << 10 and book.live("host") == 0
+    assert book.moved("host", "disk") == (12 + 4 + 2) * own  # state, gradients, parameters
