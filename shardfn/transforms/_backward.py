@@ -12,7 +12,7 @@ from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, tree_unflatten
 
 from ._accumulate import microbatches
-from ._comms import Comms
+from ._comms import Comms, described, open_channels
 from ._gather import Gatherer
 from ._lazy import LazyLeaf, LeafBook
 from ._loss import Loss, Value, WeightedMean, evaluate
@@ -34,6 +34,7 @@ class Outcome:
 
 def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
+    open_channels(comms, plan)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
     book = LeafBook(gatherer.whole, plan.paths)
     with _told(gatherer, comms), torch.no_grad():
@@ -66,6 +67,7 @@ def run_backward(
         has_aux: whether the loss returns aux.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
     """
+    open_channels(comms, plan)
     ranks = plan.mesh.axis_size(plan.batch_axes)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     order = [] if plan.captured else plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
@@ -156,15 +158,12 @@ def _differentiate(value: Value, handles: list[Tensor], scale: float) -> None:
 
 @contextlib.contextmanager
 def _told(gatherer: Gatherer, comms: Comms) -> Any:
-    """Tells the other ranks of an error before raising it; turns a lost peer into a `RankError`."""
+    """Where connections cannot be closed: tells the other ranks of an error in their next round, before raising it."""
     try:
         yield
-    except RankError:
-        raise
     except Exception as error:
-        if isinstance(error, TransportError):
-            raise comms.control.failure(error) from error
-        gatherer.fail(error)
+        if comms.meets and not isinstance(error, RankError | TransportError):
+            gatherer.fail(described(error))
         raise
 
 
