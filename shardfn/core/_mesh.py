@@ -58,7 +58,7 @@ class Mesh:
         self._grid = grid
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         # Of groups that this mesh has made: the first one's name, which captured graphs hold.
-        self._names: dict[tuple[str, ...], str] = {}
+        self._names: dict[tuple[str, ...], Any] = {}
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ def make_mesh(
     return mesh
 
 
-def _rename(group: dist.ProcessGroup, name: str) -> None:
+def _rename(group: dist.ProcessGroup, name: Any) -> None:
     """Registers a group under the name of one that has ended, by which graphs call it."""
     if group.group_name == name:
         return

@@ -40,12 +40,12 @@ def comms_of(mesh: Mesh) -> Comms:
     All steps on a mesh share them, as they run one after another, in the same order on all ranks.
     """
     comms: Comms | None = mesh.resources.get("comms")
-    if comms is not None and not comms.broken and not comms.control.lost:
+    if comms is not None and not comms.broken and not _live(comms)[1].lost:
         return comms
     control = Control(mesh)
     if comms is not None:  # as all ranks are here now, none waits any more for what it agreed on before
         _close(comms)
-    channels = Channels(mesh) if comms is None else comms.channels.anew()
+    channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
     comms = mesh.resources["comms"] = Comms(mesh, channels, control)
     mesh.make_own_groups()
     return comms
@@ -73,16 +73,16 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
         if comms.mesh.size == 1:
             raise
         comms.broken = True
+        _, control = _live(comms)
         if isinstance(error, RankError):
-            comms.control.leave()
-            if comms.control.lost:
+            control.leave()
+            if control.lost:
                 _close(comms)
             raise
-        theirs = comms.control.is_theirs(error)
         try:
-            if theirs:
-                raise comms.control.failure(error) from error
-            comms.control.tell(f"raised {described(error)}")
+            if control.is_theirs(error):
+                raise control.failure(error) from error
+            control.tell(f"raised {described(error)}")
         finally:
             _close(comms)
         raise
@@ -95,10 +95,18 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{line}"
 
 
+def _live(comms: Comms) -> tuple[Channels, Control]:
+    """The communicators of a step that runs; only a capture has others."""
+    channels, control = comms.channels, comms.control
+    assert isinstance(channels, Channels) and isinstance(control, Control)
+    return channels, control
+
+
 def _close(comms: Comms) -> None:
     """Ends everything that a rank may wait at in a step; the program's own groups stay as they are."""
-    comms.control.close()
-    comms.channels.close()
+    channels, control = _live(comms)
+    control.close()
+    channels.close()
     for group in comms.mesh.own_groups().values():
         close(group)
     comms.mesh.drop_own_groups()
