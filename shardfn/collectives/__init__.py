@@ -10,7 +10,8 @@ from ._ppermute import ppermute as ppermute
 from ._traffic import counting_nothing as counting_nothing
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels, Pending as Pending
-from ._channel import TransportError as TransportError, is_sole_owner as is_sole_owner
+from ._channel import is_sole_owner as is_sole_owner
+from ._failure import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels

@@ -18,14 +18,11 @@ from torch import Tensor
 
 from shardfn.core import Mesh
 
+from ._failure import TransportError, close
 from ._traffic import record
 
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
 _ASYNC_ALL_TO_ALL.asyncOp = True
-
-
-class TransportError(RuntimeError):
-    """A transfer broke: a peer is gone or did not answer in time."""
 
 
 @contextlib.contextmanager
@@ -176,6 +173,11 @@ class Channel:
                 work.wait()
         self._sends.clear()
 
+    def close(self) -> None:
+        """Ends the channel; what is under way fails, here and on the other ranks."""
+        close(self.group)
+        self._sends.clear()
+
     def _exchange(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
         assert self.group is not None
         self._tag = (self._tag + 1) % (1 << 30)
@@ -230,6 +232,18 @@ class Channels:
         """Waits until every block sent by this rank has left it."""
         for channel in self._made.values():
             channel.flush()
+
+    def close(self) -> None:
+        """Ends all channels; what is under way fails, here and on the other ranks. They cannot be used any more."""
+        for channel in self._made.values():
+            channel.close()
+
+    def anew(self) -> "Channels":
+        """The same channels, made again. Collective."""
+        fresh = Channels(self._mesh)
+        for kind, axes in self._made:
+            fresh._get(kind, axes)
+        return fresh
 
     def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
         key = (kind, axes)

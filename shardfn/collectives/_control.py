@@ -4,7 +4,6 @@ An exchange is one all_reduce of two integers when the ranks agree. A failing pe
 """
 
 import hashlib
-import itertools
 import pickle
 import time
 
@@ -13,21 +12,28 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError
 
+from ._failure import COURTESY, Board, close, is_of_the_wire
+
 # Seconds to wait for others to report a failure, and the tag of the messages that try a connection.
 GRACE = 3.0
 _PROBE = 1 << 29
-_NAMES = itertools.count()
 
 
 class Control:
-    """A gloo group over the whole mesh for agreement. Making one is collective; on one rank it does nothing."""
+    """A gloo group over the whole mesh for agreement. Making one is collective; on one rank it does nothing.
+
+    Attributes:
+        size: the number of ranks.
+        rank: this rank.
+        lost: whether a peer was lost, so that nothing can be agreed on any more.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.size = mesh.size
         self.rank = mesh.rank
         self._group = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
-        # Made collectively, so the same number on all ranks.
-        self._name = next(_NAMES)
+        self.lost = False
+        self._board = Board(self._new_name(), self.rank, self.size)
 
     def exchange(self, value: int) -> list[int]:
         """Every rank's value (63 bits), in rank order.
@@ -72,18 +78,47 @@ class Control:
         raise RankError(f"ranks disagree on {what}:\n" + _differences(texts))
 
     def failure(self, error: BaseException) -> RankError:
-        """The error to raise when a transfer failed: names the ranks that do not answer any more."""
-        silent = self._closed(patience=1.0) or self._unanswering()
-        names = ", ".join(f"rank {r}" for r in silent) or "a rank"
+        """The error to raise when a transfer failed: says which ranks failed and how, or which do not answer."""
+        self.lost = True
+        self._board.leave()
+        told = self._board.read() or self._lost(error)
+        self.close()  # wakes those that wait for this rank in turn
         return RankError(
-            f"{names} died, or left the step without a word, while rank {self.rank} was waiting for it"
-            f" ({type(error).__name__}: {str(error).splitlines()[0]}). The state passed in is unchanged unless its"
-            " update had begun; restart the job from the last checkpoint."
+            f"another rank failed while rank {self.rank} was waiting for it. The state passed in is as it was, unless"
+            f" its update had begun.\n{told}"
         )
 
-    def lost_a_peer(self) -> bool:
-        """Whether the connection to a peer is closed."""
-        return self._group is not None and bool(self._closed())
+    def is_theirs(self, error: BaseException) -> bool:
+        """Whether an error of this rank only says that another one failed."""
+        if self._group is None:
+            return False
+        in_torch = isinstance(error, dist.DistError)
+        return is_of_the_wire(error) or (in_torch and bool(self._board.read() or self._closed()))
+
+    def tell(self, what: str) -> None:
+        """Leaves word of an error of this rank alone; then lets ranks with errors of their own leave, for a moment."""
+        self._board.post(f"rank {self.rank} {what}")
+        self._board.leave()
+        self._board.wait_for_all(COURTESY)
+
+    def leave(self) -> None:
+        """Notes that this rank has left the step by an error that other ranks raise too."""
+        self._board.leave()
+
+    def close(self) -> None:
+        """Ends the control plane: whoever waits for this rank is woken, and finds what it left word of."""
+        self.lost = self._group is not None
+        close(self._group)
+
+    def _lost(self, error: BaseException) -> str:
+        """Which ranks went without a word; that is left as word for the others, unless they were quicker."""
+        silent = self._closed(patience=1.0) or self._board.absent(GRACE)
+        names = ", ".join(f"rank {r}" for r in silent) or "a rank"
+        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        line = f"{names} died, or left the step without a word ({what}); restart the job from the last checkpoint."
+        if not (told := self._board.read()):
+            self._board.post(line)
+        return told or f"  - {line}"
 
     def _closed(self, patience: float = 0.0) -> list[int]:
         """The ranks whose connection is closed: a send to them fails, at once or as soon as the end is noticed."""
@@ -102,19 +137,13 @@ class Control:
             return False
         return True
 
-    def _unanswering(self) -> list[int]:
-        """The ranks that do not report, within a moment, that a transfer failed for them too."""
-        silent = [r for r in range(self.size) if r != self.rank]
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"shardfn/failure/{self._name}/{self.rank}", "1")
-            deadline = time.monotonic() + GRACE
-            while silent and time.monotonic() < deadline:
-                silent = [r for r in silent if not store.check([f"shardfn/failure/{self._name}/{r}"])]
-                time.sleep(0.05)
-        except RuntimeError:  # the store's host is gone
-            pass
-        return silent
+    def _new_name(self) -> str:
+        """A name that all ranks have, and that no other control plane has had while the store has been there."""
+        if self._group is None:
+            return ""
+        now = torch.tensor([time.time_ns() if self.rank == 0 else 0])
+        dist.all_reduce(now, op=dist.ReduceOp.MAX, group=self._group)
+        return f"{self._group.group_name}.{int(now)}"
 
     def _reduce_max(self, x: torch.Tensor) -> None:
         try:

@@ -96,14 +96,6 @@ class TracedControl:
         """Agrees."""
         del what, text
 
-    def failure(self, error: BaseException) -> BaseException:
-        """The error itself: no peer takes part."""
-        return error
-
-    def lost_a_peer(self) -> bool:
-        """Nobody is there to be lost."""
-        return False
-
 
 # What the engine takes: the wire, or its stand-in while the step is captured.
 AnyChannel = Channel | TracedChannel

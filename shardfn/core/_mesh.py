@@ -57,6 +57,8 @@ class Mesh:
         self.resources: dict[str, Any] = {}
         self._grid = grid
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        # Of groups that this mesh has made: the first one's name, which captured graphs hold.
+        self._names: dict[tuple[str, ...], Any] = {}
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -116,7 +118,7 @@ class Mesh:
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])
             else:
-                self._groups[names] = self._make_group(names)
+                self._own(names)
         return self._groups[names]
 
     def group_names(self) -> dict[str, str]:
@@ -125,6 +127,29 @@ class Mesh:
             sets = [s for n in range(1, len(self.shape) + 1) for s in itertools.combinations(self.shape, n)]
             return {AbstractGroup(s, self.backend).group_name: ",".join(s) for s in sets}
         return {group.group_name: ",".join(names) for names, group in self._groups.items()}
+
+    def own_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
+        """The groups of `group` that belong to this mesh alone, so that it may end them."""
+        return {names: group for names, group in self._groups.items() if group.group_name == self._names.get(names)}
+
+    def drop_own_groups(self) -> None:
+        """Forgets its own groups; until it makes others, single axes are served by those of `device_mesh`."""
+        for names in self.own_groups():
+            del self._groups[names]
+
+    def make_own_groups(self) -> None:
+        """Makes a group of its own for each axis, and again what was dropped, under the old names. Collective.
+
+        Where the backend is not gloo the groups of `device_mesh` stay: each would cost memory on the device.
+        """
+        if self.backend == "gloo" and self.device_mesh is not None:
+            for names in sorted({*((n,) for n in self.axes(self.axis_names)), *self._names} - {*self.own_groups()}):
+                self._own(names)
+
+    def _own(self, names: tuple[str, ...]) -> None:
+        group = self._make_group(names)
+        _rename(group, self._names.setdefault(names, group.group_name))
+        self._groups[names] = group
 
     def new_group(self, axes: Axes, backend: str | None = None) -> dist.ProcessGroup | None:
         """A fresh communicator along `axes`, ordered apart from all others. Collective over the mesh.
@@ -212,6 +237,17 @@ def make_mesh(
     mesh = Mesh(shape, dev, grid, limit)
     atexit.register(_release, weakref.ref(mesh), started)
     return mesh
+
+
+def _rename(group: dist.ProcessGroup, name: Any) -> None:
+    """Registers a group under the name of one that has ended, by which graphs call it."""
+    if group.group_name == name:
+        return
+    c10d = dist.distributed_c10d
+    c10d._unregister_process_group(group.group_name)
+    group._set_group_name(name)
+    c10d._world.pg_names[group] = name
+    c10d._register_process_group(name, group)
 
 
 def _abstract_mesh(shape: dict[str, int], device: torch.device) -> Mesh:

@@ -12,13 +12,12 @@ from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_unflatten
 
 from ._accumulate import microbatches
-from ._comms import Comms
+from ._comms import Comms, described, open_channels
 from ._gather import Gatherer
 from ._lazy import LazyLeaf, LeafBook
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._order import UseOrder
 from ._plan import Plan
-from ._pools import pool_of
 from ._reduce import Reducer
 
 
@@ -37,6 +36,7 @@ def run_forward(
     plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], key: Any, f: Callable[[PyTree], Any]
 ) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
+    open_channels(comms, plan)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
     book = LeafBook(gatherer.whole, plan.paths)
     with _told(gatherer, comms), torch.no_grad():
@@ -71,18 +71,11 @@ def run_backward(
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
         loss_scale: what the gradients come multiplied by; None = nothing.
     """
+    open_channels(comms, plan)
     ranks = plan.mesh.axis_size(plan.batch_axes)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     order = [] if plan.captured else plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
-    reducer = Reducer(
-        plan.leaves,
-        plan.reduce_units,
-        comms.channels,
-        order,
-        comms.mesh.device,
-        overlap_gather=not any(leaf.gathered for leaf in plan.leaves),
-        pool=pool_of(plan),
-    )
+    reducer = Reducer(plan, comms.channels, order)
     values: list[Value] = []
     with _told(gatherer, comms), torch.enable_grad():
         inner, batches = microbatches(loss, args[0])
@@ -175,15 +168,12 @@ def _differentiate(value: Value, handles: list[Tensor], scale: float, loss_scale
 
 @contextlib.contextmanager
 def _told(gatherer: Gatherer, comms: Comms) -> Any:
-    """Tells the other ranks of an error before raising it; turns a lost peer into a `RankError`."""
+    """Where connections cannot be closed: tells the other ranks of an error in their next round, before raising it."""
     try:
         yield
-    except RankError:
-        raise
     except Exception as error:
-        if isinstance(error, TransportError):
-            raise comms.control.failure(error) from error
-        gatherer.fail(error)
+        if comms.meets and not isinstance(error, RankError | TransportError):
+            gatherer.fail(described(error))
         raise
 
 

@@ -1,10 +1,13 @@
 """The communicators of a mesh's steps."""
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 
-from shardfn.collectives import AnyChannels, AnyControl, Channels, Control
+from shardfn.collectives import AnyChannels, AnyControl, Channels, Control, close
 from shardfn.core import Mesh, RankError
+
+from ._plan import Plan
 
 
 class Comms:
@@ -16,6 +19,8 @@ class Comms:
         control: agreement between ranks.
         mark: is told which part of the step begins: "forward", "backward" or "update"; only a capture takes note.
         broken: set when a step failed half-way: transfers may be left over, so the next step makes new ones.
+        meets: whether a rank whose loss raises goes on to the ranks' next round to say so, since the backend has no way
+            to close a connection.
     """
 
     def __init__(
@@ -26,7 +31,7 @@ class Comms:
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.mesh, self.channels, self.control, self.mark = mesh, channels, control, mark
-        self.broken = False
+        self.broken, self.meets = False, mesh.backend != "gloo"
 
 
 def comms_of(mesh: Mesh) -> Comms:
@@ -34,20 +39,74 @@ def comms_of(mesh: Mesh) -> Comms:
 
     All steps on a mesh share them, as they run one after another, in the same order on all ranks.
     """
-    comms = mesh.resources.get("comms")
-    if comms is None or comms.broken:
-        comms = mesh.resources["comms"] = Comms(mesh, Channels(mesh), Control(mesh))
+    comms: Comms | None = mesh.resources.get("comms")
+    if comms is not None and not comms.broken and not _live(comms)[1].lost:
+        return comms
+    control = Control(mesh)
+    if comms is not None:  # as all ranks are here now, none waits any more for what it agreed on before
+        _close(comms)
+    channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
+    comms = mesh.resources["comms"] = Comms(mesh, channels, control)
+    mesh.make_own_groups()
     return comms
+
+
+def open_channels(comms: Comms, plan: Plan) -> None:
+    """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then."""
+    used = [plan.leaves[unit.leaves[0]].use_axes for unit in plan.gather_units]
+    for axes in [*used, *(plan.leaves[unit.leaves[0]].zero_axes for unit in plan.refresh_units)]:
+        comms.channels.gather(axes)
+    for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):
+        comms.mesh.group(tuple(n for n in comms.mesh.axis_names if n in names))
 
 
 @contextlib.contextmanager
 def losing_no_peer(comms: Comms) -> Iterator[None]:
-    """Turns the error of a lost peer into a `RankError` that names it; after any error, communicators are made anew."""
+    """Tells the others of an error at once, and turns one that another rank has told of into a `RankError`.
+
+    After any error, communicators are made anew. One that only this rank may have is left word of; then everything that
+    another rank may wait at is closed, which wakes it: see `Control.failure`. An agreed error is known already.
+    """
     try:
         yield
     except BaseException as error:
-        comms.broken = comms.mesh.size > 1
-        may_be_theirs = isinstance(error, RuntimeError) and not isinstance(error, RankError)
-        if may_be_theirs and comms.control.lost_a_peer():
-            raise comms.control.failure(error) from error
+        if comms.mesh.size == 1:
+            raise
+        comms.broken = True
+        _, control = _live(comms)
+        if isinstance(error, RankError):
+            control.leave()
+            if control.lost:
+                _close(comms)
+            raise
+        try:
+            if control.is_theirs(error):
+                raise control.failure(error) from error
+            control.tell(f"raised {described(error)}")
+        finally:
+            _close(comms)
         raise
+
+
+def described(error: BaseException) -> str:
+    """What an error says, and where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)
+    line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
+    return f"{type(error).__name__}: {error}{line}"
+
+
+def _live(comms: Comms) -> tuple[Channels, Control]:
+    """The communicators of a step that runs; only a capture has others."""
+    channels, control = comms.channels, comms.control
+    assert isinstance(channels, Channels) and isinstance(control, Control)
+    return channels, control
+
+
+def _close(comms: Comms) -> None:
+    """Ends everything that a rank may wait at in a step; the program's own groups stay as they are."""
+    channels, control = _live(comms)
+    control.close()
+    channels.close()
+    for group in comms.mesh.own_groups().values():
+        close(group)
+    comms.mesh.drop_own_groups()

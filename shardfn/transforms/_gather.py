@@ -4,7 +4,6 @@ What is issued, and when, is a function of the position in the agreed order alon
 transfers in the same order whatever their own data makes them do.
 """
 
-import traceback
 from collections.abc import Sequence
 
 import torch
@@ -93,13 +92,13 @@ class Gatherer:
             whole.arrive()
         self._unused.clear()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, what: str) -> None:
         """Tells the other ranks that this one cannot go on; they raise `RankError` at their next agreement."""
         if self._phase < 0:
             self.begin_phase()
         self._catch_up()
         wants = self._control.exchange(FAILED)
-        self._control.gather(_describe(error) if FAILED in wants else "")
+        self._control.gather(what if FAILED in wants else "")
 
     def close(self) -> None:
         """Drops everything and waits until this rank's pieces may be written again."""
@@ -263,9 +262,3 @@ def _raise_failed(control: AnyControl, codes: Sequence[int]) -> None:
     texts = control.gather("")
     told = [f"  - rank {r} raised {texts[r]}" for r, code in enumerate(codes) if code == FAILED]
     raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))
-
-
-def _describe(error: BaseException) -> str:
-    where = traceback.extract_tb(error.__traceback__)
-    line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
-    return f"{type(error).__name__}: {error}{line}"

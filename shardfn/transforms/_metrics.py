@@ -53,8 +53,7 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     parts = out.reducer.parts()
     for unit in parts:  # in one order, so that the sum has the same bits
         leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
-        axes = tuple(a for a in plan.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
-        by_axes.setdefault(axes, []).append(parts[unit])
+        by_axes.setdefault(plan.norm_axes(leaf), []).append(parts[unit])
     return {axes: _sum_squares(shares).to(out.total.device).sum() for axes, shares in by_axes.items()}
 
 

@@ -78,6 +78,10 @@ class Plan:
         for key in applied[: max(0, len(applied) - keep)]:
             del self.use_orders[key]
 
+    def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
+        """The axes along which the pieces of a leaf's summed gradient are disjoint."""
+        return tuple(a for a in self.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
+
     def zero_rank(self, leaf: LeafLayout) -> int:
         """This rank's index among those that share a leaf's rows."""
         return self.mesh.axis_index(leaf.zero_axes)

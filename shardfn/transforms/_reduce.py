@@ -13,10 +13,11 @@ from torch import Tensor
 
 from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import MemoryKind, Stored, chunk_bounds
-from shardfn.memory import Pool
 
-from ._layout import LeafLayout, Unit, unit_runs, unit_sizes
+from ._layout import LeafLayout, unit_runs, unit_sizes
 from ._parts import Parts, Slice, send_home
+from ._plan import Plan
+from ._pools import pool_of
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -27,42 +28,31 @@ class Reducer:
     """Collects one step's gradients. Made anew each step.
 
     Args:
-        leaves: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
-        units: groups of leaves reduced together.
+        plan: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
         channels: the step's communicators.
         order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
             alike on all ranks.
-        device: where gradients are.
-        overlap_gather: whether leaves may be made whole during the backward (not while parameters use `gather`).
-        pool: the disk, for gradients that wait there.
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[LeafLayout],
-        units: Sequence[Unit],
-        channels: AnyChannels,
-        order: Sequence[int],
-        device: torch.device,
-        overlap_gather: bool,
-        pool: Pool | None,
-    ) -> None:
-        self._leaves, self._units, self._device = leaves, units, device
+    def __init__(self, plan: Plan, channels: AnyChannels, order: Sequence[int]) -> None:
+        self._plan, self._leaves, self._units, self._device = plan, plan.leaves, plan.reduce_units, plan.mesh.device
+        leaves, units = self._leaves, self._units
         axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
         self._scatter = [channels.reduce(a) for a in axes]
         self._cut = [leaves[unit.leaves[0]].cut for unit in units]
         self._gather = {u: channels.gather(a) for u, a in enumerate(axes) if not self._cut[u]}
-        self._overlap_gather = overlap_gather
+        # Leaves are made whole during the backward, but not while parameters use the same channel.
+        self._overlap_gather = not any(leaf.gathered for leaf in leaves)
         self._order, self._channels, self._learns = list(order), channels, not order
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._missing: list[int] = []
         self._pending: list[tuple[int, Pending]] = []
-        self._pool = pool
+        self._pool = pool = pool_of(plan)
         self._parts = Parts(
             [self._home(u) for u in range(len(units))], [leaves[x.leaves[0]].dtypes.accum for x in units], pool
         )
@@ -150,7 +140,7 @@ class Reducer:
         for i in leaves:
             leaf, x = self._leaves[i], out[i]
             if leaf.grad_home != "device" and isinstance(x, Tensor):
-                own = leaf.rows(x, self._channels.gather(leaf.zero_axes).index)
+                own = leaf.rows(x, self._plan.zero_rank(leaf))
                 out[i] = send_home(own.contiguous(), leaf.grad_home, self._pool)
 
     def _see(self, unit: int) -> None:

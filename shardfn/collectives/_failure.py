@@ -1,0 +1,105 @@
+"""How a failure reaches the ranks that wait: a word in the job's store, then closed connections.
+
+A rank that fails leaves word and closes its connections. Whoever waits for it is woken by an error of the transport,
+and reads why; it closes its own in turn, which wakes those that wait for it.
+"""
+
+import contextlib
+import datetime
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Seconds that a failing rank gives the others to leave by an error of their own, before it wakes them.
+COURTESY = 0.2
+# The tag of a message that nobody sends; channels use smaller ones.
+_NOBODY = (1 << 30) + 1
+_INSTANT = datetime.timedelta(milliseconds=1)
+
+
+class Board:
+    """What the ranks of one control plane tell one another of failures, kept in the job's store.
+
+    A store that is gone, as it is when the rank that holds it has died, keeps nothing and tells nothing.
+
+    Args:
+        name: the same on all ranks, and of no other board.
+        rank: this rank.
+        size: the number of ranks.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self._key, self._rank, self._size = f"shardfn/failure/{name}", rank, size
+
+    def post(self, text: str) -> None:
+        """Leaves word for all."""
+        with contextlib.suppress(RuntimeError):
+            _store().append(f"{self._key}/told", f"  - {text}\n")
+
+    def read(self) -> str:
+        """What has been posted, a line a rank; empty if nothing was."""
+        with contextlib.suppress(RuntimeError):
+            if _store().check([f"{self._key}/told"]):
+                return _store().get(f"{self._key}/told").decode(errors="replace").rstrip("\n")
+        return ""
+
+    def leave(self) -> None:
+        """Notes that this rank has left the step by an error."""
+        with contextlib.suppress(RuntimeError):
+            _store().set(f"{self._key}/{self._rank}", "1")
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Waits until every rank has left, so long at most."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline and not _store().check(self._keys(range(self._size))):
+                time.sleep(0.02)
+
+    def absent(self, seconds: float) -> list[int]:
+        """The ranks that do not leave within so many seconds."""
+        absent = [r for r in range(self._size) if r != self._rank]
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while absent and time.monotonic() < deadline:
+                absent = [r for r in absent if not _store().check(self._keys([r]))]
+                time.sleep(0.05)
+        return absent
+
+    def _keys(self, ranks: "range | list[int]") -> list[str]:
+        return [f"{self._key}/{r}" for r in ranks]
+
+
+def close(group: "dist.ProcessGroup | None") -> None:
+    """Ends a communicator: transfers under way fail at once, here and on the ranks at the other end.
+
+    gloo has no call for it (its `abort` and `shutdown` do nothing), but closes every connection of a communicator in
+    which a wait times out. Other backends are left as they are, and so is what has ended already.
+    """
+    if group is None or group not in dist.distributed_c10d._world.pg_map or dist.get_backend(group) != "gloo":
+        return
+    for rank in range(group.size()):
+        if rank != group.rank():
+            # Fails in any case: by the timeout, which closes all connections, or because this one is closed.
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], rank, _NOBODY).wait(_INSTANT)
+    dist.destroy_process_group(group)
+
+
+def is_of_the_wire(error: BaseException) -> bool:
+    """Whether an error says that a transfer broke: of our own channels, or of a collective that torch ran on gloo."""
+    by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO)
+    return by_text or isinstance(error, TransportError)
+
+
+class TransportError(RuntimeError):
+    """A transfer broke: a peer is gone or did not answer in time."""
+
+
+# gloo raises plain RuntimeErrors, with the place in its own source or the reason that it noted for a connection.
+_GLOO = ("/gloo/transport/", "Application timeout caused pair closure")
+
+
+def _store() -> Any:  # torch declares no append
+    return dist.distributed_c10d._get_default_store()
