@@ -14,7 +14,7 @@ from torch import Tensor
 from ._kernels import foreach_copy_
 from ._leaves import Columns, blocks
 
-_CAST = 1 << 17  # elements: one piece of a gradient, cast, is half a megabyte
+_CAST = 1 << 17  # elements a thread: half a megabyte of cast gradient
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
 
 
@@ -34,7 +34,7 @@ def even(columns: Columns) -> Iterator[Columns]:
     if columns[-1][0].dtype == dtype:
         yield from _even(columns)
         return
-    pieces = list(blocks(columns, _CAST))
+    pieces = list(blocks(columns, _CAST * torch.get_num_threads()))
     # One buffer for all: memory that is freed and taken again for each piece may be fresh, zeroed pages each time.
     scratch = torch.empty(max(_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
     for *piece, grads in pieces:
