@@ -14,7 +14,7 @@ from torch import Tensor
 from ._kernels import foreach_copy_
 from ._leaves import Columns, blocks
 
-_CAST = 1 << 18  # elements: one piece of a gradient, cast, is a megabyte
+_CAST = 1 << 17  # elements a thread: half a megabyte of cast gradient
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
 
 
@@ -34,8 +34,13 @@ def even(columns: Columns) -> Iterator[Columns]:
     if columns[-1][0].dtype == dtype:
         yield from _even(columns)
         return
-    for *piece, grads in blocks(columns, _CAST):
-        yield from _even([*piece, [g.to(dtype) for g in grads]])
+    pieces = list(blocks(columns, _CAST * torch.get_num_threads()))
+    # One buffer for all: memory that is freed and taken again for each piece may be fresh, zeroed pages each time.
+    scratch = torch.empty(max(_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
+    for *piece, grads in pieces:
+        cast = [x.view_as(g) for x, g in zip(_split(scratch, grads), grads, strict=True)]
+        foreach_copy_(cast, grads)
+        yield from _even([*piece, cast])
 
 
 def _even(columns: Columns) -> Iterator[Columns]:
@@ -49,11 +54,17 @@ def _even(columns: Columns) -> Iterator[Columns]:
     ends = [[end for _, end in column if end.numel()] for column in pairs]
     joined = [_join(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
-    sizes = [x.numel() for x in ends[0]]
     for end, join in zip(ends[:-1], joined, strict=False):
-        foreach_copy_(end, join[: sum(sizes)].split(sizes))
+        foreach_copy_(end, _split(join, end))
 
 
 def _join(ends: list[Tensor]) -> Tensor:
-    size = sum(x.numel() for x in ends)
-    return torch.cat([*ends, ends[0].new_zeros(-size % _LANES)])
+    return torch.cat([*ends, ends[0].new_zeros(-_numel(ends) % _LANES)])
+
+
+def _split(flat: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
+    return flat[: _numel(like)].split([x.numel() for x in like])
+
+
+def _numel(leaves: list[Tensor]) -> int:
+    return sum(x.numel() for x in leaves)

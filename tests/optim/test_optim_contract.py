@@ -290,3 +290,14 @@ def test_a_step_traces_into_one_graph() -> None:
     assert any("_fused_adamw_" in str(node.target) for node in graph.graph.nodes)
     for a, b in zip(graph(*[x.clone() for x in leaves]), step(*leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw mask", "sgd nesterov", "adam"])
+def test_gradients_of_half_precision_are_cast_to_the_bit(name: str) -> None:
+    tx = OPTIMIZERS[name]()
+    params = make_params()
+    params["blocks"] = [torch.randn(300_001), torch.randn(9)]
+    half = tree_map(torch.Tensor.bfloat16, make_grads(params, 0))
+    want = optim.inplace(tx)(tree_map(torch.Tensor.float, half), tx.init(params), clone(params))
+    got = optim.inplace(tx)(half, tx.init(params), clone(params))
+    assert_close(got, want, rtol=0, atol=0)
