@@ -8,7 +8,6 @@ from torch import Tensor
 from shardfn.core import Arriving, MemoryKind, Stored
 from shardfn.memory import Pool, on_host, to_host
 
-
 # Bytes of shares that may be on their way from the device: it holds them until they have left.
 LEAVING_BYTES = 24 << 20
 

@@ -1,7 +1,7 @@
 """The update of states that are not all on the device: in chunks, through the memory where the update runs.
 
-While chunk k is stepped, chunk k + 1 is read and chunk k - 1 is written; so the update takes the memory of three chunks,
-however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
+While chunk k is stepped, chunk k + 1 is read and chunk k - 1 is written; so the update takes the memory of three
+chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
 """
 
 import contextlib

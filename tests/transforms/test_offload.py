@@ -1,4 +1,4 @@
-"""Covers memory kinds: every placement of params, gradients and optimizer state has the bits of none, and says where."""
+"""Covers memory kinds: every placement of params, gradients and optimizer state has the bits of none."""
 
 import itertools
 import pathlib
