@@ -27,6 +27,7 @@ from shardfn.core import raise_all
 from ._errors import DamagedError
 from ._host import PAGE, Bytes, aligned_window, as_bytes
 from ._slots import FULL, Slot, no_room
+from ._threads import submit
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _WORKER = threading.local()
@@ -63,7 +64,7 @@ class Io:
         """Starts to write `source` at `offset`, both in whole grains."""
         spans = _spans(offset, offset + len(source), self.piece)
         return [
-            self._threads.submit(self._write_piece, slot, lo, source[lo - offset : hi - offset], sums)
+            submit(self._threads, self._write_piece, slot, lo, source[lo - offset : hi - offset], sums)
             for lo, hi in spans
         ]
 
@@ -78,7 +79,7 @@ class Io:
         futures = []
         for lo, hi in _spans(first, last, max(self.piece // grain, 1) * grain):
             own = into[max(lo, start) - start : min(hi, stop) - start]
-            futures.append(self._threads.submit(self._read_piece, slot, lo, hi, own, max(start - lo, 0), grain, sums))
+            futures.append(submit(self._threads, self._read_piece, slot, lo, hi, own, max(start - lo, 0), grain, sums))
         return futures
 
     def close(self) -> None:

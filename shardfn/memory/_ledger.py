@@ -26,15 +26,15 @@ class Ledger:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._live = dict.fromkeys(KINDS, 0)
-        self._peak = dict.fromkeys(KINDS, 0)
-        self._moved: dict[tuple[MemoryKind, MemoryKind], list[int]] = {}
-        self._held: dict[int, tuple[weakref.ref[Any], MemoryKind, int]] = {}
+        self._live: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._moved: dict[tuple[str, str], list[int]] = {}
+        self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         # Weak references call back at any point, with the lock taken perhaps: they only leave a note.
         self._dead: collections.deque[int] = collections.deque()
         self._lock = threading.RLock()
 
-    def live(self, kind: MemoryKind) -> int:
+    def live(self, kind: str) -> int:
         """Bytes alive now in memory of `kind`, of what the ledger has seen."""
         _check_kind(kind)
         if kind == "device" and self._device.type == "cuda":
@@ -43,22 +43,22 @@ class Ledger:
             self._bury()
             return self._live[kind]
 
-    def peak(self, kind: MemoryKind) -> int:
+    def peak(self, kind: str) -> int:
         """The most bytes that were alive at once in memory of `kind`."""
         _check_kind(kind)
         if kind == "device" and self._device.type == "cuda":
             return max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
         return self._peak[kind]
 
-    def moved(self, src: MemoryKind, dst: MemoryKind) -> int:
+    def moved(self, src: str, dst: str) -> int:
         """Bytes that went from `src` to `dst`."""
         return self._traffic(src, dst)[1]
 
-    def transfers(self, src: MemoryKind, dst: MemoryKind) -> int:
+    def transfers(self, src: str, dst: str) -> int:
         """How many transfers went from `src` to `dst`."""
         return self._traffic(src, dst)[0]
 
-    def count(self, tree: PyTree, kind: MemoryKind) -> None:
+    def count(self, tree: PyTree, kind: str) -> None:
         """Counts what was alive before the ledger: every tensor of `tree`, and every value on disk, as `kind`."""
         _check_kind(kind)
         for leaf in tree_leaves(tree):
@@ -92,7 +92,7 @@ class Ledger:
             lines += [f"{way:<16}{n:>10} {size:>{width}}" for way, n, size in moves]
         return "\n".join(lines)
 
-    def hold(self, owner: Any, key: int, kind: MemoryKind, nbytes: int) -> None:
+    def hold(self, owner: Any, key: int, kind: str, nbytes: int) -> None:
         """Counts `nbytes` as alive until `owner` is garbage; an owner that is known already counts once."""
         with self._lock:
             self._bury()
@@ -108,7 +108,7 @@ class Ledger:
             self._bury()
             return key in self._held
 
-    def move(self, src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
+    def move(self, src: str, dst: str, nbytes: int) -> None:
         """Counts one transfer."""
         with self._lock:
             entry = self._moved.setdefault((src, dst), [0, 0])
@@ -120,7 +120,7 @@ class Ledger:
         if self._device.type == "cuda":
             self._peak["device"] = max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
 
-    def _traffic(self, src: MemoryKind, dst: MemoryKind) -> list[int]:
+    def _traffic(self, src: str, dst: str) -> list[int]:
         _check_kind(src)
         _check_kind(dst)
         return self._moved.get((src, dst), [0, 0])

@@ -32,6 +32,7 @@ _LOG = logging.getLogger("shardfn.memory")
 _SUMMED_GRAIN = 64 << 10
 _PIECE = 4 << 20
 _LOCK = "owner"
+_LOCKS: set[int] = set()
 
 Value = DiskTensor | Tensor | int | float | str | bool | None
 
@@ -208,7 +209,7 @@ class Pool:
         slot = self._slots.take(grains * grain, nbytes) if nbytes else None
         return DiskWriter(shape, dtype, slot, self.io, Sums.blank(grains) if self._checksum else None, self)
 
-    def commit(self, values: Mapping[str, Value], step: int, *, durable: bool = False) -> None:
+    def commit(self, values: Mapping[str, Any], step: int, *, durable: bool = False) -> None:
         """Makes `values` what `Pool.open` finds, atomically; files of the commit before are free from then on.
 
         Tensors below a page go into the manifest, larger ones into files. After it returns, the end of the process, by
@@ -304,7 +305,7 @@ class Pool:
     def _kept(self, x: Value) -> Value:
         return self.write(x).result() if isinstance(x, Tensor) and x.nbytes >= PAGE else x
 
-    def _check_values(self, values: Mapping[str, Value]) -> None:
+    def _check_values(self, values: Mapping[str, Any]) -> None:
         foreign = [name for name, x in values.items() if isinstance(x, DiskTensor) and x._pool is not self]
         if foreign:
             raise ValueError(
@@ -336,6 +337,7 @@ def _locked(directory: pathlib.Path) -> Iterator[int]:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.pwrite(fd, f"{os.getpid():<16}".encode(), 0)
+        _LOCKS.add(fd)
         yield fd
     except BlockingIOError as problem:
         owner = os.pread(fd, 16, 0).decode().strip() or "?"
@@ -346,8 +348,22 @@ def _locked(directory: pathlib.Path) -> Iterator[int]:
             " each rank its own, or end that process.",
         ) from None
     except BaseException:
-        os.close(fd)
+        _unlock(fd)
         raise
+
+
+def _unlock(fd: int) -> None:
+    _LOCKS.discard(fd)
+    os.close(fd)
+
+
+def _forget_locks() -> None:
+    """A forked child is no owner, and must not keep the directory when its parent has gone."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
@@ -359,7 +375,7 @@ def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
         if named is not None:
             _remove_strangers(directory, named, quiet=True)
     finally:
-        os.close(lock)
+        _unlock(lock)
 
 
 def _named(directory: pathlib.Path) -> set[str] | None:

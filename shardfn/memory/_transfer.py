@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._host import host_empty
 from ._ledger import default_device, record_move
+from ._threads import submit
 
 T = TypeVar("T")
 
@@ -99,7 +100,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
     record_move("device", "host", x.nbytes)
     if x.is_cuda:
         return _copy_cuda(out, x, x.device, "down")
-    return of_futures(out, [_thread("down").submit(_copy, out, x)])
+    return of_futures(out, [submit(_thread("down"), _copy, out, x)])
 
 
 def to_device(
@@ -130,7 +131,7 @@ def to_device(
     record_move("host", "device", x.nbytes)
     if out.is_cuda:
         return _copy_cuda(out, x, out.device, "up")
-    return of_futures(out, [_thread("up").submit(_copy, out, x)])
+    return of_futures(out, [submit(_thread("up"), _copy, out, x)])
 
 
 def _check_out(x: Tensor, out: Tensor, device: torch.device) -> None:
