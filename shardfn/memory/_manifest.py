@@ -17,11 +17,15 @@ from ._host import as_bytes, host_empty
 from ._slots import FULL, no_room
 
 NAME = "manifest.json"
+# The commit before, where it was to be kept.
+BEFORE = "manifest.before.json"
 _FORMAT = 1
 
 
-def save(directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable: bool) -> None:
-    """Writes the manifest beside the old one and renames it over."""
+def save(
+    directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable: bool, keep_before: bool = False
+) -> None:
+    """Writes the manifest beside the old one and renames it over; the old one is first renamed if it is to be kept."""
     body = json.dumps({"format": _FORMAT, "step": step, "values": entries})
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
     path, new = directory / NAME, directory / f"{NAME}.new"
@@ -34,9 +38,29 @@ def save(directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable
         if problem.errno in FULL:
             raise no_room(directory, len(text), problem) from problem
         raise
+    if keep_before and path.exists():
+        os.replace(path, directory / BEFORE)
     os.replace(new, path)
+    if not keep_before:
+        forget_before(directory)
     if durable:
         sync(directory)
+
+
+def forget_before(directory: pathlib.Path) -> None:
+    """Drops the commit before the last."""
+    (directory / BEFORE).unlink(missing_ok=True)
+
+
+def commits(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The manifests that are there, the last commit first."""
+    return [directory / name for name in (NAME, BEFORE) if (directory / name).exists()]
+
+
+def settle(directory: pathlib.Path, path: pathlib.Path) -> None:
+    """Makes one of the manifests the only one."""
+    os.replace(path, directory / NAME)
+    forget_before(directory)
 
 
 def load(directory: pathlib.Path) -> tuple[int, dict[str, Any]]:
@@ -46,11 +70,20 @@ def load(directory: pathlib.Path) -> tuple[int, dict[str, Any]]:
         FileNotFoundError: nothing was committed.
         DamagedError: the file is not what was written.
     """
-    path = directory / NAME
-    if not path.exists():
+    found = commits(directory)
+    if not found:
         raise FileNotFoundError(
             f"{directory} has no {NAME}: nothing was committed there. `Pool(directory)` starts anew."
         )
+    return read(found[0])
+
+
+def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
+    """The step and the entries of one manifest.
+
+    Raises:
+        DamagedError: the file is not what was written.
+    """
     try:
         outer = json.loads(path.read_text())
         body = outer["body"]

@@ -133,7 +133,7 @@ class Pool:
         options = _Options(threads, direct, checksum, max_staging)
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place) as lock:
-            if (place / manifest.NAME).exists():
+            if manifest.commits(place):
                 raise ValueError(
                     f"{place} holds a commit. `Pool.open(directory)` continues from it; to start anew, remove the"
                     " directory."
@@ -142,20 +142,21 @@ class Pool:
             self._start(place, lock, options)
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], **options: Any) -> Opened:
+    def open(cls, directory: str | os.PathLike[str], step: int | None = None, **options: Any) -> Opened:
         """Opens a directory with a commit, whatever ended the process that made it.
 
         Files that the commit does not name are removed, and the log says so.
 
         Args:
             directory: as for `Pool`.
+            step: which commit, of those that are kept; the others are given up. None = the last.
             options: as for `Pool`.
 
         Returns:
             The pool, the committed values by name, and the committed step.
 
         Raises:
-            FileNotFoundError: nothing was committed there.
+            FileNotFoundError: nothing was committed there, or not of this step.
             DamagedError: the manifest has changed, or files that it names are missing or too short.
             PoolInUseError: another pool owns the directory.
         """
@@ -164,13 +165,23 @@ class Pool:
             raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
         pool, chosen = cls.__new__(cls), _Options(**options)
         with _locked(place) as lock:
-            step, entries = manifest.load(place)
+            path, step, entries = _chosen(place, step)
             pool._start(place, lock, chosen)
+            manifest.settle(place, path)
         try:
             return Opened(pool, pool._restore(entries), step)
         except BaseException:
             pool.close()
             raise
+
+    @staticmethod
+    def steps(directory: str | os.PathLike[str]) -> tuple[int, ...]:
+        """The steps of the commits that can be opened, the last one first.
+
+        Raises:
+            DamagedError: a manifest is not what was written.
+        """
+        return tuple(manifest.read(path)[0] for path in manifest.commits(pathlib.Path(directory)))
 
     def write(self, x: Shaped[Tensor, "..."]) -> Transfer[DiskTensor]:
         """Starts to write a host tensor, which must stay as it is until the transfer is done.
@@ -209,8 +220,12 @@ class Pool:
         slot = self._slots.take(grains * grain, nbytes) if nbytes else None
         return DiskWriter(shape, dtype, slot, self.io, Sums.blank(grains) if self._checksum else None, self)
 
-    def commit(self, values: Mapping[str, Any], step: int, *, durable: bool = False) -> None:
+    def commit(self, values: Mapping[str, Any], step: int, *, durable: bool = False, keep_before: bool = False) -> None:
         """Makes `values` what `Pool.open` finds, atomically; files of the commit before are free from then on.
+
+        Several processes that commit together may end between the first one's commit and the last one's. With
+        `keep_before` each keeps its last two commits, so that they have one in common; `forget_before` gives up the
+        older one, once all have the newer.
 
         Tensors below a page go into the manifest, larger ones into files. After it returns, the end of the process, by
         a signal too, loses nothing; `durable` waits for the device as well, so that a loss of power does not either.
@@ -219,6 +234,7 @@ class Pool:
             values: by name, values of this pool, host tensors, numbers, strings.
             step: a number of the caller's, given back by `Pool.open`.
             durable: fsync files, manifest and directory.
+            keep_before: whether the commit before stays as well.
 
         Raises:
             ValueError: a value is another pool's.
@@ -237,8 +253,15 @@ class Pool:
             for slot in slots:
                 manifest.sync(slot.path)
         with self._commit_lock:
-            manifest.save(self._directory, step, entries, durable=durable)
-            self._committed = slots
+            manifest.save(self._directory, step, entries, durable=durable, keep_before=keep_before)
+            self._before, self._committed = self._committed if keep_before else [], slots
+
+    def forget_before(self) -> None:
+        """Gives up the commit before the last, if it was kept."""
+        with self._commit_lock:
+            if self._before:
+                manifest.forget_before(self._directory)
+                self._before = []
 
     def info(self) -> PoolInfo:
         """What the pool found and chose."""
@@ -279,6 +302,7 @@ class Pool:
         self.io = Io(options.threads, piece, buffers, grain, direct)
         self._slots = Slots(place)
         self._committed: list[Slot] = []
+        self._before: list[Slot] = []
         self._commit_lock = threading.Lock()
         self._info = PoolInfo(str(place), direct, reason, options.threads, piece, piece * buffers, 0, 0, 0)
         self._finalizer = weakref.finalize(self, _shut, self.io, place, lock, os.getpid())
@@ -379,13 +403,22 @@ def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
 
 
 def _named(directory: pathlib.Path) -> set[str] | None:
-    """The files that the manifest names; None if it cannot be read, and nothing should be removed."""
-    if not (directory / manifest.NAME).exists():
-        return set()
+    """The files that manifests name; None if it cannot be read, and nothing should be removed."""
     try:
-        return {e["file"] for e in manifest.load(directory)[1].values() if e.get("file")}
+        kept = [manifest.read(path)[1] for path in manifest.commits(directory)]
+        return {e["file"] for entries in kept for e in entries.values() if e.get("file")}
     except OSError:
         return None
+
+
+def _chosen(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
+    """The manifest of a step, or the last one."""
+    manifest.load(directory)  # raises if there is none
+    found = [(path, *manifest.read(path)) for path in manifest.commits(directory)]
+    for path, at, entries in found:
+        if step is None or at == step:
+            return path, at, entries
+    raise FileNotFoundError(f"{directory} has commits of steps {[at for _, at, _ in found]}, but none of step {step}.")
 
 
 def _remove_strangers(directory: pathlib.Path, named: set[str], *, quiet: bool = False) -> None:
