@@ -1,10 +1,23 @@
-"""The disk of a step: one pool of files a rank and directory, open as long as the mesh is."""
+"""The disk of a step: one pool of files a rank and directory, and the commits that outlive the process.
+
+After each step the state is committed; the commit before is given up when all ranks have begun the next step, and so
+have this one. So whenever the ranks end, there is a commit that all of them have.
+"""
 
 import pathlib
+from typing import Any
 
+from torch import Tensor
+
+from shardfn.collectives import AnyControl, GlobalTensor
+from shardfn.core import Stored, raise_all, tree_leaves, tree_paths
 from shardfn.memory import Pool
 
-from ._plan import Plan
+from ._plan import Plan, Planner
+from ._state import TrainState
+
+# Tensors below this many bytes are committed wherever they are.
+SMALL = 4096
 
 
 def pool_of(plan: Plan) -> Pool | None:
@@ -13,6 +26,71 @@ def pool_of(plan: Plan) -> Pool | None:
         return None
     pools = plan.mesh.resources.setdefault("pools", {})
     if plan.zero.directory not in pools:
-        place = pathlib.Path(plan.zero.directory) / f"rank{plan.mesh.rank}"
-        pools[plan.zero.directory] = Pool(place, checksum=plan.zero.checksum)
+        pools[plan.zero.directory] = Pool(_place(plan), checksum=plan.zero.checksum)
     return pools[plan.zero.directory]
+
+
+def close_pool(planner: Planner) -> None:
+    """Gives a directory up, if it is open."""
+    pool = planner.mesh.resources.get("pools", {}).pop(planner.zero.directory, None)
+    if pool is not None:
+        pool.close()
+
+
+def commit(plan: Plan, state: TrainState) -> None:
+    """Makes a state what `reopen` finds, if all of it is on disk, small, or the cast of a master copy that is."""
+    pool = pool_of(plan)
+    if pool is None or any(homeless(plan, state)):
+        return
+    values = {path: _value(x) for path, x in _leaves(state)}
+    pool.commit({k: v for k, v in values.items() if v is not None}, int(state.step), keep_before=True)
+
+
+def forget(plan: Plan) -> None:
+    """Gives up the commit before the last, which all ranks have by now."""
+    pool = pool_of(plan)
+    if pool is not None:
+        pool.forget_before()
+
+
+def reopen(plan: Plan, control: AnyControl) -> dict[str, Any]:
+    """The values of the last commit that all ranks have, by path.
+
+    Raises:
+        ValueError: the plan keeps nothing on disk.
+        FileNotFoundError: the ranks have no commit in common; says which each of them has.
+    """
+    if plan.zero.directory is None:
+        raise ValueError("resume() reads what the step left on disk, but nothing is kept there: Zero(directory=...).")
+    steps: list[Any] = control.gather(Pool.steps(_place(plan)))
+    common = set(steps[0]).intersection(*steps[1:])
+    if not common:
+        had = [f"rank {r}: {f'steps {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]
+        raise_all(FileNotFoundError, f"no commit under {plan.zero.directory} is there on all ranks:", had)
+    opened = Pool.open(_place(plan), max(common), checksum=plan.zero.checksum)
+    plan.mesh.resources.setdefault("pools", {})[plan.zero.directory] = opened.pool
+    return opened.values
+
+
+def homeless(plan: Plan, state: TrainState) -> list[str]:
+    """The leaves of a state that no commit holds: neither on disk, nor small, nor the cast of a copy that is."""
+    casts = {leaf.path for leaf in plan.leaves if leaf.dtypes.master != leaf.dtypes.param and leaf.state_home == "disk"}
+    return [path for path, x in _leaves(state) if _value(x) is None and path not in casts]
+
+
+def _leaves(state: TrainState) -> list[tuple[str, Any]]:
+    parts = ("params", state.params), ("opt_state", state.opt_state), ("state", state._replace(params=(), opt_state=()))
+    return [pair for name, tree in parts for pair in zip(tree_paths(tree, name), tree_leaves(tree), strict=True)]
+
+
+def _value(x: Any) -> Any:
+    """What a commit holds of a leaf; None if it is too large for one."""
+    held: Tensor | Stored = x.held if isinstance(x, GlobalTensor) else x
+    if not isinstance(held, Tensor):
+        return held
+    return held.detach().to("cpu", copy=True) if held.nbytes < SMALL else None
+
+
+def _place(plan: Plan) -> pathlib.Path:
+    assert plan.zero.directory is not None
+    return pathlib.Path(plan.zero.directory) / f"rank{plan.mesh.rank}"

@@ -44,6 +44,8 @@ from ._lower import Lowered
 from ._metrics import measure
 from ._mixed_precision import check_scaled, with_masters
 from ._plan import Plan, Planner
+from ._pools import close_pool, commit, forget
+from ._resume import resumed
 from ._state import TrainState, check_alive, scale_of
 from ._traced_step import StepParts
 from ._unwrap import Unwrapped, unwrap
@@ -158,16 +160,7 @@ class ShardedStep:
             ValueError: the tree does not fit the specs.
             RankError: ranks pass different trees or different values.
         """
-        if transforming():
-            raise ValueError(
-                "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
-            )
-        if callable(params):
-            with deferred():
-                params = params(*args)
-        check_params(params)
-        leaves, treedef = tree_flatten(params)
-        plan = self._planner.plan(treedef, leaves)
+        leaves, plan = self._drawn(params, args)
         if self.mesh.abstract or is_abstract(leaves):
             return abstract_init(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
@@ -182,7 +175,62 @@ class ShardedStep:
             return draw_block(drawn, where).to(self.mesh.device).to(leaf.dtypes.master).contiguous()
 
         step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
-        return TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
+        state = TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
+        commit(plan, state)
+        return state
+
+    def resume(self, params: PyTree, *args: Any) -> TrainState:
+        """The state of the last step that all ranks finished, from what they left on disk. Collective.
+
+        After each step the state is committed under `Zero(directory=...)`, unless parts of it are kept in memory only
+        (persistent small leaves, counters, and 16-bit parameters whose master copies are on disk, do not count). So it
+        outlives the processes, however they end.
+
+        Args:
+            params: as for `init`; only shapes and dtypes count.
+            *args: as for `init`.
+
+        Raises:
+            FileNotFoundError: the ranks have no commit in common.
+            ValueError: nothing is kept on disk; or the commit is another model's, listed leaf by leaf.
+            DamagedError: files are missing, too short or changed.
+
+        Example:
+            >>> import tempfile
+            >>> from shardfn import core, optim
+            >>> loss = lambda w, x: (w * x).square().mean()
+            >>> def make(directory):
+            ...     zero = core.Zero(persist=0, params="disk", optimizer="disk", directory=directory)
+            ...     return sharded_step(loss, optim.sgd(0.1), mesh=core.make_mesh({"dp": 1}), zero=zero)
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     step = make(directory)
+            ...     state, _ = step(step.init(torch.ones(2)), torch.ones(2))
+            ...     step.close()
+            ...     make(directory).resume(torch.ones(2)).step
+            tensor(1)
+        """
+        _, plan = self._drawn(params, args)
+        comms = comms_of(self.mesh)
+        comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
+        like = abstract_init(plan, self._optimizer, self._key, self._first_scale())
+        return resumed(plan, comms.channels, comms.control, like)
+
+    def close(self) -> None:
+        """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
+        close_pool(self._planner)
+
+    def _drawn(self, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Tensor], Plan]:
+        """The leaves of a first state, perhaps not drawn yet, and their plan."""
+        if transforming():
+            raise ValueError(
+                "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
+            )
+        if callable(params):
+            with deferred():
+                params = params(*args)
+        check_params(params)
+        leaves, treedef = tree_flatten(params)
+        return leaves, self._planner.plan(treedef, leaves)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
@@ -248,12 +296,14 @@ class ShardedStep:
                     " loss."
                 )
         even = agree_on_step(comms.control, f"step {number} of {len(plan.leaves)} leaves", described)
+        forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):
             new, metrics = run(plan, comms, state, args, even)
         if self._loss_scale is not None:
             scale = self._loss_scale.update(state.loss_scale, metrics["finite"])
             self._loss_scale.check(scale)
             new = new._replace(loss_scale=scale)
+        commit(plan, new)
         return new, metrics
 
     def _run(

@@ -41,9 +41,18 @@ def update(
         scale: what gradients are multiplied by first; None for nothing.
         donated: whether `state` is consumed.
     """
-    with torch.no_grad():
-        params, opt_state = take_state(state, donated=donated, copied=not donated)
-        blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, grads, scale)
+    params, opt_state = take_state(state, donated=False, copied=not donated)
+    given = [x for x in (*tree_leaves(params), *tree_leaves(opt_state)) if isinstance(x, Tensor)]
+    before = [x._version for x in given]
+    try:
+        with torch.no_grad():
+            blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, grads, scale)
+    except BaseException:
+        if donated and before != [x._version for x in given]:  # half updated, so of no use to anyone
+            take_state(state, donated=True, copied=False)
+        raise
+    if donated:  # only now, so that a step that fails before it writes leaves its state
+        take_state(state, donated=True, copied=False)
     return next_state(plan, state, blocks, opt_state)
 
 
