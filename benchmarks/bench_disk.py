@@ -2,11 +2,10 @@
 
 The work of an optimizer step on disk, without its arithmetic: values of `--value` MiB are read in chunks, and each
 chunk is written again as part of a new value; the files are recycled, so that both peers only ever overwrite. A pool
-reads chunk k + 1 while it writes chunk k - 1. Plain is one thread that reads chunk k and writes chunk k, with aligned
-buffers, between two sets of files that it swaps; the same O_DIRECT or not. The peers take turns, chunk size by chunk
-size, and the ratio is formed within a turn. With the page cache in the way (`--buffered`) dirty pages are written back
-by fsync within the measured time, and files are dropped from the cache before they are read.
-
+reads chunks ahead while it writes those behind, with `--buffers` chunks in memory. Plain is one thread that reads chunk
+k and writes chunk k, with an aligned buffer, between two sets of files that it swaps; the same O_DIRECT or not. The
+peers take turns, and the ratio is formed within a turn. With the page cache in the way (`--buffered`) dirty pages are
+written back by fsync within the measured time, and files are dropped from the cache before they are read.
 """
 
 import argparse
@@ -42,11 +41,18 @@ def main() -> None:
     flags = "page cache, fsync and dropped from the cache in each turn" if args.buffered else "O_DIRECT"
     checks = ", checksums on" if args.checksum else ""
     note = (
-        f"{flags}{checks}; {args.values} values of {args.value} MiB, {moved} MiB moved a turn, {args.threads} threads;"
-        f" {args.rounds} turns, median and quartiles."
+        f"{flags}{checks}; {args.values} values of {args.value} MiB, {moved} MiB moved a turn, {args.threads} threads,"
+        f" {args.buffers} buffers;"
+        f" {args.rounds} turns, median and quartiles. Load average of the machine: {os.getloadavg()[0]:.1f}."
     )
     head = ["chunk MiB", "plain MB/s", "pool MB/s", "pool / plain", "quartiles"]
-    publish("Streaming from and to disk", f"{note}\n\n{table(head, rows)}", out=args.out, data={"cases": data})
+    publish(
+        "Streaming from and to disk",
+        f"{note}\n\n{table(head, rows)}",
+        out=args.out,
+        data={"cases": data},
+        as_json=args.json,
+    )
 
 
 def _case(place: pathlib.Path, args: argparse.Namespace, chunk: int) -> dict[str, list[float]]:
@@ -101,12 +107,13 @@ class _Plain:
 
 
 class _Pooled:
-    """Reads ahead, writes behind; four buffers in a ring."""
+    """Reads ahead, writes behind; a few buffers in a ring."""
 
     def __init__(self, place: pathlib.Path, args: argparse.Namespace, chunk: int) -> None:
         self._pool = Pool(place, threads=args.threads, direct=not args.buffered, checksum=args.checksum)
         self._size, self._fsync, self._chunk = args.value * MIB, args.buffered, chunk
-        self._ring = collections.deque(host_empty((chunk,), torch.uint8) for _ in range(4))
+        self._ahead = (args.buffers + 1) // 2
+        self._ring = collections.deque(host_empty((chunk,), torch.uint8) for _ in range(args.buffers))
         first = torch.ones(self._size, dtype=torch.uint8)
         self._values = [self._pool.write(first).result() for _ in range(args.values)]
 
@@ -114,17 +121,17 @@ class _Pooled:
         jobs = [(i, at) for i in range(len(self._values)) for at in range(0, self._size, self._chunk)]
         writers: list[DiskWriter] = []
         fresh: list[DiskTensor] = []
-        reads = collections.deque(self._read(*job) for job in jobs[:2])
+        reads = collections.deque(self._read(*job) for job in jobs[: self._ahead])
         writes: collections.deque = collections.deque()
         for n, (i, at) in enumerate(jobs):
             if i == len(writers):
                 writers.append(self._pool.writer((self._size,), torch.uint8))
             rows = reads.popleft().result()
             writes.append((writers[i].write(at, rows), rows))
-            if len(writes) == 2:  # the buffer of the write before last is free for the read after next
-                self._done(writes.popleft())
-            if n + 2 < len(jobs):
-                reads.append(self._read(*jobs[n + 2]))
+            if n + self._ahead < len(jobs):
+                if not self._ring:
+                    self._done(writes.popleft())
+                reads.append(self._read(*jobs[n + self._ahead]))
         while writes:
             self._done(writes.popleft())
         fresh = [writer.finish() for writer in writers]
@@ -139,11 +146,11 @@ class _Pooled:
         self._values.clear()
         self._pool.close()
 
-    def _read(self, i: int, at: int):  # noqa: ANN202
+    def _read(self, i: int, at: int):
         stop = min(at + self._chunk, self._size)
         return self._values[i].read(at, stop, out=self._ring.popleft()[: stop - at])
 
-    def _done(self, pair) -> None:  # noqa: ANN001
+    def _done(self, pair) -> None:
         pair[0].result()
         self._ring.append(pair[1] if len(pair[1]) == self._chunk else host_empty((self._chunk,), torch.uint8))
 
@@ -174,11 +181,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--value", type=int, default=64, help="MiB of a value")
     parser.add_argument("--values", type=int, default=6)
     parser.add_argument("--chunks", default="1,4,16", help="MiB of a chunk")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--buffers", type=int, default=3, help="chunks in memory")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--buffered", action="store_true", help="through the page cache")
     parser.add_argument("--checksum", action="store_true")
     parser.add_argument("--out", default="", help="Markdown file")
+    parser.add_argument("--json", action="store_true", help="also the raw times")
     return parser.parse_args()
 
 

@@ -68,10 +68,10 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> T
     futures = tuple(futures)
 
     def wait() -> None:
-        # Of all, before the first error is raised: nobody may still write into what the caller then reuses.
-        concurrent.futures.wait(futures)
-        for future in futures:
-            future.result()
+        # For all, before the first error is raised: nobody may still write into what the caller then reuses.
+        for error in [future.exception() for future in futures]:
+            if error is not None:
+                raise error
 
     return Transfer(value, wait, lambda: all(f.done() for f in futures), wait)
 
