@@ -103,6 +103,8 @@ class Reducer:
         self._collect(block=True)
         if self._last:
             for u, part in self._parts.items():
+                if not self._cut[u]:
+                    continue
                 leaf = self._leaves[self._units[u].leaves[0]]
                 if leaf.extra_axes:
                     part = psum(part.to(leaf.dtypes.reduce), leaf.extra_axes)
