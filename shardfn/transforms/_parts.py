@@ -57,11 +57,11 @@ class Parts:
             part = before + part.to(self._dtypes[unit])
         self._at[unit] = part if last else part.to(self._dtypes[unit])
 
-    def finish(self) -> None:
-        """Says that nothing will be added any more."""
-        for unit, x in self._at.items():
-            if isinstance(x, Tensor):
-                self._at[unit] = x.to(self._dtypes[unit])
+    def finish(self, unit: int) -> None:
+        """Says that nothing will be added to a unit any more."""
+        x = self._at.get(unit)
+        if isinstance(x, Tensor):
+            self._at[unit] = x.to(self._dtypes[unit])
 
     def __getitem__(self, unit: int) -> Tensor | Stored:
         self._settle(unit)

@@ -100,11 +100,13 @@ class Reducer:
         self._collect(block=True)
         if self._last:
             for u in self._parts:
+                if not self._cut[u]:
+                    continue
                 leaf = self._leaves[self._units[u].leaves[0]]
                 if self._channels.reduce(leaf.extra_axes).size > 1:
                     part = brought(self._parts.pop(u), self._device).to(leaf.dtypes.reduce)
                     self._parts.add(u, psum(part, leaf.extra_axes), last=True)
-            self._parts.finish()
+                self._parts.finish(u)
 
     def parts(self) -> Parts:
         """Per unit, this rank's share of the summed gradients, 1-D; the shares of all ranks are disjoint."""
@@ -119,7 +121,9 @@ class Reducer:
             rank = self._scatter[u].index
             shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
             alone = self._cut[u] or self._scatter[u].size == 1
-            flat = self._parts.pop(u) if alone else self._whole_part(u).to(members[0].dtypes.accum)
+            flat = self._parts.pop(u) if alone else self._whole_part(u)
+            if isinstance(flat, Tensor):
+                flat = flat.to(members[0].dtypes.accum)
             if isinstance(flat, Tensor) and self._scatter[u].size == 1 and not is_sole_owner(flat):
                 if self._parts.home(u) == "device":
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
