@@ -95,7 +95,7 @@ def choose(
     candidates are, each group only if the graph has something that it could change:
 
         the default
-        bucket                 m, 8 m;        prefetch, reductions = g, r
+        bucket                 None, m, 8 m;        prefetch, reductions = g, r
         prefetch, reductions   k g, k r for k = 0, 4, with the best bucket so far
         if nothing fits: no gather ahead; then activations computed again, under four budgets, for the leanest and the
             fastest of these
@@ -180,7 +180,7 @@ class _Grid:
         self._limits = [k * knee if some else None for k, some in zip(_MESSAGES, mergeable, strict=True)]
 
     def messages(self) -> list[Schedule]:
-        return [self._with(), *(self._ahead(1, bucket=limit) for limit in self._limits if self._sends)]
+        return [self._with(), *(self._ahead(1, bucket=limit) for limit in (None, *self._limits) if self._sends)]
 
     def windows(self, best: Scored) -> list[Schedule]:
         return [self._ahead(k, bucket=best.schedule.bucket) for k in _WINDOWS if self._sends]
