@@ -2,6 +2,7 @@
 
 from ._options import Schedule as Schedule
 from ._schedule import schedule as schedule
+from ._choose import Choice as Choice, Scored as Scored, check_fits as check_fits, choose as choose
 from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
 from ._edit import reordered as reordered
 from ._reuse import reuse_gathers as reuse_gathers

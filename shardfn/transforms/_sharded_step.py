@@ -250,6 +250,7 @@ class ShardedStep:
 
         Raises:
             CaptureError: the loss depends on the value of a tensor; names the line.
+            ValueError: under `jit(cluster=...)` no schedule fits the memory.
 
         Example:
             >>> from shardfn import optim
@@ -258,14 +259,14 @@ class ShardedStep:
             0
         """
         plan, blocks, opt, args, scale = self._abstract(state, batch)
-        program = self._steps.lower(plan, blocks, opt, args, scale)
+        program, schedule = self._steps.lower(plan, blocks, opt, args, scale)
         key = signature(plan, args)
 
         def compile(backend: str | None) -> Callable[..., Any]:
             run = self._steps.compile(program, backend, comms_of(self.mesh))
             return functools.partial(self._step, run, key)
 
-        return Lowered(program.gm, self.mesh, compile)
+        return Lowered(program.gm, self.mesh, schedule, compile)
 
     def _abstract(
         self, state: PyTree, batch: PyTree
