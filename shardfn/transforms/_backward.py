@@ -74,8 +74,7 @@ def run_backward(
     open_channels(comms, plan)
     ranks = plan.mesh.axis_size(plan.batch_axes)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
-    order = [] if plan.captured else plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
-    reducer = Reducer(plan, comms.channels, order)
+    reducer = Reducer(plan, comms.channels, plan.reduce_order)
     values: list[Value] = []
     with _told(gatherer, comms), torch.enable_grad():
         inner, batches = microbatches(loss, args[0])
@@ -95,6 +94,8 @@ def run_backward(
                     " return WeightedMean(total, weight) from the loss, or pass equal batches."
                 )
             gatherer.end_phase(ask=False)
+            if k == 0:
+                reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
             comms.mark("backward")

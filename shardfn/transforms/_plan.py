@@ -72,6 +72,21 @@ class Plan:
         """The order of use learnt for one kind of call."""
         return self.use_orders.setdefault(key, UseOrder())
 
+    def guessed_order(self, used: UseOrder) -> list[int]:
+        """In which order gradients may become ready in a first backward, the same on all ranks: against that of use.
+
+        Where nothing is sent, and while a step is captured, no order need be agreed on: it is empty.
+
+        Args:
+            used: in which order leaves were gathered in the forward.
+        """
+        axes = {leaf.reduce_axes for leaf in self.leaves if leaf.trainable}
+        if self.captured or all(self.mesh.axis_size(a) == 1 for a in axes):
+            return []
+        last = {i: pos for pos, u in enumerate(used.phase(0)) for i in self.gather_units[u].leaves}
+        when = [max(last.get(i, -1) for i in unit.leaves) for unit in self.reduce_units]
+        return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
+
     def forget_orders(self, keep: int) -> None:
         """Drops all but the `keep` newest orders of use, besides the step's own."""
         applied = [key for key in self.use_orders if key != "step"]

@@ -31,7 +31,7 @@ class Reducer:
         plan: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
         channels: the step's communicators.
         order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
-            alike on all ranks.
+            alike on all ranks. See `expect`.
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
@@ -67,6 +67,10 @@ class Reducer:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
         self._send, self._last, self._next, self.seen = send, last, 0, []
         self._missing = [len(unit.leaves) for unit in self._units]
+
+    def expect(self, order: Sequence[int]) -> None:
+        """Says in which order units are sent, before any is."""
+        self._order, self._learns = list(order), not order
 
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
