@@ -27,6 +27,7 @@ from shardfn.models import gpt
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
+    sf.memory.return_freed_pages()
     if args.memory_mb:
         resource.setrlimit(resource.RLIMIT_DATA, (args.memory_mb << 20, args.memory_mb << 20))
 

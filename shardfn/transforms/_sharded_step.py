@@ -273,6 +273,7 @@ class ShardedStep:
     ) -> tuple[Plan, list[Tensor], PyTree, tuple[Any, ...], Tensor | None]:
         given = as_state(self._planner, self._optimizer, self._key, self._first_scale(), state)
         plan = self._planner.plan_of(given)
+        self._check_scale(given)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
         held = (given.params, given.opt_state)
@@ -414,4 +415,5 @@ class ShardedStep:
     def _describe(self, plan: Plan) -> str:
         key = None if self._key is None else self._key.tolist()
         flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux} key {key}"
+        flags += f" {self._planner.policy!r} loss scale {self._loss_scale is not None}"
         return f"{flags}\n{plan.describe()}"

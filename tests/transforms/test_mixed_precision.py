@@ -202,6 +202,19 @@ def test_sixty_four_microbatches_add_up_in_float32() -> None:
     assert errors["float32"] <= 1e-6 and errors["bfloat16"] >= 1e-3, errors
 
 
+@distributed(world=2)
+def test_averages_over_ranks_and_microbatches_are_exact_integers(world: int) -> None:
+    x = torch.tensor([[1.0, 3.0, 5.0, 7.0], [11.0, 13.0, 15.0, 17.0]])
+    mesh = sf.make_mesh({"dp": world})
+    for stage in (0, 1, 3):
+        loss = sf.accumulate(sf.mixed_precision(_sum_loss, sf.Policy.bf16()), 2)
+        step = sf.sharded_step(loss, optim.sgd(1.0), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        state, metrics = step(step.init(torch.ones(4)), x + 18.0 * mesh.axis_index("dp"))
+        want = torch.tensor([15.0, 17.0, 19.0, 21.0])
+        assert torch.equal(unshard(state.opt_state.master), 1.0 - want)
+        torch.testing.assert_close(metrics["grad_norm"], want.norm(), rtol=1e-6, atol=0.0)
+
+
 @distributed(world=2, timeout=120)
 def test_jit_has_the_bits_of_eager() -> None:
     mesh = sf.make_mesh({"dp": 2})
