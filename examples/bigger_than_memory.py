@@ -46,7 +46,7 @@ def main() -> None:
         if args.in_memory:
             zero = sf.Zero(stage=3, persist=2048)
         step = sf.sharded_step(
-            sf.remat(functools.partial(gpt.loss, config)) if args.remat else functools.partial(gpt.loss, config),
+            functools.partial(gpt.loss, config, wrap=sf.remat),
             sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(args.lr)),
             mesh=sf.make_mesh({"dp": -1}),
             zero=zero,
@@ -92,7 +92,6 @@ def arguments():
     add("--data", nargs="+", type=pathlib.Path, help="text files (the Python standard library)")
     add("--directory", type=pathlib.Path, help="where the states stay, to go on from; by default they are removed")
     add("--scratch", type=pathlib.Path, help="where the default directory is made")
-    add("--remat", action="store_true")
     add("--in-memory", action="store_true", help="keep everything in memory, for comparison")
     add("--verbose", action="store_true", help="print every loss")
     return parser.parse_args()
