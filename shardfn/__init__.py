@@ -47,6 +47,7 @@ from shardfn.transforms import (
     grad as grad,
     jit as jit,
     remat as remat,
+    scan as scan,
     shard_map as shard_map,
     sharded_step as sharded_step,
     value_and_grad as value_and_grad,

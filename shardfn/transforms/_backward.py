@@ -30,10 +30,16 @@ class Outcome:
     aux: dict[str, WeightedMean]
     num_microbatches: int
     reducer: Reducer
+    plan: Plan
+
+    def gradients(self) -> dict[int, Tensor]:
+        """Per leaf, the summed gradient in the layout: this rank's rows, or the whole leaf where it is not cut."""
+        return self.plan.by_leaf(self.reducer.gradients())
 
 
 def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
+    blocks = plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
     book = LeafBook(gatherer.whole, plan.paths)
     with _told(gatherer, comms), torch.no_grad():
@@ -60,17 +66,18 @@ def run_backward(
     Args:
         plan: the layout.
         comms: the communicators.
-        blocks: this rank's piece of each parameter.
+        blocks: this rank's block of each parameter.
         loss: the user's loss, possibly accumulated.
         args: this rank's batch, and a key if the loss takes one.
         has_aux: whether the loss returns aux.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
     """
     ranks = plan.mesh.axis_size(plan.batch_axes)
+    blocks = plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     order = [] if plan.captured else plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
     reducer = Reducer(
-        plan.leaves,
+        plan.layers,
         plan.reduce_units,
         comms.channels,
         order,
@@ -106,7 +113,7 @@ def run_backward(
             book.forget_dead()
         gatherer.close()
         comms.mark("update")
-        out = _outcome(values, reducer)
+        out = _outcome(values, reducer, plan)
         if not plan.reduce_order:
             first: Any = comms.control.gather(reducer.seen)[0]
             plan.reduce_order = first
@@ -115,17 +122,17 @@ def run_backward(
 
 
 def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor], order: UseOrder) -> Gatherer:
-    pieces = [b if leaf.gathered else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    return Gatherer(plan.leaves, plan.gather_units, pieces, comms.channels, comms.control, order, plan.zero.prefetch)
+    pieces = [b if leaf.gathered else None for leaf, b in zip(plan.layers, blocks, strict=True)]
+    return Gatherer(plan.layers, plan.gather_units, pieces, comms.channels, comms.control, order, plan.zero.prefetch)
 
 
 def _enter(
     plan: Plan, blocks: Sequence[Tensor], book: LeafBook, reducer: Reducer | None
 ) -> tuple[PyTree, list[Tensor]]:
     """The parameter tree as the loss sees it, and the handles that its gradients arrive at."""
-    tree: list[Tensor] = []
+    entered: list[Tensor] = []
     handles: list[Tensor] = []
-    for i, (leaf, block) in enumerate(zip(plan.leaves, blocks, strict=True)):
+    for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=leaf.dtype, device=block.device)
         if not leaf.gathered:
             handle = block.detach()
@@ -133,7 +140,12 @@ def _enter(
             handle.requires_grad_()
             handle.register_hook(_taker(reducer, i, handle.detach()))
             handles.append(handle)
-        tree.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.gathered else handle)
+        entered.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.gathered else handle)
+    layers = iter(entered)
+    tree = [
+        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers]) if leaf.layers else next(layers)
+        for leaf in plan.leaves
+    ]
     return tree_unflatten(plan.treedef, tree), handles
 
 
@@ -175,7 +187,7 @@ def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
         comms.control.agree("what the loss returns", plan.outcome)
 
 
-def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
+def _outcome(values: list[Value], reducer: Reducer, plan: Plan) -> Outcome:
     total = torch.stack([v.total for v in values]).sum()
     weights = [v.weight for v in values if v.weight is not None]
     weight = torch.stack(weights).sum() if weights else None
@@ -183,4 +195,4 @@ def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, len(values), reducer)
+    return Outcome(total, weight, aux, len(values), reducer, plan)

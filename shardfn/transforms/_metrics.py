@@ -43,7 +43,7 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients."""
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for unit, part in sorted(out.reducer.parts().items()):  # one order, so that the sum has the same bits
-        leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
+        leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
         axes = tuple(a for a in plan.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
         by_axes.setdefault(axes, []).append(part)
     return {axes: sum_squares(parts).to(torch.float64).sum() for axes, parts in by_axes.items()}

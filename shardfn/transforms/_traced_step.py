@@ -86,7 +86,7 @@ def capture_step(
             if parts.skip_nonfinite:
                 torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
             with torch.no_grad():
-                grads = out.reducer.gradients()
+                grads = out.gradients()
                 mine, opt = update_blocks(plan, comms.channels, parts.optimizer, mine, opt, grads, scale)
         return [*mine, *tree_leaves(opt), *metrics.values()]
 
