@@ -19,6 +19,7 @@ from ._loss import Loss, Value, WeightedMean, evaluate
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
+from ._splice import taking_early
 
 
 @dataclasses.dataclass
@@ -41,7 +42,7 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[Tensor], key: Any, f:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     blocks = plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
-    book = LeafBook(gatherer.whole, plan.paths)
+    book = LeafBook(gatherer.whole, plan.layers)
     with _told(gatherer, comms), torch.no_grad():
         params, _ = _enter(plan, blocks, book, None)
         gatherer.begin_phase()
@@ -87,7 +88,7 @@ def run_backward(
     values: list[Value] = []
     with _told(gatherer, comms), torch.enable_grad():
         inner, batches = microbatches(loss, args[0])
-        book = LeafBook(gatherer.whole, plan.paths)
+        book = LeafBook(gatherer.whole, plan.layers)
         params, handles = _enter(plan, blocks, book, reducer)
         for k, batch in enumerate(batches):
             last = k == len(batches) - 1
@@ -149,10 +150,12 @@ def _enter(
     return tree_unflatten(plan.treedef, tree), handles
 
 
-def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor], Tensor]:
+def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
     """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
 
-    def take(grad: Tensor) -> Tensor:
+    def take(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # it was taken before
+            return None
         reducer.take(leaf, grad.detach())
         return stand_in
 
@@ -163,7 +166,8 @@ def _differentiate(value: Value, handles: list[Tensor], scale: float) -> None:
     if not handles or not value.total.requires_grad:
         return
     seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
-    torch.autograd.grad(value.total, handles, seed, allow_unused=True)
+    with taking_early(value.total):
+        torch.autograd.grad(value.total, handles, seed, allow_unused=True)
 
 
 @contextlib.contextmanager

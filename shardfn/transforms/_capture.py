@@ -45,10 +45,12 @@ class Recorder:
 
     Attributes:
         phase: the part of the step that is being captured.
+        tracer: what writes the graph, while a capture runs.
     """
 
     def __init__(self) -> None:
         self.phase = "forward"
+        self.tracer: Any = None
         self._top: FrameType | None = None
 
     def mark(self, phase: str) -> None:
@@ -66,11 +68,21 @@ class Recorder:
         return None
 
     @contextlib.contextmanager
+    def below(self) -> Iterator[None]:
+        """Looks for the user's lines in calls from here on alone."""
+        top, self._top = self._top, sys._getframe(2)
+        try:
+            yield
+        finally:
+            self._top = top
+
+    @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Writes phase and line beside every op, while a capture runs."""
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
+        self.tracer = tracer
         create = tracer.create_node
         self._top = sys._getframe(2)
 
@@ -89,15 +101,18 @@ class Recorder:
             return node
 
         tracer.create_node = create_node
+        _RECORDERS.append(self)
         try:
             with recording_lines(self.line):
                 yield
         finally:
             tracer.create_node = create
-            self._top = None
+            self._top = self.tracer = None
+            _RECORDERS.pop()
 
 
 _RECOMPUTING: list[None] = []
+_RECORDERS: list[Recorder] = []
 
 
 @contextlib.contextmanager
@@ -115,6 +130,12 @@ def capturing() -> bool:
     return get_proxy_mode() is not None
 
 
+def recorder() -> Recorder | None:
+    """What notes, while a capture runs and its tracer is the innermost one."""
+    mode = get_proxy_mode()
+    return _RECORDERS[-1] if mode is not None and _RECORDERS and _RECORDERS[-1].tracer is mode.tracer else None
+
+
 def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder: Recorder | None = None) -> GraphModule:
     """The graph of `f(*inputs)`.
 
@@ -129,10 +150,10 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
     Raises:
         CaptureError: the function reads the value of a tensor; names the line.
     """
-    recorder = recorder or Recorder()
+    notes = recorder or Recorder()
 
     def recorded(*args: Tensor) -> Sequence[Tensor]:
-        with recorder.attached():
+        with notes.attached():
             return f(*args)
 
     # One device's backward must run on this thread, where the tracer is.

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._layout import LeafLayout
+
 Source = Callable[[int], Tensor]
+_FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
 
 
 class _Whole(torch.autograd.Function):
@@ -40,16 +43,23 @@ class LeafBook:
 
     Args:
         source: gives the whole tensor of leaf i.
-        paths: how errors call the leaves.
+        leaves: the layout.
     """
 
-    def __init__(self, source: Source, paths: Sequence[str]) -> None:
-        self._source, self._paths = source, paths
+    def __init__(self, source: Source, leaves: Sequence[LeafLayout]) -> None:
+        self._source, self.leaves = source, leaves
         self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}
 
     def fetch(self, leaf: int) -> Tensor:
         """The whole tensor of a leaf, as a fresh alias."""
+        if _FETCHING:
+            return _FETCHING[-1](self, leaf)
         whole = self._source(leaf)
+        self.note(leaf, whole)
+        return whole.detach()
+
+    def note(self, leaf: int, whole: Tensor) -> None:
+        """Takes note of the whole tensor of a leaf."""
         storage = whole.untyped_storage()
         # A weak reference keeps the StorageImpl's address from being reused, so the key stays unambiguous.
         known = self._known.get(storage._cdata)
@@ -57,7 +67,6 @@ class LeafBook:
             self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
         else:
             self._check(known, whole)
-        return whole.detach()
 
     def forget_dead(self) -> None:
         """Drops the entries of tensors that are gone."""
@@ -79,8 +88,8 @@ class LeafBook:
     def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
         if x._version != known[1]:  # a TypeError would make Python try the reflected operator
             raise ValueError(
-                f"parameter {self._paths[known[0]]} is written to inside the loss, through a view of it; parameters are"
-                " immutable there. Write to a clone()."
+                f"parameter {self.leaves[known[0]].path} is written to inside the loss, through a view of it;"
+                " parameters are immutable there. Write to a clone()."
             )
 
     def _unpack(self, saved: Any) -> Tensor:
@@ -90,15 +99,31 @@ class LeafBook:
         return self.fetch(leaf).as_strided(size, stride, offset)
 
 
+@contextlib.contextmanager
+def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> Iterator[None]:
+    """Lets `fetch` give the whole tensors of leaves."""
+    _FETCHING.append(fetch)
+    try:
+        yield
+    finally:
+        _FETCHING.pop()
+
+
+def packs_leaves(pack: Any) -> bool:
+    """Whether a saved-tensor hook is that of `keep_out_of_graph`."""
+    return isinstance(getattr(pack, "__self__", None), LeafBook)
+
+
 class LazyLeaf(torch.Tensor):
     """A parameter that arrives when it is used. Behaves as the tensor it stands for; must not be written to.
 
     Attributes:
+        index: which leaf of the layout it is.
         handle: what its gradient arrives at; of a stacked leaf, its first layer's.
     """
 
+    index: int
     handle: Tensor
-    _index: int
     _book: Any
     _path: str
     _layers: tuple[Tensor, ...]
@@ -107,7 +132,7 @@ class LazyLeaf(torch.Tensor):
     def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
         """The lazy leaf of `handle`'s shape, dtype and device."""
         leaf = _wrapper(handle.shape, handle)
-        leaf._index, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
+        leaf.index, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
         leaf._layers = ()
         return leaf
 
@@ -122,14 +147,14 @@ class LazyLeaf(torch.Tensor):
     def with_handle(self, handle: Tensor) -> "LazyLeaf":
         """The same leaf, whose gradient arrives at another handle."""
         leaf = _wrapper(self.shape, self.handle)
-        leaf._index, leaf._path, leaf.handle, leaf._book, leaf._layers = self._index, self._path, handle, self._book, ()
+        leaf.index, leaf._path, leaf.handle, leaf._book, leaf._layers = self.index, self._path, handle, self._book, ()
         return leaf
 
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
         if self._layers:
             return torch.stack([_whole(x) for x in self._layers])
-        book, index = self._book, self._index
+        book, index = self._book, self.index
         if self.handle.requires_grad and torch.is_grad_enabled():
             return _Whole.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
         return book.fetch(index)
@@ -140,7 +165,7 @@ class LazyLeaf(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func is _REQUIRES_GRAD:
+        if func == _REQUIRES_GRAD:  # made anew at each look
             return args[0].handle.requires_grad
         if func in _TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
             taken = _taken(func, args[0]._layers, *args[1:], **(kwargs or {}))

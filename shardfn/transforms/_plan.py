@@ -58,7 +58,6 @@ class Plan:
     gather_units: list[Unit] = dataclasses.field(init=False)
     reduce_units: list[Unit] = dataclasses.field(init=False)
     refresh_units: list[Unit] = dataclasses.field(init=False)
-    paths: list[str] = dataclasses.field(init=False)
     use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
     reduce_order: list[int] = dataclasses.field(default_factory=list)
     outcome: str | None = None
@@ -71,7 +70,6 @@ class Plan:
         self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.bucket)
         self.reduce_units = reduce_units(self.layers, self.zero)
         self.refresh_units = refresh_units(self.layers, self.zero)
-        self.paths = [leaf.path for leaf in self.layers]
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""

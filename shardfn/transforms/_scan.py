@@ -1,12 +1,20 @@
 """`scan`: a loop over equal layers, whose parameters are stacked along a leading dim."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardfn.collectives import transforming
 from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
+
+from ._capture import recorder
+from ._splice import Copies
+
+# Fewer layers than this are captured one by one.
+MIN_COPIED = 3
 
 
 def scan(
@@ -51,8 +59,10 @@ def scan(
     columns = [x.unbind(0) for x in x_leaves]
     layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
     carry, ys = init, []
-    for layer in layers:
-        carry, y = checked(f, init, carry, layer, ys[:1])
+    run = functools.partial(checked, f, init)
+    copied = Copies(run) if num > MIN_COPIED and recorder() is not None and not transforming() else None
+    for i, layer in enumerate(layers):
+        carry, y = run(carry, layer, ys[:1]) if copied is None else copied(carry, layers, i, ys[:1])
         ys.append(y)
     return carry, stacked(ys)
 
@@ -92,10 +102,10 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
         "scan goes along dim 0 of each leaf of xs:",
         [f"{path} is 0-d; give it a leading dim, or close over it" for path, x in named if x.ndim == 0],
     )
-    lengths = {len(x) for x in leaves} | ({length} if length is not None else set())
+    lengths = {x.shape[0] for x in leaves} | ({length} if length is not None else set())
     if not lengths:
         raise ValueError("scan needs xs or length=, to know how often to call f.")
-    told = [f"{path} has {len(x)}" for path, x in named] + ([] if length is None else [f"length={length}"])
+    told = [f"{path} has {x.shape[0]}" for path, x in named] + ([] if length is None else [f"length={length}"])
     raise_all(ValueError, "the lengths of a scan differ:", told if len(lengths) > 1 else [])
     if min(lengths) < 1:
         raise ValueError("a scan over no layers has no y to stack; leave it out, or give at least one layer.")

@@ -52,7 +52,8 @@ def looped(p: dict, batch: dict, wrap: Any = lambda f: f) -> Tensor:
     for i in range(LAYERS):
         h, y = f(h, {k: v[i] for k, v in p["blocks"].items()})
         ys.append(y)
-    return ((h @ p["out"] - batch["y"]) ** 2).mean() + torch.stack(ys).sum()
+    stacked = torch.stack(ys)
+    return ((h @ p["out"] - batch["y"]) ** 2).mean() + stacked.sum()
 
 
 def batch(n: int) -> dict[str, Tensor]:

@@ -1,0 +1,278 @@
+"""A scan in a captured step: one layer's steps, written down for each layer with its own values.
+
+Each copied layer is one node of autograd, whose forward and backward write the template's steps into the graph. So what
+autograd does between layers (sums of several uses, hooks, recomputation) it does itself; and what the engine must know
+of, a leaf that is fetched or a gradient that arrives, is not copied but asked for again.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set_proxy_slot
+from torch.fx.node import map_arg
+
+from shardfn.collectives import at_line
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+
+from ._capture import Recorder, capturing, recorder
+from ._lazy import LazyLeaf
+from ._template import Step, Template, Unfit, arrived, check_same, fetched
+
+log = logging.getLogger("shardfn.jit")
+
+# The handles that one layer alone uses, while a backward runs.
+_ALONE: list[set[int]] = []
+
+
+@contextlib.contextmanager
+def taking_early(root: Tensor) -> Iterator[None]:
+    """While a captured backward of `root` runs, a copied layer hands over the gradients of leaves that it alone uses.
+
+    Autograd would call the hooks of all of a layer's leaves when the layer is done; the loop's graph has each gradient
+    sent as soon as it is known.
+    """
+    if not capturing():
+        yield
+        return
+    _ALONE.append(_used_once(root))
+    try:
+        yield
+    finally:
+        _ALONE.pop()
+
+
+class Copies:
+    """The layers of one scan: the first ones as they are, then, when carry and x look as in the layer before, copies.
+
+    Args:
+        run: `run(carry, x, first ys) -> (carry, y)`.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run, self._last, self._splice, self._out_def = run, None, None, None
+        self._possible = True
+
+    def __call__(
+        self, carry: PyTree, layers: Sequence[PyTree], i: int, first: Sequence[PyTree]
+    ) -> tuple[PyTree, PyTree]:
+        """Layer i."""
+        flat, x = tree_leaves(carry), tree_leaves(layers[i])
+        looks = [_look(t) for t in (*flat, *x)]
+        if self._possible and self._splice is None and looks == self._last:
+            self._splice = self._make(carry, layers, i, first)
+            self._possible = self._splice is not None
+        if self._splice is None:
+            self._last = looks
+            return self._run(carry, layers[i], first)
+        return tree_unflatten(self._out_def, self._splice(flat, x))
+
+    def _make(self, carry: PyTree, layers: Sequence[PyTree], i: int, first: Sequence[PyTree]) -> "Splice | None":
+        notes, (flat, carry_def), x_def = recorder(), tree_flatten(carry), tree_structure(layers[i])
+        assert notes is not None
+
+        def body(given: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+            out = self._run(tree_unflatten(carry_def, given), tree_unflatten(x_def, x), first)
+            leaves, self._out_def = tree_flatten(out)
+            return leaves
+
+        try:
+            template, last = (Template(body, flat, tree_leaves(layers[k]), notes) for k in (i, -1))
+        except Unfit as reason:
+            torch.clear_autocast_cache()
+            log.warning("a scan is captured layer by layer, since %s; capturing takes longer", reason)
+            return None
+        check_same(template, last)
+        return Splice(template, notes)
+
+
+class Splice:
+    """Writes a template down, layer by layer.
+
+    Args:
+        template: what a layer does.
+        recorder: of the capture that is running.
+    """
+
+    def __init__(self, template: Template, recorder: Recorder) -> None:
+        self._template, self._recorder, self._tracer = template, recorder, recorder.tracer
+        self._outside = {_storage(t): t.untyped_storage() for n in template.outside for t in _tensors(n.meta["val"])}
+
+    def __call__(self, carry: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+        """What the body returns for a layer."""
+        ends = [t.handle if type(t) is LazyLeaf else t for t in x]
+        values: Any = _Layer.apply(self, x, *carry, *ends)
+        kinds = {"carry": carry, "x": x, "value": values}
+        return [kinds[kind][i] for kind, i in self._template.outs]
+
+    def forward(self, x: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Writes the forward down: the values, and what is saved for the backward."""
+        copy = _Copy(self._recorder, self._outside)
+        for node, t in zip(self._template.inputs, given, strict=True):
+            copy.let(node, self._slot(t).proxy.node)
+        for step in self._template.steps:
+            if step.target is fetched:
+                copy.fetch(step, x)
+            else:
+                copy.write(step)
+        return [copy.tensor(n) for n in self._template.values], [copy.tensor(n) for n in self._template.saved]
+
+    def backward(
+        self, x: Sequence[Tensor], ends: Sequence[Tensor], saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Writes the backward down: the gradients of carry and x."""
+        plan = self._template.backward(tuple(None if g is None else g.stride() for g in cotangents))
+        copy = _Copy(self._recorder, self._outside)
+        for node, t in zip(self._template.saved, saved, strict=True):
+            copy.let(node, self._slot(t).proxy.node)
+        for node, t in zip(plan.cotangents, cotangents, strict=True):
+            if node is not None and t is not None:
+                copy.let(node, self._slot(t).proxy.node)
+        late: dict[int, Tensor] = {}
+        for step in plan.steps:
+            if step.target is fetched:
+                copy.fetch(step, x)
+            elif step.target is arrived:
+                j, grad = step.args[0], copy.tensor(step.args[1])
+                if not _take(ends[j], grad, step):
+                    late[j] = grad
+            else:
+                copy.write(step)
+        num = len(plan.grads) - len(ends)
+        return [None if n is None else copy.tensor(n) for n in plan.grads[:num]] + [
+            late.get(j) for j in range(len(ends))
+        ]
+
+    def _slot(self, t: Tensor) -> Any:
+        return get_proxy_slot(t, self._tracer)
+
+    @property
+    def differentiable(self) -> list[bool]:
+        """Which values have a gradient."""
+        return self._template.differentiable
+
+
+class _Layer(torch.autograd.Function):
+    """One layer: carry and the leaves of x (their handles, where they are lazy) -> values."""
+
+    @staticmethod
+    def forward(ctx: Any, splice: Splice, x: Sequence[Tensor], *given: Tensor) -> Any:
+        values, saved = splice.forward(x, given)
+        ctx.splice, ctx.x, ctx.ends = splice, x, given[len(given) - len(x) :]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(v for v, d in zip(values, splice.differentiable, strict=True) if not d))
+        ctx.save_for_backward(*saved)
+        return tuple(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, *ctx.splice.backward(ctx.x, ctx.ends, ctx.saved_tensors, grads)
+
+
+class _Copy:
+    """One copy of steps: which node stands for which, and where the copies' memory is."""
+
+    def __init__(self, recorder: Recorder, outside: dict[int, Any]) -> None:
+        self._recorder, self._tracer, self._graph = recorder, recorder.tracer, recorder.tracer.graph
+        self._nodes: dict[Node, Node] = {}
+        self._storages: dict[int, Any] = dict(outside)
+
+    def let(self, node: Node, copied: Node) -> None:
+        """Makes `copied` stand for `node`."""
+        self._nodes[node] = copied
+        for old, new in zip(_tensors(node.meta["val"]), _tensors(copied.meta["val"]), strict=True):
+            self._storages[_storage(old)] = new.untyped_storage()
+
+    def fetch(self, step: Step, x: Sequence[Any]) -> None:
+        """Fetches the leaf that this layer has where the template has its own."""
+        position, leaf = step.args
+        with at_line(step.meta.get("where")):
+            whole = step.meta["book"].fetch(x[position].index if position >= 0 else leaf)
+        self.let(step.node, get_proxy_slot(whole, self._tracer).proxy.node)
+
+    def write(self, step: Step) -> None:
+        """Writes a node."""
+        nodes = self._nodes
+
+        def mine(n: Node) -> Node:
+            return nodes.get(n, n)
+
+        node = self._graph.create_node(step.op, step.target, map_arg(step.args, mine), map_arg(step.kwargs, mine))
+        node.meta |= step.meta
+        node.meta["phase"] = self._recorder.phase
+        if "val" in step.meta:
+            node.meta["val"] = self._fresh(step.meta["val"])
+        nodes[step.node] = node
+
+    def tensor(self, node: Node) -> Tensor:
+        """A tensor of the trace that stands for a node's copy."""
+        copied = self._nodes.get(node, node)
+        val: Any = copied.meta["val"]
+        out = _alias(val, val.untyped_storage())
+        set_proxy_slot(out, self._tracer, _ProxyTensor(self._tracer.proxy(copied), None))
+        return out
+
+    def _fresh(self, val: Any) -> Any:
+        if isinstance(val, FakeTensor):
+            key = _storage(val)
+            if key not in self._storages:
+                self._storages[key] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta")
+            return _alias(val, self._storages[key])
+        if isinstance(val, (list, tuple)):
+            return type(val)([self._fresh(v) for v in val])
+        return val
+
+
+def _look(t: Tensor) -> Any:
+    return type(t), t.shape, t.stride(), t.dtype, t.requires_grad
+
+
+def _take(end: Tensor, grad: Tensor, step: Step) -> bool:
+    """Hands a gradient to the hooks of its handle, if nothing else adds to it."""
+    hooks: Any = end._backward_hooks
+    if not hooks or not _ALONE or id(end) not in _ALONE[-1]:
+        return False
+    with at_line(step.meta.get("where")):
+        for hook in hooks.values():
+            hook(grad)
+    return True
+
+
+def _used_once(root: Tensor) -> set[int]:
+    counts: dict[int, int] = {}
+    stack, seen = [root.grad_fn], set()
+    while stack:
+        fn = stack.pop()
+        if fn in seen:
+            continue
+        seen.add(fn)
+        for g, _ in fn.next_functions if fn is not None else ():
+            if hasattr(g, "variable"):
+                counts[id(g.variable)] = counts.get(id(g.variable), 0) + 1
+            elif g is not None:
+                stack.append(g)
+    return {i for i, n in counts.items() if n == 1}
+
+
+def _alias(like: FakeTensor, storage: Any) -> FakeTensor:
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=like.dtype, device="meta")
+        meta.set_(storage, like.storage_offset(), like.shape, like.stride())
+        return FakeTensor(like.fake_mode, meta, like.fake_device)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _tensors(val: Any) -> list[Tensor]:
+    if isinstance(val, Tensor):
+        return [val]
+    return [t for v in val for t in _tensors(v)] if isinstance(val, (list, tuple)) else []
