@@ -37,6 +37,7 @@ from shardfn.core import (
     make_mesh as make_mesh,
     split as split,
 )
+from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
     TrainState as TrainState,
@@ -47,7 +48,6 @@ from shardfn.transforms import (
     grad as grad,
     jit as jit,
     remat as remat,
-    scan as scan,
     shard_map as shard_map,
     sharded_step as sharded_step,
     value_and_grad as value_and_grad,

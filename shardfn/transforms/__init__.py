@@ -4,7 +4,6 @@ from ._accumulate import Accumulated as Accumulated, accumulate as accumulate
 from ._from_module import from_module as from_module
 from ._loss import WeightedMean as WeightedMean
 from ._remat import remat as remat
-from ._scan import scan as scan
 from ._shard_map import shard_map as shard_map
 from ._capture import CaptureError as CaptureError
 from ._eval_shape import eval_shape as eval_shape

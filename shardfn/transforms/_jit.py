@@ -14,10 +14,12 @@ from torch.fx import GraphModule
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, record, transforming
 from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.graph import Compiled, Schedule, Transfer, compile_graph, resolve_backend, transfers
+from shardfn.nn import looping
 
 from ._accumulate import Accumulated
 from ._capture import CaptureError, capture, capturing
 from ._lazy import LazyLeaf
+from ._splice import copied_loop
 
 log = logging.getLogger("shardfn.jit")
 
@@ -116,7 +118,7 @@ class Jitted:
                 old = leaves[i]
                 filled[i] = GlobalTensor(x, old.shape, old.spec, old.mesh) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
-            with bind_mesh(mesh):
+            with bind_mesh(mesh), looping(copied_loop):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
             result[:] = [out_def, [_slot(x) for x in outs]]
             return [x.local if isinstance(x, GlobalTensor) else x for x in outs if isinstance(x, Tensor | GlobalTensor)]

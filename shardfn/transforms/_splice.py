@@ -7,7 +7,7 @@ of, a leaf that is fetched or a gradient that arrives, is not copied but asked f
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set_proxy_slot
 from torch.fx.node import map_arg
 
-from shardfn.collectives import at_line
+from shardfn.collectives import at_line, transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from shardfn.nn import Run, plain_loop
 
 from ._capture import Recorder, capturing, recorder
 from ._lazy import LazyLeaf
@@ -27,6 +28,8 @@ from ._template import Step, Template, Unfit, arrived, check_same, fetched
 
 log = logging.getLogger("shardfn.jit")
 
+# Fewer layers than this are captured one by one.
+MIN_COPIED = 3
 # The handles that one layer alone uses, while a backward runs.
 _ALONE: list[set[int]] = []
 
@@ -48,48 +51,48 @@ def taking_early(root: Tensor) -> Iterator[None]:
         _ALONE.pop()
 
 
-class Copies:
-    """The layers of one scan: the first ones as they are, then, when carry and x look as in the layer before, copies.
+def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+    """The layers of a scan: the first ones as they are; once carry and x look as in the layer before, copies.
 
-    Args:
-        run: `run(carry, x, first ys) -> (carry, y)`.
+    Raises:
+        CaptureError: layers do not do the same.
     """
+    notes = recorder()
+    if notes is None or transforming() or len(layers) <= MIN_COPIED:
+        return plain_loop(run, carry, layers)
+    ys: list[PyTree] = []
+    last = None
+    for i, x in enumerate(layers):
+        looks = [_look(t) for t in (*tree_leaves(carry), *tree_leaves(x))]
+        if looks == last:
+            return _copied(run, carry, layers[i:], ys, notes)
+        last = looks
+        carry, y = run(carry, x, ys[:1])
+        ys.append(y)
+    return carry, ys
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run, self._last, self._splice, self._out_def = run, None, None, None
-        self._possible = True
 
-    def __call__(
-        self, carry: PyTree, layers: Sequence[PyTree], i: int, first: Sequence[PyTree]
-    ) -> tuple[PyTree, PyTree]:
-        """Layer i."""
-        flat, x = tree_leaves(carry), tree_leaves(layers[i])
-        looks = [_look(t) for t in (*flat, *x)]
-        if self._possible and self._splice is None and looks == self._last:
-            self._splice = self._make(carry, layers, i, first)
-            self._possible = self._splice is not None
-        if self._splice is None:
-            self._last = looks
-            return self._run(carry, layers[i], first)
-        return tree_unflatten(self._out_def, self._splice(flat, x))
+def _copied(
+    run: Run, carry: PyTree, layers: Sequence[PyTree], ys: list[PyTree], notes: Recorder
+) -> tuple[PyTree, list[PyTree]]:
+    (flat, carry_def), x_def, out_def = tree_flatten(carry), tree_structure(layers[0]), tree_structure((carry, ys[0]))
 
-    def _make(self, carry: PyTree, layers: Sequence[PyTree], i: int, first: Sequence[PyTree]) -> "Splice | None":
-        notes, (flat, carry_def), x_def = recorder(), tree_flatten(carry), tree_structure(layers[i])
-        assert notes is not None
+    def body(given: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+        return tree_leaves(run(tree_unflatten(carry_def, given), tree_unflatten(x_def, x), ys[:1]))
 
-        def body(given: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-            out = self._run(tree_unflatten(carry_def, given), tree_unflatten(x_def, x), first)
-            leaves, self._out_def = tree_flatten(out)
-            return leaves
-
-        try:
-            template, last = (Template(body, flat, tree_leaves(layers[k]), notes) for k in (i, -1))
-        except Unfit as reason:
-            torch.clear_autocast_cache()
-            log.warning("a scan is captured layer by layer, since %s; capturing takes longer", reason)
-            return None
-        check_same(template, last)
-        return Splice(template, notes)
+    try:
+        template, other = (Template(body, flat, tree_leaves(x), notes) for x in (layers[0], layers[-1]))
+    except Unfit as reason:
+        torch.clear_autocast_cache()  # it may hold what was taken out of the graph again
+        log.warning("a scan is captured layer by layer, which takes longer, since %s", reason)
+        carry, more = plain_loop(run, carry, layers)
+        return carry, ys + more
+    check_same(template, other)
+    splice = Splice(template, notes)
+    for x in layers:
+        carry, y = tree_unflatten(out_def, splice(tree_leaves(carry), tree_leaves(x)))
+        ys.append(y)
+    return carry, ys
 
 
 class Splice:

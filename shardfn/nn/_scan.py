@@ -1,20 +1,19 @@
 """`scan`: a loop over equal layers, whose parameters are stacked along a leading dim."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import transforming
 from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
 
-from ._capture import recorder
-from ._splice import Copies
-
-# Fewer layers than this are captured one by one.
-MIN_COPIED = 3
+# `run(carry, x, first ys) -> (carry, y)`; and what carries a value through all layers by it.
+Run = Callable[..., Any]
+Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
+_LOOPS: list[Loop] = []
 
 
 def scan(
@@ -58,16 +57,31 @@ def scan(
     # unbind and not indices, whose transposes would each make a gradient of all layers.
     columns = [x.unbind(0) for x in x_leaves]
     layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
-    carry, ys = init, []
-    run = functools.partial(checked, f, init)
-    copied = Copies(run) if num > MIN_COPIED and recorder() is not None and not transforming() else None
-    for i, layer in enumerate(layers):
-        carry, y = run(carry, layer, ys[:1]) if copied is None else copied(carry, layers, i, ys[:1])
+    loop = _LOOPS[-1] if _LOOPS else plain_loop
+    carry, ys = loop(functools.partial(_checked, f, init), init, layers)
+    return carry, _stacked(ys)
+
+
+@contextlib.contextmanager
+def looping(loop: Loop) -> Iterator[None]:
+    """Lets `loop` run the layers of scans; a capture has its own way."""
+    _LOOPS.append(loop)
+    try:
+        yield
+    finally:
+        _LOOPS.pop()
+
+
+def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+    """One layer after another."""
+    ys: list[PyTree] = []
+    for x in layers:
+        carry, y = run(carry, x, ys[:1])
         ys.append(y)
-    return carry, stacked(ys)
+    return carry, ys
 
 
-def checked(
+def _checked(
     f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, carry: PyTree, x: PyTree, first: list[PyTree]
 ) -> Any:
     """`f(carry, x)`, of which the carry must be like `init`, and y like the first y.
@@ -88,7 +102,7 @@ def checked(
     return out
 
 
-def stacked(ys: list[PyTree]) -> PyTree:
+def _stacked(ys: list[PyTree]) -> PyTree:
     """Trees of one structure as one tree with a new dim 0."""
     columns = zip(*(tree_leaves(y) for y in ys), strict=True)
     return tree_unflatten(tree_structure(ys[0]), [torch.stack(column) for column in columns])
