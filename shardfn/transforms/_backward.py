@@ -13,7 +13,9 @@ from shardfn.core import PyTree, RankError, tree_unflatten
 
 from ._accumulate import microbatches
 from ._comms import Comms
+from ._copies import alias, traced_once
 from ._gather import Gatherer
+from ._layout import LeafLayout
 from ._lazy import LazyLeaf, LeafBook
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._order import UseOrder
@@ -134,12 +136,10 @@ def _enter(
     entered: list[Tensor] = []
     handles: list[Tensor] = []
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
-        handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=leaf.dtype, device=block.device)
-        if not leaf.gathered:
-            handle = block.detach()
+        handle = _handle(leaf, block) if leaf.gathered else alias(block)
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
-            handle.register_hook(_taker(reducer, i, handle.detach()))
+            handle.register_hook(_taker(reducer, i, alias(handle)))
             handles.append(handle)
         entered.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.gathered else handle)
     layers = iter(entered)
@@ -150,13 +150,22 @@ def _enter(
     return tree_unflatten(plan.treedef, tree), handles
 
 
+def _handle(leaf: LeafLayout, block: Tensor) -> Tensor:
+    """A tensor of the leaf's shape that costs one element."""
+
+    def make(block: Tensor) -> list[Tensor]:
+        return [torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=leaf.dtype, device=block.device)]
+
+    return traced_once(("handle", leaf.block, leaf.dtype), make, [block])[0]
+
+
 def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
     """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
 
     def take(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # it was taken before
             return None
-        reducer.take(leaf, grad.detach())
+        reducer.take(leaf, alias(grad))
         return stand_in
 
     return take

@@ -46,11 +46,13 @@ class Recorder:
     Attributes:
         phase: the part of the step that is being captured.
         tracer: what writes the graph, while a capture runs.
+        known: what has been traced once, by key.
     """
 
     def __init__(self) -> None:
         self.phase = "forward"
         self.tracer: Any = None
+        self.known: dict[Any, Any] = {}
         self._top: FrameType | None = None
 
     def mark(self, phase: str) -> None:
@@ -108,6 +110,7 @@ class Recorder:
         finally:
             tracer.create_node = create
             self._top = self.tracer = None
+            self.known.clear()
             _RECORDERS.pop()
 
 

@@ -59,6 +59,11 @@ class LeafLayout:
     cut: bool
     layers: tuple["LeafLayout", ...] = ()
 
+    @functools.cached_property
+    def looks(self) -> object:
+        """What is the same for leaves that travel alike."""
+        return self.block, self.dtype, self.zero_axes, self.dim, self.bounds[:1], self.bounds[-1:], len(self.bounds)
+
     @property
     def gathered(self) -> bool:
         """Whether the parameter is kept in pieces and gathered when it is used."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._copies import alias
 from ._layout import LeafLayout
 
 Source = Callable[[int], Tensor]
@@ -56,7 +57,7 @@ class LeafBook:
             return _FETCHING[-1](self, leaf)
         whole = self._source(leaf)
         self.note(leaf, whole)
-        return whole.detach()
+        return alias(whole)
 
     def note(self, leaf: int, whole: Tensor) -> None:
         """Takes note of the whole tensor of a leaf."""

@@ -7,6 +7,8 @@ from shardfn.collectives import psum
 from shardfn.optim import sum_squares
 
 from ._backward import Outcome
+from ._capture import capturing
+from ._copies import traced_once
 from ._plan import Plan
 
 
@@ -46,4 +48,10 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
         leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
         axes = tuple(a for a in plan.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
         by_axes.setdefault(axes, []).append(part)
-    return {axes: sum_squares(parts).to(torch.float64).sum() for axes, parts in by_axes.items()}
+    return {axes: _sums(parts).to(torch.float64).sum() for axes, parts in by_axes.items()}
+
+
+def _sums(parts: list[Tensor]) -> Tensor:
+    if not capturing():
+        return sum_squares(parts)
+    return torch.cat([traced_once("squares", lambda x: [sum_squares([x])], [part])[0] for part in parts])

@@ -86,7 +86,7 @@ class Plan:
         out: list[T] = []
         for leaf, x in zip(self.leaves, tensors, strict=True):
             alone = self.whole or not leaf.layers
-            out += [x] if alone else [x if x is None else x[i] for i in range(len(leaf.layers))]
+            out += [x] if alone else [None] * len(leaf.layers) if x is None else x.unbind(0)
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:

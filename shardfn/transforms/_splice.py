@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set_proxy_slot
-from torch.fx.node import map_arg
 
 from shardfn.collectives import at_line, transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from shardfn.graph import storage_of, tensors_in
 from shardfn.nn import Run, plain_loop
 
 from ._capture import Recorder, capturing, recorder
+from ._copies import Copy, Step, node_of
 from ._lazy import LazyLeaf
-from ._template import Step, Template, Unfit, arrived, check_same, fetched
+from ._template import Template, Unfit, arrived, check_same, fetched
 
 log = logging.getLogger("shardfn.jit")
 
@@ -105,7 +103,9 @@ class Splice:
 
     def __init__(self, template: Template, recorder: Recorder) -> None:
         self._template, self._recorder, self._tracer = template, recorder, recorder.tracer
-        self._outside = {_storage(t): t.untyped_storage() for n in template.outside for t in _tensors(n.meta["val"])}
+        self._outside = {
+            storage_of(t): t.untyped_storage() for n in template.outside for t in tensors_in(n.meta["val"])
+        }
 
     def __call__(self, carry: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
         """What the body returns for a layer."""
@@ -116,14 +116,14 @@ class Splice:
 
     def forward(self, x: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Writes the forward down: the values, and what is saved for the backward."""
-        copy = _Copy(self._recorder, self._outside)
+        copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.inputs, given, strict=True):
-            copy.let(node, self._slot(t).proxy.node)
+            copy.let(node, node_of(t, self._recorder))
         for step in self._template.steps:
             if step.target is fetched:
                 copy.fetch(step, x)
             else:
-                copy.write(step)
+                copy.write(step, step.meta.get("where"))
         return [copy.tensor(n) for n in self._template.values], [copy.tensor(n) for n in self._template.saved]
 
     def backward(
@@ -131,12 +131,12 @@ class Splice:
     ) -> list[Tensor | None]:
         """Writes the backward down: the gradients of carry and x."""
         plan = self._template.backward(tuple(None if g is None else g.stride() for g in cotangents))
-        copy = _Copy(self._recorder, self._outside)
+        copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.saved, saved, strict=True):
-            copy.let(node, self._slot(t).proxy.node)
+            copy.let(node, node_of(t, self._recorder))
         for node, t in zip(plan.cotangents, cotangents, strict=True):
             if node is not None and t is not None:
-                copy.let(node, self._slot(t).proxy.node)
+                copy.let(node, node_of(t, self._recorder))
         late: dict[int, Tensor] = {}
         for step in plan.steps:
             if step.target is fetched:
@@ -146,14 +146,11 @@ class Splice:
                 if not _take(ends[j], grad, step):
                     late[j] = grad
             else:
-                copy.write(step)
+                copy.write(step, step.meta.get("where"))
         num = len(plan.grads) - len(ends)
         return [None if n is None else copy.tensor(n) for n in plan.grads[:num]] + [
             late.get(j) for j in range(len(ends))
         ]
-
-    def _slot(self, t: Tensor) -> Any:
-        return get_proxy_slot(t, self._tracer)
 
     @property
     def differentiable(self) -> list[bool]:
@@ -177,60 +174,6 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, None, *ctx.splice.backward(ctx.x, ctx.ends, ctx.saved_tensors, grads)
-
-
-class _Copy:
-    """One copy of steps: which node stands for which, and where the copies' memory is."""
-
-    def __init__(self, recorder: Recorder, outside: dict[int, Any]) -> None:
-        self._recorder, self._tracer, self._graph = recorder, recorder.tracer, recorder.tracer.graph
-        self._nodes: dict[Node, Node] = {}
-        self._storages: dict[int, Any] = dict(outside)
-
-    def let(self, node: Node, copied: Node) -> None:
-        """Makes `copied` stand for `node`."""
-        self._nodes[node] = copied
-        for old, new in zip(_tensors(node.meta["val"]), _tensors(copied.meta["val"]), strict=True):
-            self._storages[_storage(old)] = new.untyped_storage()
-
-    def fetch(self, step: Step, x: Sequence[Any]) -> None:
-        """Fetches the leaf that this layer has where the template has its own."""
-        position, leaf = step.args
-        with at_line(step.meta.get("where")):
-            whole = step.meta["book"].fetch(x[position].index if position >= 0 else leaf)
-        self.let(step.node, get_proxy_slot(whole, self._tracer).proxy.node)
-
-    def write(self, step: Step) -> None:
-        """Writes a node."""
-        nodes = self._nodes
-
-        def mine(n: Node) -> Node:
-            return nodes.get(n, n)
-
-        node = self._graph.create_node(step.op, step.target, map_arg(step.args, mine), map_arg(step.kwargs, mine))
-        node.meta |= step.meta
-        node.meta["phase"] = self._recorder.phase
-        if "val" in step.meta:
-            node.meta["val"] = self._fresh(step.meta["val"])
-        nodes[step.node] = node
-
-    def tensor(self, node: Node) -> Tensor:
-        """A tensor of the trace that stands for a node's copy."""
-        copied = self._nodes.get(node, node)
-        val: Any = copied.meta["val"]
-        out = _alias(val, val.untyped_storage())
-        set_proxy_slot(out, self._tracer, _ProxyTensor(self._tracer.proxy(copied), None))
-        return out
-
-    def _fresh(self, val: Any) -> Any:
-        if isinstance(val, FakeTensor):
-            key = _storage(val)
-            if key not in self._storages:
-                self._storages[key] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta")
-            return _alias(val, self._storages[key])
-        if isinstance(val, (list, tuple)):
-            return type(val)([self._fresh(v) for v in val])
-        return val
 
 
 def _look(t: Tensor) -> Any:
@@ -262,20 +205,3 @@ def _used_once(root: Tensor) -> set[int]:
             elif g is not None:
                 stack.append(g)
     return {i for i, n in counts.items() if n == 1}
-
-
-def _alias(like: FakeTensor, storage: Any) -> FakeTensor:
-    with torch._C._DisableTorchDispatch():
-        meta = torch.empty(0, dtype=like.dtype, device="meta")
-        meta.set_(storage, like.storage_offset(), like.shape, like.stride())
-        return FakeTensor(like.fake_mode, meta, like.fake_device)
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _tensors(val: Any) -> list[Tensor]:
-    if isinstance(val, Tensor):
-        return [val]
-    return [t for v in val for t in _tensors(v)] if isinstance(val, (list, tuple)) else []

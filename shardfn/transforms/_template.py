@@ -16,31 +16,12 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
 from ._capture import CaptureError, Recorder
+from ._copies import Step, node_of, steps_after
 from ._lazy import LazyLeaf, LeafBook, fetching, packs_leaves
 
 # A function of a layer's flat arguments: carry and x -> the leaves of what it returns.
 Body = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 Layouts = tuple[tuple[int, ...] | None, ...]
-
-
-class Step(NamedTuple):
-    """One node, after it was taken out of the graph.
-
-    Attributes:
-        node: what it is known by.
-        op: what kind of node.
-        target: what it calls.
-        args: its arguments, in which nodes stand for steps, stand-ins, or what lies outside.
-        kwargs: the same by name.
-        meta: its metadata.
-    """
-
-    node: Node
-    op: str
-    target: Any
-    args: Any
-    kwargs: Any
-    meta: dict[str, Any]
 
 
 class Backward(NamedTuple):
@@ -168,13 +149,7 @@ class Template:
         last, steps = next(iter(reversed(graph.nodes))), []
         with fetching(self._fetch):
             yield steps
-        node = last.next
-        while node is not graph._root:
-            meta = dict(node.meta)
-            if node.op == "get_attr":
-                meta["constant"] = getattr(self._tracer.root, str(node.target))
-            steps.append(Step(node, node.op, node.target, node.args, node.kwargs, meta))
-            node = node.next
+        steps += steps_after(last, self._recorder)
         for step in reversed(steps):
             graph.erase_node(step.node)
 
@@ -196,7 +171,7 @@ class Template:
         return whole
 
     def _arrive(self, position: int, grad: Tensor) -> None:
-        self._tracer.create_proxy("call_function", arrived, (position, self._slot(grad).proxy), {})
+        self._tracer.create_proxy("call_function", arrived, (position, self._tracer.proxy(self._node(grad))), {})
 
     def _stand_in(self, like: Tensor, stride: Sequence[int] | None = None) -> Tensor:
         made = without_data(self._mode, like.dtype, like.shape, like.device, stride or like.stride())
@@ -209,11 +184,8 @@ class Template:
         set_meta(proxy, value)
         return proxy.node
 
-    def _slot(self, x: Tensor) -> Any:
-        return get_proxy_slot(x, self._tracer)
-
     def _node(self, x: Tensor) -> Node:
-        return self._slot(x).proxy.node
+        return node_of(x, self._recorder)
 
     def _out(self, x: Tensor, xs: Sequence[Tensor]) -> tuple[str, int]:
         for kind, among in (("carry", self._given[: self._num_carry]), ("x", xs)):
