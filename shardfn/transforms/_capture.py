@@ -161,7 +161,7 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
 
     # One device's backward must run on this thread, where the tracer is.
     once = torch.autograd.set_multithreading_enabled(False)
-    with once, _use_lazy_graph_module(True), _naming_lines(), _quiet(), counting_nothing():
+    with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing():
         gm = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(
             *fakes(inputs)
         )
@@ -183,8 +183,8 @@ def fake(x: Any, device: torch.device | str) -> Tensor:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A capture makes many objects that live; looking through them again and again takes a quarter of its time."""
+def quiet() -> Iterator[None]:
+    """No collector: a graph is many objects that live, and looking through them all the time takes a quarter of it."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -68,7 +68,10 @@ class Copy:
         def mine(n: Node) -> Node:
             return nodes.get(n, n)
 
-        node = self._graph.create_node(step.op, step.target, map_arg(step.args, mine), map_arg(step.kwargs, mine))
+        node = self._graph.create_node(step.op, step.target, (), {})  # given arguments, it would look through them
+        node.args = map_arg(step.args, mine)  # pyright: ignore[reportAttributeAccessIssue]
+        if step.kwargs:
+            node.kwargs = map_arg(step.kwargs, mine)  # pyright: ignore[reportAttributeAccessIssue]
         node.meta |= step.meta
         node.meta["phase"] = self._recorder.phase
         node.meta.pop("where", None)

@@ -17,7 +17,7 @@ from shardfn.graph import Compiled, Schedule, Transfer, compile_graph, resolve_b
 from shardfn.nn import looping
 
 from ._accumulate import Accumulated
-from ._capture import CaptureError, capture, capturing
+from ._capture import CaptureError, capture, capturing, quiet
 from ._lazy import LazyLeaf
 from ._splice import copied_loop
 
@@ -93,7 +93,8 @@ class Jitted:
 
     def scheduled(self, gm: GraphModule) -> GraphModule:
         """The graph as the passes leave it for the back end that will run it."""
-        return self.schedule(gm, fuses=self.backend != "graph")
+        with quiet():
+            return self.schedule(gm, fuses=self.backend != "graph")
 
     def compile(self, gm: GraphModule, backend: str | None = None) -> Compiled:
         """Compiles a scheduled graph."""
