@@ -52,7 +52,8 @@ class Copy:
         """Makes `copied` stand for `node`."""
         self._nodes[node] = copied
         for old, new in zip(tensors_in(node.meta["val"]), tensors_in(copied.meta["val"]), strict=True):
-            self._storages[storage_of(old)] = new.untyped_storage()
+            shift = new.storage_offset() - old.storage_offset()
+            self._storages[storage_of(old)] = new.untyped_storage(), shift
 
     def fetch(self, step: Step, x: Sequence[Any]) -> None:
         """Fetches the leaf that this layer has where the template has its own."""
@@ -68,7 +69,9 @@ class Copy:
         def mine(n: Node) -> Node:
             return nodes.get(n, n)
 
-        node = self._graph.create_node(step.op, step.target, (), {})  # given arguments, it would look through them
+        name = step.node.name.rstrip("0123456789").rstrip("_")
+        # Given arguments, it would look through them.
+        node = self._graph.create_node(step.op, step.target, (), {}, name)
         node.args = map_arg(step.args, mine)  # pyright: ignore[reportAttributeAccessIssue]
         if step.kwargs:
             node.kwargs = map_arg(step.kwargs, mine)  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,14 +88,14 @@ class Copy:
         """A tensor of the trace that stands for a node's copy."""
         copied = self._nodes.get(node, node)
         val: Any = copied.meta["val"]
-        return _tracked(_alias(val, val.untyped_storage()), self._tracer.proxy(copied), self._recorder)
+        return _tracked(_alias(val, val.untyped_storage(), 0), self._tracer.proxy(copied), self._recorder)
 
     def _fresh(self, val: Any) -> Any:
         if isinstance(val, FakeTensor):
             key = storage_of(val)
             if key not in self._storages:
-                self._storages[key] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta")
-            return _alias(val, self._storages[key])
+                self._storages[key] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta"), 0
+            return _alias(val, *self._storages[key])
         if isinstance(val, (list, tuple)):
             return type(val)([self._fresh(v) for v in val])
         return val
@@ -160,8 +163,8 @@ def _tracked(x: FakeTensor, proxy: Any, notes: Recorder) -> FakeTensor:
     return x
 
 
-def _alias(like: FakeTensor, storage: Any) -> FakeTensor:
+def _alias(like: FakeTensor, storage: Any, shift: int) -> FakeTensor:
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=like.dtype, device="meta")
-        meta.set_(storage, like.storage_offset(), like.shape, like.stride())
+        meta.set_(storage, like.storage_offset() + shift, like.shape, like.stride())
         return FakeTensor(like.fake_mode, meta, like.fake_device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
-from shardfn.optim import sum_squares
+from shardfn.optim import is_small, sum_squares
 
 from ._backward import Outcome
 from ._capture import capturing
@@ -54,4 +54,10 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
 def _sums(parts: list[Tensor]) -> Tensor:
     if not capturing():
         return sum_squares(parts)
-    return torch.cat([traced_once("squares", lambda x: [sum_squares([x])], [part])[0] for part in parts])
+    small = [part for part in parts if is_small(part)]
+    together = iter(sum_squares(small).unbind() if small else ())
+    return torch.stack([next(together) if is_small(x) else traced_once("squares", _square, [x])[0] for x in parts])
+
+
+def _square(part: Tensor) -> list[Tensor]:
+    return [sum_squares([part])[0]]

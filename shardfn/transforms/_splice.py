@@ -103,9 +103,8 @@ class Splice:
 
     def __init__(self, template: Template, recorder: Recorder) -> None:
         self._template, self._recorder, self._tracer = template, recorder, recorder.tracer
-        self._outside = {
-            storage_of(t): t.untyped_storage() for n in template.outside for t in tensors_in(n.meta["val"])
-        }
+        outside = [t for n in template.outside for t in tensors_in(n.meta["val"])]
+        self._outside = {storage_of(t): (t.untyped_storage(), 0) for t in outside}
 
     def __call__(self, carry: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
         """What the body returns for a layer."""

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
+from shardfn.graph import storage_of
+
 from ._capture import CaptureError, Recorder
 from ._copies import Step, node_of, steps_after
 from ._lazy import LazyLeaf, LeafBook, fetching, packs_leaves
@@ -103,6 +105,10 @@ class Template:
         self._refuse_outside_gradients()
         if any(t._version for t in self._given):
             raise Unfit("it writes to its arguments")
+        given = {storage_of(t) for t in self._given}
+        strided = [s for s in self.steps if s.target is torch.ops.aten.as_strided.default]
+        if any(storage_of(s.meta["val"]) in given for s in strided):
+            raise Unfit("it uses as_strided on an argument, whose place in memory differs from layer to layer")
         self._backwards: dict[Layouts, Backward] = {}
         full = self.backward(self.layouts)
         mine = {s.node for s in self.steps} | set(self.inputs)
@@ -213,7 +219,7 @@ class Template:
             stack += [g for g, _ in fn.next_functions]
 
     def _refuse_outside_writes(self) -> None:
-        outside = set(self.outside)
+        outside = {*self.outside, *(s.node for s in self.steps if s.op == "get_attr")}
         for step in self.steps:
             schema = getattr(step.target, "_schema", None)
             if schema is None or not schema.is_mutable:
