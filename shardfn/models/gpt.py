@@ -311,7 +311,7 @@ def _hidden(
     x_BTD = _dropout(config, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config))
     if config.stacked:
-        xs = params["blocks"], None if key is None else torch.stack(keys[:-1])
+        xs = params["blocks"], None if key is None else split(key, config.num_layers + 1)[:-1]
         x_BTD, _ = nn.scan(lambda x_BTD, x: (block(x[0], x_BTD, table, x[1], index_B), None), x_BTD, xs)
     else:
         for p, k in zip(params["blocks"], keys[:-1], strict=True):

@@ -59,7 +59,7 @@ class Copy:
         """Fetches the leaf that this layer has where the template has its own."""
         position, leaf = step.args
         with at_line(step.meta.get("where")):
-            whole = step.meta["book"].fetch(x[position].index if position >= 0 else leaf)
+            whole = step.meta["book"].fetch(x[position].number if position >= 0 else leaf)
         self.let(step.node, get_proxy_slot(whole, self._tracer).proxy.node)
 
     def write(self, step: Step, where: str | None) -> None:

@@ -119,11 +119,11 @@ class LazyLeaf(torch.Tensor):
     """A parameter that arrives when it is used. Behaves as the tensor it stands for; must not be written to.
 
     Attributes:
-        index: which leaf of the layout it is.
+        number: which leaf of the layout it is.
         handle: what its gradient arrives at; of a stacked leaf, its first layer's.
     """
 
-    index: int
+    number: int
     handle: Tensor
     _book: Any
     _path: str
@@ -133,7 +133,7 @@ class LazyLeaf(torch.Tensor):
     def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
         """The lazy leaf of `handle`'s shape, dtype and device."""
         leaf = _wrapper(handle.shape, handle)
-        leaf.index, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
+        leaf.number, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
         leaf._layers = ()
         return leaf
 
@@ -148,14 +148,14 @@ class LazyLeaf(torch.Tensor):
     def with_handle(self, handle: Tensor) -> "LazyLeaf":
         """The same leaf, whose gradient arrives at another handle."""
         leaf = _wrapper(self.shape, self.handle)
-        leaf.index, leaf._path, leaf.handle, leaf._book, leaf._layers = self.index, self._path, handle, self._book, ()
+        leaf.number, leaf._path, leaf.handle, leaf._book, leaf._layers = self.number, self._path, handle, self._book, ()
         return leaf
 
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
         if self._layers:
             return torch.stack([_whole(x) for x in self._layers])
-        book, index = self._book, self.index
+        book, index = self._book, self.number
         if self.handle.requires_grad and torch.is_grad_enabled():
             return _Whole.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
         return book.fetch(index)

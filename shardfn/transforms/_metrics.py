@@ -52,7 +52,7 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
 
 
 def _sums(parts: list[Tensor]) -> Tensor:
-    if not capturing():
+    if not capturing() or all(map(is_small, parts)):
         return sum_squares(parts)
     small = [part for part in parts if is_small(part)]
     together = iter(sum_squares(small).unbind() if small else ())

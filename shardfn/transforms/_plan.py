@@ -83,7 +83,7 @@ class Plan:
 
     def by_layer(self, tensors: Sequence[T]) -> list[T]:
         """One tensor a leaf -> one a layer: views of those of stacked leaves."""
-        out: list[T] = []
+        out: list[Any] = []
         for leaf, x in zip(self.leaves, tensors, strict=True):
             alone = self.whole or not leaf.layers
             out += [x] if alone else [None] * len(leaf.layers) if x is None else x.unbind(0)

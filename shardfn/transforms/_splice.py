@@ -171,7 +171,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, *ctx.splice.backward(ctx.x, ctx.ends, ctx.saved_tensors, grads)
 
 
@@ -192,7 +192,8 @@ def _take(end: Tensor, grad: Tensor, step: Step) -> bool:
 
 def _used_once(root: Tensor) -> set[int]:
     counts: dict[int, int] = {}
-    stack, seen = [root.grad_fn], set()
+    stack: list[Any] = [root.grad_fn]
+    seen: set[Any] = set()
     while stack:
         fn = stack.pop()
         if fn in seen:

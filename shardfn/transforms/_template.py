@@ -81,7 +81,7 @@ class Template:
 
     def __init__(self, body: Body, carry: Sequence[Tensor], x: Sequence[Tensor], recorder: Recorder) -> None:
         self._recorder, self._tracer, self._mode = recorder, recorder.tracer, _fake_mode([*carry, *x])
-        self._positions = {t.index: j for j, t in enumerate(x) if type(t) is LazyLeaf}
+        self._positions = {t.number: j for j, t in enumerate(x) if type(t) is LazyLeaf}
         self._num_carry = len(carry)
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
         if any(get_proxy_slot(t, self._tracer, None) is None for t in (*carry, *ends)):
@@ -162,7 +162,7 @@ class Template:
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
         """Autograd keeps what it keeps, whatever a surrounding remat would do with it; but no whole leaves."""
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
         if top is None or packs_leaves(top[0]):
             yield
             return
