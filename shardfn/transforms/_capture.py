@@ -201,6 +201,11 @@ def _naming_lines() -> Iterator[None]:
     except _DATA_DEPENDENT as error:
         raise CaptureError(_explain(error)) from error
     except RuntimeError as error:
+        if "was used before it has been defined" in str(error):
+            raise CaptureError(
+                "a tensor that the function of a scan has made is used outside of it, and is neither in the carry nor"
+                " in y; return it, since the function's Python runs for some layers only."
+            ) from error
         if "numpy" not in str(error):
             raise
         raise CaptureError(_explain(error)) from error

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
-from shardfn.optim import is_small, sum_squares
+from shardfn.optim import is_small, large_square, sum_squares
 
 from ._backward import Outcome
 from ._capture import capturing
@@ -60,4 +60,4 @@ def _sums(parts: list[Tensor]) -> Tensor:
 
 
 def _square(part: Tensor) -> list[Tensor]:
-    return [sum_squares([part])[0]]
+    return [large_square(part).to(torch.float32)]

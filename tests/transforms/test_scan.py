@@ -1,7 +1,6 @@
 """Covers scan and stacked leaves: parity with one device and with leaves layer by layer; the loop's graph; errors."""
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ def test_every_stage_equals_one_device(world: int) -> None:
     mesh, batches = sf.make_mesh({"dp": world}), [batch(n) for n in range(3)]
     tx = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, weight_decay=0.1))
     want = one_device(loss, tx, params(), batches, trainable=TRAINABLE)
-    for micro, inner in itertools.product((1, 3), (loss, rematted)):
+    for micro, inner in ((1, loss), (3, rematted)):
         runs = []
         for stage in range(4):
             options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, **ODD), "trainable": TRAINABLE}
@@ -154,7 +153,7 @@ def counted(h: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def test_the_graph_is_that_of_a_python_loop() -> None:
     plain = functools.partial(lambda f: f)
-    for stage, wrap, micro in ((0, plain, 1), (1, plain, 2), (2, sf.remat, 1), (3, plain, 1), (3, sf.remat, 2)):
+    for stage, wrap, micro in ((0, sf.remat, 1), (1, plain, 2), (2, plain, 1), (3, sf.remat, 2)):
         want = _program(sf.accumulate(functools.partial(looped, wrap=wrap), micro), stage, params())
         CALLS.clear()
         scanned = functools.partial(loss, wrap=lambda f, wrap=wrap: wrap(counted))
@@ -182,7 +181,7 @@ def test_tensor_parallel_layers() -> None:
     }
     batches = [batch(n) for n in range(2)]
     want = one_device(parallel, optim.adamw(1e-2), start, batches)
-    for stage in (0, 1, 3):
+    for stage in (0, 3):
         options: dict[str, Any] = {"mesh": mesh, "specs": specs, "zero": sf.Zero(stage=stage, **ODD)}
         eager = on_mesh(parallel, optim.adamw(1e-2), start, batches, **options)
         assert_same(eager, want)
@@ -267,5 +266,9 @@ def test_layers_that_differ_cannot_be_captured() -> None:
     def writes(h: Tensor, w: Tensor) -> tuple[Tensor, None]:
         return h * w + total.add_(1), None
 
+    kept = []
+    graph = sf.jit(lambda w: sf.scan(lambda h, w: (kept.append(h * w) or h, None), w.sum(), w)[0] + kept[-1])
+    with pytest.raises(sf.CaptureError, match="neither in the carry nor in y"):
+        graph(torch.ones(6))
     with pytest.raises(sf.CaptureError, match="writes to a tensor from outside"):
         sf.jit(lambda w: sf.scan(writes, w.sum(), w)[0], backend="graph")(torch.ones(6))
