@@ -16,7 +16,12 @@ from ._learning_rate import scale_by_learning_rate as scale_by_learning_rate
 from ._lion import ScaleByLionState as ScaleByLionState, lion as lion, scale_by_lion as scale_by_lion
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
-from ._norm import global_norm as global_norm, sum_squares as sum_squares
+from ._norm import (
+    global_norm as global_norm,
+    is_small as is_small,
+    large_square as large_square,
+    sum_squares as sum_squares,
+)
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
 from ._schedules import warmup_constant_schedule as warmup_constant_schedule

@@ -53,7 +53,7 @@ def comms_of(mesh: Mesh) -> Comms:
 
 def open_channels(comms: Comms, plan: Plan) -> None:
     """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then."""
-    leaves = [plan.leaves[unit.leaves[0]] for unit in (*plan.gather_units, *plan.refresh_units)]
+    leaves = [plan.layers[unit.leaves[0]] for unit in (*plan.gather_units, *plan.refresh_units)]
     for leaf in leaves:
         comms.channels.gather(leaf.zero_axes)
     for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):

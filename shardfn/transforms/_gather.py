@@ -12,6 +12,8 @@ from torch import Tensor
 from shardfn.collectives import AnyChannel, AnyChannels, AnyControl, Pending
 from shardfn.core import RankError
 
+from ._capture import capturing
+from ._copies import traced_once
 from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
 from ._order import Move, UseOrder
 
@@ -170,10 +172,20 @@ class _Whole:
 
     def __init__(self, members: list[tuple[LeafLayout, Tensor | None]], channel: AnyChannel) -> None:
         self._members = [(leaf, block) for leaf, block in members if block is not None]
-        self._pending: Pending | None = start_gather(self._members, channel)
+        self._pending: Pending | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
-        self.arrived = False
+        self.arrived = capturing()
+        if self.arrived:  # where nothing is sent, and each layer of a stack does the same
+            leaves, pieces = [leaf for leaf, _ in self._members], [piece for _, piece in self._members]
+            looks = *(leaf.looks for leaf in leaves), channel.axes
+
+            def gather(*pieces: Tensor) -> list[Tensor]:
+                return finish_gather(leaves, start_gather(list(zip(leaves, pieces, strict=True)), channel).result())
+
+            self._tensors = list(traced_once(("gather", looks), gather, pieces))
+        else:
+            self._pending = start_gather(self._members, channel)
 
     def arrive(self) -> None:
         if self._pending is not None:

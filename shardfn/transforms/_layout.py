@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ class LeafLayout:
         reduce_axes: the axes over which its gradient is summed in one message, keeping only the own rows if `cut`.
         extra_axes: the other axes over which its gradient is summed.
         cut: whether the summed gradient arrives as rows (else whole, and rows are taken from it).
+        layers: of a stacked leaf, the layouts of its layers, which enter the loss and travel one by one; else empty.
     """
 
     path: str
@@ -56,6 +57,12 @@ class LeafLayout:
     reduce_axes: tuple[str, ...]
     extra_axes: tuple[str, ...]
     cut: bool
+    layers: tuple["LeafLayout", ...] = ()
+
+    @functools.cached_property
+    def looks(self) -> object:
+        """What is the same for leaves that travel alike."""
+        return self.block, self.dtype, self.zero_axes, self.dim, self.bounds[:1], self.bounds[-1:], len(self.bounds)
 
     @property
     def gathered(self) -> bool:
@@ -77,10 +84,7 @@ class LeafLayout:
     @functools.cached_property
     def shard_shapes(self) -> list[torch.Size]:
         """The shape of each ZeRO rank's part; of the whole block alone where it is not cut."""
-        if self.dim is None:
-            return [self.block]
-        dim, block = self.dim, self.block
-        return [torch.Size((*block[:dim], hi - lo, *block[dim + 1 :])) for lo, hi in self.bounds]
+        return [self.block] if self.dim is None else _shard_shapes(self.block, self.dim, self.bounds)
 
     def by_rank(self, x: torch.Tensor, run: "Run") -> torch.Tensor:
         """The part of a block that a run of ZeRO ranks has, rank by rank: a view [ranks, *shape of a part]."""
@@ -165,6 +169,27 @@ def leaf_layout(
         extra,
         cut,
     )
+
+
+def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype, compute: P, **rule: Any) -> LeafLayout:
+    """Applies the ZeRO rule to each layer of a stacked leaf [L, *shape of a layer]; see `leaf_layout`."""
+    one = leaf_layout(path, shape[1:], dtype, P(*compute.entries[1:]), **rule)
+    return dataclasses.replace(
+        one,
+        shape=shape,
+        compute=compute,
+        param=P(None, *one.param.entries),
+        shard=P(None, *one.shard.entries),
+        block=torch.Size((shape[0], *one.block)),
+        nbytes=shape[0] * one.nbytes,
+        dim=None if one.dim is None else one.dim + 1,
+        layers=tuple(dataclasses.replace(one, path=f"{path}[{i}]") for i in range(shape[0])),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _shard_shapes(block: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) -> list[torch.Size]:
+    return [torch.Size((*block[:dim], hi - lo, *block[dim + 1 :])) for lo, hi in bounds]
 
 
 @functools.lru_cache(maxsize=1024)

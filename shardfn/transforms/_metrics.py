@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
-from shardfn.optim import sum_squares
+from shardfn.optim import is_small, large_square, sum_squares
 
 from ._backward import Outcome
+from ._capture import capturing
+from ._copies import traced_once
 from ._plan import Plan
 
 
@@ -43,6 +45,18 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients."""
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for unit, part in sorted(out.reducer.parts().items()):  # one order, so that the sum has the same bits
-        leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
+        leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
         by_axes.setdefault(plan.norm_axes(leaf), []).append(part)
-    return {axes: sum_squares(parts).to(torch.float64).sum() for axes, parts in by_axes.items()}
+    return {axes: _sums(parts).to(torch.float64).sum() for axes, parts in by_axes.items()}
+
+
+def _sums(parts: list[Tensor]) -> Tensor:
+    if not capturing() or all(map(is_small, parts)):
+        return sum_squares(parts)
+    small = [part for part in parts if is_small(part)]
+    together = iter(sum_squares(small).unbind() if small else ())
+    return torch.stack([next(together) if is_small(x) else traced_once("squares", _square, [x])[0] for x in parts])
+
+
+def _square(part: Tensor) -> list[Tensor]:
+    return [large_square(part).to(torch.float32)]

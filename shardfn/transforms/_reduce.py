@@ -5,6 +5,7 @@ the rest of the backward and the whole gradient is freed at once. Transfers are 
 this rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import chunk_bounds
 
+from ._capture import capturing
+from ._copies import traced_once
 from ._layout import LeafLayout, Unit, unit_runs, unit_sizes
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
@@ -118,8 +121,9 @@ class Reducer:
             flat = self._parts[u] if self._cut[u] else self._whole_part(u)
             if self._scatter[u].size == 1 and not is_sole_owner(flat):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
-            pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(leaves) > 1 else [flat]
-            out.update({i: p.view(s) for i, p, s in zip(leaves, pieces, shapes, strict=True)})
+            out.update(
+                zip(leaves, traced_once(("pieces", *shapes), functools.partial(_pieces, shapes), [flat]), strict=True)
+            )
         self._parts = {}
         self._channels.flush()  # the optimizer may write what was sent
         return out
@@ -140,17 +144,33 @@ class Reducer:
             unit = self._order[self._next]
             self._next += 1
             members = [(self._leaves[i], self._grads.pop(i)) for i in self._units[unit].leaves]
-            channel = self._scatter[unit]
-            flat, sizes = flatten_for(members, channel.size, self._cut[unit])
-            del members
             self._in_flight += self._units[unit].nbytes
-            if self._in_one(unit):
-                pending = channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
+            if capturing() and self._cut[unit]:
+                pending = self._write_down(unit, members)
             else:
-                if not self._cut[unit] and self._last:
-                    self._flats[unit] = flat
-                pending = channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
+                pending = self._start(unit, members)
             self._pending.append((unit, pending))
+
+    def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending:
+        channel = self._scatter[unit]
+        flat, sizes = flatten_for(members, channel.size, self._cut[unit])
+        members.clear()
+        if self._in_one(unit):
+            return channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
+        if not self._cut[unit] and self._last:
+            self._flats[unit] = flat
+        return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
+
+    def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending:
+        """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""
+        leaves, grads = [leaf for leaf, _ in members], [grad for _, grad in members]
+        looks = *(leaf.looks for leaf in leaves), self._scatter[unit].axes
+
+        def start(*grads: Tensor) -> list[Tensor]:
+            return [self._start(unit, list(zip(leaves, grads, strict=True))).result()]
+
+        (part,) = traced_once(("reduce", looks), start, grads)
+        return Pending((), lambda: part)
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
@@ -208,6 +228,11 @@ class Reducer:
             return pending.result()
         assert out is not None
         return out
+
+
+def _pieces(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
+    pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
+    return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
 
 
 def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bool) -> tuple[Tensor, list[int]]:

@@ -24,15 +24,16 @@ def refresh(plan: Plan, channels: AnyChannels, blocks: Sequence[Tensor], rows: S
         The new blocks, in the order of `blocks`.
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
+    blocks, rows = plan.by_layer(blocks), plan.by_layer(rows)
     started = [_start(plan, channels, unit.leaves, blocks, rows) for unit in plan.refresh_units]
     for unit, (pending, landed) in zip(plan.refresh_units, started, strict=True):
         arrived = pending.result()
         if landed:
             continue
-        leaves = [plan.leaves[i] for i in unit.leaves]
+        leaves = [plan.layers[i] for i in unit.leaves]
         for run, parts in unit_parts(leaves, arrived):
             for i, part in zip(unit.leaves, parts, strict=True):
-                plan.leaves[i].by_rank(blocks[i], run).copy_(part)
+                plan.layers[i].by_rank(blocks[i], run).copy_(part)
     channels.flush()
     return out
 
@@ -41,7 +42,7 @@ def _start(
     plan: Plan, channels: AnyChannels, members: Sequence[int], blocks: Sequence[Tensor], rows: Sequence[Tensor | None]
 ) -> tuple[Pending, bool]:
     """The transfer of one unit, and whether it lands in the parameter itself."""
-    leaves = [plan.leaves[i] for i in members]
+    leaves = [plan.layers[i] for i in members]
     channel = channels.gather(leaves[0].zero_axes)
     block, row = blocks[members[0]], rows[members[0]]
     assert row is not None

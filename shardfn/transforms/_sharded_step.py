@@ -243,7 +243,7 @@ class ShardedStep:
         if self._skip and not bool(metrics["finite"]):
             metrics["skipped"] = torch.ones_like(metrics["finite"])
             return state, metrics
-        grads = out.reducer.gradients()
+        grads = out.gradients()
         del blocks
         return update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate), metrics
 
@@ -316,7 +316,7 @@ class ShardedStep:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, leaves)
-        return tree_unflatten(treedef, [Sharding(leaf.param) for leaf in plan.leaves])
+        return tree_unflatten(treedef, [Sharding(leaf.param, stacked=bool(leaf.layers)) for leaf in plan.leaves])
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
