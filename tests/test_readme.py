@@ -21,14 +21,19 @@ DESIGN = [
     "docs/design/0001-laws.md",
     "docs/design/0002-global-tensor.md",
     "docs/design/0003-graph.md",
+    "docs/design/0004-scan.md",
+    "docs/design/0005-memory.md",
     "docs/design/0006-precision.md",
 ]
 DOCS = [
     "docs/index.md",
     "docs/jit.md",
+    "docs/scan.md",
     "docs/passes.md",
     "docs/transforms.md",
     "docs/precision.md",
+    "docs/memory.md",
+    "docs/optimizers.md",
     "docs/plan.md",
     *DESIGN,
 ]

@@ -25,9 +25,11 @@ from shardfn.graph import (
     resolve_backend,
     transfers,
 )
+from shardfn.nn import looping
 
 from ._capture import CaptureError, capture, capturing, quiet
 from ._lazy import LazyLeaf
+from ._splice import copied_loop
 
 log = logging.getLogger("shardfn.jit")
 
@@ -151,7 +153,7 @@ class Jitted:
                 old = leaves[i]
                 filled[i] = GlobalTensor(x, old.shape, old.spec, old.mesh) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
-            with bind_mesh(mesh):
+            with bind_mesh(mesh), looping(copied_loop):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
             result[:] = [out_def, [_slot(x) for x in outs]]
             return [x.local if isinstance(x, GlobalTensor) else x for x in outs if isinstance(x, Tensor | GlobalTensor)]

@@ -318,7 +318,7 @@ class ShardedStep:
         if self._skip and not bool(metrics["finite"]):
             metrics["skipped"] = torch.ones_like(metrics["finite"])
             return state, metrics
-        grads = out.reducer.gradients()
+        grads = out.gradients()
         del blocks
         return update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate), metrics
 
@@ -391,7 +391,8 @@ class ShardedStep:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, leaves)
-        return tree_unflatten(treedef, [Sharding(leaf.param, leaf.home) for leaf in plan.leaves])
+        kept = [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves]
+        return tree_unflatten(treedef, kept)
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from shardfn.collectives import TracedChannels, TracedControl, bind_mesh
 from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.nn import looping
 from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward
@@ -21,6 +22,7 @@ from ._comms import Comms
 from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan
+from ._splice import copied_loop
 from ._update import update_blocks
 
 
@@ -88,14 +90,14 @@ def capture_step(
         opt = tree_unflatten(opt_treedef, rest[: len(opt_leaves)])
         given, scaled = tree_unflatten(arg_treedef, rest[len(opt_leaves) :])
         by = None if scale is None else scaled
-        with bind_mesh(plan.mesh):
+        with bind_mesh(plan.mesh), looping(copied_loop):
             out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even, loss_scale=by)
             metrics, unscale = measure(plan, out, by)
             names[:] = metrics
             if parts.skip_nonfinite:
                 torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
             with torch.no_grad():
-                grads = out.reducer.gradients()
+                grads = out.gradients()
                 mine, opt = update_blocks(plan, comms.channels, parts.optimizer, mine, opt, grads, unscale)
         return [*mine, *tree_leaves(opt), *metrics.values()]
 
