@@ -32,6 +32,7 @@ DOCS = [
     "docs/passes.md",
     "docs/transforms.md",
     "docs/precision.md",
+    "docs/offload.md",
     "docs/memory.md",
     "docs/optimizers.md",
     "docs/plan.md",
