@@ -85,7 +85,7 @@ def capture_step(
     arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
     names: list[str] = []
 
-    def program(*flat: Tensor) -> list[Tensor]:
+    def program(*flat: Tensor) -> list[Any]:
         mine, rest = list(flat[: len(blocks)]), flat[len(blocks) :]
         opt = tree_unflatten(opt_treedef, rest[: len(opt_leaves)])
         given, scaled = tree_unflatten(arg_treedef, rest[len(opt_leaves) :])
