@@ -119,15 +119,16 @@ class Pile:
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> "_Piled":
         """Parts `lo:hi`."""
-        assert out is None
-        return _Piled([x.read() for x in self._parts[lo : len(self._parts) if hi is None else hi]])
+        parts = self._parts[lo : len(self._parts) if hi is None else hi]
+        rows: Sequence[Tensor | None] = [None] * len(parts) if out is None else out.unbind(0)
+        return _Piled([x.read(out=row) for x, row in zip(parts, rows, strict=True)], out)
 
 
 class _Piled:
     """Transfers whose values are stacked on the host."""
 
-    def __init__(self, inner: list[Arriving[Tensor]]) -> None:
-        self._inner = inner
+    def __init__(self, inner: list[Arriving[Tensor]], out: Tensor | None) -> None:
+        self._inner, self._out = inner, out
 
     def done(self) -> bool:
         """Whether `result()` would return at once."""
@@ -135,5 +136,6 @@ class _Piled:
 
     def result(self) -> Tensor:
         """The value."""
+        parts = [x.result() for x in self._inner]
         with on_host():
-            return torch.stack([x.result() for x in self._inner])
+            return torch.stack(parts) if self._out is None else self._out

@@ -16,6 +16,7 @@ from shardfn.core import Arriving, MemoryKind, P, PyTree, Stored, tree_leaves, t
 from shardfn.memory import Pool, host_empty, on_host, to_device, to_host
 from shardfn.optim import GradientTransformation, in_pieces
 
+from ._capture import capturing
 from ._fetch import Fetch
 
 Held = Tensor | Stored
@@ -116,6 +117,7 @@ class _Stream:
             if owner is not None:
                 self._owned.setdefault(owner, []).append(k)
         self._writers: dict[int, Any] = {}
+        self.spare = _Spare()
 
     def run(self) -> tuple[list[Held | None], PyTree]:
         token = self._begin()
@@ -234,6 +236,23 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
             x.copy_(y)
 
 
+class _Spare:
+    """Host memory that chunks hand on to one another: fresh pages cost more than what is done to them."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor of that shape, of any content."""
+        free = self._free.get((shape.numel(), dtype))
+        return free.pop().view(shape) if free else host_empty(shape, dtype)
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Takes back what is not used any more."""
+        for x in buffers:
+            self._free.setdefault((x.numel(), x.dtype), []).append(x)
+
+
 class _Chunk:
     """Rows on their way through the update."""
 
@@ -241,9 +260,18 @@ class _Chunk:
         self._stream, self._device, self._rows = stream, device, rows
         self._host = stream.on_host(rows[0].leaf)
         self._place: MemoryKind = "host" if self._host else "device"
+        self._buffers: list[Tensor] = []
         self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
         self._here: list[list[Tensor]] = []
         self._going: list[Arriving[Any]] = []
+
+    def _buffer(self, rows: Rows, held: Held) -> Tensor | None:
+        """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
+        if capturing():
+            return None
+        x = self._stream.spare.take(rows.shape(held.shape), held.dtype)
+        self._buffers.append(x)
+        return x
 
     def _bring(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
         """Rows to where they are stepped; a view of those that are there already."""
@@ -253,12 +281,16 @@ class _Chunk:
         if not column.read:
             shape = rows.shape(held.shape)
             if self._host:
-                return host_empty(shape, held.dtype)
+                buffer = self._buffer(rows, held)
+                return host_empty(shape, held.dtype) if buffer is None else buffer
             return torch.empty(shape, dtype=held.dtype, device=self._device)
         if isinstance(held, Tensor):
-            return to_host(rows.of(held)) if self._host else to_device(rows.of(held), self._device)
-        reading = held.read(rows.lo, rows.hi)
-        return reading if self._host else Fetch(reading, self._device)
+            if self._host:
+                return to_host(rows.of(held), self._buffer(rows, held))
+            return to_device(rows.of(held), self._device)
+        if self._host:
+            return held.read(rows.lo, rows.hi, self._buffer(rows, held))
+        return Fetch(held.read(rows.lo, rows.hi), self._device)
 
     def step(self, token: Any) -> None:
         """Waits for the rows, and steps them."""
@@ -290,3 +322,5 @@ class _Chunk:
         for going in self._going:
             going.result()
         self._going = []
+        self._stream.spare.give(self._buffers)
+        self._buffers = []
