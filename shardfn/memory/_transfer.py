@@ -77,9 +77,7 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> T
     return Transfer(value, wait, lambda: all(f.done() for f in futures), wait)
 
 
-def to_host(
-    x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None
-) -> Transfer[Tensor] | TracedTransfer:
+def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Transfer[Tensor] | TracedTransfer:
     """Starts the copy of a device tensor to the host. Not differentiable; `put` is.
 
     Args:
