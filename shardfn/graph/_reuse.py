@@ -1,4 +1,4 @@
-"""A second gather of a leaf that is still here is dropped."""
+"""A second gather of a leaf that is still here is dropped, and a second fetch."""
 
 import collections
 
@@ -6,6 +6,7 @@ from torch.fx import GraphModule, Node
 
 from ._edit import reordered, revalue
 from ._hazards import GATHERS, Memory
+from ._moves import TO_DEVICE
 from ._numbers import value_numbers
 from ._prefetch import gathered_bytes
 from ._transfers import wait_of
@@ -15,8 +16,9 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     """Drops the second gather of a leaf where its first value is still alive, or is worth keeping until then.
 
     It is worth it where the other gathered values that are used between the last use of the first and the first use of
-    the second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. A value
-    that is written to, or returned, is not shared; nor are gathers with a write to the block between them.
+    the second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. What is
+    brought from the host for use counts as gathered. A value that is written to, or returned, is not shared; nor are
+    gathers with a write to the block between them.
 
         w = wait(all_gather_start(a))           w = wait(all_gather_start(a))
         y = x @ w                               y = x @ w
@@ -78,7 +80,7 @@ class _Recent:
         self._leaf: dict[int, int] = {}
         self.stands: dict[Node, Node] = {}
         for node in memory.order:
-            wait = wait_of(node) if node.target is GATHERS[0] else None
+            wait = wait_of(node) if node.target is GATHERS[0] or _is_lone_fetch(node, memory) else None
             if wait is not None and not private.intersection(memory.shown(wait)):
                 self._gather(node, wait)
             for m in memory.reads(node):
@@ -106,6 +108,15 @@ class _Recent:
         # What stays beside the oldest one is what was used after it.
         while self._recent and self._total - next(iter(self._recent.values())) > self._budget:
             self._total -= self._recent.popitem(last=False)[1]
+
+
+def _is_lone_fetch(node: Node, memory: Memory) -> bool:
+    """Whether a value that comes to the device is used as it is, and not gathered there."""
+    wait = wait_of(node) if node.target is TO_DEVICE else None
+    if wait is None:
+        return False
+    shown = set(memory.shown(wait))
+    return not any(n.target in GATHERS and not shown.isdisjoint(memory.reads(n)) for n in wait.users)
 
 
 def _uses(memory: Memory) -> tuple[dict[int, int], set[int]]:

@@ -10,10 +10,10 @@
     wait(handle) -> the value
     host_empty(shape, dtype) -> tensor             uninitialised host memory
 
-What is on disk is no tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number says which value
-is meant. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the disk, has a
-value of no use; what it reads must not be written before its `wait`. As in `shardfn.collectives`, handles stand for values,
-and only the value may be looked at.
+What is on disk is no tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number says which
+value is meant. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the
+disk, has a value of no use; what it reads must not be written before its `wait`. As in `shardfn.collectives`, handles
+stand for values, and only the value may be looked at.
 """
 
 import contextlib

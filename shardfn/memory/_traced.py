@@ -1,7 +1,8 @@
 """Transfers while a program is captured: each becomes an op of the graph, and so does its wait.
 
-Whoever moves values writes one program: `to_host`, `to_device`, `host_empty` and a pool give these in a capture, and what
-really moves otherwise. A value on disk is no tensor, so in a graph a token stands for it, which `_ops.py` describes.
+Whoever moves values writes one program: `to_host`, `to_device` and `host_empty` give ops in a capture, and what really
+moves otherwise; a `TracedPool` stands for the pool. A value on disk is no tensor, so in a graph a token stands for it,
+which `_ops.py` describes.
 """
 
 import math
