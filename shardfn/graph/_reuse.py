@@ -1,6 +1,7 @@
 """A second gather of a leaf that is still here is dropped, and a second fetch."""
 
 import collections
+from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
@@ -49,7 +50,10 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     if budget < 0:
         raise ValueError(f"reuse_gathers(budget={budget}): a budget of bytes must not be negative.")
     memory = Memory(gm)
-    stands = _Recent(memory, budget).stands
+    # Apart, since what is not gathered may have other sizes on other ranks, which must gather alike.
+    lone = _lone_fetches(memory)
+    stands = _Recent(memory, budget, lambda n: n.target is GATHERS[0]).stands
+    stands |= _Recent(memory, budget, lone.__contains__).stands
     dropped = {n for w in stands for n in (w, *w.all_input_nodes)}
     out, new = reordered(gm, memory.order)
     for again, first in stands.items():
@@ -70,7 +74,7 @@ class _Recent:
         stands: for each wait that is dropped the wait whose value stands for it.
     """
 
-    def __init__(self, memory: Memory, budget: int) -> None:
+    def __init__(self, memory: Memory, budget: int, which: Callable[[Node], bool]) -> None:
         self._memory, self._budget = memory, budget
         self._number = value_numbers(memory)
         self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
@@ -80,7 +84,7 @@ class _Recent:
         self._leaf: dict[int, int] = {}
         self.stands: dict[Node, Node] = {}
         for node in memory.order:
-            wait = wait_of(node) if node.target is GATHERS[0] or _is_lone_fetch(node, memory) else None
+            wait = wait_of(node) if which(node) else None
             if wait is not None and not private.intersection(memory.shown(wait)):
                 self._gather(node, wait)
             for m in memory.reads(node):
@@ -110,13 +114,11 @@ class _Recent:
             self._total -= self._recent.popitem(last=False)[1]
 
 
-def _is_lone_fetch(node: Node, memory: Memory) -> bool:
-    """Whether a value that comes to the device is used as it is, and not gathered there."""
-    wait = wait_of(node) if node.target is TO_DEVICE else None
-    if wait is None:
-        return False
-    shown = set(memory.shown(wait))
-    return not any(n.target in GATHERS and not shown.isdisjoint(memory.reads(n)) for n in wait.users)
+def _lone_fetches(memory: Memory) -> set[Node]:
+    """The moves to the device whose values are used as they are, and not gathered there."""
+    gathered = {m for n in memory.order if n.target in GATHERS for m in memory.reads(n)}
+    waits = {n: wait_of(n) for n in memory.order if n.target is TO_DEVICE}
+    return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}
 
 
 def _uses(memory: Memory) -> tuple[dict[int, int], set[int]]:
