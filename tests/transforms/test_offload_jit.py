@@ -34,7 +34,7 @@ PASSES: list[dict[str, Any]] = [
 ]
 
 
-def _zero(kinds: tuple[str, str, str], directory: str, **fields: Any) -> sf.Zero:
+def _zero(kinds: tuple[str, ...], directory: str, **fields: Any) -> sf.Zero:
     params, grads, optimizer = kinds
     where = {"directory": directory} if "disk" in kinds else {}
     placed: dict[str, Any] = {"params": params, "grads": grads, "optimizer": optimizer, **where}
@@ -47,7 +47,7 @@ def _run(mesh: sf.Mesh, zero: sf.Zero, loss: Any = odd_loss, **options: Any) -> 
     return on_mesh(loss, CLIPPED, odd_params(), batches, **options)
 
 
-def _placed(mesh: sf.Mesh, kinds: tuple[str, str, str], loss: Any, *, stage: int = 3, **options: Any) -> Run:
+def _placed(mesh: sf.Mesh, kinds: tuple[str, ...], loss: Any, *, stage: int = 3, **options: Any) -> Run:
     with tempfile.TemporaryDirectory() as directory:
         return _run(mesh, _zero(kinds, directory, stage=stage), loss, **options)
 
@@ -56,7 +56,7 @@ def _placed(mesh: sf.Mesh, kinds: tuple[str, str, str], loss: Any, *, stage: int
 PAIRS = [(KINDS[i], KINDS[j], KINDS[(i + j) % 3]) for i in range(3) for j in range(3)]
 
 
-def _compare(stage: int, world: int, placements: Iterable[tuple[str, str, str]]) -> None:
+def _compare(stage: int, world: int, placements: Iterable[tuple[str, ...]]) -> None:
     mesh = sf.make_mesh({"dp": world})
     want = _run(mesh, sf.Zero(stage, persist=0, bucket=64))
     for kinds in placements:
@@ -128,9 +128,7 @@ def _ledger(mesh: sf.Mesh, zero: sf.Zero, loss: Any) -> tuple[sf.memory.Ledger, 
     assert not any(book.moved(*way) for way in WAYS)
     state, _ = step(state, x)
     with sf.memory.ledger() as book:
-        for leaf in (*sf.core.tree_leaves(state.params), *sf.core.tree_leaves(state.opt_state)):
-            book.count(leaf.held, leaf.memory_kind)
-        del leaf
+        sf.core.tree_map(lambda x: book.count(x.held, x.memory_kind), (state.params, state.opt_state))
         state, _ = step(state, x)
     step.close()
     return book, lowered
