@@ -75,7 +75,8 @@ def fsdp2_compile(rank: int, world: int, size: Size, *, whole: bool = False) -> 
 
 def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", **fields: Any) -> Step:
     """`sharded_step` at one stage. `jit` is a back end of `sf.jit`, or empty for eager steps; `fields` are those of
-    `Zero`, or with "jit_" before them options of `sf.jit`. The step has an attribute `cache_info`.
+    `Zero`, or with "jit_" before them options of `sf.jit`; `jit_cluster=calibrate` measures the link first. The step
+    has an attribute `cache_info`.
     """
     del rank
     from _model import loss, params
@@ -83,8 +84,10 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", **f
     import shardfn as sf
 
     options = {name.removeprefix("jit_"): fields.pop(name) for name in list(fields) if name.startswith("jit_")}
-    f = sf.jit(loss(size), backend=jit, **options) if jit else loss(size)
     mesh = sf.make_mesh({"dp": world})
+    if options.get("cluster") == "calibrate":
+        options["cluster"] = sf.graph.calibrate(mesh)
+    f = sf.jit(loss(size), backend=jit, **options) if jit else loss(size)
     take = sf.sharded_step(f, adamw(), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=stage, **fields))
     state = take.init(params(size))
 

@@ -1,9 +1,10 @@
 """What `step.lower` takes on a machine that runs nothing: seconds and peak memory of the process, and what dominates.
 
 Each case is captured in a fresh process, on an abstract mesh: the step of the benchmark model, and of a GPT of a
-trillion parameters, 128 layers, on 1024 ranks. `capture` is `step.lower`, the passes included; `peak RSS` that of the
-whole process, Python and torch included. One more run of each case under cProfile says where the time goes; its own
-seconds are larger.
+trillion parameters, 128 layers, on 1024 ranks; `stacked` is the latter with its blocks stacked and scanned. `capture`
+is `step.lower` up to the first pass, `schedule` the passes; `CPU` are the same two in seconds of the process, which say
+more where others use the machine. `peak RSS` is that of the whole process, Python and torch included. One more run of
+each case under cProfile says where the time goes; its own seconds are larger.
 """
 
 import argparse
@@ -35,6 +36,7 @@ SMALL = {"vocab_size": 512, "num_layers": 2, "d_model": 128, "num_heads": 4, "ma
 BENCHMARK = {"vocab_size": 8192, "num_layers": 8, "d_model": 512, "num_heads": 8, "max_len": 256}
 TRILLION = {"vocab_size": 51200, "num_layers": 128, "d_model": 25600, "num_heads": 160, "max_len": 2048}
 CASES = {"small": Case(SMALL, 2, 2), "benchmark": Case(BENCHMARK, 2, 2), "trillion": Case(TRILLION, 1024, 1)}
+CASES["stacked"] = Case({**TRILLION, "stacked": True}, 1024, 1)
 
 
 def main() -> None:
@@ -59,7 +61,9 @@ def main() -> None:
         "imports, s",
         "shapes of the state, s",
         "capture, s",
-        "of it CPU, s",
+        "CPU, s",
+        "schedule, s",
+        "CPU, s",
         "analysis, s",
     ]
     head += ["peak RSS, GiB", "before, GiB", "nodes", "predicted peak, GiB", "sent a rank, GB"]
@@ -84,25 +88,38 @@ def _capture(case: Case, top: int) -> dict[str, Any]:
     marks.append(time.perf_counter())
     before = _peak_rss()
     config = gpt.Config(**case.config)
-    step, state, batch = _abstract(config, case)
+    cpu: list[float] = []
+
+    def captured(gm: Any) -> Any:
+        marks.append(time.perf_counter())
+        cpu.append(time.process_time())
+        return gm
+
+    step, state, batch = _abstract(config, case, captured)
     marks.append(time.perf_counter())
-    cpu = time.process_time()
+    cpu.append(time.process_time())
     profile = cProfile.Profile() if top else None
     lowered = _profiled(profile, lambda: step.lower(state, batch))
     marks.append(time.perf_counter())
-    cpu = time.process_time() - cpu
+    cpu.append(time.process_time())
     memory, cost = lowered.memory_analysis(), lowered.cost_analysis()
     marks.append(time.perf_counter())
-    names = ("imports", "shapes", "capture", "analysis")
+    names = ("imports", "shapes", "capture", "schedule", "analysis")
     found: dict[str, Any] = {n: b - a for n, a, b in zip(names, marks, marks[1:], strict=False)}
-    found |= {"cpu": cpu, "rss": _peak_rss(), "before": before, "nodes": len(lowered.gm.graph.nodes)}
+    found |= {
+        "cpu": cpu[1] - cpu[0],
+        "schedule_cpu": cpu[2] - cpu[1],
+        "rss": _peak_rss(),
+        "before": before,
+        "nodes": len(lowered.gm.graph.nodes),
+    }
     found |= {"parameters": gpt.num_params(config), "ranks": case.ranks, "peak": memory.peak, "sent": cost.sent}
     found["top"] = _top(profile, top) if profile else []
     del sf
     return found
 
 
-def _abstract(config: Any, case: Case) -> tuple[Any, Any, Any]:
+def _abstract(config: Any, case: Case, captured: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
     import torch
     from _peers import adamw
 
@@ -110,11 +127,12 @@ def _abstract(config: Any, case: Case) -> tuple[Any, Any, Any]:
     from shardfn.models import gpt
 
     mesh = sf.make_mesh({"dp": case.ranks}, device="cpu", abstract=True)
-    loss = sf.jit(functools.partial(gpt.loss, config), backend="graph")
-    step = sf.sharded_step(loss, adamw(), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=case.stage))
-    params = sf.eval_shape(lambda: gpt.init(config, sf.key(0)))
+    loss = sf.jit(functools.partial(gpt.loss, config), backend="graph", passes=(captured,))
+    specs, zero = gpt.specs(config), sf.Zero(stage=case.stage)
+    step = sf.sharded_step(loss, adamw(), mesh=mesh, specs=specs, batch=sf.P("dp"), zero=zero)
+    state = sf.eval_shape(lambda: step.init(gpt.init, config, sf.key(0)))
     tokens = torch.empty(case.rows, config.max_len + 1, dtype=torch.int64, device="meta")
-    return step, params, {"tokens": tokens}
+    return step, state, {"tokens": tokens}
 
 
 def _profiled(profile: cProfile.Profile | None, f: Callable[[], Any]) -> Any:
@@ -138,7 +156,9 @@ def _peak_rss() -> int:
 
 
 def _row(name: str, found: dict[str, Any]) -> list[Any]:
-    seconds = [f"{found[k]:.2f}" for k in ("imports", "shapes", "capture", "cpu", "analysis")]
+    seconds = [
+        f"{found[k]:.2f}" for k in ("imports", "shapes", "capture", "cpu", "schedule", "schedule_cpu", "analysis")
+    ]
     sizes = [f"{found[k] / 2**30:.2f}" for k in ("rss", "before")]
     plan = [f"{found['peak'] / 2**30:.3f}", f"{found['sent'] / 1e9:.3f}"]
     return [name, f"{found['parameters']:,}", found["ranks"], *seconds, *sizes, found["nodes"], *plan]

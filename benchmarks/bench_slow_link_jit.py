@@ -1,9 +1,10 @@
 """What prefetching and bucketing of a captured step gain on a slow network: 2 ranks, 1 Gbit/s, ZeRO stage 3.
 
 The peers differ in the options of `sf.jit` only; none leaves a pass out. The base of the ratios goes without prefetch
-and bucket; the last peer does not overlap its reductions with the backward either. Ratios are formed within rounds as
-in `bench_step_time.py`. With `--timeline FOLDER` one more step of each peer is recorded as a Chrome trace: compute, and
-the transfers in flight.
+and bucket; the peer after it does not overlap its reductions with the backward either. The schedule of the last one is
+chosen by the cost model, for the link as `sf.graph.calibrate` finds it; what it was chosen from is printed. Ratios are
+formed within rounds as in `bench_step_time.py`. With `--timeline FOLDER` one more step of each peer is recorded as a
+Chrome trace: compute, and the transfers in flight.
 Needs root and iproute2, see `slow_link.py`; where they are missing it says so and ends.
 """
 
@@ -22,7 +23,8 @@ from slow_link import Link, describe, why_unavailable
 
 ON = "shardfn3:jit=graph"
 OFF = f"{ON}:jit_prefetch=none:jit_bucket=none"
-PEERS = f"{ON},{ON}:jit_prefetch=none,{ON}:jit_bucket=none,{OFF},{OFF}:jit_reductions=none"
+CHOSEN = f"{ON}:jit_cluster=calibrate"
+PEERS = f"{ON},{ON}:jit_prefetch=none,{ON}:jit_bucket=none,{OFF},{OFF}:jit_reductions=none,{CHOSEN}"
 
 
 def main() -> None:
@@ -36,9 +38,42 @@ def main() -> None:
     with Link(args.world, args.rate) as link:
         more = [describe(link.check())]
         times, losses = measure(args.peers, args, size=size, link=link) if args.rounds else ({}, {})
+        if CHOSEN in args.peers:
+            more.append(_candidates(args, size, link))
         if args.timeline:
             more.append(_timelines(args, size, link))
     report(f"Captured steps at {args.rate}", args, times, losses, size=size, more="\n\n".join(more))
+
+
+def serve_choice(rank: int, world: int, size: Size) -> Callable[[None], str]:
+    """Measures the link; its answer is what was found, and what the schedule of the step is chosen from."""
+    from _model import loss, params
+    from _peers import adamw
+
+    import shardfn as sf
+
+    mesh = sf.make_mesh({"dp": world})
+    cluster, rows = sf.graph.calibrate(mesh), next(batches(size, rank, world))
+    f = sf.jit(loss(size), backend="graph", cluster=cluster)
+    step = sf.sharded_step(f, adamw(), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=3))
+    lowered = step.lower(params(size), {"tokens": rows})
+    without = sf.jit(loss(size), backend="graph", prefetch=None, bucket=None)
+    off = sf.sharded_step(without, adamw(), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=3))
+    least = off.lower(params(size), {"tokens": rows}).estimate(cluster).seconds
+
+    def answer(request: None) -> str:
+        del request
+        table = f"{lowered.schedule_table()}\n  {least:>12.6f} s  without prefetch and bucket"
+        return f"{cluster.between}\n{cluster.device.flops}\n{table}"
+
+    return answer
+
+
+def _candidates(args: argparse.Namespace, size: Size, link: Link) -> str:
+    group = Group(serve_choice, args.world, (size,), link=link).ready()
+    text = group.ask(None)[0]
+    group.close()
+    return f"What the cost model was told, and what it chose from, in another run\n\n```text\n{text}\n```"
 
 
 def serve_timeline(rank: int, world: int, name: str, size: Size) -> Callable[[None], list[dict[str, Any]]]:

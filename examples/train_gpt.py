@@ -36,10 +36,11 @@ OPTIMIZERS = {  # name -> (optimizer of a learning rate, learning rate)
     "sgd": (functools.partial(sf.optim.sgd, momentum=0.9), 0.3),
 }
 
+NORMS = {"norm": torch.float32}  # leaves whose path has "norm" in it
 PRECISIONS = {  # name -> (policy, loss scale)
     "fp32": None,
-    "bf16": (sf.Policy.bf16(), None),
-    "fp16": (sf.Policy.fp16(), sf.optim.dynamic_loss_scale()),
+    "bf16": (sf.Policy.bf16(exceptions=NORMS), None),
+    "fp16": (sf.Policy.fp16(exceptions=NORMS), sf.optim.dynamic_loss_scale()),
 }
 
 

@@ -38,6 +38,7 @@ from shardfn.core import (
     make_mesh as make_mesh,
     split as split,
 )
+from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
     TrainState as TrainState,

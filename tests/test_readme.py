@@ -17,8 +17,27 @@ from shardfn.testing import distributed
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.M | re.S)
-DESIGN = ["docs/design/0001-laws.md", "docs/design/0002-global-tensor.md", "docs/design/0003-graph.md"]
-DOCS = ["docs/index.md", "docs/jit.md", "docs/passes.md", "docs/transforms.md", "docs/plan.md", *DESIGN]
+DESIGN = [
+    "docs/design/0001-laws.md",
+    "docs/design/0002-global-tensor.md",
+    "docs/design/0003-graph.md",
+    "docs/design/0004-scan.md",
+    "docs/design/0005-memory.md",
+    "docs/design/0006-precision.md",
+]
+DOCS = [
+    "docs/index.md",
+    "docs/jit.md",
+    "docs/scan.md",
+    "docs/passes.md",
+    "docs/transforms.md",
+    "docs/precision.md",
+    "docs/offload.md",
+    "docs/memory.md",
+    "docs/optimizers.md",
+    "docs/plan.md",
+    *DESIGN,
+]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
 
 

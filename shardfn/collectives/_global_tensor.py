@@ -273,9 +273,9 @@ def transforming() -> bool:
 
 
 def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh, MemoryKind]]:
-    if not isinstance(x.held, Tensor):
+    if x.memory_kind == "disk" and not isinstance(x._local, Tensor):
         raise ValueError(f"{x!r} is on disk, where torch's transforms cannot reach it; load the state first.")
-    return [x.held], (x.shape, x.spec, x.mesh, x.memory_kind)
+    return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind)
 
 
 def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:

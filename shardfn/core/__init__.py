@@ -15,5 +15,6 @@ from ._zero import Zero as Zero, zero_spec as zero_spec
 from ._key import bits as bits, fold_in as fold_in, key as key, split as split, threefry2x32 as threefry2x32
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
+from ._draw import stack_draws as stack_draws
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros
 from ._stored import Arriving as Arriving, Stored as Stored

@@ -277,10 +277,35 @@ def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, ".
     return leaf[slices].clone(memory_format=torch.contiguous_format)
 
 
+def stack_draws(draws: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "..."]:
+    """`torch.stack(draws)`; deferred where they are, so that a block of the stack draws that block and no other.
+
+    Args:
+        draws: tensors of one shape.
+
+    Example:
+        >>> with deferred():
+        ...     w = stack_draws([ones((1 << 20,)), zeros((1 << 20,))])
+        >>> draw_block(w, (slice(0, 2), slice(0, 3)))
+        tensor([[1., 1., 1.],
+                [0., 0., 0.]])
+    """
+    if not any(isinstance(x, Draw) for x in draws):
+        return torch.stack(list(draws))
+
+    def block(slices: Slices) -> Tensor:
+        first, *rest = slices or (slice(None),)
+        chosen = draws[first]
+        drawn = [draw_block(x, tuple(rest)) for x in chosen or draws[:1]]
+        return torch.stack(drawn)[: len(chosen)]
+
+    return Draw(block, (len(draws), *draws[0].shape), draws[0].dtype, draws[0].device)
+
+
 class Draw(Tensor):
     """A tensor that is drawn when needed. Its shape, dtype and device cost nothing; any other use draws the whole.
 
-    Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`.
+    Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`, and by `stack_draws` of such.
     """
 
     _draw: Callable[[Slices], Tensor]

@@ -98,7 +98,8 @@ class Policy:
                 raise ValueError(f"the exception {pattern!r} is no regular expression: {error}.") from error
 
     def __hash__(self) -> int:
-        return hash((*(getattr(self, f.name) for f in dataclasses.fields(self)[:-1]), *self.exceptions.items()))
+        plain = (getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exceptions")
+        return hash((*plain, frozenset(self.exceptions.items())))
 
     @staticmethod
     def bf16(**changes: Any) -> "Policy":

@@ -82,13 +82,22 @@ class P:
 class Sharding:
     """Layout and memory of one leaf: JAX's `NamedSharding` without the mesh.
 
+    Attributes:
+        spec: the layout.
+        memory_kind: where it is kept.
+        stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. It is
+            then no dim to be cut: ZeRO cuts each layer, and gathers each when it is used. See `shardfn.scan`.
+
     Example:
         >>> Sharding(P("dp")).memory_kind
         'device'
+        >>> Sharding(P(None, "tp"), stacked=True).stacked
+        True
     """
 
     spec: P = P()  # noqa: RUF009  # P is immutable
     memory_kind: MemoryKind = "device"
+    stacked: bool = False
 
 
 def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:

@@ -61,6 +61,10 @@ class Stored(Protocol):
         """The bytes of the value."""
         ...
 
+    def flat(self) -> "Stored":
+        """The same value as one dim."""
+        ...
+
     def load(self) -> Tensor:
         """The whole value as a fresh host tensor; waits for it."""
         ...

@@ -2,6 +2,7 @@
 
 from ._options import Schedule as Schedule
 from ._schedule import schedule as schedule
+from ._choose import Choice as Choice, Scored as Scored, check_fits as check_fits, choose as choose
 from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
 from ._edit import reordered as reordered
 from ._reuse import reuse_gathers as reuse_gathers
@@ -24,4 +25,5 @@ from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, L
 from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
 from ._check import Events as Events, collective_events as collective_events, compare_events as compare_events
 from ._check import prove_no_hang as prove_no_hang
+from ._values import storage_of as storage_of, tensors_in as tensors_in
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend

@@ -6,7 +6,7 @@ metadata exactly where it is shared at run time.
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,18 @@ def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict
     """
     graph, new = Graph(), dict[Node, Node]()
     for node in order:
-        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node] = copied(graph, node, new.__getitem__)
     return finish(gm, graph), new
+
+
+def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
+    """`graph.node_copy(node, transform)`, several times as fast: the arguments' arguments are not looked through."""
+    out = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+    out.args = map_arg(node.args, transform)  # pyright: ignore[reportAttributeAccessIssue]
+    if node.kwargs:
+        out.kwargs = map_arg(node.kwargs, transform)  # pyright: ignore[reportAttributeAccessIssue]
+    out.meta = copy.copy(node.meta)
+    return out
 
 
 def finish(gm: GraphModule, graph: Graph) -> GraphModule:

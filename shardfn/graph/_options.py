@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
-from ._schedule import schedule
+from ._schedule import Stage, stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,11 @@ class Schedule:
             gm: a captured step.
             fuses: whether it is for a back end that fuses elementwise ops.
         """
+        for stage in self.stages(fuses=fuses):
+            gm = stage(gm)
+        return gm
+
+    def stages(self, *, fuses: bool = False) -> list[Stage]:
+        """The passes that it stands for, in order: its own first, then those of `schedule`."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "passes"}
-        for own in self.passes:
-            gm = own(gm)
-        return schedule(gm, **options, temporaries=not fuses)
+        return [*map(Stage, self.passes), *stages(**options, temporaries=not fuses)]

@@ -1,5 +1,8 @@
 """The passes, in the order in which they help one another."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 from torch.fx import GraphModule
 
 from ._bucket import bucket as bucket_pass
@@ -63,13 +66,56 @@ def schedule(
         >>> [n.name for n in schedule(gm, bucket=0).graph.nodes][3:-1]
         ['all_gather_start', 'all_gather_start_1', 'wait', 'mul', 'wait_1', 'add']
     """
+    for stage in stages(
+        budget=budget,
+        prefetch=prefetch,
+        bucket=bucket,
+        reductions=reductions,
+        reuse=reuse,
+        donate=donate,
+        temporaries=temporaries,
+    ):
+        gm = stage(gm)
+    return gm
+
+
+class Stage(NamedTuple):
+    """One pass of a schedule with its options; equal stages make equal graphs of one graph.
+
+    Attributes:
+        run: the pass.
+        options: its keyword arguments.
+    """
+
+    run: Callable[..., GraphModule]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, gm: GraphModule) -> GraphModule:
+        """The pass's graph."""
+        return self.run(gm, **dict(self.options))
+
+
+def stages(
+    *,
+    budget: int | None,
+    prefetch: int | None,
+    bucket: int | None,
+    reductions: int | None,
+    reuse: int | None,
+    donate: bool,
+    temporaries: bool,
+) -> list[Stage]:
+    """What `schedule` runs, in order."""
     reuse = prefetch if reuse is None else reuse
-    gm = free_at_last_use(gm)
-    gm = gm if budget is None else rematerialise(gm, budget=budget)
-    gm = gm if reuse is None else reuse_gathers(gm, budget=reuse)
-    gm = gm if bucket is None else bucket_pass(gm, limit=bucket)
-    gm = sink_waits(gm)
-    gm = gm if reductions is None else overlap_reductions(gm, limit=reductions)
-    gm = gm if prefetch is None else prefetch_pass(gm, budget=prefetch)
-    gm = free_at_last_use(gm)
-    return donate_pass(gm, temporaries=temporaries) if donate else gm
+    chosen = [
+        (True, free_at_last_use, {}),
+        (budget is not None, rematerialise, {"budget": budget}),
+        (reuse is not None, reuse_gathers, {"budget": reuse}),
+        (bucket is not None, bucket_pass, {"limit": bucket}),
+        (True, sink_waits, {}),
+        (reductions is not None, overlap_reductions, {"limit": reductions}),
+        (prefetch is not None, prefetch_pass, {"budget": prefetch}),
+        (True, free_at_last_use, {}),
+        (donate, donate_pass, {"temporaries": temporaries}),
+    ]
+    return [Stage(run, tuple(options.items())) for wanted, run, options in chosen if wanted]

@@ -2,7 +2,7 @@
 
 from ._transfer import Transfer as Transfer, arrived as arrived, to_device as to_device, to_host as to_host
 from ._put import put as put
-from ._host import host_empty as host_empty
+from ._host import host_empty as host_empty, return_freed_pages as return_freed_pages
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
 from ._pool import AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter

@@ -65,6 +65,10 @@ class DiskTensor:
         """The leaf that this is, once a commit has named it."""
         return self.slot.name if self.slot else ""
 
+    def flat(self) -> "DiskTensor":
+        """The same value, in the same file, as one dim."""
+        return DiskTensor(torch.Size([math.prod(self.shape)]), self.dtype, self.grain, self.sums, self.slot, self._pool)
+
     def load(self) -> Shaped[Tensor, "..."]:
         """The whole value as a fresh host tensor; waits for it.
 

@@ -19,12 +19,14 @@ from shardfn import nn
 from shardfn.core import (
     P,
     PyTree,
+    Sharding,
     did_you_mean,
     fold_in,
     full,
     normal,
     raise_all,
     split,
+    stack_draws,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -56,6 +58,8 @@ class Config:
         tie_embeddings: the output layer is the embedding.
         bias: the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer have none.
         dropout: rate, on the embeddings and on both residual branches; active only where a key is given.
+        stacked: blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts; a step of many
+            layers is then captured in seconds. Draws and values are the same.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -78,6 +82,7 @@ class Config:
     tie_embeddings: bool = False
     bias: bool = True
     dropout: float = 0.0
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -134,6 +139,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
 
     Returns:
         float32: {"embed", "position"?, "blocks": [L dicts], "norm_w", "norm_b"?, "head"?}; weights are [out, in].
+        With `stacked`, "blocks" is one dict of the same leaves stacked, [L, ...].
 
     Example:
         >>> from shardfn.core import key
@@ -142,17 +148,20 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
         torch.Size([32, 32])
     """
     leaves, treedef = tree_flatten(_leaves(config))
-    return tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(leaves, split(key, len(leaves)), strict=True)])
+    keys = split(key, len(leaves))
+    params = tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(leaves, keys, strict=True)])
+    return _stack_blocks(params, stack_draws) if config.stacked else params
 
 
 def specs(config: Config) -> PyTree:
-    """The compute layout: `P()`, whole, for every leaf.
+    """The compute layout: `P()`, whole, for every leaf; of stacked blocks, each layer.
 
     Example:
         >>> specs(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))["embed"]
         P()
     """
-    return tree_map(lambda _: P(), _leaves(config))
+    tree = tree_map(lambda _: P(), _leaves(config))
+    return _stack_blocks(tree, lambda _: Sharding(P(), stacked=True)) if config.stacked else tree
 
 
 def num_params(config: Config) -> int:
@@ -301,8 +310,12 @@ def _hidden(
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = _dropout(config, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config))
-    for p, k in zip(params["blocks"], keys[:-1], strict=True):
-        x_BTD = block(p, x_BTD, table, k, index_B)
+    if config.stacked:
+        xs = params["blocks"], None if key is None else split(key, config.num_layers + 1)[:-1]
+        x_BTD, _ = nn.scan(lambda x_BTD, x: (block(x[0], x_BTD, table, x[1], index_B), None), x_BTD, xs)
+    else:
+        for p, k in zip(params["blocks"], keys[:-1], strict=True):
+            x_BTD = block(p, x_BTD, table, k, index_B)
     return _norm(config, x_BTD, params["norm_w"], params.get("norm_b"))
 
 
@@ -378,6 +391,11 @@ def _leaves(config: Config) -> PyTree:
     if not config.tie_embeddings:
         tree["head"] = _Leaf((V, D))
     return tree
+
+
+def _stack_blocks(params: Params, join: Callable[[Any], Any]) -> Params:
+    first, *_ = blocks = params["blocks"]
+    return {**params, "blocks": {name: join([p[name] for p in blocks]) for name in first}}
 
 
 def _block_leaves(config: Config) -> dict[str, _Leaf]:

@@ -7,3 +7,4 @@ from ._linear import embedding as embedding, linear as linear
 from ._mlp import mlp as mlp, swiglu as swiglu
 from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
 from ._rope import rope as rope, rope_table as rope_table
+from ._scan import Run as Run, looping as looping, plain_loop as plain_loop, scan as scan

@@ -4,6 +4,9 @@ Ba, Kiros, Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450
 Zhang, Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
 """
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +23,7 @@ def layer_norm(
 
     Args:
         x_D: any leading dims.
-        w_D: scale.
+        w_D: scale; where it is wider than x, the norm is computed in its dtype.
         b_D: shift, or None.
         eps: added to the variance.
 
@@ -29,7 +32,7 @@ def layer_norm(
         >>> layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
         [-1.0, 1.0]
     """
-    return F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps)
+    return _in_dtype_of(w_D, lambda x_D: F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps), x_D)
 
 
 def rms_norm(
@@ -39,7 +42,7 @@ def rms_norm(
 
     Args:
         x_D: any leading dims.
-        w_D: scale.
+        w_D: scale; where it is wider than x, the norm is computed in its dtype.
         eps: added to the mean square.
 
     Example:
@@ -47,4 +50,11 @@ def rms_norm(
         >>> rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
         [1.0, -1.0]
     """
-    return F.rms_norm(x_D, x_D.shape[-1:], w_D, eps)
+    return _in_dtype_of(w_D, lambda x_D: F.rms_norm(x_D, x_D.shape[-1:], w_D, eps), x_D)
+
+
+def _in_dtype_of(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
+    """`norm(x)` in the dtype of the weights, given back in that of x; autocast has rules of its own."""
+    if x_D.dtype == w_D.dtype or torch.is_autocast_enabled(x_D.device.type):
+        return norm(x_D)
+    return norm(x_D.to(w_D.dtype)).to(x_D.dtype)

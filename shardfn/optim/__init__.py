@@ -21,7 +21,12 @@ from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_s
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
-from ._norm import global_norm as global_norm, sum_squares as sum_squares
+from ._norm import (
+    global_norm as global_norm,
+    is_small as is_small,
+    large_square as large_square,
+    sum_squares as sum_squares,
+)
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule

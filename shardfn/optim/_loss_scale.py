@@ -127,7 +127,7 @@ def dynamic_loss_scale(
         ...     state = rule.update(state, torch.tensor(finite))
         ...     scales.append(state.scale.item())
         >>> scales
-        [32768.0, 32768.0, 65536.0, 65536.0]
+        [32768.0, 32768.0, 32768.0, 65536.0]
 
     References:
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740

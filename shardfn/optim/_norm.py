@@ -76,13 +76,14 @@ def _local(leaves: list[Tensor]) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # which has no rule for the kernel below, and no derivative of a norm at 0
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=torch.float32) for x in leaves])
-    small = [x if _is_small(x) else None for x in leaves]
+    small = [x if is_small(x) else None for x in leaves]
     norms = iter(_norms([wide(x) for x in small if x is not None]))
-    squares = [_large(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
+    squares = [large_square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
     return torch.stack([s.to(device=device, dtype=torch.float32) for s in squares])
 
 
-def _is_small(x: Tensor) -> bool:
+def is_small(x: Tensor) -> bool:
+    """Whether the norm of `x` is taken together with others'."""
     return x.device.type == "cuda" or x.numel() < _LARGE
 
 
@@ -90,7 +91,8 @@ def _norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
     return foreach_norm(leaves) if leaves else []
 
 
-def _large(x: Tensor) -> Float[Tensor, ""]:
+def large_square(x: Tensor) -> Float[Tensor, ""]:
+    """The sum of squares of one tensor, row by row."""
     flat = wide(x).reshape(-1)
     cut = flat.numel() // _ROW * _ROW
     whole = flat if cut == flat.numel() else flat[:cut]

@@ -13,12 +13,15 @@ from shardfn.core import PyTree, RankError, Stored, tree_unflatten
 
 from ._accumulate import microbatches
 from ._comms import Comms, described, open_channels
+from ._copies import alias, traced_once
 from ._gather import Gatherer
+from ._layout import LeafLayout
 from ._lazy import LazyLeaf, LeafBook
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
+from ._splice import taking_early
 
 
 @dataclasses.dataclass
@@ -30,6 +33,11 @@ class Outcome:
     aux: dict[str, WeightedMean]
     num_microbatches: int
     reducer: Reducer
+    plan: Plan
+
+    def gradients(self) -> dict[int, Tensor | Stored]:
+        """Per leaf, the summed gradient in the layout: this rank's rows, or the whole leaf where it is not cut."""
+        return self.plan.by_leaf(self.reducer.gradients())
 
 
 def run_forward(
@@ -37,8 +45,9 @@ def run_forward(
 ) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     open_channels(comms, plan)
+    blocks = plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
-    book = LeafBook(gatherer.whole, plan.paths)
+    book = LeafBook(gatherer.whole, plan.layers)
     with _told(gatherer, comms), torch.no_grad():
         params, _ = _enter(plan, blocks, book, None)
         gatherer.begin_phase()
@@ -64,7 +73,7 @@ def run_backward(
     Args:
         plan: the layout.
         comms: the communicators.
-        blocks: this rank's piece of each parameter.
+        blocks: this rank's block of each parameter.
         loss: the user's loss, possibly accumulated.
         args: this rank's batch, and a key if the loss takes one.
         has_aux: whether the loss returns aux.
@@ -73,13 +82,13 @@ def run_backward(
     """
     open_channels(comms, plan)
     ranks = plan.mesh.axis_size(plan.batch_axes)
+    blocks = plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
-    order = [] if plan.captured else plan.reduce_order or list(reversed(range(len(plan.reduce_units))))
-    reducer = Reducer(plan, comms.channels, order)
+    reducer = Reducer(plan, comms.channels, plan.reduce_order)
     values: list[Value] = []
     with _told(gatherer, comms), torch.enable_grad():
         inner, batches = microbatches(loss, args[0])
-        book = LeafBook(gatherer.whole, plan.paths)
+        book = LeafBook(gatherer.whole, plan.layers)
         params, handles = _enter(plan, blocks, book, reducer)
         for k, batch in enumerate(batches):
             last = k == len(batches) - 1
@@ -95,6 +104,8 @@ def run_backward(
                     " return WeightedMean(total, weight) from the loss, or pass equal batches."
                 )
             gatherer.end_phase(ask=False)
+            if k == 0:
+                reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
             comms.mark("backward")
@@ -105,7 +116,7 @@ def run_backward(
             book.forget_dead()
         gatherer.close()
         comms.mark("update")
-        out = _outcome(values, reducer)
+        out = _outcome(values, reducer, plan)
         if not plan.reduce_order:
             first: Any = comms.control.gather(reducer.seen)[0]
             plan.reduce_order = first
@@ -114,9 +125,9 @@ def run_backward(
 
 
 def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder) -> Gatherer:
-    pieces = [b if leaf.lazy else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    pieces = [b if leaf.lazy else None for leaf, b in zip(plan.layers, blocks, strict=True)]
     return Gatherer(
-        plan.leaves,
+        plan.layers,
         plan.gather_units,
         pieces,
         comms.channels,
@@ -131,27 +142,47 @@ def _enter(
     plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, reducer: Reducer | None
 ) -> tuple[PyTree, list[Tensor]]:
     """The parameter tree as the loss sees it, and the handles that its gradients arrive at."""
-    tree: list[Tensor] = []
+    entered: list[Tensor] = []
     handles: list[Tensor] = []
-    for i, (leaf, block) in enumerate(zip(plan.leaves, blocks, strict=True)):
-        dtype = leaf.dtypes.compute
-        handle = torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=dtype, device=plan.mesh.device)
-        if not leaf.lazy:
-            assert isinstance(block, Tensor)
-            handle = block.detach().to(dtype)
+    for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
+        handle = _handle(plan, leaf) if leaf.lazy else _resident(leaf, block)
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
-            handle.register_hook(_taker(reducer, i, handle.detach()))
+            handle.register_hook(_taker(reducer, i, alias(handle)))
             handles.append(handle)
-        tree.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle)
+        entered.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle)
+    layers = iter(entered)
+    tree = [
+        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers]) if leaf.layers else next(layers)
+        for leaf in plan.leaves
+    ]
     return tree_unflatten(plan.treedef, tree), handles
 
 
-def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor], Tensor]:
+def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
+    """A tensor of the leaf's shape that costs one element."""
+    dtype = leaf.dtypes.compute
+
+    def make() -> list[Tensor]:
+        return [torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=dtype, device=plan.mesh.device)]
+
+    return traced_once(("handle", leaf.block, dtype), make, [])[0]
+
+
+def _resident(leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
+    """A leaf that is there, in the dtype that the loss sees."""
+    assert isinstance(block, Tensor)
+    dtype = leaf.dtypes.compute
+    return alias(block if block.dtype == dtype else block.to(dtype))
+
+
+def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
     """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
 
-    def take(grad: Tensor) -> Tensor:
-        reducer.take(leaf, grad.detach())
+    def take(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # it was taken before
+            return None
+        reducer.take(leaf, alias(grad))
         return stand_in
 
     return take
@@ -163,7 +194,8 @@ def _differentiate(value: Value, handles: list[Tensor], scale: float, loss_scale
     seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
     if loss_scale is not None:
         seed = seed * loss_scale.to(seed)
-    torch.autograd.grad(value.total, handles, seed, allow_unused=True)
+    with taking_early(value.total):
+        torch.autograd.grad(value.total, handles, seed, allow_unused=True)
 
 
 @contextlib.contextmanager
@@ -184,7 +216,7 @@ def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
         comms.control.agree("what the loss returns", plan.outcome)
 
 
-def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
+def _outcome(values: list[Value], reducer: Reducer, plan: Plan) -> Outcome:
     total = torch.stack([v.total for v in values]).sum()
     weights = [v.weight for v in values if v.weight is not None]
     weight = torch.stack(weights).sum() if weights else None
@@ -192,4 +224,4 @@ def _outcome(values: list[Value], reducer: Reducer) -> Outcome:
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, len(values), reducer)
+    return Outcome(total, weight, aux, len(values), reducer, plan)

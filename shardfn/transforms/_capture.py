@@ -46,10 +46,14 @@ class Recorder:
 
     Attributes:
         phase: the part of the step that is being captured.
+        tracer: what writes the graph, while a capture runs.
+        known: what has been traced once, by key.
     """
 
     def __init__(self) -> None:
         self.phase = "forward"
+        self.tracer: Any = None
+        self.known: dict[Any, Any] = {}
         self._top: FrameType | None = None
 
     def mark(self, phase: str) -> None:
@@ -67,11 +71,21 @@ class Recorder:
         return None
 
     @contextlib.contextmanager
+    def below(self) -> Iterator[None]:
+        """Looks for the user's lines in calls from here on alone."""
+        top, self._top = self._top, sys._getframe(2)
+        try:
+            yield
+        finally:
+            self._top = top
+
+    @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Writes phase, line and memory beside every op, while a capture runs."""
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
+        self.tracer = tracer
         create = tracer.create_node
         self._top = sys._getframe(2)
 
@@ -92,15 +106,19 @@ class Recorder:
             return node
 
         tracer.create_node = create_node
+        _RECORDERS.append(self)
         try:
             with recording_lines(self.line):
                 yield
         finally:
             tracer.create_node = create
-            self._top = None
+            self._top = self.tracer = None
+            self.known.clear()
+            _RECORDERS.pop()
 
 
 _RECOMPUTING: list[None] = []
+_RECORDERS: list[Recorder] = []
 
 
 @contextlib.contextmanager
@@ -118,6 +136,12 @@ def capturing() -> bool:
     return get_proxy_mode() is not None
 
 
+def recorder() -> Recorder | None:
+    """What notes, while a capture runs and its tracer is the innermost one."""
+    mode = get_proxy_mode()
+    return _RECORDERS[-1] if mode is not None and _RECORDERS and _RECORDERS[-1].tracer is mode.tracer else None
+
+
 def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder: Recorder | None = None) -> GraphModule:
     """The graph of `f(*inputs)`.
 
@@ -132,15 +156,15 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
     Raises:
         CaptureError: the function reads the value of a tensor; names the line.
     """
-    recorder = recorder or Recorder()
+    notes = recorder or Recorder()
 
     def recorded(*args: Tensor) -> Sequence[Tensor]:
-        with recorder.attached():
+        with notes.attached():
             return f(*args)
 
     # One device's backward must run on this thread, where the tracer is.
     once = torch.autograd.set_multithreading_enabled(False)
-    with once, _use_lazy_graph_module(True), _naming_lines(), _quiet(), counting_nothing():
+    with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing():
         gm = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(
             *fakes(inputs)
         )
@@ -162,8 +186,8 @@ def fake(x: Any, device: torch.device | str) -> Tensor:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A capture makes many objects that live; looking through them again and again takes a quarter of its time."""
+def quiet() -> Iterator[None]:
+    """Graphs are many objects that live; looking through them again and again takes as long as making some of them."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -180,6 +204,11 @@ def _naming_lines() -> Iterator[None]:
     except _DATA_DEPENDENT as error:
         raise CaptureError(_explain(error)) from error
     except RuntimeError as error:
+        if "was used before it has been defined" in str(error):
+            raise CaptureError(
+                "a tensor that the function of a scan has made is used outside of it, and is neither in the carry nor"
+                " in y; return it, since the function's Python runs for some layers only."
+            ) from error
         if "numpy" not in str(error):
             raise
         raise CaptureError(_explain(error)) from error

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from shardfn.collectives import StoppedError, bind_channels, channel_axes, record, text_hash
 from shardfn.core import PyTree, RankError, Stored, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.graph import Compiled, Events, Transfer, collective_events, compare_events
+from shardfn.graph import Choice, Compiled, Events, Schedule, Transfer, collective_events, compare_events
 from shardfn.memory import bind_pool, stored_of, token_of
 
 from ._comms import Comms
@@ -59,13 +59,18 @@ class CapturedSteps:
 
     def lower(
         self, plan: Plan, params: PyTree, opt: PyTree, args: tuple[Any, ...], scale: Tensor | None
-    ) -> StepProgram:
-        """Captures and schedules a step for its shapes, alone: other ranks are taken to do the same."""
+    ) -> tuple[StepProgram, Schedule | Choice]:
+        """Captures and schedules a step for its shapes, alone: other ranks are taken to do the same.
+
+        Returns:
+            The scheduled step; and what scheduled it, as it was given or chosen.
+        """
         start = time.perf_counter()
         program = capture_step(self._parts, plan, params, opt, args, scale, even=True)
-        program = dataclasses.replace(program, gm=self._jitted.scheduled(program.gm))
+        choice = self._jitted.choose(program.gm)
+        gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
-        return program
+        return dataclasses.replace(program, gm=gm), choice or self._jitted.schedule
 
     def compile(self, program: StepProgram, backend: str | None, comms: Comms) -> Callable[..., Any]:
         """A lowered step that runs as `run` does. Collective."""
@@ -120,15 +125,31 @@ class CapturedSteps:
     ) -> "_Ready":
         start = time.perf_counter()
         params, opt, scale = state.params, state.opt_state, scale_of(state)
+        comms.control.agree("how jit chooses the schedule", self._jitted.chooses_by())
 
         def make() -> tuple[StepProgram, GraphModule]:
-            program = capture_step(self._parts, plan, params, opt, args, scale, even=even)
-            return program, self._jitted.scheduled(program.gm)
+            choice = None
+            try:
+                program = capture_step(self._parts, plan, params, opt, args, scale, even=even)
+                choice = self._jitted.choose(program.gm) if comms.control.rank == 0 else None
+            finally:  # a rank that fails takes part, too: the others wait for it
+                schedule = self._schedule(comms, choice)
+            # Where there is none rank 0 has failed, and all are about to say so.
+            return program, program.gm if schedule is None else self._jitted.scheduled(program.gm, schedule)
 
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
         report("a step", "batch", args[0], len(self._known))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return self._compile(dataclasses.replace(program, gm=gm), comms, None)
+
+    def _schedule(self, comms: Comms, choice: Choice | None) -> Schedule | None:
+        """The schedule that all ranks run: the one given, or rank 0's choice; None if rank 0 has none. Collective."""
+        given = self._jitted.schedule
+        if self._jitted.cluster is None:
+            return given
+        mine = None if choice is None else dataclasses.replace(choice.schedule, passes=())
+        told: Any = comms.control.gather(mine)[0]
+        return None if told is None else dataclasses.replace(told, passes=given.passes)
 
     def _compile(self, program: StepProgram, comms: Comms, backend: str | None) -> "_Ready":
         for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order

@@ -5,7 +5,8 @@ parameters enter through the differentiable collectives, whose transposes sum th
 `update` runs on this rank's rows. So torch's transforms pass through it as through any function: `vmap` trains a
 population, `grad` differentiates through training.
 
-torch.func takes no saved-tensor hooks, so gathered parameters stay alive from the forward to the backward.
+torch.func takes no saved-tensor hooks, so gathered parameters stay alive from the forward to the backward; stacked
+leaves are gathered whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ def pure_step(
         has_aux: whether the loss returns aux.
         loss_scale: the rule of the loss scale; a step that overflows gives the values of the state it was given.
     """
+    plan = plan.with_whole_stacks()
     blocks, by = [x.local for x in tree_leaves(state.params)], scale_of(state)
     sums, grads = _differentiated(plan, loss, enter(plan, blocks), args, has_aux, by)
     sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
@@ -71,7 +73,7 @@ def pure_step(
 
 def pure_loss(plan: Plan, params: PyTree, loss: Loss, args: tuple[Any, ...], *, has_aux: bool) -> Tensor:
     """The mean of the loss over the global batch, the same on all ranks. The mesh must be bound."""
-    wholes = enter(plan, [x.local for x in tree_leaves(params)])
+    wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)])
     inner, batches = microbatches(loss, args[0])
     tree = tree_unflatten(plan.treedef, wholes)
     values = [_evaluate(inner, tree, (batch, *args[1:]), has_aux) for batch in batches]
@@ -84,7 +86,7 @@ def pure_loss(plan: Plan, params: PyTree, loss: Loss, args: tuple[Any, ...], *, 
 
 def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """`f(params, *args)` with params as the loss sees them. The mesh must be bound."""
-    wholes = enter(plan, [x.local for x in tree_leaves(params)])
+    wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)])
     return f(tree_unflatten(plan.treedef, wholes), *args)
 
 

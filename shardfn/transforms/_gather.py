@@ -12,6 +12,8 @@ from torch import Tensor
 from shardfn.collectives import AnyChannel, AnyChannels, AnyControl, Pending
 from shardfn.core import RankError, Stored
 
+from ._capture import capturing
+from ._copies import traced_once
 from ._fetch import Fetch
 from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
 from ._order import Move, UseOrder
@@ -205,15 +207,23 @@ class _Whole:
         for piece in pieces:
             if isinstance(piece, Fetch):
                 piece.move()
-        self._pending: Pending | Fetch | None
-        if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch):
-            self._pending = pieces[0]
-        else:
-            own = [p.result() if isinstance(p, Fetch) else p for p in pieces]
-            self._pending = start_gather(list(zip(leaves, own, strict=True)), channel)
+        self._pending: Pending | Fetch | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
-        self.arrived = False
+        self.arrived = capturing()
+        if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
+            self._pending = pieces[0]
+            return
+        own = [p.result() if isinstance(p, Fetch) else p for p in pieces]
+        if self.arrived:  # where nothing is sent, and each layer of a stack does the same
+            looks = *(leaf.looks for leaf in leaves), channel.axes
+
+            def gather(*own: Tensor) -> list[Tensor]:
+                return finish_gather(leaves, start_gather(list(zip(leaves, own, strict=True)), channel).result())
+
+            self._tensors = list(traced_once(("gather", looks), gather, own))
+        else:
+            self._pending = start_gather(list(zip(leaves, own, strict=True)), channel)
 
     def arrive(self) -> None:
         if self._pending is not None:

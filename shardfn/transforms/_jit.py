@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,24 @@ from torch.fx import GraphModule
 
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, record, transforming
 from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_leaves, tree_paths, tree_unflatten
-from shardfn.graph import Compiled, Schedule, Transfer, compile_graph, resolve_backend, transfers
+from shardfn.graph import (
+    Choice,
+    Cluster,
+    Compiled,
+    Schedule,
+    Transfer,
+    check_fits,
+    choose,
+    compile_graph,
+    resolve_backend,
+    transfers,
+)
 from shardfn.memory import bind_pool
+from shardfn.nn import looping
 
-from ._capture import CaptureError, capture, capturing
+from ._capture import CaptureError, capture, capturing, quiet
 from ._lazy import LazyLeaf
+from ._splice import copied_loop
 
 log = logging.getLogger("shardfn.jit")
 
@@ -49,12 +62,18 @@ class Jitted:
     Attributes:
         inner: the function.
         backend: "inductor", "graph", or None for the best there is.
-        schedule: what the passes over the graph may do.
+        schedule: what the passes over the graph may do; with a cluster, what is said of it.
+        cluster: what the cost model takes the step to run on when it chooses the schedule; None leaves it as it is.
+        memory: bytes that the device may hold; default the cluster's.
+        given: the fields of the schedule that are not chosen.
     """
 
     inner: Callable[..., Any]
     backend: str | None = None
     schedule: Schedule = _SCHEDULE
+    cluster: Cluster | None = None
+    memory: int | None = None
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
     _counts: list[float] = dataclasses.field(
         default_factory=lambda: [0, 0, 0.0, 0.0], init=False, repr=False, compare=False
@@ -89,9 +108,28 @@ class Jitted:
         hits, misses, captured, compiled = self._counts
         return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
 
-    def scheduled(self, gm: GraphModule) -> GraphModule:
-        """The graph as the passes leave it for the back end that will run it."""
-        return self.schedule(gm, fuses=self.backend != "graph")
+    def choose(self, gm: GraphModule) -> Choice | None:
+        """The schedule that the cost model takes for a graph; None where there is no cluster to ask it about."""
+        if self.cluster is None:
+            return None
+        start = time.perf_counter()
+        with quiet():
+            choice = choose(gm, self.cluster, memory=self.memory, given=self.given, fuses=self.backend != "graph")
+        log.info("in %.1f s %s", time.perf_counter() - start, choice)
+        return choice
+
+    def chooses_by(self) -> str:
+        """What ranks must have in common to run one choice: whether there is one, and what it leaves alone."""
+        given = {k: v for k, v in sorted(self.given.items()) if k != "passes"}
+        return "by the schedule given" if self.cluster is None else f"by cluster=, with {given or 'nothing'} given"
+
+    def scheduled(self, gm: GraphModule, schedule: Schedule | None = None) -> GraphModule:
+        """The graph as the passes leave it for the back end that will run it; by `schedule`, if one was chosen."""
+        with quiet():
+            out = (schedule or self.schedule)(gm, fuses=self.backend != "graph")
+        if self.cluster is not None:
+            check_fits(out, self.cluster.device.memory if self.memory is None else self.memory)
+        return out
 
     def compile(self, gm: GraphModule, backend: str | None = None) -> Compiled:
         """Compiles a scheduled graph."""
@@ -116,7 +154,7 @@ class Jitted:
                 old = leaves[i]
                 filled[i] = GlobalTensor(x, old.shape, old.spec, old.mesh) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
-            with bind_mesh(mesh):
+            with bind_mesh(mesh), looping(copied_loop):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
             result[:] = [out_def, [_slot(x) for x in outs]]
             return [x.local if isinstance(x, GlobalTensor) else x for x in outs if isinstance(x, Tensor | GlobalTensor)]
@@ -130,7 +168,9 @@ class Jitted:
             gm.meta["groups"] |= bound.group_names()
         name = getattr(self.inner, "__name__", "a function")
         report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
-        gm = self.scheduled(gm)
+        # Each rank chooses for itself: the passes keep the order of a function's own collectives whatever the choice.
+        choice = self.choose(gm)
+        gm = self.scheduled(gm, choice and choice.schedule)
         self._counts[2] += time.perf_counter() - start
         return self.compile(gm), sent_by_the_loss(gm), *result
 
@@ -176,6 +216,8 @@ def jit(
     *,
     backend: str | None = None,
     schedule: Schedule | None = None,
+    cluster: Cluster | None = None,
+    memory: int | None = None,
     **options: Any,
 ) -> Jitted:
     """`jit(f)(*args) == f(*args)`, run as a graph: captured once a signature, scheduled, and compiled.
@@ -189,13 +231,18 @@ def jit(
         backend: "graph" runs the captured ops as they are, bit-identical to eager; "inductor" compiles what lies
             between transfers, and needs a C++ compiler. Default "inductor" where there is one.
         schedule: what the passes over the graph may do; default `Schedule()`.
-        **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`.
+        cluster: what it runs on, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. The cost model then
+            chooses the schedule of each graph (`sf.graph.choose`); all ranks of a step run what rank 0 chooses.
+        memory: with `cluster`, bytes that a device may hold at the step's peak; default the cluster's `device.memory`.
+        **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`. With `cluster` these are kept
+            as they are given, and the others chosen.
 
     Returns:
         The jitted function. `cache_info()` counts hits, misses and seconds.
 
     Raises:
-        ValueError: an unknown back end or option.
+        ValueError: an unknown back end or option, or one without effect; (when called) no schedule fits `memory`.
+        TypeError: `cluster` is no `Cluster`.
         CaptureError: (when called) `f` depends on the value of a tensor; names the line.
 
     Example:
@@ -220,7 +267,37 @@ def jit(
         raise ValueError(f"jit got schedule= and {sorted(options)}; put them in one Schedule.")
     if isinstance(f, Jitted):
         raise ValueError("jit(jit(f)) is jit(f); drop one.")
-    return Jitted(f, backend, schedule or Schedule(**options))
+    _check_choosing(schedule, cluster, memory, options)
+    return Jitted(f, backend, schedule or Schedule(**options), cluster, memory, options)
+
+
+def _check_choosing(
+    schedule: Schedule | None, cluster: Cluster | None, memory: int | None, options: Mapping[str, Any]
+) -> None:
+    """Refuses what leaves `cluster`, or `memory`, without effect."""
+    if cluster is None:
+        if memory is not None:
+            raise ValueError(
+                f"jit(memory={memory}) without cluster= has no effect: it bounds the schedules that the cost model"
+                " chooses from. Pass cluster=sf.graph.calibrate(mesh), or budget= for the step's own values."
+            )
+        return
+    if not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"jit(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name) make."
+        )
+    if memory is not None and memory <= 0:
+        raise ValueError(f"jit(memory={memory}): a number of bytes above 0.")
+    if schedule is not None:
+        raise ValueError(
+            "jit got schedule= and cluster=: a Schedule leaves nothing to choose. Give the fields that you want to keep"
+            " one by one, as in jit(f, cluster=..., bucket=0)."
+        )
+    if {"prefetch", "bucket", "reductions"} <= set(options):
+        raise ValueError(
+            "jit got cluster=, and prefetch=, bucket= and reductions= as well: nothing is left to choose. Drop one of"
+            " them, or cluster=."
+        )
 
 
 def report(name: str, root: str, tree: PyTree, known: int) -> None:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ class LeafLayout:
         home: the memory in which the parameter is kept.
         grad_home: the memory in which its summed gradient waits for the update.
         state_home: the memory in which its optimizer state is kept.
+        layers: of a stacked leaf, the layouts of its layers, which enter the loss and travel one by one; else empty.
     """
 
     path: str
@@ -62,6 +63,13 @@ class LeafLayout:
     home: MemoryKind = "device"
     grad_home: MemoryKind = "device"
     state_home: MemoryKind = "device"
+    layers: tuple["LeafLayout", ...] = ()
+
+    @functools.cached_property
+    def looks(self) -> object:
+        """What is the same for leaves that travel alike."""
+        cut = self.use_axes, self.zero_axes, self.dim, self.bounds[:1], self.bounds[-1:], len(self.bounds)
+        return self.block, self.dtypes, self.home, *cut
 
     @property
     def gathered(self) -> bool:
@@ -98,10 +106,7 @@ class LeafLayout:
     @functools.cached_property
     def shard_shapes(self) -> list[torch.Size]:
         """The shape of each ZeRO rank's part; of the whole block alone where it is not cut."""
-        if self.dim is None:
-            return [self.block]
-        dim, block = self.dim, self.block
-        return [torch.Size((*block[:dim], hi - lo, *block[dim + 1 :])) for lo, hi in self.bounds]
+        return [self.block] if self.dim is None else _shard_shapes(self.block, self.dim, self.bounds)
 
     def by_rank(self, x: torch.Tensor, run: "Run") -> torch.Tensor:
         """The part of a block that a run of ZeRO ranks has, rank by rank: a view [ranks, *shape of a part]."""
@@ -204,6 +209,27 @@ def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
         seen += leaf.shape.numel() if leaf.trainable else 0
         out.append(dataclasses.replace(leaf, state_home="device") if leaf.trainable and seen <= stays else leaf)
     return out
+
+
+def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, compute: P, **rule: Any) -> LeafLayout:
+    """Applies the ZeRO rule to each layer of a stacked leaf [L, *shape of a layer]; see `leaf_layout`."""
+    one = leaf_layout(path, shape[1:], dtype, P(*compute.entries[1:]), **rule)
+    return dataclasses.replace(
+        one,
+        shape=shape,
+        compute=compute,
+        param=P(None, *one.param.entries),
+        shard=P(None, *one.shard.entries),
+        block=torch.Size((shape[0], *one.block)),
+        numel=shape[0] * one.numel,
+        dim=None if one.dim is None else one.dim + 1,
+        layers=tuple(dataclasses.replace(one, path=f"{path}[{i}]") for i in range(shape[0])),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _shard_shapes(block: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) -> list[torch.Size]:
+    return [torch.Size((*block[:dim], hi - lo, *block[dim + 1 :])) for lo, hi in bounds]
 
 
 @functools.lru_cache(maxsize=1024)

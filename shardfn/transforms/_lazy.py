@@ -4,9 +4,12 @@
 real op
 takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole tensor is
 saved as (leaf, view geometry), and gathered again when the backward asks for it.
+
+A stacked leaf enters as a lazy leaf of lazy leaves: taking a layer by its index, or iterating, opens nothing.
 """
 
 import contextlib
+import numbers
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +18,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._copies import alias
+from ._layout import LeafLayout
+
 Source = Callable[[int], Tensor]
+_FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
 
 
 class _Whole(torch.autograd.Function):
@@ -37,16 +44,23 @@ class LeafBook:
 
     Args:
         source: gives the whole tensor of leaf i.
-        paths: how errors call the leaves.
+        leaves: the layout.
     """
 
-    def __init__(self, source: Source, paths: Sequence[str]) -> None:
-        self._source, self._paths = source, paths
+    def __init__(self, source: Source, leaves: Sequence[LeafLayout]) -> None:
+        self._source, self.leaves = source, leaves
         self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}
 
     def fetch(self, leaf: int) -> Tensor:
         """The whole tensor of a leaf, as a fresh alias."""
+        if _FETCHING:
+            return _FETCHING[-1](self, leaf)
         whole = self._source(leaf)
+        self.note(leaf, whole)
+        return alias(whole)
+
+    def note(self, leaf: int, whole: Tensor) -> None:
+        """Takes note of the whole tensor of a leaf."""
         storage = whole.untyped_storage()
         # A weak reference keeps the StorageImpl's address from being reused, so the key stays unambiguous.
         known = self._known.get(storage._cdata)
@@ -54,7 +68,6 @@ class LeafBook:
             self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
         else:
             self._check(known, whole)
-        return whole.detach()
 
     def forget_dead(self) -> None:
         """Drops the entries of tensors that are gone."""
@@ -76,8 +89,8 @@ class LeafBook:
     def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
         if x._version != known[1]:  # a TypeError would make Python try the reflected operator
             raise ValueError(
-                f"parameter {self._paths[known[0]]} is written to inside the loss, through a view of it; parameters are"
-                " immutable there. Write to a clone()."
+                f"parameter {self.leaves[known[0]].path} is written to inside the loss, through a view of it;"
+                " parameters are immutable there. Write to a clone()."
             )
 
     def _unpack(self, saved: Any) -> Tensor:
@@ -87,28 +100,64 @@ class LeafBook:
         return self.fetch(leaf).as_strided(size, stride, offset)
 
 
-class LazyLeaf(torch.Tensor):
-    """A parameter that arrives when it is used. Behaves as the tensor it stands for; must not be written to."""
+@contextlib.contextmanager
+def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> Iterator[None]:
+    """Lets `fetch` give the whole tensors of leaves."""
+    _FETCHING.append(fetch)
+    try:
+        yield
+    finally:
+        _FETCHING.pop()
 
-    _index: int
-    _handle: Tensor
+
+def packs_leaves(pack: Any) -> bool:
+    """Whether a saved-tensor hook is that of `keep_out_of_graph`."""
+    return isinstance(getattr(pack, "__self__", None), LeafBook)
+
+
+class LazyLeaf(torch.Tensor):
+    """A parameter that arrives when it is used. Behaves as the tensor it stands for; must not be written to.
+
+    Attributes:
+        number: which leaf of the layout it is.
+        handle: what its gradient arrives at; of a stacked leaf, its first layer's.
+    """
+
+    number: int
+    handle: Tensor
     _book: Any
     _path: str
+    _layers: tuple[Tensor, ...]
 
     @staticmethod
     def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
         """The lazy leaf of `handle`'s shape, dtype and device."""
-        leaf = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            LazyLeaf, handle.shape, dtype=handle.dtype, device=handle.device, requires_grad=False
-        )
-        leaf._index, leaf._path, leaf._handle, leaf._book = index, path, handle, weakref.proxy(book)
+        leaf = _wrapper(handle.shape, handle)
+        leaf.number, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
+        leaf._layers = ()
+        return leaf
+
+    @staticmethod
+    def stack(path: str, layers: Sequence[Tensor]) -> "LazyLeaf":
+        """The stack of `layers`, lazy leaves or tensors of one shape."""
+        leaf = _wrapper((len(layers), *layers[0].shape), layers[0])
+        leaf._path, leaf._layers = path, tuple(layers)
+        leaf.handle = layers[0].handle if type(layers[0]) is LazyLeaf else layers[0]
+        return leaf
+
+    def with_handle(self, handle: Tensor) -> "LazyLeaf":
+        """The same leaf, whose gradient arrives at another handle."""
+        leaf = _wrapper(self.shape, self.handle)
+        leaf.number, leaf._path, leaf.handle, leaf._book, leaf._layers = self.number, self._path, handle, self._book, ()
         return leaf
 
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
-        book, index = self._book, self._index
-        if self._handle.requires_grad and torch.is_grad_enabled():
-            return _Whole.apply(self._handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
+        if self._layers:
+            return torch.stack([_whole(x) for x in self._layers])
+        book, index = self._book, self.number
+        if self.handle.requires_grad and torch.is_grad_enabled():
+            return _Whole.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
         return book.fetch(index)
 
     @classmethod
@@ -117,8 +166,12 @@ class LazyLeaf(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func is _REQUIRES_GRAD:
-            return args[0]._handle.requires_grad
+        if func == _REQUIRES_GRAD:  # made anew at each look
+            return args[0].handle.requires_grad
+        if func in _TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
+            taken = _taken(func, args[0]._layers, *args[1:], **(kwargs or {}))
+            if taken is not None:
+                return taken
         _refuse_writes(func, args)
         args = tuple(_whole(a) for a in args)
         kwargs = {k: _whole(v) for k, v in kwargs.items()} if kwargs else {}
@@ -172,6 +225,33 @@ _METADATA = {
     torch.is_complex,
     torch.numel,
 }
+
+
+_TAKING: Any = {_TENSOR.__getitem__, _TENSOR.__iter__, _TENSOR.unbind, torch.unbind, _TENSOR.select, torch.select}
+
+
+def _taken(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+    """What takes layers from a stack without opening it; None if that is not what is asked."""
+    if func is _TENSOR.__getitem__:
+        first, *rest = args[0] if type(args[0]) is tuple and args[0] else (args[0],)
+        if not isinstance(first, numbers.Integral) or isinstance(first, bool):
+            return None
+        layer = layers[int(first)]
+        return layer[tuple(rest)] if rest else layer
+    if func is _TENSOR.__iter__:
+        return iter(layers)
+    dim = args[0] if args else kwargs.get("dim", 0)
+    if dim != 0:
+        return None
+    if func in (_TENSOR.unbind, torch.unbind):
+        return layers
+    return layers[args[1] if len(args) > 1 else kwargs["index"]]
+
+
+def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
+    return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        LazyLeaf, shape, dtype=like.dtype, device=like.device, requires_grad=False
+    )
 
 
 def _whole(x: Any) -> Any:

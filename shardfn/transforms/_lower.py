@@ -7,10 +7,12 @@ from torch.fx import GraphModule
 
 from shardfn.core import Mesh
 from shardfn.graph import (
+    Choice,
     Cluster,
     CostAnalysis,
     Estimate,
     MemoryAnalysis,
+    Schedule,
     as_text,
     cost_analysis,
     estimate,
@@ -24,14 +26,28 @@ class Lowered:
     Attributes:
         gm: the scheduled graph, a `torch.fx.GraphModule`.
         mesh: the mesh it is for, seen from this rank; rank 0 of an abstract one.
+        schedule: what scheduled it.
+        choice: under `jit(cluster=...)` what the schedule was chosen from, with the scores; else None.
     """
 
-    def __init__(self, gm: GraphModule, mesh: Mesh, compile: Callable[[str | None], Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        mesh: Mesh,
+        schedule: Schedule | Choice,
+        compile: Callable[[str | None], Callable[..., Any]],
+    ) -> None:
         self.gm, self.mesh, self._compile = gm, mesh, compile
+        self.choice = schedule if isinstance(schedule, Choice) else None
+        self.schedule = schedule.schedule if isinstance(schedule, Choice) else schedule
 
     def as_text(self) -> str:
         """The graph to be read: a line an op, with leaf names, shapes, collectives and their bytes."""
         return as_text(self.gm)
+
+    def schedule_table(self) -> str:
+        """The schedules that were compared, with seconds and peak, the chosen one marked; or the one that was given."""
+        return f"given: {self.schedule}" if self.choice is None else str(self.choice)
 
     def memory_analysis(self) -> MemoryAnalysis:
         """The peak of live bytes on this rank, by kind, from the lifetimes of the graph's values."""

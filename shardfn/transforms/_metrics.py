@@ -5,9 +5,11 @@ from torch import Tensor
 
 from shardfn.collectives import psum
 from shardfn.core import Stored
-from shardfn.optim import sum_squares
+from shardfn.optim import is_small, large_square, sum_squares
 
 from ._backward import Outcome
+from ._capture import capturing
+from ._copies import traced_once
 from ._plan import Plan
 
 
@@ -52,14 +54,22 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     by_axes: dict[tuple[str, ...], list[Tensor | Stored]] = {}
     parts = out.reducer.parts()
     for unit in parts:  # in one order, so that the sum has the same bits
-        leaf = plan.leaves[plan.reduce_units[unit].leaves[0]]
+        leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
         by_axes.setdefault(plan.norm_axes(leaf), []).append(parts[unit])
-    return {axes: _sum_squares(shares).to(out.total.device).sum() for axes, shares in by_axes.items()}
+    return {axes: _sums(shares).to(out.total.device, torch.float64).sum() for axes, shares in by_axes.items()}
 
 
-def _sum_squares(shares: list[Tensor | Stored]) -> Tensor:
+def _sums(shares: list[Tensor | Stored]) -> Tensor:
     """The sum of squares of each share; what is on disk is loaded one after another."""
-    here = [x for x in shares if isinstance(x, Tensor)]
-    if len(here) == len(shares):
-        return sum_squares(here).to(torch.float64)
-    return torch.cat([sum_squares([x if isinstance(x, Tensor) else x.load()]) for x in shares]).to(torch.float64)
+    parts = [x for x in shares if isinstance(x, Tensor)]
+    if len(parts) < len(shares):
+        return torch.cat([sum_squares([x if isinstance(x, Tensor) else x.load()]) for x in shares])
+    if not capturing() or all(map(is_small, parts)):
+        return sum_squares(parts)
+    small = [part for part in parts if is_small(part)]
+    together = iter(sum_squares(small).unbind() if small else ())
+    return torch.stack([next(together) if is_small(x) else traced_once("squares", _square, [x])[0] for x in parts])
+
+
+def _square(part: Tensor) -> list[Tensor]:
+    return [large_square(part).to(torch.float32)]

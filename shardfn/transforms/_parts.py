@@ -8,7 +8,8 @@ from torch import Tensor
 from shardfn.core import Arriving, MemoryKind, Stored
 from shardfn.memory import AnyPool, on_host, to_host
 
-# Bytes of shares that may be on their way from the device: it holds them until they have left.
+# Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
+# go on to the disk until they are there.
 LEAVING_BYTES = 24 << 20
 
 
@@ -25,13 +26,14 @@ class Parts:
         self._homes, self._dtypes, self._pool = homes, dtypes, pool
         self._at: dict[int, Tensor | Stored] = {}
         self._coming: dict[int, Arriving[Tensor]] = {}
-        self._leaving: list[tuple[int, int]] = []
+        self._writing: dict[int, Arriving[Stored]] = {}
+        self._leaving: dict[int, int] = {}
 
     def __contains__(self, unit: int) -> bool:
-        return unit in self._at or unit in self._coming
+        return unit in self._at or unit in self._coming or unit in self._writing
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted({*self._at, *self._coming}))
+        return iter(sorted({*self._at, *self._coming, *self._writing}))
 
     def home(self, unit: int) -> MemoryKind:
         """The memory of a unit."""
@@ -47,9 +49,10 @@ class Parts:
             last: whether nothing will be added to it any more.
         """
         if self._homes[unit] != "device":
-            self._settle(unit)
+            self._arrive(unit)
             self._coming[unit] = to_host(part)
-            self._hold_back(unit, part.nbytes)
+            self._leaving[unit] = part.nbytes
+            self._hold_back()
             return
         before = self._at.get(unit)
         if before is not None:
@@ -57,34 +60,51 @@ class Parts:
             part = before + part.to(self._dtypes[unit])
         self._at[unit] = part if last else part.to(self._dtypes[unit])
 
-    def finish(self) -> None:
-        """Says that nothing will be added any more."""
-        for unit, x in self._at.items():
-            if isinstance(x, Tensor):
-                self._at[unit] = x.to(self._dtypes[unit])
+    def finish(self, unit: int) -> None:
+        """Says that nothing will be added to a unit any more."""
+        x = self._at.get(unit)
+        if isinstance(x, Tensor):
+            self._at[unit] = x.to(self._dtypes[unit])
 
     def __getitem__(self, unit: int) -> Tensor | Stored:
-        self._settle(unit)
+        self._arrive(unit)
         return self._at[unit]
 
     def pop(self, unit: int) -> Tensor | Stored:
         """The share of a unit, which is let go."""
-        self._settle(unit)
+        self._arrive(unit)
         return self._at.pop(unit)
 
     def drop(self, unit: int) -> None:
         """Lets go of a unit, if it is there."""
-        self._coming.pop(unit, None)
-        self._at.pop(unit, None)
+        for place in (self._coming, self._writing, self._at):
+            place.pop(unit, None)
 
-    def _hold_back(self, unit: int, nbytes: int) -> None:
-        """Waits for the oldest shares while too many are on their way."""
-        self._leaving = [(u, n) for u, n in self._leaving if u in self._coming and not self._coming[u].done()]
-        self._leaving.append((unit, nbytes))
-        while sum(n for _, n in self._leaving) > LEAVING_BYTES and len(self._leaving) > 1:
-            self._settle(self._leaving.pop(0)[0])
+    def _hold_back(self) -> None:
+        """Sends on what has come so far; waits for the oldest shares while too many are on their way."""
+        for unit in [u for u in self._leaving if self._has_left(u)]:
+            del self._leaving[unit]
+        while sum(self._leaving.values()) > LEAVING_BYTES and len(self._leaving) > 1:
+            oldest = next(iter(self._leaving))
+            self._arrive(oldest)
+            self._leaving.pop(oldest, None)
 
-    def _settle(self, unit: int) -> None:
+    def _has_left(self, unit: int) -> bool:
+        coming = self._coming.get(unit)
+        if coming is not None and coming.done() and self._homes[unit] == "disk":
+            self._send_on(unit)
+        coming = self._coming.get(unit) or self._writing.get(unit)
+        return coming is None or coming.done()
+
+    def _arrive(self, unit: int) -> None:
+        """Waits until a unit is at home."""
+        self._send_on(unit)
+        writing = self._writing.pop(unit, None)
+        if writing is not None:
+            self._at[unit] = writing.result()
+
+    def _send_on(self, unit: int) -> None:
+        """Adds what comes to the host to what is there already, and lets it go on to the disk."""
         coming = self._coming.pop(unit, None)
         if coming is None:
             return
@@ -92,7 +112,11 @@ class Parts:
             part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
                 part = (before if isinstance(before, Tensor) else before.load()).add_(part)
-            self._at[unit] = part if self._homes[unit] == "host" else send_home(part, "disk", self._pool)
+        if self._homes[unit] == "host":
+            self._at[unit] = part
+        else:
+            assert self._pool is not None
+            self._writing[unit] = self._pool.write(part)
 
 
 def send_home(x: Tensor, kind: MemoryKind, pool: AnyPool | None) -> Tensor | Stored:
@@ -103,58 +127,3 @@ def send_home(x: Tensor, kind: MemoryKind, pool: AnyPool | None) -> Tensor | Sto
         return to_host(x).result()
     assert pool is not None
     return pool.write(x).result()
-
-
-class Slice:
-    """A part of what is stored flat, as a tensor of its own shape: `Stored`, in its turn.
-
-    Args:
-        base: 1-D.
-        start: the first element.
-        shape: the shape of the part.
-    """
-
-    def __init__(self, base: Stored, start: int, shape: torch.Size) -> None:
-        self._base, self._start, self.shape = base, start, shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-        return self._base.dtype
-
-    @property
-    def kind(self) -> MemoryKind:
-        """The memory kind of the base."""
-        return self._base.kind
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    def load(self) -> Tensor:
-        """The whole of it."""
-        return self.read().result()
-
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> "_Shaped":
-        """Rows `lo:hi` of dim 0; of a 0-d tensor, all there is."""
-        row = self.shape[1:].numel()
-        hi = (self.shape[0] if self.shape else 1) if hi is None else hi
-        shape = torch.Size((hi - lo, *self.shape[1:])) if self.shape else self.shape
-        flat = None if out is None else out.view(-1)
-        return _Shaped(self._base.read(self._start + lo * row, self._start + hi * row, flat), shape)
-
-
-class _Shaped:
-    """A transfer whose value gets another shape."""
-
-    def __init__(self, inner: Arriving[Tensor], shape: torch.Size) -> None:
-        self._inner, self._shape = inner, shape
-
-    def done(self) -> bool:
-        """Whether `result()` would return at once."""
-        return self._inner.done()
-
-    def result(self) -> Tensor:
-        """The value."""
-        return self._inner.result().view(self._shape)

@@ -1,17 +1,21 @@
 """The plan: everything that follows from a step's annotations and the shapes of a parameter tree, computed once."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import (
     Dtypes,
     Mesh,
+    P,
     Policy,
     PyTree,
     Sharding,
+    Stored,
     Zero,
     broadcast_prefix,
     raise_all,
@@ -22,9 +26,21 @@ from shardfn.core import (
 )
 
 from ._check import is_spec
-from ._layout import LeafLayout, Unit, gather_units, leaf_layout, reduce_units, refresh_units, with_ratio
+from ._layout import (
+    LeafLayout,
+    Unit,
+    gather_units,
+    leaf_layout,
+    reduce_units,
+    refresh_units,
+    stacked_layout,
+    with_ratio,
+)
 from ._order import UseOrder
 from ._state import TrainState
+from ._stored import layers_of, piled
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 
 @dataclasses.dataclass
@@ -33,6 +49,8 @@ class Plan:
 
     Attributes:
         leaves: where each leaf lives.
+        layers: what enters the loss and travels: the leaves, and in the place of a stacked leaf each of its layers.
+            Units count these.
         treedef: the structure of the parameter tree.
         zero: the rule.
         mesh: the mesh.
@@ -41,6 +59,7 @@ class Plan:
         reduce_order: the order in which gradients become ready; empty until a step has run.
         outcome: what the loss returns; None until a step has run.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
+        whole: whether stacked leaves travel whole.
     """
 
     leaves: list[LeafLayout]
@@ -48,29 +67,71 @@ class Plan:
     zero: Zero
     mesh: Mesh
     batch_axes: tuple[str, ...]
+    layers: list[LeafLayout] = dataclasses.field(init=False)
     gather_units: list[Unit] = dataclasses.field(init=False)
     reduce_units: list[Unit] = dataclasses.field(init=False)
     refresh_units: list[Unit] = dataclasses.field(init=False)
-    paths: list[str] = dataclasses.field(init=False)
     use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
     reduce_order: list[int] = dataclasses.field(default_factory=list)
     outcome: str | None = None
     captured: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
+        self.layers = self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
         # A graph holds a gather for each leaf and use; what travels together is decided when it is scheduled.
-        self.gather_units = gather_units(self.leaves, 0 if self.captured else self.zero.bucket)
-        self.reduce_units = reduce_units(self.leaves, self.zero)
-        self.refresh_units = refresh_units(self.leaves, self.zero)
-        self.paths = [leaf.path for leaf in self.leaves]
+        self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.bucket)
+        self.reduce_units = reduce_units(self.layers, self.zero)
+        self.refresh_units = refresh_units(self.layers, self.zero)
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""
         return Plan(self.leaves, self.treedef, self.zero, self.mesh, self.batch_axes, captured=True)
 
+    def with_whole_stacks(self) -> "Plan":
+        """The same layout, with stacked leaves that travel whole."""
+        if not any(leaf.layers for leaf in self.leaves):
+            return self
+        return Plan(self.leaves, self.treedef, self.zero, self.mesh, self.batch_axes, whole=True)
+
+    def by_layer(self, tensors: Sequence[T]) -> list[T]:
+        """One tensor a leaf -> one a layer: views of those of stacked leaves."""
+        out: list[Any] = []
+        for leaf, x in zip(self.leaves, tensors, strict=True):
+            alone = self.whole or not leaf.layers
+            out += [x] if alone else [None] * len(leaf.layers) if x is None else layers_of(x)
+        return out
+
+    def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
+        """By layer -> by leaf: layers of a stacked leaf are stacked, and let go leaf by leaf; `tensors` is emptied."""
+        out: dict[int, Tensor | Stored] = {}
+        first = 0
+        for i, leaf in enumerate(self.leaves):
+            if leaf.layers and first in tensors:
+                out[i] = piled([tensors.pop(first + k) for k in range(len(leaf.layers))])
+            elif first in tensors:
+                out[i] = tensors.pop(first)
+            first += len(leaf.layers) or 1
+        return out
+
     def use_order(self, key: Any) -> UseOrder:
         """The order of use learnt for one kind of call."""
         return self.use_orders.setdefault(key, UseOrder())
+
+    def guessed_order(self, used: UseOrder) -> list[int]:
+        """In which order gradients may become ready in a first backward, the same on all ranks: against that of use.
+
+        Where nothing is sent, and while a step is captured, no order need be agreed on: it is empty.
+
+        Args:
+            used: in which order leaves were gathered in the forward.
+        """
+        axes = {leaf.reduce_axes for leaf in self.layers if leaf.trainable}
+        if self.captured or all(self.mesh.axis_size(a) == 1 for a in axes):
+            return []
+        last = {i: pos for pos, u in enumerate(used.phase(0)) for i in self.gather_units[u].leaves}
+        when = [max(last.get(i, -1) for i in unit.leaves) for unit in self.reduce_units]
+        return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
 
     def forget_orders(self, keep: int) -> None:
         """Drops all but the `keep` newest orders of use, besides the step's own."""
@@ -92,8 +153,9 @@ class Plan:
         rule = {k: v for k, v in vars(self.zero).items() if k != "directory"}
         lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
         for x in self.leaves:
+            kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
             homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"
-            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} compute {x.compute!r} trainable {x.trainable} {homes}")
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}")
         return "\n".join(lines)
 
 
@@ -174,6 +236,7 @@ class Planner:
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.
         homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
+        stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
         raise_all(
             ValueError,
@@ -187,8 +250,13 @@ class Planner:
         )
         if self.policy is not None:
             self.policy.check([p for p, _, d, *_ in rows if d.is_floating_point])
+        raise_all(
+            ValueError,
+            "stacked leaves have a leading dim of layers, which is never cut:",
+            [_not_stacked(p, s, c) for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k and _unfit(s, c)],
+        )
         leaves = [
-            leaf_layout(
+            (stacked_layout if k else leaf_layout)(
                 p,
                 s,
                 Dtypes.plain(d) if self.policy is None else self.policy.dtypes(p, d),
@@ -199,7 +267,7 @@ class Planner:
                 trainable=t and d.is_floating_point,
                 home=h,
             )
-            for p, s, d, c, t, h in rows
+            for (p, s, d, c, t, h), k in zip(rows, stacked, strict=True)
         ]
         leaves = with_ratio(leaves, self.zero.ratio)
         _check_disk(leaves, self.zero)
@@ -211,3 +279,14 @@ def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
     given = [f"{n}={getattr(zero, n)!r}" for n in ("directory", "checksum") if getattr(zero, n)]
     if given and not used:
         raise ValueError(f"Zero({', '.join(given)}) has no effect: nothing is kept on disk.")
+
+
+def _unfit(shape: torch.Size, compute: P) -> bool:
+    return not shape or not shape[0] or bool(compute.dim_axes(0))
+
+
+def _not_stacked(path: str, shape: torch.Size, compute: P) -> str:
+    if not shape or not shape[0]:
+        return f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
+    entries = (None, *compute.entries[1:])
+    return f"{path} of shape {tuple(shape)} has spec {compute!r}; use Sharding({P(*entries)!r}, stacked=True)"

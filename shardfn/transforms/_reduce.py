@@ -5,6 +5,7 @@ the rest of the backward and the whole gradient is freed at once. Transfers are 
 this rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -15,10 +16,13 @@ from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import MemoryKind, Stored, chunk_bounds
 from shardfn.memory import to_device
 
+from ._capture import capturing
+from ._copies import traced_once
 from ._layout import LeafLayout, unit_runs, unit_sizes
-from ._parts import Parts, Slice, send_home
+from ._parts import Parts, send_home
 from ._plan import Plan
 from ._pools import pool_of
+from ._stored import Slice
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -32,14 +36,14 @@ class Reducer:
         plan: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
         channels: the step's communicators.
         order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
-            alike on all ranks.
+            alike on all ranks. See `expect`.
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
     """
 
     def __init__(self, plan: Plan, channels: AnyChannels, order: Sequence[int]) -> None:
-        self._plan, self._leaves, self._units, self._device = plan, plan.leaves, plan.reduce_units, plan.mesh.device
+        self._plan, self._leaves, self._units, self._device = plan, plan.layers, plan.reduce_units, plan.mesh.device
         leaves, units = self._leaves, self._units
         axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
         self._scatter = [channels.reduce(a) for a in axes]
@@ -68,6 +72,10 @@ class Reducer:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
         self._send, self._last, self._next, self.seen = send, last, 0, []
         self._missing = [len(unit.leaves) for unit in self._units]
+
+    def expect(self, order: Sequence[int]) -> None:
+        """Says in which order units are sent, before any is."""
+        self._order, self._learns = list(order), not order
 
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
@@ -101,6 +109,8 @@ class Reducer:
         self._collect(block=True)
         if self._last:
             for u in self._parts:
+                if not self._cut[u]:
+                    continue
                 leaf = self._leaves[self._units[u].leaves[0]]
                 if self._channels.reduce(leaf.extra_axes).size > 1:
                     part = self._parts.pop(u)
@@ -109,7 +119,7 @@ class Reducer:
                     assert isinstance(part, Tensor)
                     part = part.to(leaf.dtypes.reduce)
                     self._parts.add(u, psum(part, leaf.extra_axes), last=True)
-            self._parts.finish()
+                self._parts.finish(u)
 
     def parts(self) -> Parts:
         """Per unit, this rank's share of the summed gradients, 1-D; the shares of all ranks are disjoint."""
@@ -124,11 +134,12 @@ class Reducer:
             rank = self._scatter[u].index
             shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
             alone = self._cut[u] or self._scatter[u].size == 1
-            flat = self._parts.pop(u) if alone else self._whole_part(u).to(members[0].dtypes.accum)
-            if isinstance(flat, Tensor) and self._scatter[u].size == 1 and not is_sole_owner(flat):
-                if self._parts.home(u) == "device":
+            flat = self._parts.pop(u) if alone else self._whole_part(u)
+            if isinstance(flat, Tensor):
+                flat = flat.to(members[0].dtypes.accum)
+                if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
-            out.update(zip(leaves, _pieces(flat, shapes), strict=True))
+            out.update(zip(leaves, _pieces(shapes, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
                 self._send_home(out, leaves)
@@ -165,17 +176,33 @@ class Reducer:
             self._next += 1
             mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
             members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
-            channel = self._scatter[unit]
-            flat, sizes = flatten_for(members, channel.size, self._cut[unit])
-            del members
             self._in_flight += self._units[unit].nbytes
-            if self._in_one(unit):
-                pending = channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
+            if capturing() and self._cut[unit]:
+                pending = self._write_down(unit, members)
             else:
-                if not self._cut[unit] and self._last and channel.size > 1:
-                    self._flats[unit] = flat
-                pending = channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
+                pending = self._start(unit, members)
             self._pending.append((unit, pending))
+
+    def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending:
+        channel = self._scatter[unit]
+        flat, sizes = flatten_for(members, channel.size, self._cut[unit])
+        members.clear()
+        if self._in_one(unit):
+            return channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
+        if not self._cut[unit] and self._last and channel.size > 1:
+            self._flats[unit] = flat
+        return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
+
+    def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending:
+        """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""
+        leaves, grads = [leaf for leaf, _ in members], [grad for _, grad in members]
+        looks = *(leaf.looks for leaf in leaves), self._scatter[unit].axes
+
+        def start(*grads: Tensor) -> list[Tensor]:
+            return [self._start(unit, list(zip(leaves, grads, strict=True))).result()]
+
+        (part,) = traced_once(("reduce", looks), start, grads)
+        return Pending((), lambda: part)
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
@@ -235,13 +262,17 @@ def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
     return to_device(x if isinstance(x, Tensor) else x.load(), device).result()
 
 
-def _pieces(flat: Tensor | Stored, shapes: Sequence[torch.Size]) -> list[Tensor | Stored]:
-    sizes = [s.numel() for s in shapes]
+def _pieces(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor | Stored]:
     if isinstance(flat, Tensor):
-        parts = flat.split_with_sizes(sizes) if len(shapes) > 1 else [flat]
-        return [p.view(s) for p, s in zip(parts, shapes, strict=True)]
+        return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
+    sizes = [s.numel() for s in shapes]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     return [Slice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
+
+
+def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
+    pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
+    return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
 
 
 def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bool) -> tuple[Tensor, list[int]]:

@@ -1,6 +1,7 @@
 """After the update: resident parameters are made whole again from the rows that each rank updated."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,38 +35,61 @@ def refresh(
         The new blocks, in the order of `blocks`.
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
-    resident = [unit for unit in plan.refresh_units if plan.leaves[unit.leaves[0]].home == "device"]
-    here = [x if isinstance(x, Tensor) else None for x in out]
-    started = [_start(plan, channels, unit.leaves, here, rows) for unit in resident]
+    layered, fresh = plan.by_layer(out), plan.by_layer(rows)
+    resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home == "device"]
+    here = [x if isinstance(x, Tensor) else None for x in layered]
+    started = [_start(plan, channels, unit.leaves, here, fresh) for unit in resident]
     for unit, (pending, landed) in zip(resident, started, strict=True):
         arrived = pending.result()
         if not landed:
             _spread(plan, unit, arrived, here)
-    for unit in plan.refresh_units:  # one at a time, as the device may not hold them all
-        if plan.leaves[unit.leaves[0]].home != "device":
-            _send_home(plan, channels, unit, rows, out, pool)
+    away = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home != "device"]
+    if away:
+        _send_home(plan, channels, away, fresh, layered, out, pool)
     channels.flush()
     return out
 
 
 def _spread(plan: Plan, unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
-    leaves = [plan.leaves[i] for i in unit.leaves]
+    leaves = [plan.layers[i] for i in unit.leaves]
     for run, parts in unit_parts(leaves, arrived):
         for i, part in zip(unit.leaves, parts, strict=True):
             block = into[i]
             assert block is not None
-            plan.leaves[i].by_rank(block, run).copy_(part)
+            plan.layers[i].by_rank(block, run).copy_(part)
 
 
 def _send_home(
     plan: Plan,
     channels: AnyChannels,
-    unit: Unit,
+    units: Sequence[Unit],
     rows: Sequence[Tensor | Stored | None],
+    layered: Sequence[Tensor | Stored],
     out: list[Tensor | Stored],
     pool: AnyPool | None,
 ) -> None:
-    """Makes leaves whole on the device that are kept elsewhere, and sends them there."""
+    """Makes leaves whole on the device that are kept elsewhere and sends them there, unit by unit."""
+    where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
+    writers: dict[int, Any] = {}
+    for unit in units:
+        for i, x in _made_whole(plan, channels, unit, rows).items():
+            block, (leaf, layer) = layered[i], where[i]
+            if isinstance(block, Tensor):
+                to_host(x, block).result()
+                continue
+            assert pool is not None
+            if leaf not in writers:
+                writers[leaf] = pool.writer(plan.leaves[leaf].block, x.dtype)
+            below = to_host(x).result()
+            writers[leaf].write(layer, below[None] if plan.leaves[leaf].layers else below).result()
+    for leaf, writer in writers.items():
+        out[leaf] = writer.finish()
+
+
+def _made_whole(
+    plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[Tensor | Stored | None]
+) -> dict[int, Tensor]:
+    """The leaves of a unit on the device, from each rank's rows."""
     device = plan.mesh.device
     whole: list[Tensor | None] = [None] * len(rows)
     up: list[Tensor | None] = [None] * len(rows)
@@ -73,19 +97,13 @@ def _send_home(
         row = rows[i]
         assert isinstance(row, Tensor)
         up[i] = to_device(row, device).result()
-        whole[i] = torch.empty(plan.leaves[i].block, dtype=row.dtype, device=device)
+        whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
     pending, landed = _start(plan, channels, unit.leaves, whole, up)
     arrived = pending.result()
     if not landed:
         _spread(plan, unit, arrived, whole)
-    for i in unit.leaves:
-        block, x = out[i], whole[i]
-        assert x is not None
-        if isinstance(block, Tensor):
-            to_host(x, block).result()
-        else:
-            assert pool is not None
-            out[i] = pool.write(to_host(x).result()).result()
+    made = {i: whole[i] for i in unit.leaves}
+    return {i: x for i, x in made.items() if x is not None}
 
 
 def _start(
@@ -96,7 +114,7 @@ def _start(
     rows: Sequence[Tensor | Stored | None],
 ) -> tuple[Pending, bool]:
     """The transfer of one unit, and whether it lands in the parameter itself."""
-    leaves = [plan.leaves[i] for i in members]
+    leaves = [plan.layers[i] for i in members]
     channel = channels.gather(leaves[0].zero_axes)
     block, row = blocks[members[0]], rows[members[0]]
     assert isinstance(row, Tensor) and block is not None

@@ -249,6 +249,7 @@ class ShardedStep:
 
         Raises:
             CaptureError: the loss depends on the value of a tensor; names the line.
+            ValueError: under `jit(cluster=...)` no schedule fits the memory.
 
         Example:
             >>> from shardfn import optim
@@ -257,18 +258,19 @@ class ShardedStep:
             0
         """
         plan, given, args = self._abstract(state, batch)
-        program = self._steps.lower(plan, given.params, given.opt_state, args, scale_of(given))
+        program, schedule = self._steps.lower(plan, given.params, given.opt_state, args, scale_of(given))
         key = signature(plan, args)
 
         def compile(backend: str | None) -> Callable[..., Any]:
             run = self._steps.compile(program, backend, comms_of(self.mesh))
             return functools.partial(self._step, run, key)
 
-        return Lowered(program.gm, self.mesh, compile)
+        return Lowered(program.gm, self.mesh, schedule, compile)
 
     def _abstract(self, state: PyTree, batch: PyTree) -> tuple[Plan, TrainState, tuple[Any, ...]]:
         given = as_state(self._planner, self._optimizer, self._key, self._first_scale(), state)
         plan = self._planner.plan_of(given)
+        self._check_scale(given)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
@@ -310,7 +312,7 @@ class ShardedStep:
         if self._skip and not bool(metrics["finite"]):
             metrics["skipped"] = torch.ones_like(metrics["finite"])
             return state, metrics
-        grads = out.reducer.gradients()
+        grads = out.gradients()
         del blocks
         return update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate), metrics
 
@@ -383,7 +385,8 @@ class ShardedStep:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
         leaves, treedef = tree_flatten(params)
         plan = self._planner.plan(treedef, leaves)
-        return tree_unflatten(treedef, [Sharding(leaf.param, leaf.home) for leaf in plan.leaves])
+        kept = [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves]
+        return tree_unflatten(treedef, kept)
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
@@ -407,4 +410,5 @@ class ShardedStep:
     def _describe(self, plan: Plan) -> str:
         key = None if self._key is None else self._key.tolist()
         flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux} key {key}"
+        flags += f" {self._planner.policy!r} loss scale {self._loss_scale is not None}"
         return f"{flags}\n{plan.describe()}"

@@ -23,6 +23,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.memory import TracedStored
+from shardfn.nn import looping
 from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward
@@ -31,6 +32,7 @@ from ._comms import Comms
 from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan
+from ._splice import copied_loop
 from ._update import update_blocks
 
 
@@ -104,14 +106,14 @@ def capture_step(
         del state
         given, scaled = tree_unflatten(arg_treedef, rest)
         by = None if scale is None else scaled
-        with bind_mesh(plan.mesh):
+        with bind_mesh(plan.mesh), looping(copied_loop):
             out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even, loss_scale=by)
             metrics, unscale = measure(plan, out, by)
             names[:] = metrics
             if parts.skip_nonfinite:
                 torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
             with torch.no_grad():
-                grads = out.reducer.gradients()
+                grads = out.gradients()
                 mine, opt = update_blocks(plan, comms.channels, parts.optimizer, mine, opt, grads, unscale)
         return [*map(_leaving, (*mine, *tree_leaves(opt))), *metrics.values()]
 

@@ -82,7 +82,8 @@ def test_one_process_and_two_that_run_a_graph_agree(text: pathlib.Path, tmp_path
 
 
 def test_ctrl_c_on_one_process(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    code, said = interrupt(start(PLAIN, text, tmp_path / "x", "--steps", "1000000"), tmp_path / "x", signal.SIGINT)
+    process = start(PLAIN, text, tmp_path / "x", "--steps", "1000000", "--precision", "bf16")
+    code, said = interrupt(process, tmp_path / "x", signal.SIGINT)
     assert code == 0, said
     assert_complete(tmp_path / "x")
     assert "--- sample ---" in said
@@ -104,7 +105,8 @@ def test_ctrl_c_under_torchrun(text: pathlib.Path, tmp_path: pathlib.Path) -> No
 
 
 def test_minutes_end_the_run(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    code, said = finish(start(PLAIN, text, tmp_path / "x", "--steps", "1000000", "--minutes", "0.01"))
+    options = ("--steps", "1000000", "--minutes", "0.01", "--precision", "fp16")
+    code, said = finish(start(PLAIN, text, tmp_path / "x", *options))
     assert code == 0, said
     assert_complete(tmp_path / "x")
 

@@ -1,5 +1,6 @@
 """The GPT: parameter counts and trees, logits against a torch.nn model, causality, gradients, training, sampling."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -310,3 +311,20 @@ def test_config_names_every_bad_field_with_its_value():
     config = CONFIGS["gpt2"]
     with pytest.raises(ValueError, match=r"17 tokens for Config\(max_len=16\)"):
         gpt.apply(config, params_of(config), tokens_of(config, T=17))
+
+
+@every_config
+def test_stacked_blocks_are_the_same_model(config: gpt.Config) -> None:
+    stacked = dataclasses.replace(config, stacked=True)
+    plain, params = gpt.init(config, key(3)), gpt.init(stacked, key(3))
+    with deferred():
+        drawn = gpt.init(stacked, key(3))
+    for name, x in params["blocks"].items():
+        assert torch.equal(x, torch.stack([p[name] for p in plain["blocks"]]))
+        assert torch.equal(draw_block(drawn["blocks"][name], (slice(0, 1),)), x[:1])
+    assert params.keys() == plain.keys() and gpt.num_params(stacked) == gpt.num_params(config)
+    tokens, rate = torch.randint(config.vocab_size, (2, config.max_len)), {"dropout": 0.5}
+    drops: dict[str, Any] = {"key": key(1), "index_B": torch.arange(2)}
+    for changes, keys in (({}, {}), (rate, drops)):
+        one, other = dataclasses.replace(config, **changes), dataclasses.replace(stacked, **changes)
+        assert torch.equal(gpt.apply(other, params, tokens, **keys), gpt.apply(one, plain, tokens, **keys))

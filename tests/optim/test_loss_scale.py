@@ -1,6 +1,7 @@
 """Covers loss scales: the rules against a plain oracle over random overflows, published traces, purity, errors."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class Oracle:
         return self.s
 
 
-def trace(overflows: list[int], **options) -> list[float]:
+def trace(overflows: list[int], **options: Any) -> list[float]:
     rule = optim.dynamic_loss_scale(**options)
     state, out = rule.init(), []
     for overflow in overflows:
@@ -84,11 +85,11 @@ def test_published_traces() -> None:
     assert trace([1, 0] * 3, consecutive=True) == [65536] * 6
     assert trace([1, 0] * 3) == [65536, 65536, 32768, 32768, 16384, 16384]
     assert trace([0] * 10, window=4) == [65536] * 4 + [131072] * 4 + [262144] * 2
-    plain = {"window": 2, "hysteresis": 1}
+    plain: Any = {"window": 2, "hysteresis": 1}
     assert trace([0] * 10, init=2.0**8, **plain) == [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096]
     assert trace([1] * 8, init=2.0**4, **plain) == [8, 4, 2, 1, 1, 1, 1, 1]
     assert trace([1] * 8, init=2.0**4, min_scale=2.0, **plain) == [8, 4, 2, 2, 2, 2, 2, 2]
-    two = {"window": 2, "hysteresis": 2}
+    two: Any = {"window": 2, "hysteresis": 2}
     assert trace([1] * 8, init=2.0**4, **two) == [16, 8, 4, 2, 1, 1, 1, 1]
     assert trace([1, 1, 0, 0, 0, 1], init=2.0**8, **two) == [256, 128, 128, 128, 256, 256]
 
@@ -116,7 +117,8 @@ def test_floor_and_arguments() -> None:
         rule.check(state)
     rule.check(rule.update(state, torch.tensor(True)))
     optim.dynamic_loss_scale(init=2.0, hysteresis=1, raise_at_min=False).check(state)
-    for bad in ({"init": 0.5}, {"window": 0}, {"hysteresis": 0}, {"factor": 1.0}, {"min_scale": 0.0}):
+    wrong: Any = ({"init": 0.5}, {"window": 0}, {"hysteresis": 0}, {"factor": 1.0}, {"min_scale": 0.0})
+    for bad in wrong:
         with pytest.raises(ValueError, match="dynamic_loss_scale"):
             optim.dynamic_loss_scale(**bad)
     with pytest.raises(ValueError, match="static_loss_scale"):

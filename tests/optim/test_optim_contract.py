@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
         {"fast": optim.adamw(0.02), "slow": optim.lamb(SCHEDULE), "off": optim.set_to_zero()},
         {"w": "fast", "blocks": ["slow", "fast"], "scale": "off", "none": "off", "empty": "slow"},
     ),
+    "masters": lambda: optim.master_weights(optim.adamw(SCHEDULE)),
     "by hand": lambda: optim.chain(
         optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(SCHEDULE)
     ),

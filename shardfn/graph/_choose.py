@@ -1,0 +1,288 @@
+"""Which schedule: the fastest of a few by the cost model, among those whose memory fits.
+
+Each candidate's passes run on the graph, `estimate` gives the seconds of the result, `memory_analysis` its peak.
+Candidates that begin alike share the passes they begin with, and a graph that two of them lead to is scored once.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ._cost import estimate
+from ._device import Cluster
+from ._hazards import GATHERS, REDUCTIONS
+from ._memory import memory_analysis
+from ._options import Schedule
+from ._overlap import reduced_bytes
+from ._prefetch import gathered_bytes
+from ._schedule import Stage
+from ._transfers import transfers
+
+# Estimates that differ by less are ties: the model is no better than that.
+_TIE = 1e-3
+# Messages, in units of latency x bandwidth; windows of transfers ahead, in units of the largest one.
+_MESSAGES = (1, 8)
+_WINDOWS = (0, 4)
+# Bytes for the step's own values when nothing fits, as parts of what its arguments leave free.
+_PARTS = (1.0, 0.85, 0.7, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A schedule and what the cost model says of it.
+
+    Attributes:
+        schedule: the schedule.
+        seconds: the simulated time of the scheduled step.
+        peak: bytes alive at its peak.
+        by_kind: kind -> bytes alive there.
+    """
+
+    schedule: Schedule
+    seconds: float
+    peak: int
+    by_kind: Mapping[str, int] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The schedule that was chosen, and what it was chosen from.
+
+    Attributes:
+        schedule: the schedule.
+        seconds: the simulated time of the step under it.
+        peak: bytes alive at the step's peak.
+        memory: bytes that the device may hold.
+        table: all candidates, in the order in which they were proposed.
+    """
+
+    schedule: Schedule
+    seconds: float
+    peak: int
+    memory: int
+    table: tuple[Scored, ...]
+
+    def __str__(self) -> str:
+        """A table: a line a candidate, the chosen one marked with a star."""
+        rows = [self._row(s) for s in self.table]
+        return "\n".join([f"chosen of {len(rows)}, for a device that holds {_mib(self.memory)}:", *rows])
+
+    def _row(self, scored: Scored) -> str:
+        mark = "*" if scored.schedule == self.schedule else " "
+        late = "" if scored.peak <= self.memory else "  does not fit"
+        return f"{mark} {scored.seconds:>12.6f} s {_mib(scored.peak):>14}  {_options(scored.schedule)}{late}"
+
+
+def choose(
+    gm: GraphModule,
+    cluster: Cluster,
+    *,
+    memory: int | None = None,
+    given: Mapping[str, Any] | None = None,
+    candidates: Sequence[Schedule] | None = None,
+    fuses: bool = False,
+) -> Choice:
+    """The schedule under which `gm` is fastest on `cluster`, of those that keep its peak within `memory`.
+
+        argmin over S of estimate(S(gm)).seconds,  subject to  memory_analysis(S(gm)).peak <= memory
+
+    Times within a thousandth of the least are ties; of these the lowest peak, then the first candidate, is taken. It is
+    a function of its arguments alone. With g the bytes of the largest gather, r those of the largest gradient that is
+    reduced, and m = latency x bandwidth of the wire (the message that takes as long to travel as to set out), the
+    candidates are, each group only if the graph has something that it could change:
+
+        the default
+        bucket                 None, m, 8 m;        prefetch, reductions = g, r
+        prefetch, reductions   k g, k r for k = 0, 4, with the best bucket so far
+        if nothing fits: no gather ahead; then activations computed again, under four budgets, for the leanest and the
+            fastest of these
+
+    Args:
+        gm: a captured step, not yet scheduled.
+        cluster: what it runs on.
+        memory: bytes that the device may hold at the step's peak; default the cluster's `device.memory`.
+        given: fields of `Schedule` that are not to be chosen.
+        candidates: schedules to choose from, in place of all these.
+        fuses: whether it is for a back end that fuses elementwise ops.
+
+    Returns:
+        The choice, with the scores of all candidates.
+
+    Raises:
+        ValueError: nothing fits; says the smallest peak and the remedies. Or the cluster has no rate for a dtype.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from shardfn.graph._device import cluster
+        >>> gm = make_fx(lambda x: (x + 1) * 2, tracing_mode="fake")(torch.ones(1000))
+        >>> choose(gm, cluster("cpu")).peak
+        8000
+    """
+    if candidates is not None and not candidates:
+        raise ValueError("choose(candidates=[]): there is no schedule to choose from.")
+    limit = cluster.device.memory if memory is None else memory
+    score = _Scores(gm, cluster, fuses)
+    if candidates is not None:
+        table = score(candidates)
+    else:
+        grid = _Grid(gm, cluster, given or {})
+        table = score(grid.messages())
+        table = score(grid.windows(_best(table, limit) or _leanest(table)))
+        table = table if _best(table, limit) else score(grid.behind(_leanest(table)))
+        table = table if _best(table, limit) else score(grid.budgets(table, limit))
+    best = _best(table, limit)
+    if best is None:
+        raise ValueError(_too_large(_leanest(table), limit, len(table)))
+    return Choice(best.schedule, best.seconds, best.peak, limit, table)
+
+
+def check_fits(gm: GraphModule, memory: int) -> None:
+    """Refuses a scheduled graph whose peak is above `memory` bytes.
+
+    Args:
+        gm: a scheduled step.
+        memory: bytes that the device may hold.
+
+    Raises:
+        ValueError: it does not fit; says the peak and the remedies.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> check_fits(make_fx(lambda x: x + 1, tracing_mode="fake")(torch.ones(8)), 64)
+    """
+    found = memory_analysis(gm, largest=0)
+    if found.peak > memory:
+        raise ValueError(_too_large(Scored(Schedule(), 0.0, found.peak, found.by_kind), memory, 1))
+
+
+# Candidates
+
+
+class _Grid:
+    """What is worth trying for a graph on a cluster; nothing but the default for one that sends nothing."""
+
+    def __init__(self, gm: GraphModule, cluster: Cluster, given: Mapping[str, Any]) -> None:
+        self._given = dict(given)
+        moves = [t for t in transfers(gm) if t.num_ranks > 1]
+        gathers = [gathered_bytes(t.node) for t in moves if t.node.target in GATHERS]
+        sums = [reduced_bytes(t.node) for t in moves if t.node.target in REDUCTIONS]
+        self._widest, self._heaviest = max(gathers, default=0), max(sums, default=0)
+        self._sends = bool(gathers or sums)
+        links = [cluster.link(gm.meta.get("mesh_shape", {}), t.axes) for t in moves]
+        knee = max((int(link.latency * link.bandwidth) for link in links), default=0)
+        # Of fewer than two messages that are smaller nothing can be joined.
+        mergeable = [sum(size < k * knee for size in (*gathers, *sums)) > 1 for k in _MESSAGES]
+        self._limits = [k * knee if some else None for k, some in zip(_MESSAGES, mergeable, strict=True)]
+
+    def messages(self) -> list[Schedule]:
+        return [self._with(), *(self._ahead(1, bucket=limit) for limit in (None, *self._limits) if self._sends)]
+
+    def windows(self, best: Scored) -> list[Schedule]:
+        return [self._ahead(k, bucket=best.schedule.bucket) for k in _WINDOWS if self._sends]
+
+    def behind(self, least: Scored) -> list[Schedule]:
+        return [dataclasses.replace(least.schedule, **({"prefetch": None, "reductions": 0} | self._given))]
+
+    def budgets(self, table: Sequence[Scored], limit: int) -> list[Schedule]:
+        least, fastest = _leanest(table), min(table, key=lambda s: s.seconds)
+        free = limit - sum(least.by_kind.get(k, 0) for k in ("params", "optimizer", "batch"))
+        parts = _PARTS if free > 0 and "budget" not in self._given else ()
+        both = (least.schedule, fastest.schedule)
+        return [dataclasses.replace(s, budget=int(part * free)) for part in parts for s in both]
+
+    def _ahead(self, k: int, *, bucket: int | None) -> Schedule:
+        return self._with(prefetch=k * self._widest, reductions=k * self._heaviest, bucket=bucket)
+
+    def _with(self, **options: Any) -> Schedule:
+        return Schedule(**(options | self._given))
+
+
+# Scores
+
+_Score = tuple[float, int, Mapping[str, int]]
+_Todo = Sequence[tuple[Schedule, tuple[Stage, ...]]]
+
+
+class _Scores:
+    """Seconds and peaks of schedules of one graph, each worked out once."""
+
+    def __init__(self, gm: GraphModule, cluster: Cluster, fuses: bool) -> None:
+        self._gm, self._cluster, self._fuses = gm, cluster, fuses
+        self._scores: dict[Schedule, _Score] = {}
+        # What comes of the graph that is written so when these passes are still to run.
+        self._known: dict[tuple[bytes, tuple[Stage, ...]], _Score] = {}
+
+    def __call__(self, schedules: Iterable[Schedule]) -> tuple[Scored, ...]:
+        """The scores of these and of all earlier ones, in the order in which they came."""
+        new = [s for s in dict.fromkeys(schedules) if s not in self._scores]
+        order = [*self._scores, *new]
+        self._descend(self._gm, [(s, tuple(s.stages(fuses=self._fuses))) for s in new])
+        self._scores = {s: self._scores[s] for s in order}
+        return tuple(Scored(s, *score) for s, score in self._scores.items())
+
+    def _descend(self, gm: GraphModule, todo: _Todo) -> None:
+        """Depth first, so that few graphs are alive at once; `todo` are the schedules that have come to this graph."""
+        done = [s for s, stages in todo if not stages]
+        self._scores |= dict.fromkeys(done, self._measured(gm)) if done else {}
+        for stage in dict.fromkeys(stages[0] for _, stages in todo if stages):
+            out = stage(gm)
+            text = _fingerprint(out)
+            mine = [(s, stages[1:]) for s, stages in todo if stages and stages[0] == stage]
+            self._descend(out, [(s, stages) for s, stages in mine if (text, stages) not in self._known])
+            for s, stages in mine:
+                self._scores[s] = self._known[text, stages] = self._known.get((text, stages)) or self._scores[s]
+
+    def _measured(self, gm: GraphModule) -> _Score:
+        memory = memory_analysis(gm, largest=0)
+        return estimate(gm, self._cluster).seconds, memory.peak, memory.by_kind
+
+
+def _fingerprint(gm: GraphModule) -> bytes:
+    """Equal for graphs that are written alike."""
+    digest = hashlib.blake2b(digest_size=16)
+    for n in gm.graph.nodes:
+        digest.update(f"{n.name} {n.target} {n.args} {n.kwargs}\n".encode())
+    return digest.digest()
+
+
+def _best(table: Sequence[Scored], limit: int) -> Scored | None:
+    fitting = [s for s in table if s.peak <= limit]
+    fast = min((s.seconds for s in fitting), default=0.0) * (1 + _TIE)
+    return min((s for s in fitting if s.seconds <= fast), key=lambda s: s.peak, default=None)
+
+
+def _leanest(table: Sequence[Scored]) -> Scored:
+    return min(table, key=lambda s: s.peak)
+
+
+# Words
+
+
+def _too_large(least: Scored, limit: int, count: int) -> str:
+    kinds = sorted(((n, kind) for kind, n in least.by_kind.items() if n), reverse=True)
+    parts = ", ".join(f"{kind} {_mib(n)}" for n, kind in kinds[:4])
+    tried = f"none of {count} schedules fits" if count > 1 else "the schedule does not fit"
+    return (
+        f"{tried}: the smallest peak found is {_mib(least.peak)} ({parts}), the device may hold {_mib(limit)}. Use"
+        " sf.remat around blocks of the model, a higher Zero(stage=), more ranks along its axis, a smaller batch or"
+        " sf.accumulate, a smaller jit(budget=), or raise jit(memory=) if the device has more."
+    )
+
+
+def _options(schedule: Schedule) -> str:
+    fields = [f for f in dataclasses.fields(schedule) if f.name in ("prefetch", "bucket", "reductions")]
+    fields += [
+        f
+        for f in dataclasses.fields(schedule)
+        if f.name in ("reuse", "budget", "donate") and getattr(schedule, f.name) != f.default
+    ]
+    return " ".join(f"{f.name}={getattr(schedule, f.name)}" for f in fields)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"

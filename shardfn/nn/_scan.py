@@ -1,0 +1,151 @@
+"""`scan`: a loop over equal layers, whose parameters are stacked along a leading dim."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
+
+# `run(carry, x, first ys) -> (carry, y)`; and what carries a value through all layers by it.
+Run = Callable[..., Any]
+Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
+_LOOPS: list[Loop] = []
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree = None, *, length: int | None = None
+) -> tuple[PyTree, PyTree]:
+    """Carries a value through `f` over the leading dim of `xs`: JAX's `lax.scan`.
+
+        carry = init;  for i in range(L):  carry, y[i] = f(carry, xs[i]);  return carry, stack(y)
+
+    A model whose layers are alike keeps each of their parameters stacked, [L, *shape], and runs the layers by `scan`.
+    With specs that say so (`Sharding(spec, stacked=True)`) a sharded step cuts, gathers, reduces and frees such a leaf
+    layer by layer. In a captured step the body is captured once, forward and backward, and written down for the other
+    layers by substitution, so that a capture takes as long as that of a few layers. The graph is the loop's.
+
+    Args:
+        f: `f(carry, x) -> (carry, y)`, a pure function: what differs between layers is in `x`. In a captured step
+            its Python runs for some layers only.
+        init: the first carry: a tree of tensors.
+        xs: a tree of tensors with one leading dim; None with `length`.
+        length: the number of layers; must agree with `xs`.
+
+    Returns:
+        The last carry, and the ys, each leaf stacked along a new dim 0.
+
+    Raises:
+        TypeError: a leaf is no tensor, or the carry changes its structure, shapes or dtypes; all leaves are listed.
+        ValueError: leaves of `xs` differ in length, or there is nothing to scan over; all leaves are listed.
+        CaptureError: (in a captured step) `f` does not do the same for all layers.
+
+    Example:
+        >>> import torch
+        >>> scan(lambda c, x: (c + x, c * x), torch.tensor(0.0), torch.arange(1.0, 5.0))
+        (tensor(10.), tensor([ 0.,  2.,  9., 24.]))
+
+    References:
+        JAX, jax.lax.scan, https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
+    """
+    x_leaves, x_def = tree_flatten(xs)
+    num = _num_layers(xs, x_leaves, length)
+    _check_tensors("init", init)
+    # unbind and not indices, whose transposes would each make a gradient of all layers.
+    columns = [x.unbind(0) for x in x_leaves]
+    layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
+    loop = _LOOPS[-1] if _LOOPS else plain_loop
+    carry, ys = loop(functools.partial(_checked, f, init), init, layers)
+    return carry, _stacked(ys)
+
+
+@contextlib.contextmanager
+def looping(loop: Loop) -> Iterator[None]:
+    """Lets `loop` run the layers of scans; a capture has its own way."""
+    _LOOPS.append(loop)
+    try:
+        yield
+    finally:
+        _LOOPS.pop()
+
+
+def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+    """One layer after another."""
+    ys: list[PyTree] = []
+    for x in layers:
+        carry, y = run(carry, x, ys[:1])
+        ys.append(y)
+    return carry, ys
+
+
+def _checked(
+    f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, carry: PyTree, x: PyTree, first: list[PyTree]
+) -> Any:
+    """`f(carry, x)`, of which the carry must be like `init`, and y like the first y.
+
+    Raises:
+        TypeError: it is not; lists every leaf with both values.
+    """
+    out = f(carry, x)
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            f"scan's f must return (carry, y), got {_told(out)}; with nothing to stack return (carry, None)."
+        )
+    _check_tensors("carry", out[0])
+    _check_tensors("y", out[1])
+    _check_alike("carry", out[0], "init", init)
+    if first:
+        _check_alike("y", out[1], "the first y", first[0])
+    return out
+
+
+def _stacked(ys: list[PyTree]) -> PyTree:
+    """Trees of one structure as one tree with a new dim 0."""
+    columns = zip(*(tree_leaves(y) for y in ys), strict=True)
+    return tree_unflatten(tree_structure(ys[0]), [torch.stack(column) for column in columns])
+
+
+def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
+    _check_tensors("xs", xs)
+    named = list(zip(tree_paths(xs, "xs"), leaves, strict=True))
+    raise_all(
+        ValueError,
+        "scan goes along dim 0 of each leaf of xs:",
+        [f"{path} is 0-d; give it a leading dim, or close over it" for path, x in named if x.ndim == 0],
+    )
+    lengths = {x.shape[0] for x in leaves} | ({length} if length is not None else set())
+    if not lengths:
+        raise ValueError("scan needs xs or length=, to know how often to call f.")
+    told = [f"{path} has {x.shape[0]}" for path, x in named] + ([] if length is None else [f"length={length}"])
+    raise_all(ValueError, "the lengths of a scan differ:", told if len(lengths) > 1 else [])
+    if min(lengths) < 1:
+        raise ValueError("a scan over no layers has no y to stack; leave it out, or give at least one layer.")
+    return min(lengths)
+
+
+def _check_tensors(name: str, tree: PyTree) -> None:
+    named = zip(tree_paths(tree, name), tree_leaves(tree), strict=True)
+    wrong = [f"{path} is {_told(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
+    raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
+
+
+def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
+    if tree_structure(got) != tree_structure(want):
+        raise TypeError(
+            f"scan's f returns a {name} of structure {tree_structure(got)}; {like} has {tree_structure(want)}."
+            " Return the same tree from every call."
+        )
+    rows = zip(tree_paths(got, name), tree_leaves(got), tree_leaves(want), strict=True)
+    changed = [
+        f"{path} is {_told(a)}; in {like} it is {_told(b)}"
+        for path, a, b in rows
+        if a.shape != b.shape or a.dtype != b.dtype
+    ]
+    raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay; cast or reshape:", changed)
+
+
+def _told(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

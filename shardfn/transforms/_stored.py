@@ -1,0 +1,139 @@
+"""Parts of what is stored, and stored things put together: `Stored`, in their turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Arriving, MemoryKind, Stored
+from shardfn.memory import on_host
+
+
+def layers_of(x: Tensor | Stored) -> Sequence[Tensor | Stored]:
+    """What a stack [L, *shape of a layer] holds, layer by layer."""
+    if isinstance(x, Tensor):
+        return x.unbind(0)
+    shape, flat = torch.Size(x.shape[1:]), x.flat()
+    return [Slice(flat, k * shape.numel(), shape) for k in range(x.shape[0])]
+
+
+def piled(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
+    """The stack of some parts, of one memory."""
+    here = [x for x in parts if isinstance(x, Tensor)]
+    return torch.stack(here) if len(here) == len(parts) else Pile([x for x in parts if not isinstance(x, Tensor)])
+
+
+class Slice:
+    """A part of what is stored flat, as a tensor of its own shape: `Stored`, in its turn.
+
+    Args:
+        base: 1-D.
+        start: the first element.
+        shape: the shape of the part.
+    """
+
+    def __init__(self, base: Stored, start: int, shape: torch.Size) -> None:
+        self._base, self._start, self.shape = base, start, shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        return self._base.dtype
+
+    @property
+    def kind(self) -> MemoryKind:
+        """The memory kind of the base."""
+        return self._base.kind
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def flat(self) -> "Slice":
+        """The same part as one dim."""
+        return Slice(self._base, self._start, torch.Size([self.shape.numel()]))
+
+    def load(self) -> Tensor:
+        """The whole of it."""
+        return self.read().result()
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> "_Shaped":
+        """Rows `lo:hi` of dim 0; of a 0-d tensor, all there is."""
+        row = self.shape[1:].numel()
+        hi = (self.shape[0] if self.shape else 1) if hi is None else hi
+        shape = torch.Size((hi - lo, *self.shape[1:])) if self.shape else self.shape
+        flat = None if out is None else out.view(-1)
+        return _Shaped(self._base.read(self._start + lo * row, self._start + hi * row, flat), shape)
+
+
+class _Shaped:
+    """A transfer whose value gets another shape."""
+
+    def __init__(self, inner: Arriving[Tensor], shape: torch.Size) -> None:
+        self._inner, self._shape = inner, shape
+
+    def done(self) -> bool:
+        """Whether `result()` would return at once."""
+        return self._inner.done()
+
+    def result(self) -> Tensor:
+        """The value."""
+        return self._inner.result().view(self._shape)
+
+
+class Pile:
+    """Stored parts of one shape, as one with a leading dim.
+
+    Args:
+        parts: one or more.
+    """
+
+    def __init__(self, parts: Sequence[Stored]) -> None:
+        self._parts = parts
+        self.shape = torch.Size((len(parts), *parts[0].shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        return self._parts[0].dtype
+
+    @property
+    def kind(self) -> MemoryKind:
+        """The memory kind of the parts."""
+        return self._parts[0].kind
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return sum(x.nbytes for x in self._parts)
+
+    def flat(self) -> Any:
+        """Not stored in one piece."""
+        raise NotImplementedError
+
+    def load(self) -> Tensor:
+        """The whole of it."""
+        return self.read().result()
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> "_Piled":
+        """Parts `lo:hi`."""
+        assert out is None
+        return _Piled([x.read() for x in self._parts[lo : len(self._parts) if hi is None else hi]])
+
+
+class _Piled:
+    """Transfers whose values are stacked on the host."""
+
+    def __init__(self, inner: list[Arriving[Tensor]]) -> None:
+        self._inner = inner
+
+    def done(self) -> bool:
+        """Whether `result()` would return at once."""
+        return all(x.done() for x in self._inner)
+
+    def result(self) -> Tensor:
+        """The value."""
+        with on_host():
+            return torch.stack([x.result() for x in self._inner])
