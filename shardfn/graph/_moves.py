@@ -30,6 +30,7 @@ _MADE: Mapping[Any, MemoryKind] = {
     TO_DEVICE: "device",
     READ: "host",
     _OPS.host_empty.default: "host",
+    _OPS.flat.default: "host",
     _OPS.writer.default: "disk",
 }
 

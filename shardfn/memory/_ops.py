@@ -4,6 +4,7 @@
     to_device_start(x, device) -> handle           to_device_into_start(into, x) -> handle
     read_start(value, lo, hi, shape, dtype) -> handle      rows lo:hi of what is on disk
     read_into_start(into, value, lo, hi) -> handle
+    flat(value) -> value                           as one dim
     writer(shape, dtype) -> writer                 room for a value on disk
     write_start(writer, lo, rows) -> handle        rows from lo on
     finish(writer) -> value                        waits for all of them
@@ -40,6 +41,7 @@ _LIBRARY.define("to_device_start(Tensor x, Device device) -> Tensor")
 _LIBRARY.define("to_device_into_start(Tensor(a!) into, Tensor x) -> Tensor")
 _LIBRARY.define("read_start(Tensor value, int lo, int hi, int[] shape, ScalarType dtype) -> Tensor")
 _LIBRARY.define("read_into_start(Tensor(a!) into, Tensor value, int lo, int hi) -> Tensor")
+_LIBRARY.define("flat(Tensor value) -> Tensor")
 _LIBRARY.define("writer(int[] shape, ScalarType dtype) -> Tensor")
 _LIBRARY.define("write_start(Tensor(a!) writer, int lo, Tensor rows) -> Tensor")
 _LIBRARY.define("finish(Tensor(a!) writer) -> Tensor(a!)")
@@ -142,6 +144,11 @@ def _read_into_start(into: Tensor, value: Tensor, lo: int, hi: int) -> Tensor:
     return _under_way(stored.read(lo, hi, into))
 
 
+def _flat(value: Tensor) -> Tensor:
+    stored: Stored = stored_of(value)
+    return token_of(stored.flat())
+
+
 def _writer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return token_of(_POOLS[-1].writer(torch.Size(shape), dtype))
 
@@ -163,6 +170,7 @@ for _name, _impl in (
     ("to_device_into_start", _to_device_into_start),
     ("read_start", _read_start),
     ("read_into_start", _read_into_start),
+    ("flat", _flat),
     ("writer", _writer),
     ("write_start", _write_start),
     ("finish", _finish),
@@ -197,6 +205,7 @@ for _name, _fake in (
     ("to_device_into_start", _nothing),
     ("read_start", lambda value, lo, hi, shape, dtype: _empty(shape, dtype)),
     ("read_into_start", _nothing),
+    ("flat", _token),
     ("writer", _token),
     ("write_start", _nothing),
     ("finish", lambda writer: writer),

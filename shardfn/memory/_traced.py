@@ -89,6 +89,10 @@ class TracedStored:
         """The bytes of the value."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def flat(self) -> "TracedStored":
+        """The same value as one dim."""
+        return TracedStored(_ops.flat(self.token), torch.Size([math.prod(self.shape)]), self.dtype)
+
     def load(self) -> Shaped[Tensor, "..."]:
         """The whole value, read at once."""
         return self.read().result()
