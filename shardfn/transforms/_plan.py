@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ from ._layout import (
 from ._order import UseOrder
 from ._state import TrainState
 from ._stored import layers_of, piled
-
-T = TypeVar("T", Tensor, Tensor | None)
 
 
 @dataclasses.dataclass
@@ -94,7 +92,7 @@ class Plan:
             return self
         return Plan(self.leaves, self.treedef, self.zero, self.mesh, self.batch_axes, whole=True)
 
-    def by_layer(self, tensors: Sequence[T]) -> list[T]:
+    def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
         """One tensor a leaf -> one a layer: views of those of stacked leaves."""
         out: list[Any] = []
         for leaf, x in zip(self.leaves, tensors, strict=True):

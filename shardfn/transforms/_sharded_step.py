@@ -218,7 +218,7 @@ class ShardedStep:
         """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
         close_pool(self._planner)
 
-    def _drawn(self, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Tensor], Plan]:
+    def _drawn(self, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
         """The leaves of a first state, perhaps not drawn yet, and their plan."""
         if transforming():
             raise ValueError(

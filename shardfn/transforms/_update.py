@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyChannels, GlobalTensor
-from shardfn.core import P, PyTree, Stored, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from shardfn.core import (
+    MemoryKind,
+    P,
+    PyTree,
+    Stored,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 from shardfn.memory import AnyPool, on_host
 from shardfn.optim import GradientTransformation, inplace
 
@@ -114,10 +124,10 @@ def _as_stream(
     ]
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
-    homes = [leaf.state_home for leaf in train if leaf is not None]
+    homes: list[MemoryKind] = [leaf.state_home for leaf in train if leaf is not None]
     index = [i for i, leaf in enumerate(train) if leaf is not None]
     owners = state_owners(opt_state, held)
-    state = [Column.of(x, "device" if k is None else homes[k]) for x, k in zip(leaves, owners, strict=True)]
+    state = [Column.of(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
     return Update(
         optimizer=optimizer,
         treedef=plan.treedef,
