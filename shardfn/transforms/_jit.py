@@ -25,6 +25,7 @@ from shardfn.graph import (
     resolve_backend,
     transfers,
 )
+from shardfn.memory import bind_pool
 from shardfn.nn import looping
 
 from ._capture import CaptureError, capture, capturing, quiet
@@ -98,7 +99,7 @@ class Jitted:
         compiled, moves, out_def, statics = found
         for move in moves:
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
-        with torch.no_grad(), plain_arithmetic():
+        with torch.no_grad(), plain_arithmetic(), bind_pool():
             outs = iter(compiled(*inputs))
         return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, _Slot) else s for s in statics])
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import Arriving, MemoryKind, Stored
-from shardfn.memory import Pool, on_host, to_host
+from shardfn.memory import AnyPool, on_host, to_host
 
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
@@ -22,7 +22,7 @@ class Parts:
         pool: the disk; needed by units that are kept there.
     """
 
-    def __init__(self, homes: Sequence[MemoryKind], dtypes: Sequence[torch.dtype], pool: Pool | None) -> None:
+    def __init__(self, homes: Sequence[MemoryKind], dtypes: Sequence[torch.dtype], pool: AnyPool | None) -> None:
         self._homes, self._dtypes, self._pool = homes, dtypes, pool
         self._at: dict[int, Tensor | Stored] = {}
         self._coming: dict[int, Arriving[Tensor]] = {}
@@ -119,7 +119,7 @@ class Parts:
             self._writing[unit] = self._pool.write(part)
 
 
-def send_home(x: Tensor, kind: MemoryKind, pool: Pool | None) -> Tensor | Stored:
+def send_home(x: Tensor, kind: MemoryKind, pool: AnyPool | None) -> Tensor | Stored:
     """A tensor in the memory `kind`, where it has memory of its own."""
     if kind == "device":
         return x

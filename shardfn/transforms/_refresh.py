@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.collectives import AnyChannels, Pending
 from shardfn.core import Stored
-from shardfn.memory import Pool, to_device, to_host
+from shardfn.memory import AnyPool, to_device, to_host
 
 from ._gather import start_gather
 from ._layout import Unit, unit_parts, unit_sizes
@@ -20,7 +20,7 @@ def refresh(
     channels: AnyChannels,
     blocks: Sequence[Tensor | Stored],
     rows: Sequence[Tensor | Stored | None],
-    pool: Pool | None = None,
+    pool: AnyPool | None = None,
 ) -> list[Tensor | Stored]:
     """The parameters to keep, given what each rank updated.
 
@@ -66,7 +66,7 @@ def _send_home(
     rows: Sequence[Tensor | Stored | None],
     layered: Sequence[Tensor | Stored],
     out: list[Tensor | Stored],
-    pool: Pool | None,
+    pool: AnyPool | None,
 ) -> None:
     """Makes leaves whole on the device that are kept elsewhere and sends them there, unit by unit."""
     where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
