@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._plumbing import plumbing
+
 Source = Callable[[int], Tensor]
 
 
@@ -46,7 +48,8 @@ class LeafBook:
 
     def fetch(self, leaf: int) -> Tensor:
         """The whole tensor of a leaf, as a fresh alias."""
-        whole = self._source(leaf)
+        with plumbing():
+            whole = self._source(leaf)
         storage = whole.untyped_storage()
         # A weak reference keeps the StorageImpl's address from being reused, so the key stays unambiguous.
         known = self._known.get(storage._cdata)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,24 +11,44 @@ from torch.utils.checkpoint import checkpoint
 from shardfn.collectives import transforming
 
 from ._accumulate import Accumulated
+from ._activation_pool import pool_of
 from ._capture import recomputing
 from ._jit import Jitted
 from ._mixed_precision import Mixed
+from ._offload import WINDOW, Offloaded
+from ._selective import Results
+from .policies import SavePolicy
 
 
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(
+    f: Callable[..., Any],
+    policy: SavePolicy | None = None,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    window: int = WINDOW,
+) -> Callable[..., Any]:
     """Keeps only the inputs of `f` and runs it again in the backward: `remat(f)(*args) == f(*args)`, bit for bit.
 
     Trades activation memory for one more forward of `f`. Lazy parameters inside are gathered for the recomputation,
     which the backward then shares. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
     https://arxiv.org/abs/1604.06174
 
+    With a policy the results of some operations are kept, or wait on the host or on disk, and the recomputation is
+    given them in place of running these operations; an operation with several results is decided by the largest.
+    Random draws, operations in place and collectives are run again whatever the policy says.
+
     Args:
         f: a pure function; wrap a block of a model, or a whole loss.
+        policy: from `policies`, or any function of a `SavedTensor`; default: recompute all.
+        directory: where values on disk go, one folder a rank. Default: where the step around keeps its own.
+        window: bytes that may be on their way out, or back ahead of their use.
 
     Raises:
-        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, or
-            has a precision policy.
+        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, is
+            offloaded, or has a precision policy; (when called) the policy says "disk" without a directory, or names a
+            value too late.
+        RuntimeError: (in the backward) `f` runs other operations the second time.
+        CaptureError: (when called) the policy says "host" or "disk" inside `jit`.
 
     Example:
         >>> import torch
@@ -48,6 +69,19 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             " policy)."
         )
 
+    if isinstance(f, Offloaded):
+        raise ValueError(
+            "remat(offload(f, policy)) would drop and recompute what offload moves; use remat(f, policy=policy), or"
+            " offload(remat(f), policy)."
+        )
+
+    def contexts() -> tuple[Any, Any]:
+        assert policy is not None
+        results = Results(policy, window, pool_of(directory))
+        return results.forward(), _Again(results)
+
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": contexts})
+
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if transforming():  # where the hooks that drop and recompute are not available; the value is the same
@@ -59,6 +93,21 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
                 ran.append(None)
                 return f(*args, **kwargs)
 
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(run, *args, **options, **kwargs)
 
     return recomputed
+
+
+class _Again:
+    """The context of a recomputation, which may happen more than once."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._active: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._active.append(self._results.replay())
+        self._active[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._active.pop().__exit__(*error)

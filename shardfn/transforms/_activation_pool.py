@@ -1,0 +1,43 @@
+"""The files of activations that wait on disk: nobody commits them, and each goes when its value does."""
+
+import os
+import pathlib
+
+from shardfn.collectives import current_mesh
+from shardfn.memory import Pool
+
+from ._away import PoolOf
+
+# One pool a directory, which it owns until the process ends.
+_POOLS: dict[pathlib.Path, Pool] = {}
+
+
+def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
+    """The pool under a directory, or without one that of the step around; made at the first value that goes there.
+
+    Raises:
+        ValueError: (when called) there is neither.
+    """
+
+    def pool() -> Pool:
+        mesh = current_mesh()
+        if directory is None:
+            pools: list[Pool] = list(mesh.resources.get("pools", {}).values())
+            if not pools:
+                raise ValueError(
+                    "a policy sends activations to disk, but there is no directory; pass directory= to offload or"
+                    " remat, or let the step have a disk: Zero(directory=...) with leaves on it."
+                )
+            return pools[0]
+        place = (pathlib.Path(directory) / f"activations{mesh.rank}").absolute()
+        if place not in _POOLS:
+            _POOLS[place] = Pool(place)
+        return _POOLS[place]
+
+    return pool
+
+
+def close_pools() -> None:
+    """Gives up the directories of activations."""
+    while _POOLS:
+        _POOLS.popitem()[1].close()
