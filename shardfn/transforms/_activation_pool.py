@@ -35,9 +35,3 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
         return _POOLS[place]
 
     return pool
-
-
-def close_pools() -> None:
-    """Gives up the directories of activations."""
-    while _POOLS:
-        _POOLS.popitem()[1].close()

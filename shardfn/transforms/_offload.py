@@ -44,8 +44,8 @@ class Offloaded:
             return self.inner(*args, **kwargs)
         if capturing():
             raise CaptureError(
-                "offload saves through hooks, which a graph does not hold; leave out jit for this loss, or let the graph"
-                " keep less: jit(loss, budget=bytes), jit(remat(loss))."
+                "offload saves through hooks, which a graph does not hold; leave out jit for this loss, or let the"
+                " graph keep less: jit(loss, budget=bytes), jit(remat(loss))."
             )
         saved = Saved(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
         with saved.saving():

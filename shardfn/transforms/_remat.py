@@ -6,17 +6,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardfn.collectives import transforming
+from shardfn.core import tree_flatten, tree_unflatten
 
 from ._accumulate import Accumulated
 from ._activation_pool import pool_of
 from ._capture import recomputing
 from ._jit import Jitted
+from ._lazy import LazyLeaf
 from ._mixed_precision import Mixed
 from ._offload import WINDOW, Offloaded
-from ._selective import Results
+from ._selective import Forward, Replay, Results
 from .policies import SavePolicy
 
 
@@ -78,7 +81,7 @@ def remat(
     def contexts() -> tuple[Any, Any]:
         assert policy is not None
         results = Results(policy, window, pool_of(directory))
-        return results.forward(), _Again(results)
+        return Forward(results), Replay(results)
 
     options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": contexts})
 
@@ -86,28 +89,23 @@ def remat(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if transforming():  # where the hooks that drop and recompute are not available; the value is the same
             return f(*args, **kwargs)
+        leaves, treedef = tree_flatten((args, kwargs))
+        # Tensors in trees are saved as inputs, too. A leaf that a step gathers is no tensor that could be saved.
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]
+        tensors = [leaves[i] for i in at]
+        for i in at:
+            leaves[i] = None
         ran: list[None] = []
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*tensors: Tensor) -> Any:
+            filled = list(leaves)
+            for i, x in zip(at, tensors, strict=True):
+                filled[i] = x
+            args, kwargs = tree_unflatten(treedef, filled)
             with recomputing() if ran else contextlib.nullcontext():
                 ran.append(None)
                 return f(*args, **kwargs)
 
-        return checkpoint(run, *args, **options, **kwargs)
+        return checkpoint(run, *tensors, **options)
 
     return recomputed
-
-
-class _Again:
-    """The context of a recomputation, which may happen more than once."""
-
-    def __init__(self, results: Results) -> None:
-        self._results = results
-        self._active: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._active.append(self._results.replay())
-        self._active[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._active.pop().__exit__(*error)

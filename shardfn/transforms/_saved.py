@@ -20,7 +20,6 @@ from shardfn.core import hearing_names
 from ._away import Away, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
-
 # How many saved tensors further back one looks for what to bring back next.
 _REACH = 256
 

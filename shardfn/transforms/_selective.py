@@ -4,8 +4,7 @@ The forward numbers the operations that make new tensors, and puts the results o
 the same operations; where a result was put aside, it is taken in place of running the operation.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +33,6 @@ class _Result:
         self.away: Away | None = None
 
     def send(self, to: Action, pool: PoolOf) -> Away | None:
-        if capturing():
-            raise CaptureError(
-                f"a policy of remat says {to!r}; a graph holds no such moves. Leave out jit for this loss, or use a"
-                " policy that keeps or recomputes."
-            )
         if self.x is None or not can_leave(self.x):
             return None
         self.away, self.x = Away(flat_of(self.x), to, pool), None
@@ -82,21 +76,7 @@ class Results:
         self._last: _Op | None = None
         self._waiting: list[_Op] = []
         self._leaving: list[Away] = []
-
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """While it is active, results are put aside."""
-        with hearing_names(self._name), _Forward(self):
-            yield
-        self._conclude()
-        self._of.clear()
-
-    @contextlib.contextmanager
-    def replay(self) -> Iterator[None]:
-        """While it is active, results that were put aside are taken. Each can be taken once."""
-        self._fetch_ahead(0)
-        with _Replay(self):
-            yield
+        self._refused: Action | None = None
 
     # The forward.
 
@@ -106,7 +86,7 @@ class Results:
             self._forget(x)
         if not is_numbered(func):
             return
-        self._conclude()
+        self.conclude()
         op = _Op(func)
         self.ops.append(op)
         outs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
@@ -126,7 +106,8 @@ class Results:
         saved = describe(name, x, op.name)
         return check_action(self._policy(saved), saved)
 
-    def _name(self, x: Tensor, name: str) -> None:
+    def name(self, x: Tensor, name: str) -> None:
+        """Hears that `x` has a name."""
         op = self._of.get(_key(x), (None, None))[1]
         if op is None:
             return
@@ -138,7 +119,7 @@ class Results:
             )
         op.action = action
 
-    def _conclude(self) -> None:
+    def conclude(self) -> None:
         """The last operation has its names: carries out what the policy says of it, as far as the budget goes."""
         op, self._last = self._last, None
         if op is None or not op.results or op.action == "keep":
@@ -152,7 +133,9 @@ class Results:
             self._part_with(oldest)
 
     def _part_with(self, op: _Op) -> None:
-        if op.action == "recompute":
+        if op.action != "recompute" and capturing():
+            self._refused = op.action  # an error here, in the middle of an operation, would end the process
+        if op.action == "recompute" or capturing():
             op.results = []
             return
         for result in op.results:
@@ -166,6 +149,20 @@ class Results:
         self._leaving = [a for a in self._leaving if a.leaving]
         while sum(a.nbytes for a in self._leaving) > self._window:
             self._leaving.pop(0).settle(wait=True)
+
+    def end(self) -> None:
+        """The forward is over.
+
+        Raises:
+            CaptureError: the policy moves values, and the forward was captured.
+        """
+        self.conclude()
+        self._of.clear()
+        if self._refused is not None:
+            raise CaptureError(
+                f"a policy of remat says {self._refused!r}; a graph holds no such moves. Leave out jit for this loss,"
+                " or use a policy that keeps or recomputes."
+            )
 
     def _forget(self, x: Tensor) -> None:
         op = self._of.get(_key(x), (None, None))[1]
@@ -190,12 +187,13 @@ class Results:
         if not op.results:
             return None
         self._settle()
-        self._fetch_ahead(number + 1)
+        self.fetch_ahead(number + 1)
         values = [r.take() for r in op.results]
         op.results = []
         return None if any(v is None for v in values) else op.makes([v for v in values if v is not None])
 
-    def _fetch_ahead(self, number: int) -> None:
+    def fetch_ahead(self, number: int) -> None:
+        """Begins to bring back what operations from `number` on have returned."""
         total = 0
         for op in self.ops[number:]:
             for away in [r.away for r in op.results if r.away is not None]:
@@ -205,12 +203,23 @@ class Results:
                 away.begin()
 
 
-class _Forward(TorchDispatchMode):
+class Forward(TorchDispatchMode):
     """Shows each operation to `Results`."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()
         self._results = results
+        self._hearing = hearing_names(results.name)
+
+    def __enter__(self) -> Any:
+        self._hearing.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hearing.__exit__(*error)
+        if error[0] is None:
+            self._results.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -220,12 +229,17 @@ class _Forward(TorchDispatchMode):
         return out
 
 
-class _Replay(TorchDispatchMode):
-    """Takes results in place of running operations."""
+class Replay(TorchDispatchMode):
+    """Takes results in place of running operations; each can be taken once."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()
         self._results, self._number = results, 0
+
+    def __enter__(self) -> Any:
+        self._number = 0
+        self._results.fetch_ahead(0)
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

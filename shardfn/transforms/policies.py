@@ -1,8 +1,8 @@
 """Policies: where a value that the backward needs waits for it.
 
 A policy is a pure function of what is known of the value, `SavedTensor -> "keep" | "recompute" | "host" | "disk"`, so
-one of your own is a lambda. `remat(f, policy=...)` asks it about the result of every operation, and `offload(f, policy)`
-about every tensor that autograd saves, which cannot be recomputed. Names and meanings are those of
+one of your own is a lambda. `remat(f, policy=...)` asks it about the result of every operation, and
+`offload(f, policy)` about every tensor that autograd saves, which cannot be recomputed. Names and meanings are those of
 `jax.checkpoint_policies`, where it has them.
 """
 
@@ -202,7 +202,7 @@ def offload_larger_than(nbytes: int, to: Action = "host") -> SavePolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A policy and a number of bytes: of what the policy would not keep, the newest `limit` bytes are kept all the same.
+    """A policy, of which the newest `limit` bytes that it would not keep are kept all the same.
 
     Attributes:
         limit: the bytes.
