@@ -7,13 +7,14 @@ moment they start, and a wait holds the computation until its transfer has arriv
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ._device import Cluster, Device, Link
 from ._flops import arithmetic, node_bytes, node_flops
+from ._moves import moves
 from ._transfers import Transfer, is_wait, transfers
 from ._values import PHASES, dtype_name, phases_of, where_of
 
@@ -25,11 +26,10 @@ class CostAnalysis:
     Attributes:
         flops: floating-point operations.
         flops_by_phase: phase -> operations.
-        bytes: what ops read and write in the device's memory.
+        bytes: what ops read and write in memory.
         bytes_by_phase: phase -> bytes.
         transfers: (collective, axes) -> (calls, bytes sent), as the traffic counter has them.
-        host_bytes: bytes between device and host.
-        disk_bytes: bytes between host and disk.
+        moves: (from, to) -> (moves, bytes) between "device", "host" and "disk", as the ledger has them.
     """
 
     flops: int
@@ -37,8 +37,17 @@ class CostAnalysis:
     bytes: int
     bytes_by_phase: Mapping[str, int]
     transfers: Mapping[tuple[str, str], tuple[int, int]]
-    host_bytes: int = 0
-    disk_bytes: int = 0
+    moves: Mapping[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes between device and host, both ways."""
+        return sum(nbytes for ends, (_, nbytes) in self.moves.items() if "device" in ends)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes between host and disk, both ways."""
+        return sum(nbytes for ends, (_, nbytes) in self.moves.items() if "disk" in ends)
 
     @property
     def sent(self) -> int:
@@ -46,9 +55,10 @@ class CostAnalysis:
         return sum(sent for _, sent in self.transfers.values())
 
     def __str__(self) -> str:
-        """A table: phases, then collectives."""
+        """A table: phases, then collectives, then moves."""
         phases = [f"  {p:<9} {self.flops_by_phase[p]:>20,} flops {self.bytes_by_phase[p]:>20,} bytes" for p in PHASES]
         moves = [f"  {op} over {axes}: {n} calls, {sent:,} bytes" for (op, axes), (n, sent) in self.transfers.items()]
+        moves += [f"  {src} -> {dst}: {n} moves, {nbytes:,} bytes" for (src, dst), (n, nbytes) in self.moves.items()]
         return "\n".join([f"{self.flops:,} flops, {self.bytes:,} bytes", *phases, *moves])
 
 
@@ -114,11 +124,18 @@ def cost_analysis(gm: GraphModule) -> CostAnalysis:
     for node, phase in phases_of(gm).items():
         flops[phase] += node_flops(node)
         moved[phase] += node_bytes(node)
-    traffic: dict[tuple[str, str], tuple[int, int]] = {}
-    for move in transfers(gm):
-        calls, sent = traffic.get((move.op, move.axes), (0, 0))
-        traffic[move.op, move.axes] = (calls + 1, sent + move.sent)
-    return CostAnalysis(sum(flops.values()), dict(flops), sum(moved.values()), dict(moved), traffic)
+    traffic = _totals(((t.op, t.axes), t.sent) for t in transfers(gm))
+    local = _totals(((m.src, m.dst), m.nbytes) for m in moves(gm))
+    return CostAnalysis(sum(flops.values()), dict(flops), sum(moved.values()), dict(moved), traffic, local)
+
+
+def _totals(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, str], tuple[int, int]]:
+    """How many entries each key has, and their sum."""
+    out: dict[tuple[str, str], tuple[int, int]] = {}
+    for key, nbytes in entries:
+        count, total = out.get(key, (0, 0))
+        out[key] = count + 1, total + nbytes
+    return out
 
 
 def node_seconds(node: Node, device: Device) -> float:

@@ -57,7 +57,7 @@ def call(
         like: the node in whose stead it stands.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), target._schema.name.split("::")[1])
-    node.meta.update({k: like.meta[k] for k in ("phase", "where") if k in like.meta})
+    node.meta.update({k: like.meta[k] for k in ("phase", "where", "memory") if k in like.meta})
     node.meta["val"] = abstract_value(node)
     return node
 

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from shardfn.memory import on_host
+
+from ._moves import memory_of
 from ._regions import Region
 
 _ATEN = torch.ops.aten
@@ -82,8 +85,10 @@ class _Writer:
         self.bound: dict[Any, str] = {}
         self.arguments: list[str] = []
         self.lines: list[str] = []
+        self.on_host = False
 
     def write(self, step: Node | Region, dead: list[Node]) -> None:
+        self._enter(isinstance(step, Node) and step.op == "call_function" and memory_of(step) == "host")
         if isinstance(step, Region):
             self._region(step, dead)
         elif step.op == "placeholder":
@@ -102,6 +107,12 @@ class _Writer:
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         exec(compile(source, name, "exec"), self.globals)
         return self.globals["step"]
+
+    def _enter(self, host: bool) -> None:
+        """What is made on the host says so, for the ledger."""
+        if host and not self.on_host:
+            self._line(f"with {self._global(on_host)}():")
+        self.on_host = host
 
     def _region(self, region: Region, dead: list[Node]) -> None:
         """The list owns the inputs that die here, so that the kernel can drop them as it goes."""
@@ -155,7 +166,7 @@ class _Writer:
             self._line(f"del {', '.join(self.names[node] for node in nodes)}")
 
     def _line(self, text: str) -> None:
-        self.lines.append("    " + text)
+        self.lines.append("    " * (2 if self.on_host else 1) + text)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ._moves import is_fetch
 from ._transfers import is_start, is_wait, start_of
 from ._values import storage_of, tensors_of, written_by
 
@@ -152,6 +153,8 @@ def is_wait_input(node: Node) -> bool:
 
 def keeps_its_place(node: Node) -> bool:
     """Whether a node is there for what it does: it writes, transfers, draws at random or acts outside the graph."""
+    if is_fetch(node):
+        return False  # this rank's own affair, and repeatable
     return bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns(node)) or node.op == "placeholder"
 
 
@@ -250,13 +253,13 @@ def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: se
 
 
 def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: Memory) -> dict[Node, int]:
-    """For each node the index in `order` after which it could run, if mere copies and views were moved for it."""
+    """For each node the index in `order` after which it could run, if copies, views and fetches were moved for it."""
     at = {n: i for i, n in enumerate(order)}
     free: dict[Node, int] = {}
     out: dict[Node, int] = {}
     for node in memory.order:
         out[node] = max((free[p] for p in before[node]), default=-1)
-        free[node] = out[node] if is_copy(node) or memory.is_view(node) else at[node]
+        free[node] = out[node] if is_copy(node) or memory.is_view(node) or is_fetch(node) else at[node]
     return out
 
 

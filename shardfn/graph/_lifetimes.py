@@ -8,6 +8,8 @@ and memory of its own:
     psum_scatter  the blocks that arrive, (ranks - 1) of them on the first and the last rank; of two ranks they become
                   the result, else the result is added at the wait
     psum          a packed copy of its parts, which becomes the result
+
+A token stands for what it names: the bytes on disk.
 """
 
 import collections
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from ._moves import Move, memory_of, moves, stored_bytes
 from ._transfers import Transfer
 from ._values import storage_of, tensors_of
 
@@ -42,23 +45,25 @@ class Block:
     operand: str = ""
 
 
-def blocks_of(gm: GraphModule, moves: Sequence[Transfer]) -> list[Block]:
+def blocks_of(gm: GraphModule, sent: Sequence[Transfer]) -> list[Block]:
     """Every piece of memory of the step, in the order of birth.
 
     Args:
         gm: the step.
-        moves: its transfers.
+        sent: its transfers between ranks.
     """
     nodes = list(gm.graph.nodes)
     at = {n: i for i, n in enumerate(nodes)}
     blocks = _stored(nodes, at)
     hidden: list[Block] = []
-    for move in moves:
+    for local in moves(gm):
+        _hold_operands(local, at, blocks)
+    for move in sent:
+        _hold_operands(move, at, blocks)
         if move.wait is not None:
-            _hold_operands(move, at, blocks)
             if move.node.target is torch.ops.shardfn.psum_scatter_start.default:
                 hidden += _arriving(move, at, blocks)
-    _hold_sent(moves, at, blocks, len(nodes) - 1)
+    _hold_sent(sent, at, blocks, len(nodes) - 1)
     out = [*blocks.values(), *hidden]
     return sorted((b for b in out if b.nbytes), key=lambda b: b.born)
 
@@ -72,7 +77,9 @@ def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
         for tensor in tensors_of(node):
             storage = storage_of(tensor)
             if storage not in blocks:
-                blocks[storage] = Block(tensor.untyped_storage().nbytes(), node, -1 if given else i, last)
+                on_disk = memory_of(node) == "disk"
+                size = stored_bytes(node) if on_disk else tensor.untyped_storage().nbytes()
+                blocks[storage] = Block(size, node, -1 if given else i, last)
             block = blocks[storage]
             block.dies = max(block.dies, last)
             if not block.holders or block.holders[-1] is not node:
@@ -80,9 +87,8 @@ def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
     return blocks
 
 
-def _hold_operands(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> None:
-    assert move.wait is not None
-    if move.node.target is torch.ops.shardfn.psum_start.default:
+def _hold_operands(move: Transfer | Move, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> None:
+    if move.wait is None or move.node.target is torch.ops.shardfn.psum_start.default:
         return  # it sends a packed copy
     for node in move.node.all_input_nodes:
         for tensor in tensors_of(node):

@@ -1,17 +1,20 @@
 """How much memory a captured step needs, when, and for what: liveness over the graph, in the order in which it runs."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ._lifetimes import Block, blocks_of
+from ._moves import TO_DEVICE, memory_of
 from ._scratch import scratch_bytes
 from ._transfers import Transfer, transfers
 from ._values import dtype_name, phases_of, sources, tensors_of, where_of
 
 KINDS: tuple[str, ...] = ("params", "grads", "optimizer", "gathered", "activations", "batch", "temporaries", "other")
+MEMORIES: tuple[str, ...] = ("device", "host", "disk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class MemoryAnalysis:
     """The memory of one step on one rank, in bytes.
 
     Attributes:
-        peak: the most that is alive at once.
+        peak: the most that is alive at once on the device; of it speak the fields below, but for the last two.
         by_kind: kind -> bytes alive at the peak; they add up to `peak`.
         max_by_kind: kind -> the most of it that is alive at any time.
         node: the node that runs at the peak.
@@ -50,6 +53,8 @@ class MemoryAnalysis:
         phase: the phase there.
         timeline: bytes alive after each node, in the graph's order.
         largest: the largest pieces alive at the peak, largest first.
+        by_memory: "device", "host", "disk" -> the most that is alive there at once, each at a time of its own.
+        max_by_memory: for each of them, kind -> the most of it that is alive there at any time.
     """
 
     peak: int
@@ -60,6 +65,8 @@ class MemoryAnalysis:
     phase: str
     timeline: tuple[int, ...]
     largest: tuple[Live, ...]
+    by_memory: Mapping[str, int]
+    max_by_memory: Mapping[str, Mapping[str, int]]
 
     def __str__(self) -> str:
         """A table: kinds, then the largest pieces."""
@@ -70,17 +77,23 @@ class MemoryAnalysis:
             if self.max_by_kind[k]
         ]
         rows = [f"  {_mib(v.nbytes)}  {v.kind:<11} {v.dtype}{list(v.shape)} {v.leaf or v.name}" for v in self.largest]
-        return "\n".join([head, *kinds, "largest:", *rows])
+        return "\n".join([head, *kinds, *self._elsewhere(), "largest:", *rows])
+
+    def _elsewhere(self) -> list[str]:
+        """A line for each other memory that is used."""
+        used = [m for m in MEMORIES[1:] if self.by_memory[m]]
+        shown = {m: [f"{k} {_mib(n)}" for k, n in self.max_by_memory[m].items() if n] for m in used}
+        return [f"{m} peak {_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
 
 
 def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
     """The peak of live tensor bytes of a captured step, by kind and over time.
 
     live(i) = sum of the blocks born at or before node i that die at or after it, and the scratch of i itself;
-    peak = max_i live(i). Kinds: what the caller gives is `params`, `optimizer`, `batch` (or `other`); what a gather
-    makes is `gathered`; what is made in the backward for the update or for a sum over ranks is `grads`; what is made in
-    the forward and used in the backward is `activations`; results that nothing else reads are `other`; the rest is
-    `temporaries`.
+    peak = max_i live(i), for each memory. Kinds: what the caller gives is `params`, `optimizer`, `batch` (or `other`);
+    what a gather or a fetch for the loss makes is `gathered`; what is made in the backward for the update or for a sum
+    over ranks is `grads`; what is made in the forward and used in the backward is `activations`; results that nothing
+    else reads are `other`; the rest is `temporaries`.
 
     Args:
         gm: the step.
@@ -95,13 +108,13 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
         >>> memory_analysis(gm).peak
         12000
     """
-    nodes, moves, phases = list(gm.graph.nodes), transfers(gm), phases_of(gm)
-    blocks = blocks_of(gm, moves)
-    kinds = _kinds(blocks, moves, phases)
-    scratch = [scratch_bytes(n) for n in nodes]
-    walk = _walk(blocks, kinds, scratch)
-    at = walk.at
-    alive = [(b, k) for b, k in zip(blocks, kinds, strict=True) if b.born <= at <= b.dies]
+    nodes, sent, phases = list(gm.graph.nodes), transfers(gm), phases_of(gm)
+    blocks = blocks_of(gm, sent)
+    kinds = _kinds(blocks, sent, phases)
+    walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
+    walk, pairs = walks["device"], zip(blocks, kinds, strict=True)
+    at, scratch = walk.at, _scratch_in("device", nodes)
+    alive = [(b, k) for b, k in pairs if b.born <= at <= b.dies and memory_of(b.maker) == "device"]
     top = sorted(alive, key=lambda pair: -pair[0].nbytes)[:largest]
     return MemoryAnalysis(
         peak=walk.peak,
@@ -112,6 +125,8 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
         phase=phases[nodes[at]],
         timeline=tuple(walk.timeline),
         largest=tuple(_live(b, k) for b, k in top),
+        by_memory={m: max(w.peak, 0) for m, w in walks.items()},
+        max_by_memory={m: w.most for m, w in walks.items()},
     )
 
 
@@ -126,6 +141,16 @@ class _Walk:
     peak: int
     most: dict[str, int]
     timeline: list[int]
+
+
+def _walk_in(memory: str, nodes: Sequence[Node], blocks: Sequence[Block], kinds: Sequence[str]) -> _Walk:
+    mine = [memory_of(b.maker) == memory for b in blocks]
+    chosen = list(itertools.compress(blocks, mine)), list(itertools.compress(kinds, mine))
+    return _walk(*chosen, _scratch_in(memory, nodes))
+
+
+def _scratch_in(memory: str, nodes: Sequence[Node]) -> list[int]:
+    return [scratch_bytes(n) if memory_of(n) == memory else 0 for n in nodes]
 
 
 def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _Walk:
@@ -199,7 +224,7 @@ def _kind(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[
     if maker.op != "call_function":
         kind = maker.meta.get("kind", "other")
         return kind if kind in KINDS else "other"
-    if any(h in gathered for h in block.holders):
+    if any(h in gathered for h in block.holders) or (maker.target is TO_DEVICE and phases[maker] != "update"):
         return "gathered"
     if block.operand or any(h in summed for h in block.holders):
         return "grads" if phases[maker] != "forward" else "temporaries"

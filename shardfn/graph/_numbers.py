@@ -6,6 +6,7 @@ from typing import Any
 from torch.fx import Node
 
 from ._hazards import GATHERS, Memory, is_random
+from ._moves import is_fetch
 from ._transfers import is_start, is_wait
 
 _INTO = GATHERS[1]
@@ -14,8 +15,8 @@ _INTO = GATHERS[1]
 def value_numbers(memory: Memory) -> dict[Node, int]:
     """One number a node: equal if the same ops read the same placeholders, between the same writes to them.
 
-    A gather of the same block is the same value. What is overwritten later, drawn at random or summed over ranks equals
-    nothing else.
+    A gather of the same block is the same value, and so is a fetch. What is overwritten later, drawn at random or
+    summed over ranks equals nothing else.
 
     Example:
         >>> import torch
@@ -40,7 +41,7 @@ class _Numbering:
 
     def _key(self, node: Node) -> Hashable:
         memory = self._memory
-        moving = is_start(node) and node.target is not GATHERS[0]
+        moving = is_start(node) and node.target is not GATHERS[0] and not is_fetch(node)
         if node.op != "call_function" or moving or memory.mutates(node) or is_random(node):
             return node
         if any(m in memory.mutated and m not in memory.given for m in memory.shown(node)):

@@ -1,12 +1,13 @@
 """Reductions leave as soon as they can and are awaited as late as they may."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered
 from ._hazards import REDUCTIONS, Memory, dependences, dependents, is_copy, legal_order, put_forward
+from ._moves import TO_HOST
 from ._sink import waits_and_views
 from ._transfers import is_wait, start_of, wait_of
 
@@ -15,7 +16,8 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     """Starts each sum as early as its inputs allow and waits for it as late as possible: the backward covers it.
 
     A wait stands before the first use of its value; or, oldest first, before a start that would bring the whole
-    gradients in flight above `limit` bytes. The reductions keep their order.
+    gradients in flight above `limit` bytes. A sum that is kept on the host sets out for it when the next
+    reduction starts, so that the backward covers this way, too. The reductions keep their order.
 
         f = g.view(-1)                          f = g.view(-1)
         y = dy @ w                              h = psum_scatter_start(f)
@@ -52,8 +54,9 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     memory = Memory(gm)
     before = dependences(memory)
     order = put_forward(memory.order, before, _eager(memory, dependents(before)))
-    lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target in REDUCTIONS)
-    wish = [*_limited([n for n in order if n not in lazy][:-1], limit)]
+    leaving = _leaving(memory)
+    lazy = {*waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target in REDUCTIONS), *_flat(leaving)}
+    wish = [*_limited([n for n in order if n not in lazy][:-1], limit, leaving)]
     return reordered(gm, legal_order([*wish, *(n for n in order if n in lazy), order[-1]], before))[0]
 
 
@@ -73,13 +76,36 @@ def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
     return eager
 
 
-def _limited(order: list[Node], limit: int) -> Iterator[Node]:
+def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
+    """For each reduction what it takes to send its sum to the host: copies and views of the sum, and the move."""
+    behind: dict[Node, Node] = {}
+    chains: dict[Node | None, list[Node]] = {}
+    for node in memory.order:
+        if is_wait(node) and start_of(node).target in REDUCTIONS:
+            behind[node] = start_of(node)
+            continue
+        follows = [behind.get(n) for n in node.all_input_nodes]
+        only = is_copy(node) or memory.is_view(node) or node.target is TO_HOST
+        if only and follows and follows[0] is not None and len(set(follows)) == 1:
+            chains.setdefault(follows[0], []).append(node)
+            if node.target is not TO_HOST:
+                behind[node] = follows[0]
+    return {start: chain for start, chain in chains.items() if any(n.target is TO_HOST for n in chain)}
+
+
+def _flat(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
+    return [node for chain in chains.values() for node in chain]
+
+
+def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[Node]]) -> Iterator[Node]:
     """Puts waits before starts that would exceed the limit; the others stand where they are needed."""
     flying: collections.deque[tuple[Node, int]] = collections.deque()
+    before: Node | None = None  # the reduction before
     total = 0
     for node in order:
         if node.target in REDUCTIONS:
-            nbytes = reduced_bytes(node)
+            yield from leaving.get(before, ())
+            before, nbytes = node, reduced_bytes(node)
             while flying and total + nbytes > limit:
                 oldest, freed = flying.popleft()
                 total -= freed

@@ -1,13 +1,19 @@
-"""Gathers are issued ahead of their use, within a budget."""
+"""Gathers are issued ahead of their use, within a budget; and what they gather is fetched ahead of them."""
 
 import collections
+from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered
 from ._hazards import GATHERS, Memory, dependences, legal_order, put_off, ready_after
+from ._moves import READ, TO_DEVICE, is_fetch
 from ._sink import waits_and_views
-from ._transfers import is_wait, start_of
+from ._transfers import is_start, is_wait, start_of
+from ._values import phases_of
+
+# How much further ahead than leaves are gathered their pieces are read from the disk.
+READ_AHEAD = 3
 
 
 def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
@@ -15,7 +21,8 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
 
     The gathers keep their order, so all ranks still issue the same transfers in the same order; what they read is read
     no earlier than it was written. Their waits go down to the first use, as in `sink_waits`; a gather that was ahead by
-    more than the budget is held back.
+    more than the budget is held back. Blocks that are kept on the host begin their way to the device as many bytes
+    before they are gathered, or used; those on disk are read three times as far ahead.
 
         w1 = wait(all_gather_start(a))          h1 = all_gather_start(a)
         y = x @ w1                              h2 = all_gather_start(b)
@@ -49,12 +56,30 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     """
     if budget < 0:
         raise ValueError(f"prefetch(budget={budget}): a budget of bytes must not be negative.")
-    memory = Memory(gm)
+    memory, phases = Memory(gm), phases_of(gm)
     before = dependences(memory)
-    waits = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target in GATHERS)
-    order = put_off(memory.order, before, waits)
-    ready = ready_after(order, dependences(memory, channels=False), memory)
-    return reordered(gm, legal_order(_Ahead(order, ready, budget).wish(), before))[0]
+    free = dependences(memory, channels=False)
+
+    def used(node: Node) -> bool:  # the update bounds by its own order what is under way
+        return phases[node] != "update"
+
+    order = put_off(memory.order, before, waits_and_views(memory, lambda n: _lands(n) and (used(n) or _gathers(n))))
+    stages = [(_gathers, budget)]
+    if any(map(is_fetch, memory.order)):
+        stages += [(lambda n: n.target is TO_DEVICE and used(n), budget)]
+        stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]
+    for which, limit in stages:
+        ready = ready_after(order, free, memory)
+        order = legal_order(_Ahead(order, ready, limit, which).wish(), before)
+    return reordered(gm, order)[0]
+
+
+def _lands(node: Node) -> bool:
+    return is_wait(node) and (start_of(node).target in GATHERS or is_fetch(node))
+
+
+def _gathers(node: Node) -> bool:
+    return (start_of(node) if is_wait(node) else node).target in GATHERS
 
 
 def gathered_bytes(start: Node) -> int:
@@ -64,20 +89,21 @@ def gathered_bytes(start: Node) -> int:
 
 
 class _Ahead:
-    """Walks through the order and starts gathers while the budget lasts."""
+    """Walks through the order and starts what `which` accepts while the budget lasts."""
 
-    def __init__(self, order: list[Node], ready: dict[Node, int], budget: int) -> None:
+    def __init__(self, order: list[Node], ready: dict[Node, int], budget: int, which: Callable[[Node], bool]) -> None:
         self._order, self._ready, self._budget = order, ready, budget
-        self._starts = collections.deque(n for n in order if n.target in GATHERS)
+        self._starts = collections.deque(n for n in order if is_start(n) and which(n))
+        self._chosen = set(self._starts)
         self._flying: dict[Node, int] = {}
         self._bytes = 0
 
     def wish(self) -> list[Node]:
         out: list[Node] = []
         for i, node in enumerate(self._order):
-            if node.target in GATHERS:
+            if node in self._chosen:
                 continue
-            if is_wait(node) and start_of(node).target in GATHERS:
+            if is_wait(node) and start_of(node) in self._chosen:
                 out += self._land(start_of(node))
             if node.op != "placeholder":
                 out += self._admit(i)

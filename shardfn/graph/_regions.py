@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ._moves import memory_of
+from ._transfers import is_wait
 from ._values import num_bytes, storage_of, tensors_of, written_by
 
 _ATEN = torch.ops.aten
@@ -138,6 +140,8 @@ def _fuses(node: Node) -> bool:
         return False
     if torch.Tag.pointwise not in op.tags and op._schema.name not in _FUSED:
         return False
+    if any(memory_of(n) != "device" for n in (node, *node.all_input_nodes)):
+        return False  # a kernel works in one memory, and the device's is the one that is worth it
     near = [tensors_of(n) for n in (node, *node.all_input_nodes)]
     return all(near) and all(_plain(t) for tensors in near for t in tensors)
 
@@ -158,7 +162,7 @@ def _bytes(node: Node) -> int:
 
 def _written(node: Node) -> list[Node]:
     """The arguments that a node writes; a wait ends a write that its start began."""
-    if str(node.target) not in ("shardfn.wait.default", "_c10d_functional.wait_tensor.default"):
+    if not is_wait(node):
         return written_by(node)
     return [*node.all_input_nodes, *(n for start in node.all_input_nodes for n in written_by(start))]
 

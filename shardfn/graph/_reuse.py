@@ -1,11 +1,13 @@
-"""A second gather of a leaf that is still here is dropped."""
+"""A second gather of a leaf that is still here is dropped, and a second fetch."""
 
 import collections
+from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered, revalue
 from ._hazards import GATHERS, Memory
+from ._moves import TO_DEVICE
 from ._numbers import value_numbers
 from ._prefetch import gathered_bytes
 from ._transfers import wait_of
@@ -15,8 +17,9 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     """Drops the second gather of a leaf where its first value is still alive, or is worth keeping until then.
 
     It is worth it where the other gathered values that are used between the last use of the first and the first use of
-    the second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. A value
-    that is written to, or returned, is not shared; nor are gathers with a write to the block between them.
+    the second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. What is
+    brought from the host for use counts as gathered. A value that is written to, or returned, is not shared; nor are
+    gathers with a write to the block between them.
 
         w = wait(all_gather_start(a))           w = wait(all_gather_start(a))
         y = x @ w                               y = x @ w
@@ -47,7 +50,10 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     if budget < 0:
         raise ValueError(f"reuse_gathers(budget={budget}): a budget of bytes must not be negative.")
     memory = Memory(gm)
-    stands = _Recent(memory, budget).stands
+    # Apart, since what is not gathered may have other sizes on other ranks, which must gather alike.
+    lone = _lone_fetches(memory)
+    stands = _Recent(memory, budget, lambda n: n.target is GATHERS[0]).stands
+    stands |= _Recent(memory, budget, lone.__contains__).stands
     dropped = {n for w in stands for n in (w, *w.all_input_nodes)}
     out, new = reordered(gm, memory.order)
     for again, first in stands.items():
@@ -68,7 +74,7 @@ class _Recent:
         stands: for each wait that is dropped the wait whose value stands for it.
     """
 
-    def __init__(self, memory: Memory, budget: int) -> None:
+    def __init__(self, memory: Memory, budget: int, which: Callable[[Node], bool]) -> None:
         self._memory, self._budget = memory, budget
         self._number = value_numbers(memory)
         self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
@@ -78,7 +84,7 @@ class _Recent:
         self._leaf: dict[int, int] = {}
         self.stands: dict[Node, Node] = {}
         for node in memory.order:
-            wait = wait_of(node) if node.target is GATHERS[0] else None
+            wait = wait_of(node) if which(node) else None
             if wait is not None and not private.intersection(memory.shown(wait)):
                 self._gather(node, wait)
             for m in memory.reads(node):
@@ -106,6 +112,13 @@ class _Recent:
         # What stays beside the oldest one is what was used after it.
         while self._recent and self._total - next(iter(self._recent.values())) > self._budget:
             self._total -= self._recent.popitem(last=False)[1]
+
+
+def _lone_fetches(memory: Memory) -> set[Node]:
+    """The moves to the device whose values are used as they are, and not gathered there."""
+    gathered = {m for n in memory.order if n.target in GATHERS for m in memory.reads(n)}
+    waits = {n: wait_of(n) for n in memory.order if n.target is TO_DEVICE}
+    return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}
 
 
 def _uses(memory: Memory) -> tuple[dict[int, int], set[int]]:

@@ -6,6 +6,7 @@ from torch.fx import GraphModule, Node
 
 from ._edit import reordered
 from ._hazards import Memory, dependences, put_off
+from ._moves import MOVE_WAIT
 from ._transfers import is_wait
 
 
@@ -13,7 +14,8 @@ def sink_waits(gm: GraphModule) -> GraphModule:
     """Moves each wait, and the views of what it returns, down to just before the first use.
 
     What happens between start and wait then overlaps with the transfer. A wait passes neither a use of its value,
-    through whatever alias, nor a write to what its transfer reads.
+    through whatever alias, nor a write to what its transfer reads. Moves between memories are waited for where the
+    program says, since it bounds by that what is under way.
 
         h = all_gather_start(own)        h = all_gather_start(own)
         w = wait(h)                      y = x * 2
@@ -40,7 +42,8 @@ def sink_waits(gm: GraphModule) -> GraphModule:
         ['all_gather_start', 'mul', 'wait', 'add', 'output']
     """
     memory = Memory(gm)
-    order = put_off(memory.order, dependences(memory), waits_and_views(memory, is_wait))
+    lazy = waits_and_views(memory, lambda n: is_wait(n) and n.target is not MOVE_WAIT)
+    order = put_off(memory.order, dependences(memory), lazy)
     return reordered(gm, order)[0]
 
 

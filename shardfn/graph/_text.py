@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ._moves import MOVES, is_move, moved_bytes
 from ._transfers import Transfer, is_wait, start_of, transfers
 from ._values import dtype_name, phases_of, tensors_of, where_of
 
@@ -57,6 +58,9 @@ def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
         return f"constant {node.target}"
     if node in moves:
         return _move(node, moves[node])
+    if is_move(node):
+        src, dst, _ = MOVES[node.target]
+        return f"start {src} -> {dst}({_show(tuple(node.all_input_nodes))}) {moved_bytes(node)} bytes"
     if is_wait(node) and start_of(node) in moves:
         move = moves[start_of(node)]
         return f"wait({_show(node.args[0])}) for {move.op} over {move.axes}"

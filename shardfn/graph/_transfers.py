@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 import shardfn.collectives  # noqa: F401  # defines torch.ops.shardfn
 
 from ._leaves import Updates, leaves_behind
+from ._moves import MOVE_WAIT, is_move
 from ._values import axes_size, num_bytes, phases_of, tensors_in, where_of
 
 
@@ -89,14 +90,14 @@ def transfers(gm: GraphModule) -> list[Transfer]:
         [('all_gather', 'dp', 12)]
     """
     phases = phases_of(gm)
-    starts = [n for n in gm.graph.nodes if is_start(n)]
+    starts = [n for n in gm.graph.nodes if is_start(n) and not is_move(n)]
     updates = Updates(gm)
     return [_transfer(n, gm.meta, phases[n], updates) for n in starts]
 
 
 def is_start(node: Node) -> bool:
-    """Whether `node` starts a transfer."""
-    return node.op == "call_function" and node.target in _READERS
+    """Whether `node` starts a transfer, between ranks or between memories."""
+    return node.op == "call_function" and (node.target in _READERS or is_move(node))
 
 
 def is_wait(node: Node) -> bool:
@@ -249,4 +250,4 @@ _READERS: dict[Any, Callable[[Node, Mapping[str, Any]], _Move]] = {
     _C10D.reduce_scatter_tensor.default: _functional_reduce_scatter,
     _C10D.all_to_all_single.default: _functional_all_to_all,
 }
-_WAITS = {_OPS.wait.default, _C10D.wait_tensor.default}
+_WAITS = {_OPS.wait.default, _C10D.wait_tensor.default, MOVE_WAIT}

@@ -3,7 +3,9 @@
 from ._transfer import Transfer as Transfer, arrived as arrived, to_device as to_device, to_host as to_host
 from ._put import put as put
 from ._host import host_empty as host_empty
-from ._ledger import Ledger as Ledger, ledger as ledger, on_host as on_host
-from ._pool import Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
+from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
+from ._pool import AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
+from ._traced import TracedPool as TracedPool, TracedStored as TracedStored
+from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of
 from ._errors import DamagedError as DamagedError, DiskFullError as DiskFullError, PoolInUseError as PoolInUseError

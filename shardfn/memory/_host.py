@@ -9,6 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ._ledger import on_host, record_tensor
+from ._traced import capturing, traced_host_empty
 
 PAGE = 4096
 # From here on a mapping of its own is worth a system call: it is page-aligned, as direct I/O needs it.
@@ -32,6 +33,8 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.f
         >>> host_empty((2, 3), torch.bfloat16).shape
         torch.Size([2, 3])
     """
+    if capturing():
+        return traced_host_empty(tuple(shape), dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _SMALL or torch.cuda.is_available():
         return _torch_empty(tuple(shape), dtype)

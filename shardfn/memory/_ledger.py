@@ -185,12 +185,23 @@ def on_host() -> Iterator[None]:
         >>> book.live("host")
         16
     """
-    before = getattr(_REGION, "host", False)
+    before = in_host_region()
     _REGION.host = True
     try:
         yield
     finally:
         _REGION.host = before
+
+
+def in_host_region() -> bool:
+    """Whether `on_host()` is open on this thread.
+
+    Example:
+        >>> with on_host():
+        ...     in_host_region()
+        True
+    """
+    return getattr(_REGION, "host", False)
 
 
 def default_device() -> torch.device:
@@ -247,7 +258,7 @@ class _Watch(TorchDispatchMode):
         # storage is a view of something older than the ledger.
         if func is not torch.ops.aten.lift_fresh.default and key in _storages((args, kwargs)):
             return
-        host = getattr(_REGION, "host", False) or not self._cpu_is_device
+        host = in_host_region() or not self._cpu_is_device
         self._book.hold(storage, key, "host" if host else "device", storage.nbytes())
 
 

@@ -26,6 +26,7 @@ from ._errors import PoolInUseError
 from ._host import PAGE
 from ._io import Io, Sums, check_sizes, why_not_direct
 from ._slots import Slot, Slots
+from ._traced import TracedPool
 from ._transfer import Transfer
 
 _LOG = logging.getLogger("shardfn.memory")
@@ -343,6 +344,10 @@ class Pool:
         """Raises ValueError if the pool was closed."""
         if self._closed:
             raise ValueError(f"{self!r} is closed.")
+
+
+# What the engine of a step takes: a pool, or its stand-in while the step is captured.
+AnyPool = Pool | TracedPool
 
 
 def _entry(x: Value) -> dict[str, Any]:

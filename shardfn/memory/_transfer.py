@@ -18,6 +18,7 @@ from torch import Tensor
 from ._host import host_empty
 from ._ledger import default_device, record_move
 from ._threads import submit
+from ._traced import TracedTransfer, capturing, traced_to_device, traced_to_host
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> T
     return Transfer(value, wait, lambda: all(f.done() for f in futures), wait)
 
 
-def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Transfer[Tensor]:
+def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Transfer[Tensor] | TracedTransfer:
     """Starts the copy of a device tensor to the host. Not differentiable; `put` is.
 
     Args:
@@ -84,7 +85,8 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
         out: host tensor of that shape and dtype to fill, or None for a fresh one.
 
     Returns:
-        The host tensor, under way. `x` and `out` must be left alone until it is done.
+        The host tensor, under way. `x` and `out` must be left alone until it is done. While a program is captured, an
+        op of its graph.
 
     Raises:
         ValueError: `out` differs in shape or dtype, or is no CPU tensor.
@@ -94,6 +96,8 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
         tensor([0., 1., 2.])
     """
     x = x.detach()
+    if capturing():
+        return traced_to_host(x, out)
     if out is None:
         out = host_empty(x.shape, x.dtype)
     _check_out(x, out, torch.device("cpu"))
@@ -105,7 +109,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
 
 def to_device(
     x: Shaped[Tensor, "..."], device: torch.device | str | None = None, out: Shaped[Tensor, "..."] | None = None
-) -> Transfer[Tensor]:
+) -> Transfer[Tensor] | TracedTransfer:
     """Starts the copy of a host tensor to a device. Not differentiable; `put` is.
 
     Args:
@@ -114,7 +118,8 @@ def to_device(
         out: tensor of that shape and dtype there to fill, or None for a fresh one.
 
     Returns:
-        The device tensor, under way. `x` and `out` must be left alone until `done()` or after `wait()`.
+        The device tensor, under way. `x` and `out` must be left alone until `done()` or after `wait()`. While a program
+        is captured, an op of its graph.
 
     Raises:
         ValueError: `out` differs in shape, dtype or device.
@@ -125,6 +130,8 @@ def to_device(
     """
     x = x.detach()
     place = torch.device(device) if device is not None else out.device if out is not None else default_device()
+    if capturing():
+        return traced_to_device(x, place, out)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=place)
     _check_out(x, out, place)

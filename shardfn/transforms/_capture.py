@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from shardfn.collectives import counting_nothing, current_line, recording_lines, with_sizes
+from shardfn.memory import in_host_region
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Rooms whose lines are the model's own, as a user's would be.
@@ -67,7 +68,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Writes phase and line beside every op, while a capture runs."""
+        """Writes phase, line and memory beside every op, while a capture runs."""
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
@@ -77,6 +78,8 @@ class Recorder:
         def create_node(*args: Any, **kwargs: Any) -> Node:
             node = create(*args, **kwargs)
             node.meta["phase"] = self.phase
+            if in_host_region():
+                node.meta["memory"] = "host"
             line = current_line()
             if _RECOMPUTING and _draws(node):
                 raise CaptureError(

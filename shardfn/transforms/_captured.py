@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardfn.collectives import StoppedError, bind_channels, channel_axes, record, text_hash
-from shardfn.core import PyTree, RankError, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn.core import PyTree, RankError, Stored, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.graph import Compiled, Events, Transfer, collective_events, compare_events
+from shardfn.memory import bind_pool, stored_of, token_of
 
 from ._comms import Comms
 from ._jit import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
 from ._plan import Plan
+from ._pools import disk_of
 from ._state import TrainState, scale_of
 from ._traced_step import StepParts, StepProgram, capture_step
 from ._update import next_state, take_state
@@ -41,16 +43,14 @@ class CapturedSteps:
         self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """One step."""
-        blocks, opt = [x.local for x in tree_leaves(state.params)], tree_map(lambda x: x.local, state.opt_state)
-        key = even, signature(plan, args), _layouts(blocks, opt)
+        key = even, signature(plan, args), _layouts(state)
         known = self._known.get(key)
         # One rank may know its own while another does not: batches may differ, and so may strides.
         everywhere = all(comms.control.exchange(int(known is not None)))
         if known is None or not everywhere:
-            known = self._known[key] = self._make(plan, comms, blocks, opt, args, scale_of(state), even)
+            known = self._known[key] = self._make(plan, comms, state, args, even)
         else:
             self._jitted.count(hit=True)
-        del blocks, opt
         return self._execute(known, comms, state, tree_leaves(args))
 
     def cache_info(self) -> CacheInfo:
@@ -58,11 +58,11 @@ class CapturedSteps:
         return self._jitted.cache_info()._replace(currsize=len(self._known))
 
     def lower(
-        self, plan: Plan, blocks: list[Any], opt: PyTree, args: tuple[Any, ...], scale: Tensor | None
+        self, plan: Plan, params: PyTree, opt: PyTree, args: tuple[Any, ...], scale: Tensor | None
     ) -> StepProgram:
         """Captures and schedules a step for its shapes, alone: other ranks are taken to do the same."""
         start = time.perf_counter()
-        program = capture_step(self._parts, plan, blocks, opt, args, scale, even=True)
+        program = capture_step(self._parts, plan, params, opt, args, scale, even=True)
         program = dataclasses.replace(program, gm=self._jitted.scheduled(program.gm))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return program
@@ -85,12 +85,14 @@ class CapturedSteps:
         scale = scale_of(state)
         arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
         params, opt = take_state(state, donated=False, copied=not self._donate)
-        given = [*tree_leaves(params), *tree_leaves(opt)]
+        held = [*tree_leaves(params), *tree_leaves(opt)]
+        given = [x if isinstance(x, Tensor) else token_of(x) for x in held]
         before = [x._version for x in given]
+        pool = disk_of(ready.program.plan)
         for move in ready.of_the_loss:
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         try:
-            with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels):
+            with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels), bind_pool(pool):
                 outs = ready.run(*given, *arg_leaves)
         except StoppedError as stopped:
             metrics = dict(zip(names, stopped.carried, strict=True))
@@ -102,8 +104,9 @@ class CapturedSteps:
             raise
         if self._donate:  # only now, so that a step that fails leaves its state
             take_state(state, donated=True, copied=False)
-        blocks, rest, values = list(outs[:num]), outs[num : len(outs) - len(names)], outs[len(outs) - len(names) :]
-        opt_state = tree_unflatten(ready.program.opt_treedef, rest)
+        kinds, values = ready.program.kinds, outs[len(outs) - len(names) :]
+        new_held = [stored_of(x) if kind == "disk" else x for x, kind in zip(outs, kinds, strict=False)]
+        blocks, opt_state = new_held[:num], tree_unflatten(ready.program.opt_treedef, new_held[num:])
         new = next_state(ready.program.plan, state, blocks, opt_state)
         return new, dict(zip(names, values, strict=True))
 
@@ -111,16 +114,15 @@ class CapturedSteps:
         self,
         plan: Plan,
         comms: Comms,
-        blocks: list[Tensor],
-        opt: PyTree,
+        state: TrainState,
         args: tuple[Any, ...],
-        scale: Tensor | None,
         even: bool,
     ) -> "_Ready":
         start = time.perf_counter()
+        params, opt, scale = state.params, state.opt_state, scale_of(state)
 
         def make() -> tuple[StepProgram, GraphModule]:
-            program = capture_step(self._parts, plan, blocks, opt, args, scale, even=even)
+            program = capture_step(self._parts, plan, params, opt, args, scale, even=even)
             return program, self._jitted.scheduled(program.gm)
 
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
@@ -149,10 +151,11 @@ def signature(plan: Plan, args: tuple[Any, ...]) -> Any:
     return id(plan), ambient(), treedef, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in leaves)
 
 
-def _layouts(blocks: list[Tensor], opt: PyTree) -> Any:
+def _layouts(state: TrainState) -> Any:
     """What a graph takes for granted of the state."""
-    leaves, treedef = tree_flatten(opt)
-    return treedef, *((x.stride(), x.dtype) for x in (*blocks, *leaves))
+    leaves, treedef = tree_flatten(state.opt_state)
+    held: list[Tensor | Stored] = [x.held for x in (*tree_leaves(state.params), *leaves)]
+    return treedef, *((x.stride() if isinstance(x, Tensor) else x.shape, x.dtype) for x in held)
 
 
 def _agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tuple[str, Events]]) -> _Made:

@@ -217,7 +217,8 @@ class _Whole:
 
     def arrive(self) -> None:
         if self._pending is not None:
-            self._out = self._pending.result()
+            out = self._pending.result()
+            self._out = out.to(self._leaves[0].dtypes.compute) if isinstance(self._pending, Fetch) else out
             self._pending, self.arrived = None, True
 
     def leaf(self, slot: int) -> Tensor:

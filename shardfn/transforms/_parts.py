@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import Arriving, MemoryKind, Stored
-from shardfn.memory import Pool, on_host, to_host
+from shardfn.memory import AnyPool, on_host, to_host
 
 # Bytes of shares that may be on their way from the device: it holds them until they have left.
 LEAVING_BYTES = 24 << 20
@@ -21,7 +21,7 @@ class Parts:
         pool: the disk; needed by units that are kept there.
     """
 
-    def __init__(self, homes: Sequence[MemoryKind], dtypes: Sequence[torch.dtype], pool: Pool | None) -> None:
+    def __init__(self, homes: Sequence[MemoryKind], dtypes: Sequence[torch.dtype], pool: AnyPool | None) -> None:
         self._homes, self._dtypes, self._pool = homes, dtypes, pool
         self._at: dict[int, Tensor | Stored] = {}
         self._coming: dict[int, Arriving[Tensor]] = {}
@@ -95,7 +95,7 @@ class Parts:
             self._at[unit] = part if self._homes[unit] == "host" else send_home(part, "disk", self._pool)
 
 
-def send_home(x: Tensor, kind: MemoryKind, pool: Pool | None) -> Tensor | Stored:
+def send_home(x: Tensor, kind: MemoryKind, pool: AnyPool | None) -> Tensor | Stored:
     """A tensor in the memory `kind`, where it has memory of its own."""
     if kind == "device":
         return x

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor
 from shardfn.core import Stored, raise_all, tree_leaves, tree_paths
-from shardfn.memory import Pool
+from shardfn.memory import AnyPool, Pool, TracedPool
 
 from ._plan import Plan, Planner
 from ._state import TrainState
@@ -20,8 +20,15 @@ from ._state import TrainState
 SMALL = 4096
 
 
-def pool_of(plan: Plan) -> Pool | None:
-    """The pool of a plan; None if it keeps nothing on disk."""
+def pool_of(plan: Plan) -> AnyPool | None:
+    """The pool of a plan, or its stand-in while a step is captured; None if it keeps nothing on disk."""
+    if plan.zero.directory is None:
+        return None
+    return TracedPool() if plan.captured else disk_of(plan)
+
+
+def disk_of(plan: Plan) -> Pool | None:
+    """The pool of a plan, opened on first use; None if it keeps nothing on disk."""
     if plan.zero.directory is None:
         return None
     pools = plan.mesh.resources.setdefault("pools", {})
@@ -39,7 +46,7 @@ def close_pool(planner: Planner) -> None:
 
 def commit(plan: Plan, state: TrainState) -> None:
     """Makes a state what `reopen` finds, if all of it is on disk, small, or the cast of a master copy that is."""
-    pool = pool_of(plan)
+    pool = disk_of(plan)
     if pool is None or any(homeless(plan, state)):
         return
     values = {path: _value(x) for path, x in _leaves(state)}
@@ -48,7 +55,7 @@ def commit(plan: Plan, state: TrainState) -> None:
 
 def forget(plan: Plan) -> None:
     """Gives up the commit before the last, which all ranks have by now."""
-    pool = pool_of(plan)
+    pool = disk_of(plan)
     if pool is not None:
         pool.forget_before()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import MemoryKind, Stored, chunk_bounds
+from shardfn.memory import to_device
 
 from ._layout import LeafLayout, unit_runs, unit_sizes
 from ._parts import Parts, Slice, send_home
@@ -102,7 +103,11 @@ class Reducer:
             for u in self._parts:
                 leaf = self._leaves[self._units[u].leaves[0]]
                 if self._channels.reduce(leaf.extra_axes).size > 1:
-                    part = brought(self._parts.pop(u), self._device).to(leaf.dtypes.reduce)
+                    part = self._parts.pop(u)
+                    if self._parts.home(u) != "device":
+                        part = brought(part, self._device)
+                    assert isinstance(part, Tensor)
+                    part = part.to(leaf.dtypes.reduce)
                     self._parts.add(u, psum(part, leaf.extra_axes), last=True)
             self._parts.finish()
 
@@ -227,7 +232,7 @@ class Reducer:
 
 def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
     """A share on the device, from wherever it waits."""
-    return x.to(device) if isinstance(x, Tensor) else x.load().to(device)
+    return to_device(x if isinstance(x, Tensor) else x.load(), device).result()
 
 
 def _pieces(flat: Tensor | Stored, shapes: Sequence[torch.Size]) -> list[Tensor | Stored]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.collectives import AnyChannels, Pending
 from shardfn.core import Stored
-from shardfn.memory import Pool, to_device, to_host
+from shardfn.memory import AnyPool, to_device, to_host
 
 from ._gather import start_gather
 from ._layout import Unit, unit_parts, unit_sizes
@@ -19,7 +19,7 @@ def refresh(
     channels: AnyChannels,
     blocks: Sequence[Tensor | Stored],
     rows: Sequence[Tensor | Stored | None],
-    pool: Pool | None = None,
+    pool: AnyPool | None = None,
 ) -> list[Tensor | Stored]:
     """The parameters to keep, given what each rank updated.
 
@@ -63,7 +63,7 @@ def _send_home(
     unit: Unit,
     rows: Sequence[Tensor | Stored | None],
     out: list[Tensor | Stored],
-    pool: Pool | None,
+    pool: AnyPool | None,
 ) -> None:
     """Makes leaves whole on the device that are kept elsewhere, and sends them there."""
     device = plan.mesh.device

@@ -26,7 +26,6 @@ from shardfn.core import (
     fold_in,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
 )
 from shardfn.optim import GradientTransformation
@@ -257,8 +256,8 @@ class ShardedStep:
             >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
             0
         """
-        plan, blocks, opt, args, scale = self._abstract(state, batch)
-        program = self._steps.lower(plan, blocks, opt, args, scale)
+        plan, given, args = self._abstract(state, batch)
+        program = self._steps.lower(plan, given.params, given.opt_state, args, scale_of(given))
         key = signature(plan, args)
 
         def compile(backend: str | None) -> Callable[..., Any]:
@@ -267,17 +266,12 @@ class ShardedStep:
 
         return Lowered(program.gm, self.mesh, compile)
 
-    def _abstract(
-        self, state: PyTree, batch: PyTree
-    ) -> tuple[Plan, list[Tensor], PyTree, tuple[Any, ...], Tensor | None]:
+    def _abstract(self, state: PyTree, batch: PyTree) -> tuple[Plan, TrainState, tuple[Any, ...]]:
         given = as_state(self._planner, self._optimizer, self._key, self._first_scale(), state)
         plan = self._planner.plan_of(given)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
-        held = (given.params, given.opt_state)
-        params, opt = abstract_leaves(tree_map(lambda x: x.local, held), self.mesh.device)
-        args = abstract_leaves((batch, *keys), self.mesh.device)
-        return plan, tree_leaves(params), opt, args, scale_of(given)
+        return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
 
     def _step(
         self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree

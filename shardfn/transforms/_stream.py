@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import Arriving, MemoryKind, P, PyTree, Stored, tree_leaves, tree_unflatten
-from shardfn.memory import Pool, host_empty, on_host, to_device, to_host
+from shardfn.memory import AnyPool, host_empty, on_host, to_device, to_host
 from shardfn.optim import GradientTransformation, in_pieces
 
 from ._fetch import Fetch
@@ -91,7 +91,7 @@ class Update:
     owners: Sequence[int | None]
     scale: Tensor | None
     device: torch.device
-    pool: Pool | None
+    pool: AnyPool | None
     chunk: int
 
 
@@ -234,6 +234,11 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
             x.copy_(y)
 
 
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    """Whether rows that were stepped are the memory that they go to."""
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.storage_offset() == y.storage_offset()
+
+
 class _Chunk:
     """Rows on their way through the update."""
 
@@ -282,7 +287,7 @@ class _Chunk:
         elif column.where != self._place:
             into = rows.of(column.into)
             self._going.append(to_device(x, self._device, into) if self._host else to_host(x, into))
-        elif x.data_ptr() != rows.of(column.into).data_ptr():
+        elif not _is_same(x, rows.of(column.into)):
             rows.of(column.into).copy_(x)
 
     def settle(self) -> None:

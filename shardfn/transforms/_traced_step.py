@@ -11,12 +11,22 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.collectives import TracedChannels, TracedControl, bind_mesh
-from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
+from shardfn.core import (
+    MemoryKind,
+    Mesh,
+    PyTree,
+    Stored,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.memory import TracedStored
 from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward
-from ._capture import Recorder, capture
+from ._capture import Recorder, capture, fakes
 from ._comms import Comms
 from ._loss import Loss
 from ._metrics import measure
@@ -29,11 +39,13 @@ class StepProgram:
     """A captured step.
 
     Its graph takes this rank's blocks of params and optimizer state (donated), a key if the loss takes one, and this
-    rank's rows; it returns the new blocks, the new optimizer state and the metrics.
+    rank's rows; it returns the new blocks, the new optimizer state and the metrics. For a block on disk it takes and
+    returns a token.
 
     Attributes:
         gm: the graph.
         plan: the layout.
+        kinds: the memories of the blocks of params and optimizer state.
         opt_treedef: structure of the optimizer state.
         metrics: their names, in order.
         outcome: what the loss returns; the same on all ranks.
@@ -41,6 +53,7 @@ class StepProgram:
 
     gm: GraphModule
     plan: Plan
+    kinds: tuple[MemoryKind, ...]
     opt_treedef: Any
     metrics: tuple[str, ...]
     outcome: str
@@ -59,7 +72,7 @@ class StepParts:
 def capture_step(
     parts: StepParts,
     plan: Plan,
-    blocks: Sequence[Any],
+    params: PyTree,
     opt_state: PyTree,
     args: tuple[Any, ...],
     scale: Any = None,
@@ -71,8 +84,8 @@ def capture_step(
     Args:
         parts: loss and optimizer.
         plan: the layout.
-        blocks: this rank's block of each parameter; of all tensors here only shape, strides, dtype and device count.
-        opt_state: tree of this rank's blocks of the optimizer state.
+        params: tree of `GlobalTensor`; of all tensors here only shape, strides, dtype and device count.
+        opt_state: tree of `GlobalTensor`.
         args: this rank's batch, and a key if the loss takes one.
         scale: what the loss is multiplied by, the last input of the graph; None = nothing, and no input.
         even: whether all ranks hold batches of the same shapes.
@@ -80,13 +93,16 @@ def capture_step(
     plan, recorder = plan.for_capture(), Recorder()
     comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
     opt_leaves, opt_treedef = tree_flatten(opt_state)
+    held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves]
+    num = len(plan.leaves)
     arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
     names: list[str] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
-        mine, rest = list(flat[: len(blocks)]), flat[len(blocks) :]
-        opt = tree_unflatten(opt_treedef, rest[: len(opt_leaves)])
-        given, scaled = tree_unflatten(arg_treedef, rest[len(opt_leaves) :])
+        state, rest = [_entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
+        mine, opt = state[:num], tree_unflatten(opt_treedef, state[num:])
+        del state
+        given, scaled = tree_unflatten(arg_treedef, rest)
         by = None if scale is None else scaled
         with bind_mesh(plan.mesh):
             out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even, loss_scale=by)
@@ -97,21 +113,46 @@ def capture_step(
             with torch.no_grad():
                 grads = out.reducer.gradients()
                 mine, opt = update_blocks(plan, comms.channels, parts.optimizer, mine, opt, grads, unscale)
-        return [*mine, *tree_leaves(opt), *metrics.values()]
+        return [*map(_leaving, (*mine, *tree_leaves(opt))), *metrics.values()]
 
-    gm = capture(program, [*blocks, *opt_leaves, *arg_leaves], recorder)
+    gm = capture(program, [*inputs_of(held, plan.mesh), *arg_leaves], recorder)
     paths = [(leaf.path, "params") for leaf in plan.leaves]
     paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
     paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
     paths += [] if scale is None else [("loss_scale", "other")]
-    _annotate(gm, plan.mesh, paths)
-    return StepProgram(gm, plan, opt_treedef, tuple(names), plan.outcome or "")
+    _annotate(gm, plan.mesh, paths, held)
+    return StepProgram(gm, plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), plan.outcome or "")
 
 
-def _annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]]) -> None:
+def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:
+    """What a graph takes for blocks, without data: a token for what is on disk."""
+    out: list[Tensor] = []
+    for x in held:
+        if x.memory_kind == "disk":
+            out.append(torch.empty(1, dtype=torch.int64))
+        else:
+            out += fakes([x.held], "cpu" if x.memory_kind == "host" else mesh.device)
+    return out
+
+
+def _entering(x: Tensor, like: GlobalTensor) -> Tensor | Stored:
+    """A block as the engine knows it."""
+    return TracedStored(x, like.held.shape, like.held.dtype) if like.memory_kind == "disk" else x
+
+
+def _leaving(x: Tensor | Stored) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    assert isinstance(x, TracedStored)
+    return x.token
+
+
+def _annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held: Sequence[GlobalTensor]) -> None:
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, (leaf, kind) in zip(inputs, paths, strict=True):
         node.meta["leaf"], node.meta["kind"] = leaf, kind
+    for node, block in zip(inputs, held, strict=False):
+        node.meta["memory"], node.meta["stored"] = block.memory_kind, (tuple(block.held.shape), block.dtype)
     gm.meta["mesh_shape"] = dict(mesh.shape)
     gm.meta["coords"] = dict(mesh.coords)
     gm.meta["groups"] = mesh.group_names()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfn.collectives import AnyChannels, GlobalTensor
 from shardfn.core import P, PyTree, Stored, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
-from shardfn.memory import Pool, on_host
+from shardfn.memory import AnyPool, on_host
 from shardfn.optim import GradientTransformation, inplace
 
 from ._layout import LeafLayout
@@ -104,7 +104,7 @@ def _as_stream(
     opt_state: PyTree,
     grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
-    pool: Pool | None,
+    pool: AnyPool | None,
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]

@@ -1,4 +1,4 @@
-"""Covers the passes by running them: on several ranks in one process, over a wire that catches every race."""
+"""Covers the passes by running them: on several ranks in one process, over wires that catch every race."""
 
 import functools
 import operator
@@ -18,6 +18,7 @@ from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate
 from shardfn.graph._edit import reordered
 from shardfn.graph._free import free_at_last_use
+from shardfn.graph._moves import is_move
 from shardfn.graph._overlap import overlap_reductions
 from shardfn.graph._prefetch import prefetch
 from shardfn.graph._rematerialise import rematerialise
@@ -25,8 +26,10 @@ from shardfn.graph._reuse import reuse_gathers
 from shardfn.graph._schedule import schedule
 from shardfn.graph._sink import sink_waits
 from shardfn.graph._transfers import is_start
+from shardfn.memory import _ops
 
 _OPS = torch.ops.shardfn
+_MOVES = torch.ops.shardfn_memory
 
 
 # A wire on which a transfer happens at its wait: until then its destination is poisoned, and nobody may touch an end.
@@ -122,6 +125,28 @@ class _Line:
         return _Late(lambda: flat.copy_(functools.reduce(torch.add, self._wire.collect(key))))
 
 
+class _LateMove:
+    """A copy between memories that takes place at its wait; until then its source must stay as it is."""
+
+    def __init__(self, x: Tensor, out: Tensor | None) -> None:
+        self._x, self._sent, self._out = x, x.clone(), torch.empty_like(x) if out is None else out
+        self._out.fill_(torch.nan)
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> Tensor:
+        assert torch.equal(self._x, self._sent), "a block was overwritten while it was moved"
+        assert self._out.isnan().all(), "somebody wrote where a move lands"
+        return self._out.copy_(self._x)
+
+
+@pytest.fixture(autouse=True)
+def _late_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "to_host", lambda x, out=None: _LateMove(x, out))
+    monkeypatch.setattr(_ops, "to_device", lambda x, device, out=None: _LateMove(x, out))
+
+
 def _run(graphs: Sequence[GraphModule], inputs: Sequence[Sequence[Tensor]]) -> tuple[Any, Any, list[Any]]:
     """Per rank: outputs, placeholders afterwards; and the order of transfers."""
     wire = _Wire(len(graphs))
@@ -159,6 +184,16 @@ def test_the_wire_catches_a_block_that_is_written_in_flight() -> None:
         return (_wait(handle),)
 
     with pytest.raises(AssertionError, match="overwritten while it was sent"):
+        _run([_one_rank(f, torch.ones(2))], [[torch.ones(2)]])
+
+
+def test_a_move_of_what_is_written_on_its_way_is_caught() -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        handle = _MOVES.to_host_start(x)
+        x.add_(1)
+        return (_MOVES.wait(handle),)
+
+    with pytest.raises(AssertionError, match="overwritten while it was moved"):
         _run([_one_rank(f, torch.ones(2))], [[torch.ones(2)]])
 
 
@@ -200,6 +235,7 @@ class _Step:
         self.stat, self.in_place = rng.random() < 0.6, rng.random() < 0.5
         self.late = rng.random() < 0.3  # reductions are issued in the end
         self.stop = rng.random() < 0.5
+        self.host = rng.random() < 0.6  # leaves, and the sums of their gradients, are kept on the host
 
     def inputs(self, rank: int) -> list[Tensor]:
         gen = torch.Generator().manual_seed(1000 * self.seed + rank)
@@ -254,6 +290,8 @@ class _Step:
             dy = dx + dz if self.residual else dx
         self._reduce(rank, late, grads)
         _mark("update")
+        if self.host:
+            grads = [_MOVES.wait(g) for g in grads]
         norm = sum((g * g).sum() for g in grads)
         if self.clip:
             assert isinstance(norm, Tensor)
@@ -269,6 +307,11 @@ class _Step:
         piece = resident.split_with_sizes(rows)[rank] * 0.5 + norm
         _wait(_OPS.all_gather_into_start(resident.view(-1), piece, rows, "dp"))
         outs += [resident, stat, stat.view(2, -1), dy]
+        if self.host:
+            moved = _MOVES.to_host_into_start(stat, resident * 2)
+            outs.append(y + dy)
+            _MOVES.wait(moved)
+            outs.append(stat + 1)
         return tuple(outs)
 
     def _scaled(self, grads: list[Tensor], scale: Tensor) -> list[Tensor]:
@@ -277,11 +320,14 @@ class _Step:
         return grads
 
     def _weight(self, own: Sequence[Tensor], i: int) -> Tensor:
-        start = _OPS.all_gather_start(own[i].view(-1), self.weights[i], "dp")
+        start = _OPS.all_gather_start(self._here(own[i]).view(-1), self.weights[i], "dp")
         return _wait(start).view(self.width, self.width)
 
     def _bias(self, own: Sequence[Tensor], i: int) -> Tensor:
-        return _wait(_OPS.all_gather_start(own[self.layers + i], self.biases[i], "dp"))
+        return _wait(_OPS.all_gather_start(self._here(own[self.layers + i]), self.biases[i], "dp"))
+
+    def _here(self, x: Tensor) -> Tensor:
+        return _MOVES.wait(_MOVES.to_device_start(x, x.device)) if self.host else x
 
     def _forward(self, i: int, h: Tensor) -> Tensor:
         return {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "tanh": torch.tanh}[self.act[i]](h)
@@ -296,7 +342,8 @@ class _Step:
     def _reduce(self, rank: int, late: list[tuple[int, Tensor]], grads: list[Tensor]) -> None:
         for k, g in late:
             sizes = [*self.weights, *self.biases][k]
-            grads[k] = _wait(_OPS.psum_scatter_start(g.reshape(-1), sizes, rank, "dp"))
+            total = _wait(_OPS.psum_scatter_start(g.reshape(-1), sizes, rank, "dp"))
+            grads[k] = _MOVES.to_host_start(total) if self.host else total
         late.clear()
 
     def _new(self, own: Any, moments: Any, squares: Any, grads: list[Tensor], count: Tensor) -> list[Tensor]:
@@ -375,7 +422,7 @@ def _check(seed: int, world: int, *passes: Callable[[GraphModule], GraphModule])
     names = [n.name for n in before[0].graph.nodes if n.op == "placeholder"]
     for a, b in zip(kept, left, strict=True):
         assert all(torch.equal(x, y) for name, x, y in zip(names, a, b, strict=True) if name not in free)
-    assert log == [_said(n) for n in after[0].graph.nodes if is_start(n)]
+    assert log == [_said(n) for n in after[0].graph.nodes if is_start(n) and not is_move(n)]
     if seed == len(passes):
         _check_values(after[0])
     return after

@@ -1,0 +1,210 @@
+"""Transfers between memories as torch ops, so that a captured graph holds each one as a node.
+
+    to_host_start(x) -> handle                     to_host_into_start(into, x) -> handle
+    to_device_start(x, device) -> handle           to_device_into_start(into, x) -> handle
+    read_start(value, lo, hi, shape, dtype) -> handle      rows lo:hi of what is on disk
+    read_into_start(into, value, lo, hi) -> handle
+    writer(shape, dtype) -> writer                 room for a value on disk
+    write_start(writer, lo, rows) -> handle        rows from lo on
+    finish(writer) -> value                        waits for all of them
+    wait(handle) -> the value
+    host_empty(shape, dtype) -> tensor             uninitialised host memory
+
+What is on disk is no tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number says which
+value is meant. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the
+disk, has a value of no use; what it reads must not be written before its `wait`. As in `shardfn.collectives`, handles
+stand for values, and only the value may be looked at.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from torch.fx.node import has_side_effect
+
+from shardfn.core import Arriving, Stored
+
+from ._host import host_empty
+from ._ledger import on_host
+from ._transfer import to_device, to_host
+
+_LIBRARY = torch.library.Library("shardfn_memory", "DEF")
+_LIBRARY.define("to_host_start(Tensor x) -> Tensor")
+_LIBRARY.define("to_host_into_start(Tensor(a!) into, Tensor x) -> Tensor")
+_LIBRARY.define("to_device_start(Tensor x, Device device) -> Tensor")
+_LIBRARY.define("to_device_into_start(Tensor(a!) into, Tensor x) -> Tensor")
+_LIBRARY.define("read_start(Tensor value, int lo, int hi, int[] shape, ScalarType dtype) -> Tensor")
+_LIBRARY.define("read_into_start(Tensor(a!) into, Tensor value, int lo, int hi) -> Tensor")
+_LIBRARY.define("writer(int[] shape, ScalarType dtype) -> Tensor")
+_LIBRARY.define("write_start(Tensor(a!) writer, int lo, Tensor rows) -> Tensor")
+_LIBRARY.define("finish(Tensor(a!) writer) -> Tensor(a!)")
+_LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
+_LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
+
+# By storage of the handle: transfers under way. By number: what tokens stand for. By nesting: the pools.
+_IN_FLIGHT: dict[int, tuple[Tensor, Arriving[Any]]] = {}
+_NAMED: dict[int, Any] = {}
+_NUMBERS = itertools.count()
+_POOLS: list[Any] = []
+
+
+@contextlib.contextmanager
+def bind_pool(pool: Any = None) -> Iterator[None]:
+    """Binds the pool that captured programs write to. When it ends nothing is under way, after an error either.
+
+    Args:
+        pool: a `Pool`; None for programs that write nothing to disk.
+
+    Example:
+        >>> with bind_pool():
+        ...     torch.ops.shardfn_memory.wait(torch.ops.shardfn_memory.to_host_start(torch.ones(2)))
+        tensor([1., 1.])
+    """
+    _POOLS.append(pool)
+    try:
+        yield
+        _settle()
+    finally:
+        _POOLS.pop()
+        while _IN_FLIGHT:
+            with contextlib.suppress(Exception):  # the error that ended the program says more
+                _settle()
+
+
+def _settle() -> None:
+    """Waits for what nobody has waited for: its memory may be the caller's."""
+    while _IN_FLIGHT:
+        _IN_FLIGHT.popitem()[1][1].result()
+
+
+def token_of(value: Any) -> Int64[Tensor, "1"]:
+    """A tensor that stands for a value on disk, or for a writer of one, in a captured program.
+
+    Example:
+        >>> stored_of(token_of("anything"))
+        'anything'
+    """
+    number = next(_NUMBERS)
+    with on_host():
+        token = torch.tensor([number])
+    _NAMED[number] = value
+    weakref.finalize(token.untyped_storage(), _NAMED.pop, number, None)
+    return token
+
+
+def stored_of(token: Int64[Tensor, "1"]) -> Any:
+    """What a token stands for."""
+    return _NAMED[int(token)]
+
+
+def _under_way(pending: Arriving[Any]) -> Tensor:
+    with on_host():
+        handle = torch.empty(0)
+    _IN_FLIGHT[handle.untyped_storage()._cdata] = handle, pending
+    return handle
+
+
+def _wait(handle: Tensor) -> Tensor:
+    kept, pending = _IN_FLIGHT.pop(handle.untyped_storage()._cdata)
+    value = pending.result()
+    return value if isinstance(value, Tensor) else kept
+
+
+def _to_host_start(x: Tensor) -> Tensor:
+    return _under_way(to_host(x))
+
+
+def _to_host_into_start(into: Tensor, x: Tensor) -> Tensor:
+    return _under_way(to_host(x, into))
+
+
+def _to_device_start(x: Tensor, device: torch.device) -> Tensor:
+    return _under_way(to_device(x, device))
+
+
+def _to_device_into_start(into: Tensor, x: Tensor) -> Tensor:
+    return _under_way(to_device(x, into.device, into))
+
+
+def _read_start(value: Tensor, lo: int, hi: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    del shape, dtype
+    stored: Stored = stored_of(value)
+    return _under_way(stored.read(lo, hi))
+
+
+def _read_into_start(into: Tensor, value: Tensor, lo: int, hi: int) -> Tensor:
+    stored: Stored = stored_of(value)
+    return _under_way(stored.read(lo, hi, into))
+
+
+def _writer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return token_of(_POOLS[-1].writer(torch.Size(shape), dtype))
+
+
+def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:
+    return _under_way(stored_of(writer).write(lo, rows))
+
+
+def _finish(writer: Tensor) -> Tensor:
+    number = int(writer)
+    _NAMED[number] = _NAMED[number].finish()
+    return writer
+
+
+for _name, _impl in (
+    ("to_host_start", _to_host_start),
+    ("to_host_into_start", _to_host_into_start),
+    ("to_device_start", _to_device_start),
+    ("to_device_into_start", _to_device_into_start),
+    ("read_start", _read_start),
+    ("read_into_start", _read_into_start),
+    ("writer", _writer),
+    ("write_start", _write_start),
+    ("finish", _finish),
+    ("wait", _wait),
+    ("host_empty", host_empty),
+):
+    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+
+
+def _like(x: Tensor, device: torch.device | str) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+def _nothing(*args: Any) -> Tensor:
+    del args
+    return torch.empty(0)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def _token(*args: Any) -> Tensor:
+    del args
+    return torch.empty(1, dtype=torch.int64)
+
+
+for _name, _fake in (
+    ("to_host_start", lambda x: _like(x, "cpu")),
+    ("to_host_into_start", _nothing),
+    ("to_device_start", _like),
+    ("to_device_into_start", _nothing),
+    ("read_start", lambda value, lo, hi, shape, dtype: _empty(shape, dtype)),
+    ("read_into_start", _nothing),
+    ("writer", _token),
+    ("write_start", _nothing),
+    ("finish", lambda writer: writer),
+    ("wait", lambda handle: handle),
+    ("host_empty", _empty),
+):
+    torch.library.register_fake(f"shardfn_memory::{_name}", _fake, lib=_LIBRARY)
+
+# What is not to be removed though nobody uses its value.
+for _name in ("to_host_into_start", "to_device_into_start", "read_into_start", "write_start", "wait", "finish"):
+    has_side_effect(getattr(torch.ops.shardfn_memory, _name).default)

@@ -1,0 +1,150 @@
+"""Transfers while a program is captured: each becomes an op of the graph, and so does its wait.
+
+Whoever moves values writes one program: `to_host`, `to_device` and `host_empty` give ops in a capture, and what really
+moves otherwise; a `TracedPool` stands for the pool. A value on disk is no tensor, so in a graph a token stands for it,
+which `_ops.py` describes.
+"""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from shardfn.core import MemoryKind
+
+_ops: Any = torch.ops.shardfn_memory
+_MODES = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+
+
+def capturing() -> bool:
+    """Whether tensors have no data, because a program is being written down."""
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
+
+
+class TracedTransfer:
+    """A value that arrives when the graph runs. Its wait stands where it is first asked for.
+
+    Args:
+        handle: what the start gave.
+        out: the tensor that the transfer fills, if it exists.
+    """
+
+    def __init__(self, handle: Tensor, out: Tensor | None = None) -> None:
+        self._handle: Tensor | None = handle
+        self._value = out
+
+    def done(self) -> bool:
+        """No: a graph has one path, which does not depend on time."""
+        return False
+
+    def result(self) -> Shaped[Tensor, "..."]:
+        """The value, behind its wait."""
+        if self._handle is not None:
+            arrived, self._handle = _ops.wait(self._handle), None
+            self._value = arrived if self._value is None else self._value
+        assert self._value is not None
+        return self._value
+
+    def wait(self) -> None:
+        """Puts the wait here."""
+        self.result()
+
+
+def traced_to_host(x: Tensor, out: Tensor | None) -> TracedTransfer:
+    """`to_host`, as an op."""
+    return TracedTransfer(_ops.to_host_start(x) if out is None else _ops.to_host_into_start(out, x), out)
+
+
+def traced_to_device(x: Tensor, device: torch.device, out: Tensor | None) -> TracedTransfer:
+    """`to_device`, as an op."""
+    return TracedTransfer(_ops.to_device_start(x, device) if out is None else _ops.to_device_into_start(out, x), out)
+
+
+def traced_host_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """`host_empty`, as an op."""
+    return _ops.host_empty(shape, dtype)
+
+
+class TracedStored:
+    """A value on disk, in a capture: `Stored`.
+
+    Args:
+        token: what stands for it in the graph.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    def __init__(self, token: Int64[Tensor, "1"], shape: torch.Size, dtype: torch.dtype) -> None:
+        self.token, self.shape, self.dtype = token, torch.Size(shape), dtype
+
+    @property
+    def kind(self) -> MemoryKind:
+        """The memory kind: "disk"."""
+        return "disk"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the value."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def load(self) -> Shaped[Tensor, "..."]:
+        """The whole value, read at once."""
+        return self.read().result()
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> TracedTransfer:
+        """Rows `lo:hi` of dim 0."""
+        hi = (self.shape[0] if self.shape else 1) if hi is None else hi
+        if out is not None:
+            return TracedTransfer(_ops.read_into_start(out, self.token, lo, hi), out)
+        shape = (hi - lo, *self.shape[1:]) if self.shape else ()
+        return TracedTransfer(_ops.read_start(self.token, lo, hi, shape, self.dtype))
+
+
+class TracedWriter:
+    """What writes a value in chunks, in a capture."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = torch.Size(shape), dtype
+        self._token = _ops.writer(self._shape, dtype)
+
+    def write(self, lo: int, rows: Shaped[Tensor, "..."]) -> TracedTransfer:
+        """Writes rows from `lo` on."""
+        return TracedTransfer(_ops.write_start(self._token, lo, rows))
+
+    def finish(self) -> TracedStored:
+        """The value, when all rows are there."""
+        return TracedStored(_ops.finish(self._token), self._shape, self._dtype)
+
+
+class TracedPool:
+    """A pool of the graph: which one it means is said when the graph runs, by `bind_pool`."""
+
+    def write(self, x: Shaped[Tensor, "..."]) -> "TracedWrite":
+        """Writes a host tensor."""
+        writer = self.writer(x.shape, x.dtype)
+        return TracedWrite(writer, writer.write(0, x))
+
+    def writer(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> TracedWriter:
+        """A value to be written in chunks of rows."""
+        return TracedWriter(torch.Size(shape), dtype)
+
+
+class TracedWrite:
+    """A whole value on its way to the disk."""
+
+    def __init__(self, writer: TracedWriter, going: TracedTransfer) -> None:
+        self._writer, self._going = writer, going
+        self._value: TracedStored | None = None
+
+    def done(self) -> bool:
+        """No: a graph has one path."""
+        return False
+
+    def result(self) -> TracedStored:
+        """The value."""
+        if self._value is None:
+            self._going.result()
+            self._value = self._writer.finish()
+        return self._value
