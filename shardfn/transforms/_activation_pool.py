@@ -4,9 +4,10 @@ import os
 import pathlib
 
 from shardfn.collectives import current_mesh
-from shardfn.memory import Pool
+from shardfn.memory import AnyPool, Pool, TracedPool
 
 from ._away import PoolOf
+from ._capture import CaptureError, capturing
 
 # One pool a directory, which it owns until the process ends.
 _POOLS: dict[pathlib.Path, Pool] = {}
@@ -17,10 +18,16 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
 
     Raises:
         ValueError: (when called) there is neither.
+        CaptureError: (when called) in a capture, with a directory.
     """
 
-    def pool() -> Pool:
+    def pool() -> AnyPool:
         mesh = current_mesh()
+        if capturing() and directory is not None:
+            raise CaptureError(
+                "a captured step has one disk, its own: leave out directory= of offload and remat, and let the step"
+                " have one: Zero(directory=...) with leaves on disk."
+            )
         if directory is None:
             pools: list[Pool] = list(mesh.resources.get("pools", {}).values())
             if not pools:
@@ -28,7 +35,7 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
                     "a policy sends activations to disk, but there is no directory; pass directory= to offload or"
                     " remat, or let the step have a disk: Zero(directory=...) with leaves on it."
                 )
-            return pools[0]
+            return TracedPool() if capturing() else pools[0]
         place = (pathlib.Path(directory) / f"activations{mesh.rank}").absolute()
         if place not in _POOLS:
             _POOLS[place] = Pool(place)

@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfn.core import Arriving, Stored
-from shardfn.memory import Pool, Transfer, to_host
+from shardfn.memory import AnyPool, to_host
 
+from ._capture import capturing
 from ._fetch import Fetch
 from ._plumbing import plumbing
 
-PoolOf = Callable[[], Pool]
+PoolOf = Callable[[], AnyPool]
 
 
 class Away:
@@ -29,9 +31,9 @@ class Away:
         self._pool = pool() if to == "disk" else None
         self._source: Tensor | None = flat
         self._version, self._spoiled = flat._version, False
-        self._down: Transfer[Tensor] | None = to_host(flat)
+        self._down: Arriving[Tensor] | None = to_host(flat)
         self._host: Tensor | None = None
-        self._writing: Transfer[Any] | None = None
+        self._writing: Arriving[Any] | None = None
         self._stored: Stored | None = None
         self._back: Fetch | None = None
 
@@ -66,10 +68,13 @@ class Away:
                     assert self._stored is not None
                     source = self._stored.read()
                 self._back = Fetch(source, self._device)
-            self._back.move_if_ready()
+            if not capturing():
+                self._back.move_if_ready()
 
     def value(self) -> Tensor:
         """The row, on the device; waits for it."""
+        if capturing():
+            self.settle(wait=True)
         if self._source is not None:
             return self._source
         self.begin()
@@ -93,12 +98,28 @@ def flat_of(x: Tensor) -> Tensor:
     return x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
 
 
+def is_plain(x: Any) -> bool:
+    """Whether a value is a tensor with memory of its own, or stands for one in a capture.
+
+    Example:
+        >>> is_plain(torch.ones(1)), is_plain(torch.ones(1).to_sparse())
+        (True, False)
+    """
+    kinds = (Tensor, torch.nn.Parameter, FakeTensor) if capturing() else (Tensor, torch.nn.Parameter)
+    return type(x) in kinds and x.layout == torch.strided
+
+
 def can_leave(x: Tensor) -> bool:
     """Whether a tensor is of a kind that is moved: a plain one, with bytes of its own on the device.
 
     What shows a small part of its memory only is not: the rest may be somebody else's, who keeps it here.
     """
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_quantized or x.is_conj():
+    if (
+        not (type(x) in (Tensor, torch.nn.Parameter) or capturing())
+        or x.layout != torch.strided
+        or x.is_quantized
+        or x.is_conj()
+    ):
         return False
     if x.is_meta or x.is_neg() or x.is_cuda != torch.cuda.is_available():
         return False

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, record, transforming
 from shardfn.core import PyTree, did_you_mean, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.graph import Compiled, Schedule, Transfer, compile_graph, resolve_backend, transfers
+from shardfn.memory import bind_pool
 
 from ._capture import CaptureError, capture, capturing
 from ._lazy import LazyLeaf
@@ -79,7 +80,7 @@ class Jitted:
         compiled, moves, out_def, statics = found
         for move in moves:
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
-        with torch.no_grad(), plain_arithmetic():
+        with torch.no_grad(), plain_arithmetic(), bind_pool():
             outs = iter(compiled(*inputs))
         return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, _Slot) else s for s in statics])
 

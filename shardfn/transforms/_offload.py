@@ -13,7 +13,7 @@ from shardfn.core import tree_leaves
 
 from ._accumulate import Accumulated
 from ._activation_pool import pool_of
-from ._capture import CaptureError, capturing
+from ._away import is_plain
 from ._jit import Jitted
 from ._mixed_precision import Mixed
 from ._saved import Saved
@@ -42,11 +42,6 @@ class Offloaded:
         """The function's value."""
         if transforming() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        if capturing():
-            raise CaptureError(
-                "offload saves through hooks, which a graph does not hold; leave out jit for this loss, or let the"
-                " graph keep less: jit(loss, budget=bytes), jit(remat(loss))."
-            )
         saved = Saved(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
         with saved.saving():
             return self.inner(*args, **kwargs)
@@ -66,6 +61,9 @@ def offload(
     once. On the device are what the policy keeps, at most `window` bytes that are leaving, at most `window` bytes that
     are back ahead of their use, and what the current operation needs.
 
+    In a captured step the moves are ops of the graph. There the newest `window` bytes stay, since they would hardly be
+    gone when the backward begins, and how far ahead the others come back is `jit`'s `prefetch`.
+
     Never moved are arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves
     that a step gathers, tensors below a page, and views of less than a quarter of their memory.
 
@@ -83,7 +81,7 @@ def offload(
         ValueError: `f` is accumulated, jitted, or has a precision policy or another offload; (when called) the policy
             says "recompute", or "disk" without a directory; or it is called inside `remat`.
         RuntimeError: (in the backward) a saved tensor was modified in place.
-        CaptureError: (when called) inside `jit`.
+        CaptureError: (when called) inside `jit`, and the policy says "disk", with a directory other than the step's.
 
     Example:
         >>> from shardfn.transforms import policies
@@ -112,7 +110,7 @@ def _check_order(f: Callable[..., Any]) -> None:
             " use accumulate(offload(f, policy), n)."
         )
     if isinstance(f, Jitted):
-        raise ValueError("offload(jit(f), policy): a graph saves nothing that hooks could move; leave out jit.")
+        raise ValueError("offload(jit(f), policy): a graph saves nothing; use jit(offload(f, policy)).")
     if isinstance(f, Mixed):
         raise ValueError(
             "offload(mixed_precision(f, precision), policy) would hide the precision from the step; use"
@@ -126,7 +124,7 @@ def _held(args: Any) -> list[Tensor]:
     """Tensors among the arguments that the caller holds for longer than the backward, and views of such."""
     out = []
     for x in tree_leaves(args):
-        if type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided:
+        if is_plain(x):
             base = x if x._base is None else x._base
             if base.grad_fn is None:
                 out.append(x)

@@ -51,7 +51,7 @@ def remat(
             offloaded, or has a precision policy; (when called) the policy says "disk" without a directory, or names a
             value too late.
         RuntimeError: (in the backward) `f` runs other operations the second time.
-        CaptureError: (when called) the policy says "host" or "disk" inside `jit`.
+        CaptureError: (when called) inside `jit`, and the policy says "disk", with a directory other than the step's.
 
     Example:
         >>> import torch

@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 from shardfn.core import hearing_names
 
 from ._away import Away, PoolOf, can_leave, flat_of
+from ._capture import capturing
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
 # How many saved tensors further back one looks for what to bring back next.
@@ -169,7 +170,8 @@ class Saved:
     def _send(self) -> None:
         """Sends away what the budget has no room for, no faster than it leaves."""
         here = [e for e in (ref() for ref in self._waiting) if e is not None]
-        over = sum(e.saved.nbytes for e in here) - limit_of(self._policy)
+        # In a graph it is decided now, and not by how fast things go, that what would still be leaving stays.
+        over = sum(e.saved.nbytes for e in here) - limit_of(self._policy) - (self._window if capturing() else 0)
         while here and over > 0:
             entry = here.pop(0)
             over -= entry.saved.nbytes
@@ -214,10 +216,13 @@ class Saved:
         return (flat if flat.dtype == packed.dtype else flat.view(packed.dtype)).as_strided(*packed.look)
 
     def _fetch_ahead(self, use: Use) -> None:
-        """Begins to bring back what was saved just before, and drops what is neither that nor in use."""
+        """Begins to bring back what was saved just before, and drops what is neither that nor in use.
+
+        In a graph the passes decide how far ahead.
+        """
         ahead: dict[int, Entry] = {}
         total = 0
-        for at in range(use.at - 1, max(use.at - _REACH, 0) - 1, -1):
+        for at in () if capturing() else range(use.at - 1, max(use.at - _REACH, 0) - 1, -1):
             near = self._uses[at]()
             if near is None or near.entry.away is None or id(near.entry) in ahead:
                 continue

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfn.core import hearing_names, tree_leaves
 
 from ._away import Away, PoolOf, can_leave, flat_of
-from ._capture import CaptureError, capturing
+from ._capture import capturing
 from ._plumbing import in_plumbing
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
@@ -76,7 +76,6 @@ class Results:
         self._last: _Op | None = None
         self._waiting: list[_Op] = []
         self._leaving: list[Away] = []
-        self._refused: Action | None = None
 
     # The forward.
 
@@ -133,9 +132,7 @@ class Results:
             self._part_with(oldest)
 
     def _part_with(self, op: _Op) -> None:
-        if op.action != "recompute" and capturing():
-            self._refused = op.action  # an error here, in the middle of an operation, would end the process
-        if op.action == "recompute" or capturing():
+        if op.action == "recompute":
             op.results = []
             return
         for result in op.results:
@@ -151,18 +148,9 @@ class Results:
             self._leaving.pop(0).settle(wait=True)
 
     def end(self) -> None:
-        """The forward is over.
-
-        Raises:
-            CaptureError: the policy moves values, and the forward was captured.
-        """
+        """The forward is over."""
         self.conclude()
         self._of.clear()
-        if self._refused is not None:
-            raise CaptureError(
-                f"a policy of remat says {self._refused!r}; a graph holds no such moves. Leave out jit for this loss,"
-                " or use a policy that keeps or recomputes."
-            )
 
     def _forget(self, x: Tensor) -> None:
         op = self._of.get(_key(x), (None, None))[1]
@@ -195,7 +183,7 @@ class Results:
     def fetch_ahead(self, number: int) -> None:
         """Begins to bring back what operations from `number` on have returned."""
         total = 0
-        for op in self.ops[number:]:
+        for op in () if capturing() else self.ops[number:]:
             for away in [r.away for r in op.results if r.away is not None]:
                 total += away.nbytes
                 if total > self._window:
@@ -260,7 +248,8 @@ def is_numbered(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.returns or func.namespace in _SHARED:
         return False
-    return all(r.alias_info is None for r in schema.returns)
+    tensors = [r for r in schema.returns if "Tensor" in str(r.type)]
+    return bool(tensors) and all(r.alias_info is None for r in schema.returns)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

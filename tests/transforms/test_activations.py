@@ -244,7 +244,7 @@ def test_orders_that_make_no_sense_name_the_right_one() -> None:
     off = functools.partial(sf.offload, policy=ALL)
     for make, said in (
         (lambda: off(sf.accumulate(_loss, 2)), r"use accumulate\(offload\(f, policy\), n\)"),
-        (lambda: off(sf.jit(_loss)), "leave out jit"),
+        (lambda: off(sf.jit(_loss)), r"use jit\(offload\(f, policy\)\)"),
         (lambda: off(sf.mixed_precision(_loss, sf.Policy.bf16())), r"use mixed_precision\(offload"),
         (lambda: off(off(_loss)), "drop one"),
         (lambda: sf.remat(off(_loss)), r"use remat\(f, policy=policy\), or offload\(remat\(f\)"),
@@ -256,10 +256,9 @@ def test_orders_that_make_no_sense_name_the_right_one() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             make()
-    with pytest.raises(sf.CaptureError, match="leave out jit"):
-        sf.jit(sf.value_and_grad(off(_loss)))(_weights(), torch.ones(ROWS, WIDTH))
-    with pytest.raises(sf.CaptureError, match="keeps or recomputes"):
-        sf.jit(sf.value_and_grad(sf.remat(_loss, lambda saved: "host")))(_weights(), torch.ones(ROWS, WIDTH))
+    with pytest.raises(sf.CaptureError, match="a captured step has one disk"):
+        to_disk = sf.offload(_loss, policies.offload_larger_than(0, "disk"), directory="x", window=0)
+        sf.jit(sf.value_and_grad(to_disk))(_weights(), torch.ones(ROWS, WIDTH))
 
 
 def test_a_name_that_comes_too_late_is_an_error() -> None:
@@ -326,6 +325,34 @@ def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tm
     got, book = _run(sf.offload(_loss, to_disk), mesh, zero=kept)  # in the step's own directory
     assert_same(got, want, exact=True)
     assert book.moved("host", "disk") > 2 * LAYERS * EACH
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world=2)
+def test_in_captured_steps_the_moves_are_ops(stage: int, tmp_path: pathlib.Path) -> None:
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage, persist=0)
+    want, _ = _run(_loss, mesh, zero=zero)
+    for name, form in _forms().items():
+        got, book = _run(sf.jit(form, backend="graph"), mesh, zero=zero)
+        assert_same(got, want, exact=True)
+        assert book.moved("host", "device") > 0, name
+    # Two steps; a window stays.
+    off = sf.jit(_forms()["offload"], backend="graph", prefetch=EACH)
+    assert _run(off, mesh, zero=zero)[1].moved("device", "host") == 2 * (LAYERS - 1) * EACH
+    dots = functools.partial(sf.remat, policy=policies.offload_dot_with_no_batch_dims(), window=0)
+    blocks, peaks = functools.partial(_loss, wrap=dots), []
+    for f in (_loss, sf.offload(_loss, ALL, window=0), blocks):
+        step = sf.sharded_step(sf.jit(f, prefetch=EACH), sf.optim.sgd(0.1), mesh=mesh, zero=zero)
+        memory = step.lower(_weights(), torch.ones(8 * ROWS, WIDTH)).memory_analysis()
+        peaks.append(memory.peak)
+    # Rows are many, so that activations are what counts.
+    assert peaks[0] - max(peaks[1:]) >= (LAYERS - 3) * 8 * EACH, [p / EACH for p in peaks]
+    if stage == 3:
+        kept = sf.Zero(3, persist=0, optimizer="disk", directory=str(tmp_path))
+        to_disk = sf.jit(sf.offload(_loss, policies.offload_larger_than(0, "disk"), window=0), backend="graph")
+        got, book = _run(to_disk, mesh, zero=kept)
+        assert_same(got, want, exact=True)
+        assert book.moved("host", "disk") > 2 * LAYERS * EACH
 
 
 @distributed(world=2)
