@@ -3,11 +3,13 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+_wrapped: Any = getattr(torch._C, "_functorch").is_functorch_wrapped_tensor  # noqa: B009  # torch has no stub of it
 Hears = Callable[[Tensor, str], None]
 _HERE = threading.local()
 
@@ -40,7 +42,7 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
         raise TypeError(f"checkpoint_name takes a tensor and a string, got {type(x).__name__}, {type(name).__name__}.")
     hearing: list[Hears] = getattr(_HERE, "hearing", [])
     # The wrappers of torch.func have no memory of their own; neither `remat` nor `offload` acts there.
-    if hearing and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if hearing and not _wrapped(x):
         for hears in hearing:
             hears(x, name)
     return x

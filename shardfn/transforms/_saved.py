@@ -21,6 +21,7 @@ from ._away import Away, PoolOf, can_leave, flat_of
 from ._capture import capturing
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
+_AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no stub of it
 # How many saved tensors further back one looks for what to bring back next.
 _REACH = 256
 
@@ -112,7 +113,7 @@ class Saved:
         key = x.untyped_storage()._cdata
         if key in self._held or not can_leave(x):
             return _Kept(x.detach())
-        turn = torch._C._autograd._get_sequence_nr()
+        turn = _AUTOGRAD._get_sequence_nr()
         self._decide(turn)
         use = Use(self._entry(x, key, turn), x, len(self._uses))
         self._uses.append(weakref.ref(use))
@@ -241,7 +242,7 @@ class Saved:
 
 def _hooks_around() -> Any:
     """The hooks that are active, as (pack, unpack); those of another `Saved` give way to their own."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _AUTOGRAD._top_saved_tensors_default_hooks(False)
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return owner._outer if type(owner) is Saved else hooks
 
