@@ -18,7 +18,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.M | re.S)
 DESIGN = ["docs/design/0001-laws.md", "docs/design/0002-global-tensor.md", "docs/design/0003-graph.md"]
-DOCS = ["docs/index.md", "docs/jit.md", "docs/passes.md", "docs/transforms.md", "docs/plan.md", *DESIGN]
+DOCS = [
+    "docs/index.md",
+    "docs/jit.md",
+    "docs/passes.md",
+    "docs/transforms.md",
+    "docs/plan.md",
+    "docs/activations.md",
+    *DESIGN,
+]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
 
 
