@@ -82,7 +82,8 @@ class Saved:
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
         self._uses: list[weakref.ref[Use]] = []
         self._undecided: list[weakref.ref[Entry]] = []
-        self._waiting: list[weakref.ref[Entry]] = []
+        self._waiting: collections.deque[tuple[weakref.ref[Entry], int]] = collections.deque()
+        self._waiting_bytes = 0
         self._leaving: collections.deque[Away] = collections.deque()
         self._ahead: list[weakref.ref[Entry]] = []
         self._outer: Any = None
@@ -155,7 +156,8 @@ class Saved:
             elif entry is not None:
                 entry.action = self._ask(entry.saved)
                 if entry.action != "keep":
-                    self._waiting.append(ref)
+                    self._waiting.append((ref, entry.saved.nbytes))
+                    self._waiting_bytes += entry.saved.nbytes
         self._undecided = rest
         self._send()
 
@@ -170,20 +172,20 @@ class Saved:
 
     def _send(self) -> None:
         """Sends away what the budget has no room for, no faster than it leaves."""
-        here = [e for e in (ref() for ref in self._waiting) if e is not None]
         # In a graph it is decided now, and not by how fast things go, that what would still be leaving stays.
-        over = sum(e.saved.nbytes for e in here) - limit_of(self._policy) - (self._window if capturing() else 0)
-        while here and over > 0:
-            entry = here.pop(0)
-            over -= entry.saved.nbytes
-            assert entry.flat is not None and entry.action is not None
-            if entry.flat._version != entry.version:
-                continue  # it is of no use any more, and an error if the backward asks for it
+        room = limit_of(self._policy) + (self._window if capturing() else 0)
+        while self._waiting and self._waiting_bytes > room:
+            ref, nbytes = self._waiting.popleft()
+            self._waiting_bytes -= nbytes
+            entry = ref()
+            if entry is None or entry.flat is None or entry.flat._version != entry.version:
+                continue  # nobody needs it any more; or it is of no use, and an error if the backward asks for it
+            assert entry.action is not None
             entry.away = Away(entry.flat, entry.action, self._pool)
             entry.flat = None
             self._leaving.append(entry.away)
             self._settle()
-        self._waiting = [weakref.ref(e) for e in here]
+        self._settle()
 
     def _settle(self) -> None:
         """Lets go of what has left; waits where more than a window is on its way."""
