@@ -24,6 +24,7 @@ DESIGN = [
     "docs/design/0004-scan.md",
     "docs/design/0005-memory.md",
     "docs/design/0006-precision.md",
+    "docs/design/0007-activations.md",
 ]
 DOCS = [
     "docs/index.md",
@@ -35,6 +36,7 @@ DOCS = [
     "docs/offload.md",
     "docs/memory.md",
     "docs/optimizers.md",
+    "docs/activations.md",
     "docs/plan.md",
     *DESIGN,
 ]

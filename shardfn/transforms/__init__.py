@@ -4,6 +4,9 @@ from ._accumulate import Accumulated as Accumulated, accumulate as accumulate
 from ._from_module import from_module as from_module
 from ._mixed_precision import Mixed as Mixed, mixed_precision as mixed_precision
 from ._loss import WeightedMean as WeightedMean
+from ._offload import Offloaded as Offloaded, offload as offload
+from . import policies as policies
+from .policies import SavedTensor as SavedTensor
 from ._remat import remat as remat
 from ._shard_map import shard_map as shard_map
 from ._capture import CaptureError as CaptureError

@@ -26,6 +26,11 @@ class Fetch:
             host = self._source if isinstance(self._source, Tensor) else self._source.result()
             self._moving, self._source = to_device(host, self._device), None
 
+    def move_if_ready(self) -> None:
+        """Begins the step to the device if that waits for nothing."""
+        if isinstance(self._source, Tensor) or (self._source is not None and self._source.done()):
+            self.move()
+
     def done(self) -> bool:
         """Whether `result()` would return at once."""
         return self._moving is not None and self._moving.done()

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._copies import alias
 from ._layout import LeafLayout
+from ._plumbing import plumbing
 
 Source = Callable[[int], Tensor]
 _FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
@@ -55,7 +56,8 @@ class LeafBook:
         """The whole tensor of a leaf, as a fresh alias."""
         if _FETCHING:
             return _FETCHING[-1](self, leaf)
-        whole = self._source(leaf)
+        with plumbing():
+            whole = self._source(leaf)
         self.note(leaf, whole)
         return alias(whole)
 

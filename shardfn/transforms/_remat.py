@@ -2,32 +2,56 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardfn.collectives import transforming
+from shardfn.core import tree_flatten, tree_unflatten
 
 from ._accumulate import Accumulated
+from ._activation_pool import pool_of
 from ._capture import recomputing
 from ._jit import Jitted
+from ._lazy import LazyLeaf
 from ._mixed_precision import Mixed
+from ._offload import WINDOW, Offloaded
+from ._selective import Forward, Replay, Results
+from .policies import SavePolicy
 
 
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(
+    f: Callable[..., Any],
+    policy: SavePolicy | None = None,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    window: int = WINDOW,
+) -> Callable[..., Any]:
     """Keeps only the inputs of `f` and runs it again in the backward: `remat(f)(*args) == f(*args)`, bit for bit.
 
     Trades activation memory for one more forward of `f`. Lazy parameters inside are gathered for the recomputation,
     which the backward then shares. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
     https://arxiv.org/abs/1604.06174
 
+    With a policy the results of some operations are kept, or wait on the host or on disk, and the recomputation is
+    given them in place of running these operations; an operation with several results is decided by the largest.
+    Random draws, operations in place and collectives are run again whatever the policy says.
+
     Args:
         f: a pure function; wrap a block of a model, or a whole loss.
+        policy: from `policies`, or any function of a `SavedTensor`; default: recompute all.
+        directory: where values on disk go, one folder a rank. Default: where the step around keeps its own.
+        window: bytes that may be on their way out, or back ahead of their use.
 
     Raises:
-        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, or
-            has a precision policy.
+        ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, is
+            offloaded, or has a precision policy; (when called) the policy says "disk" without a directory, or names a
+            value too late.
+        RuntimeError: (in the backward) `f` runs other operations the second time.
+        CaptureError: (when called) inside `jit`, and the policy says "disk", with a directory other than the step's.
 
     Example:
         >>> import torch
@@ -48,17 +72,40 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             " policy)."
         )
 
+    if isinstance(f, Offloaded):
+        raise ValueError(
+            "remat(offload(f, policy)) would drop and recompute what offload moves; use remat(f, policy=policy), or"
+            " offload(remat(f), policy)."
+        )
+
+    def contexts() -> tuple[Any, Any]:
+        assert policy is not None
+        results = Results(policy, window, pool_of(directory))
+        return Forward(results), Replay(results)
+
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": contexts})
+
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if transforming():  # where the hooks that drop and recompute are not available; the value is the same
             return f(*args, **kwargs)
+        leaves, treedef = tree_flatten((args, kwargs))
+        # Tensors in trees are saved as inputs, too. A leaf that a step gathers is no tensor that could be saved.
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]
+        tensors = [leaves[i] for i in at]
+        for i in at:
+            leaves[i] = None
         ran: list[None] = []
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*tensors: Tensor) -> Any:
+            filled = list(leaves)
+            for i, x in zip(at, tensors, strict=True):
+                filled[i] = x
+            args, kwargs = tree_unflatten(treedef, filled)
             with recomputing() if ran else contextlib.nullcontext():
                 ran.append(None)
                 return f(*args, **kwargs)
 
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(run, *tensors, **options)
 
     return recomputed

@@ -1,0 +1,66 @@
+"""Names for values, so that a policy can say which of them are kept for the backward."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+_wrapped: Any = getattr(torch._C, "_functorch").is_functorch_wrapped_tensor  # noqa: B009  # torch has no stub of it
+Hears = Callable[[Tensor, str], None]
+_HERE = threading.local()
+
+
+def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."]:
+    """The identity; tells the transforms around it that `x` is called `name`.
+
+    A policy of `remat` or `offload` then decides by that name. What is named is the memory: views of `x` have its name
+    too. Name a value right where it is made, before it is used.
+
+    Args:
+        x: any tensor.
+        name: what policies call it; several values may share a name.
+
+    Returns:
+        `x` itself.
+
+    Raises:
+        TypeError: `x` is no tensor, or `name` no string.
+        ValueError: inside `offload`, where the name would change what was decided when an earlier use saved `x`.
+
+    Example:
+        >>> checkpoint_name(torch.ones(2), "attn_out")
+        tensor([1., 1.])
+
+    References:
+        JAX's `jax.ad_checkpoint.checkpoint_name`
+    """
+    if not isinstance(x, Tensor) or not isinstance(name, str):
+        raise TypeError(f"checkpoint_name takes a tensor and a string, got {type(x).__name__}, {type(name).__name__}.")
+    hearing: list[Hears] = getattr(_HERE, "hearing", [])
+    # The wrappers of torch.func have no memory of their own; neither `remat` nor `offload` acts there.
+    if hearing and not _wrapped(x):
+        for hears in hearing:
+            hears(x, name)
+    return x
+
+
+@contextlib.contextmanager
+def hearing_names(hears: Hears) -> Iterator[None]:
+    """Calls `hears(x, name)` for each value that is named inside.
+
+    Example:
+        >>> with hearing_names(lambda x, name: print(name)):
+        ...     _ = checkpoint_name(torch.ones(2), "h")
+        h
+    """
+    if not hasattr(_HERE, "hearing"):
+        _HERE.hearing = []
+    _HERE.hearing.append(hears)
+    try:
+        yield
+    finally:
+        _HERE.hearing.remove(hears)

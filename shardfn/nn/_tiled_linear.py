@@ -1,0 +1,215 @@
+"""Linear maps whose weight is a grid of tiles, each a leaf of its own: memory-centric tiling.
+
+Where leaves are fetched when they are used (ZeRO's stage 3, host, disk), no more of the weight is in memory than the
+tile at work and those that are read ahead, in the forward and in the backward; so is the weight's gradient.
+Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
+
+D features in, F features out. A grid is a list of rows of tiles: rows along F, and the tiles of a row along D.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from shardfn.core import fold_in, normal
+
+Grid = Sequence[Sequence[Float[Tensor, "_ _"]]]
+
+
+def tiled_linear(
+    x_D: Float[Tensor, "*batch d"], w_FD: Grid, b_F: Float[Tensor, " f"] | None = None
+) -> Float[Tensor, "*batch f"]:
+    """Y = x w^T + b with w in tiles: y_i = b_i + sum_j x_j w_ij^T.
+
+    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added; bit for bit in what a
+    matrix product promises where there is one column of tiles.
+
+    Args:
+        x_D: any leading dims.
+        w_FD: the tiles w_ij of [F_i, D_j]; sizes need not be equal. From `tiles` or `init_tiles`.
+        b_F: bias, or None; added once.
+
+    Returns:
+        The leading dims of `x_D` and F.
+
+    Raises:
+        ValueError: the tiles are no grid, or their columns do not add up to D, or their rows to the bias's F.
+
+    Example:
+        >>> import torch
+        >>> w = torch.arange(12.0).view(3, 4)
+        >>> x = torch.ones(2, 4)
+        >>> torch.equal(tiled_linear(x, tiles(w, in_splits=2, out_splits=2)), x @ w.t())
+        True
+    """
+    rows, columns = _sizes(w_FD)
+    if x_D.shape[-1] != sum(columns):
+        raise ValueError(f"tiled_linear: x has {x_D.shape[-1]} features, the tiles' columns are {columns}.")
+    if b_F is not None and b_F.shape[0] != sum(rows):
+        raise ValueError(f"tiled_linear: the bias has {b_F.shape[0]} features, the tiles' rows are {rows}.")
+    # Contiguous here, once: the products of all rows of tiles then save the same parts of x.
+    parts = [x_D] if len(columns) == 1 else [part.contiguous() for part in x_D.split(columns, -1)]
+    biases = [None] * len(rows) if b_F is None else b_F.split(rows)
+    outs = [_row(parts, row, b) for row, b in zip(w_FD, biases, strict=True)]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+
+def tiles(
+    w_FD: Float[Tensor, "f d"], *, in_splits: int = 1, out_splits: int = 1, tile_bytes: int | None = None
+) -> list[list[Tensor]]:
+    """Cuts a weight in a grid of tiles, as `tile_shapes` says.
+
+    Args:
+        w_FD: the weight.
+        in_splits: tiles along D.
+        out_splits: tiles along F.
+        tile_bytes: in place of both: the largest tile.
+
+    Returns:
+        Tiles of their own memory; together they are as large as the weight.
+
+    Raises:
+        ValueError: as `tile_shapes`.
+
+    Example:
+        >>> import torch
+        >>> [[t.tolist() for t in row] for row in tiles(torch.arange(6.0).view(2, 3), in_splits=2)]
+        [[[[0.0, 1.0], [3.0, 4.0]], [[2.0], [5.0]]]]
+    """
+    shape, itemsize = (w_FD.shape[0], w_FD.shape[1]), w_FD.itemsize
+    grid = tile_shapes(shape, in_splits=in_splits, out_splits=out_splits, tile_bytes=tile_bytes, itemsize=itemsize)
+    rows = w_FD.split([row[0][0] for row in grid])
+    return [[t.contiguous().clone() for t in row.split([d for _, d in grid[0]], 1)] for row in rows]
+
+
+def untile(w_FD: Grid) -> Float[Tensor, "f d"]:
+    """The weight that a grid of tiles is.
+
+    Example:
+        >>> import torch
+        >>> untile(tiles(torch.arange(6.0).view(2, 3), in_splits=2, out_splits=2)).tolist()
+        [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    """
+    _sizes(w_FD)
+    return torch.cat([torch.cat(list(row), 1) for row in w_FD])
+
+
+def init_tiles(
+    key: Int64[Tensor, "2"],
+    shape: tuple[int, int],
+    *,
+    in_splits: int = 1,
+    out_splits: int = 1,
+    tile_bytes: int | None = None,
+    stddev: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> list[list[Tensor]]:
+    """Draws the tiles of a weight, normal(0, stddev), each with a key of its own; deferred inside `core.deferred()`.
+
+    Args:
+        key: the key; tile k, counted row by row, is drawn with `fold_in(key, k)`.
+        shape: [F, D] of the weight.
+        in_splits: tiles along D.
+        out_splits: tiles along F.
+        tile_bytes: in place of both: the largest tile.
+        stddev: standard deviation.
+        dtype: a floating dtype.
+
+    Returns:
+        The grid. Specs for it need no grid of their own: `P()` for all tiles is a prefix of it.
+
+    Raises:
+        ValueError: as `tile_shapes`.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> [[tuple(t.shape) for t in row] for row in init_tiles(key(0), (5, 4), out_splits=2)]
+        [[(3, 4)], [(2, 4)]]
+    """
+    grid = tile_shapes(
+        shape, in_splits=in_splits, out_splits=out_splits, tile_bytes=tile_bytes, itemsize=dtype.itemsize
+    )
+    numbered = enumerate(size for row in grid for size in row)
+    drawn = iter([normal(fold_in(key, k), size, stddev=stddev, dtype=dtype) for k, size in numbered])
+    return [[next(drawn) for _ in row] for row in grid]
+
+
+def tile_shapes(
+    shape: tuple[int, int],
+    *,
+    in_splits: int = 1,
+    out_splits: int = 1,
+    tile_bytes: int | None = None,
+    itemsize: int = 4,
+) -> list[list[tuple[int, int]]]:
+    """The shapes of the tiles of a weight; sizes differ by one at most where nothing divides.
+
+    Args:
+        shape: [F, D] of the weight.
+        in_splits: tiles along D.
+        out_splits: tiles along F.
+        tile_bytes: in place of both: the fewest tiles of at most so many bytes. Whole rows where a row fits.
+        itemsize: bytes of an element.
+
+    Raises:
+        ValueError: more tiles than features, none, `tile_bytes` below an element, or both ways to say it.
+
+    Example:
+        >>> tile_shapes((5, 4), in_splits=2, out_splits=2)
+        [[(3, 2), (3, 2)], [(2, 2), (2, 2)]]
+        >>> tile_shapes((5, 4), tile_bytes=32)
+        [[(2, 4)], [(2, 4)], [(1, 4)]]
+    """
+    if tile_bytes is not None:
+        if (in_splits, out_splits) != (1, 1):
+            raise ValueError("tiles: give tile_bytes, or in_splits and out_splits, not both.")
+        in_splits, out_splits = _splits(shape, tile_bytes // itemsize)
+    for name, n, size in (("in_splits", in_splits, shape[1]), ("out_splits", out_splits, shape[0])):
+        if not 1 <= n <= max(size, 1):
+            raise ValueError(f"tiles: {name}={n} of {size} features; it must be between 1 and their number.")
+    columns = _even(shape[1], in_splits)
+    return [[(f, d) for d in columns] for f in _even(shape[0], out_splits)]
+
+
+def _row(parts: Sequence[Tensor], row: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """One row of tiles: the products along D, added one by one."""
+    out = F.linear(parts[0], row[0], bias)
+    for part, tile in zip(parts[1:], row[1:], strict=True):
+        out = out + F.linear(part, tile)
+    return out
+
+
+def _sizes(grid: Grid) -> tuple[list[int], list[int]]:
+    """The numbers of rows and columns of the tiles."""
+    shapes = [[tuple(t.shape) for t in row] for row in grid]
+    if not shapes or not shapes[0]:
+        raise ValueError("tiled_linear: there are no tiles.")
+    rows, columns = [row[0][0] if row else 0 for row in shapes], [d for _, d in shapes[0]]
+    wrong = [
+        f"tile [{i}][{j}] is {size}, expected {(f, d)}"
+        for i, (f, row) in enumerate(zip(rows, shapes, strict=True))
+        for j, (size, d) in enumerate(zip(row, columns, strict=False))
+        if size != (f, d)
+    ]
+    wrong += [
+        f"row {i} has {len(r)} tiles, row 0 {len(columns)}" for i, r in enumerate(shapes) if len(r) != len(columns)
+    ]
+    if wrong:
+        raise ValueError(f"tiled_linear: the tiles are no grid: {'; '.join(wrong)}.")
+    return rows, columns
+
+
+def _splits(shape: tuple[int, int], numel: int) -> tuple[int, int]:
+    """The fewest tiles of at most `numel` elements, along D and along F."""
+    if numel < 1:
+        raise ValueError("tiles: tile_bytes is less than one element.")
+    rows = numel // max(shape[1], 1)
+    return (1, math.ceil(shape[0] / rows) or 1) if rows else (math.ceil(shape[1] / numel), shape[0])
+
+
+def _even(size: int, n: int) -> list[int]:
+    return [size // n + (i < size % n) for i in range(n)]

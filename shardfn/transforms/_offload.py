@@ -1,0 +1,131 @@
+"""`offload`: the same function, whose saved activations wait for the backward in other memories."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import transforming
+from shardfn.core import tree_leaves
+
+from ._accumulate import Accumulated
+from ._activation_pool import pool_of
+from ._away import is_plain
+from ._jit import Jitted
+from ._mixed_precision import Mixed
+from ._saved import Saved
+from .policies import SavePolicy
+
+WINDOW = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloaded:
+    """A function whose saved tensors go where a policy says.
+
+    Attributes:
+        inner: the function.
+        policy: where each tensor waits.
+        directory: where those on disk are; None = with the step's.
+        window: bytes on their way out, and bytes back ahead of their use.
+    """
+
+    inner: Callable[..., Any]
+    policy: SavePolicy
+    directory: str | os.PathLike[str] | None = None
+    window: int = WINDOW
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's value."""
+        if transforming() or not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        saved = Saved(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
+        with saved.saving():
+            return self.inner(*args, **kwargs)
+
+
+def offload(
+    f: Callable[..., Any],
+    policy: SavePolicy,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    window: int = WINDOW,
+) -> Offloaded:
+    """Keeps what the backward needs where `policy` says: `offload(f, policy)(*args) == f(*args)`, bit for bit.
+
+    What autograd saves while `f` runs leaves the device as it is saved, and comes back while the backward is busy with
+    what was saved after it. What it trades is device memory against the link: a tensor that is saved n times leaves
+    once. On the device are what the policy keeps, at most `window` bytes that are leaving, at most `window` bytes that
+    are back ahead of their use, and what the current operation needs.
+
+    In a captured step the moves are ops of the graph. There the newest `window` bytes stay, since they would hardly be
+    gone when the backward begins, and how far ahead the others come back is `jit`'s `prefetch`.
+
+    Never moved are arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves
+    that a step gathers, tensors below a page, and views of less than a quarter of their memory.
+
+    Args:
+        f: a loss, or a part of one; may contain `remat`, whose regions then have only their inputs moved.
+        policy: from `policies`, or any function of a `SavedTensor` that says "keep", "host" or "disk".
+        directory: where values on disk go, one folder a rank; they are dropped after use. Default: where the step
+            around keeps its own.
+        window: see above.
+
+    Returns:
+        The function. In a transform of torch.func, which takes no hooks, it runs as `f` does.
+
+    Raises:
+        ValueError: `f` is accumulated, jitted, or has a precision policy or another offload; (when called) the policy
+            says "recompute", or "disk" without a directory; or it is called inside `remat`.
+        RuntimeError: (in the backward) a saved tensor was modified in place.
+        CaptureError: (when called) inside `jit`, and the policy says "disk", with a directory other than the step's.
+
+    Example:
+        >>> from shardfn.transforms import policies
+        >>> x = torch.ones(2048, requires_grad=True)
+        >>> from shardfn import memory
+        >>> with memory.ledger() as book:
+        ...     offload(lambda x: x.sin().exp().sum(), policies.offload_larger_than(4096))(x).backward()
+        >>> book.moved("device", "host")
+        8192
+
+    References:
+        Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
+    """
+    _check_order(f)
+    if not callable(policy):
+        raise TypeError(f"offload takes a policy, which is a function of a SavedTensor; got {policy!r}.")
+    if window < 0:
+        raise ValueError(f"offload(window={window}): a number of bytes must not be negative.")
+    return Offloaded(f, policy, directory, window)
+
+
+def _check_order(f: Callable[..., Any]) -> None:
+    if isinstance(f, Accumulated):
+        raise ValueError(
+            "offload(accumulate(f, n), policy) would hide the microbatches, whose activations would all wait at once;"
+            " use accumulate(offload(f, policy), n)."
+        )
+    if isinstance(f, Jitted):
+        raise ValueError("offload(jit(f), policy): a graph saves nothing; use jit(offload(f, policy)).")
+    if isinstance(f, Mixed):
+        raise ValueError(
+            "offload(mixed_precision(f, precision), policy) would hide the precision from the step; use"
+            " mixed_precision(offload(f, policy), precision)."
+        )
+    if isinstance(f, Offloaded):
+        raise ValueError("offload(offload(f, a), b): a function has one policy; drop one.")
+
+
+def _held(args: Any) -> list[Tensor]:
+    """Tensors among the arguments that the caller holds for longer than the backward, and views of such."""
+    out = []
+    for x in tree_leaves(args):
+        if is_plain(x):
+            base = x if x._base is None else x._base
+            if base.grad_fn is None:
+                out.append(x)
+    return out

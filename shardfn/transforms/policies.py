@@ -1,0 +1,261 @@
+"""Policies: where a value that the backward needs waits for it.
+
+A policy is a pure function of what is known of the value, `SavedTensor -> "keep" | "recompute" | "host" | "disk"`, so
+one of your own is a lambda. `remat(f, policy=...)` asks it about the result of every operation, and
+`offload(f, policy)` about every tensor that autograd saves, which cannot be recomputed. Names and meanings are those of
+`jax.checkpoint_policies`, where it has them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+
+Action = Literal["keep", "recompute", "host", "disk"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedTensor:
+    """What a policy is told of a value.
+
+    Attributes:
+        name: given by `checkpoint_name`, or None.
+        shape: its shape.
+        dtype: its dtype.
+        nbytes: bytes of memory that keeping it costs: its storage's.
+        op: the operation that made it, as in "aten.mm.default"; None under `offload`, which sees what is saved only.
+    """
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    op: str | None = None
+
+
+SavePolicy = Callable[[SavedTensor], Action]
+
+# Products of matrices, of which those of the second line go over batches of them.
+_DOTS = {f"aten.{op}.default" for op in ("mm", "addmm", "mv", "addmv", "linear", "convolution")}
+_BATCHED = {f"aten.{op}.default" for op in ("bmm", "baddbmm")}
+
+
+def check_action(action: object, saved: SavedTensor) -> Action:
+    """The action, if it is one.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> check_action("host", SavedTensor(None, (2,), torch.float32, 8))
+        'host'
+    """
+    if action not in get_args(Action):
+        raise ValueError(f"a policy said {action!r} of {saved}; it may say {', '.join(map(repr, get_args(Action)))}.")
+    return action  # pyright: ignore[reportReturnType]
+
+
+# By no property at all.
+
+
+def everything_saveable(saved: SavedTensor) -> Action:
+    """Keeps all: `remat` with it recomputes nothing.
+
+    Example:
+        >>> everything_saveable(SavedTensor(None, (2,), torch.float32, 8))
+        'keep'
+    """
+    del saved
+    return "keep"
+
+
+def nothing_saveable(saved: SavedTensor) -> Action:
+    """Recomputes all, as `remat` does without a policy.
+
+    Example:
+        >>> nothing_saveable(SavedTensor(None, (2,), torch.float32, 8))
+        'recompute'
+    """
+    del saved
+    return "recompute"
+
+
+# By operation.
+
+
+def dots_saveable(saved: SavedTensor) -> Action:
+    """Keeps the results of matrix products and convolutions, recomputes the rest.
+
+    Example:
+        >>> dots_saveable(SavedTensor(None, (2, 2), torch.float32, 16, "aten.bmm.default"))
+        'keep'
+    """
+    return "keep" if saved.op in _DOTS | _BATCHED else "recompute"
+
+
+def dots_with_no_batch_dims_saveable(saved: SavedTensor) -> Action:
+    """Keeps the results of products with one matrix (the linear layers, not attention's), recomputes the rest.
+
+    Example:
+        >>> dots_with_no_batch_dims_saveable(SavedTensor(None, (2, 2), torch.float32, 16, "aten.bmm.default"))
+        'recompute'
+    """
+    return "keep" if saved.op in _DOTS else "recompute"
+
+
+def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
+    """As `dots_with_no_batch_dims_saveable`, with what that keeps sent away.
+
+    Example:
+        >>> offload_dot_with_no_batch_dims()(SavedTensor(None, (2, 2), torch.float32, 16, "aten.mm.default"))
+        'host'
+    """
+    return lambda saved: offload_dst if saved.op in _DOTS else "recompute"
+
+
+# By name.
+
+
+def save_only_these_names(*names: str) -> SavePolicy:
+    """Keeps what is so named, recomputes the rest.
+
+    Example:
+        >>> save_only_these_names("attn_out")(SavedTensor("attn_out", (2,), torch.float32, 8))
+        'keep'
+    """
+    return lambda saved: "keep" if saved.name in names else "recompute"
+
+
+def save_anything_except_these_names(*names: str) -> SavePolicy:
+    """Recomputes what is so named, keeps the rest, unnamed values included.
+
+    Example:
+        >>> save_anything_except_these_names("logits")(SavedTensor(None, (2,), torch.float32, 8))
+        'keep'
+    """
+    return lambda saved: "recompute" if saved.name in names else "keep"
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: tuple[str, ...] | list[str],
+    names_which_can_be_offloaded: tuple[str, ...] | list[str],
+    offload_dst: Action = "host",
+) -> SavePolicy:
+    """Keeps some names, sends others to `offload_dst`, recomputes the rest.
+
+    Raises:
+        ValueError: a name is in both lists.
+
+    Example:
+        >>> policy = save_and_offload_only_these_names(
+        ...     names_which_can_be_saved=["q"], names_which_can_be_offloaded=["mlp"])
+        >>> policy(SavedTensor("mlp", (2,), torch.float32, 8))
+        'host'
+    """
+    both = set(names_which_can_be_saved) & set(names_which_can_be_offloaded)
+    if both:
+        raise ValueError(f"{sorted(both)} can be saved and can be offloaded; leave each name in one of the lists.")
+
+    def policy(saved: SavedTensor) -> Action:
+        if saved.name in names_which_can_be_saved:
+            return "keep"
+        return offload_dst if saved.name in names_which_can_be_offloaded else "recompute"
+
+    return policy
+
+
+def offload_only_these_names(*names: str, to: Action = "host") -> SavePolicy:
+    """Sends what is so named to `to`, keeps the rest.
+
+    Example:
+        >>> offload_only_these_names("mlp")(SavedTensor("mlp", (2,), torch.float32, 8))
+        'host'
+    """
+    return lambda saved: to if saved.name in names else "keep"
+
+
+def offload_anything_except_these_names(*names: str, to: Action = "host") -> SavePolicy:
+    """Keeps what is so named, sends the rest to `to`.
+
+    Example:
+        >>> offload_anything_except_these_names("mlp")(SavedTensor("mlp", (2,), torch.float32, 8))
+        'keep'
+    """
+    return lambda saved: "keep" if saved.name in names else to
+
+
+# By size.
+
+
+def offload_larger_than(nbytes: int, to: Action = "host") -> SavePolicy:
+    """Sends what is larger than `nbytes` to `to`, keeps the rest.
+
+    Example:
+        >>> offload_larger_than(4)(SavedTensor(None, (2,), torch.float32, 8))
+        'host'
+    """
+    return lambda saved: to if saved.nbytes > nbytes else "keep"
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A policy, of which the newest `limit` bytes that it would not keep are kept all the same.
+
+    Attributes:
+        limit: the bytes.
+        then: what becomes of older values; an action, or a policy.
+    """
+
+    limit: int
+    then: Action | SavePolicy = "host"
+
+    def __call__(self, saved: SavedTensor) -> Action:
+        """What becomes of a value that the budget has no room for."""
+        return self.then(saved) if callable(self.then) else self.then
+
+
+def budget(nbytes: int, then: Action | SavePolicy = "host") -> Budget:
+    """Keeps the newest values up to `nbytes`; as newer ones come, the oldest leave.
+
+    The backward asks for the newest first, so those that leave are the ones that it needs last: they have the longest
+    time to come back, and the first bytes of the backward wait for nothing. The budget counts one call of the function
+    that is transformed, and values that `then` would have gone elsewhere.
+
+    Args:
+        nbytes: the budget.
+        then: what becomes of the others; an action, or a policy that says it of each.
+
+    Raises:
+        ValueError: `nbytes` is negative.
+
+    Example:
+        >>> budget(1 << 30, then="disk").limit
+        1073741824
+    """
+    if nbytes < 0:
+        raise ValueError(f"budget({nbytes}): a budget of bytes must not be negative.")
+    return Budget(nbytes, then)
+
+
+def limit_of(policy: SavePolicy) -> int:
+    """The bytes that a policy keeps whatever it says; 0 for all but budgets.
+
+    Example:
+        >>> limit_of(budget(8)), limit_of(everything_saveable)
+        (8, 0)
+    """
+    return policy.limit if isinstance(policy, Budget) else 0
+
+
+def describe(name: str | None, x: torch.Tensor, op: str | None = None) -> SavedTensor:
+    """A tensor as policies see it.
+
+    Example:
+        >>> describe("h", torch.ones(4)[:2]).nbytes
+        16
+    """
+    nbytes = x.untyped_storage().nbytes()
+    return SavedTensor(name, tuple(x.shape), x.dtype, nbytes or math.prod(x.shape) * x.dtype.itemsize, op)
