@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ._device import Cluster, Device, Link
 from ._flops import arithmetic, node_bytes, node_flops
-from ._moves import moves
+from ._moves import Move, moves
 from ._transfers import Transfer, is_wait, transfers
 from ._values import PHASES, dtype_name, phases_of, where_of
 
@@ -68,7 +68,7 @@ class Event:
 
     Attributes:
         name: the node.
-        lane: "compute", "wait", or the axes of a transfer.
+        lane: "compute", "wait", the axes of a transfer, or the way of a move, as in "host -> device".
         start: seconds since the step began.
         seconds: how long it takes.
         where: the user's line.
@@ -90,7 +90,7 @@ class Estimate:
     Attributes:
         seconds: the whole step.
         compute: seconds in which the device computes; the step without any transfer.
-        communication: axes -> seconds in which their transfers are on the wire.
+        communication: axes -> seconds in which their transfers are on the wire; and, as "host -> device", of moves.
         exposed: axes -> seconds in which the computation waits for them.
         mfu: flops / seconds / the device's rate in the dtype of most of the operations.
         events: the timeline.
@@ -160,6 +160,9 @@ def _seconds(node: Node, flops: int, device: Device) -> float:
 def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
     """The time of a captured step on `cluster`: a simulated run with a lane that computes and one for each link.
 
+    What is computed on the host is taken to run at the device's rates; moves run on the cluster's `host` and `disk`
+    links, one wire a direction, and take no time where it has none.
+
     Args:
         gm: the step; `gm.meta["mesh_shape"]` lays its ranks out over the cluster's nodes.
         cluster: rates, as measured by `calibrate` or from a table.
@@ -194,9 +197,10 @@ class _Run:
     def __init__(self, gm: GraphModule, cluster: Cluster) -> None:
         self._cluster, self._shape = cluster, gm.meta.get("mesh_shape", {})
         self._moves = {t.node: t for t in transfers(gm)}
-        self._arrives: dict[Node, tuple[float, Transfer]] = {}
+        self._local = {m.node: m for m in moves(gm)}
+        self._arrives: dict[Node, tuple[float, str, Event]] = {}
         self.now = self.compute = 0.0
-        self.free: dict[Link, float] = {}
+        self.free: dict[Link | str, float] = {}
         self.busy: dict[str, float] = collections.defaultdict(float)
         self.exposed: dict[str, float] = collections.defaultdict(float)
         self.flops: dict[torch.dtype, int] = collections.defaultdict(int)
@@ -204,7 +208,9 @@ class _Run:
 
     def step(self, node: Node) -> None:
         if node in self._moves:
-            self._start(self._moves[node])
+            self._send(self._moves[node])
+        elif node in self._local:
+            self._carry(self._local[node])
         elif is_wait(node):
             self._wait(node)
         else:
@@ -215,27 +221,38 @@ class _Run:
             return 0.0
         return self._cluster.device.rate(dtype_name(max(self.flops, key=lambda d: self.flops[d])))
 
-    def _start(self, move: Transfer) -> None:
+    def _send(self, move: Transfer) -> None:
         if move.num_ranks == 1:
             return
         link = self._cluster.link(self._shape, move.axes)
-        begin, took = max(self.now, self.free.get(link, 0.0)), transfer_seconds(move, link)
-        self.free[link] = begin + took
-        self.busy[move.axes] += took
-        self.exposed[move.axes] += 0.0
-        if move.wait is not None:
-            self._arrives[move.wait] = (begin + took, move)
         detail = f"{move.op} {move.sent} bytes {' '.join(move.leaves)}".strip()
-        self.events.append(Event(move.node.name, move.axes, begin, took, move.where, detail))
+        self._start(move, link, move.axes, transfer_seconds(move, link), (f"{move.op} over {move.axes}", detail))
+
+    def _carry(self, move: Move) -> None:
+        """A move between memories; each direction has a wire of its own."""
+        link = self._cluster.host if "device" in (move.src, move.dst) else self._cluster.disk
+        if link is not None:
+            way = f"{move.src} -> {move.dst}"
+            self._start(move, way, way, link.seconds(move.nbytes), (way, f"{move.nbytes} bytes"))
+
+    def _start(self, move: Transfer | Move, wire: Link | str, lane: str, took: float, say: tuple[str, str]) -> None:
+        begin = max(self.now, self.free.get(wire, 0.0))
+        self.free[wire] = begin + took
+        self.busy[lane] += took
+        self.exposed[lane] += 0.0
+        if move.wait is not None:
+            waits = Event(move.wait.name, "wait", 0.0, 0.0, move.where, say[0])
+            self._arrives[move.wait] = (begin + took, lane, waits)
+        self.events.append(Event(move.node.name, lane, begin, took, move.where, say[1]))
 
     def _wait(self, node: Node) -> None:
         if node not in self._arrives:
             return
-        arrives, move = self._arrives.pop(node)
+        arrives, lane, event = self._arrives.pop(node)
         late = arrives - self.now
         if late > 0:
-            self.exposed[move.axes] += late
-            self.events.append(Event(node.name, "wait", self.now, late, move.where, f"{move.op} over {move.axes}"))
+            self.exposed[lane] += late
+            self.events.append(dataclasses.replace(event, start=self.now, seconds=late))
             self.now = arrives
 
     def _compute(self, node: Node) -> None:

@@ -71,12 +71,16 @@ class Cluster:
         per_node: ranks in a node.
         inside: the wire between ranks of one node.
         between: each rank's share of the wire between nodes.
+        host: each rank's share of the wire between device and host; None: moves over it take no time.
+        disk: likewise between host and disk.
     """
 
     device: Device
     per_node: int
     inside: Link
     between: Link
+    host: Link | None = None
+    disk: Link | None = None
 
     def link(self, mesh_shape: Mapping[str, int], axes: str) -> Link:
         """The wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.

@@ -163,6 +163,10 @@ def _finish(writer: Tensor) -> Tensor:
     return writer
 
 
+def _host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return host_empty(tuple(shape), dtype)
+
+
 for _name, _impl in (
     ("to_host_start", _to_host_start),
     ("to_host_into_start", _to_host_into_start),
@@ -175,7 +179,7 @@ for _name, _impl in (
     ("write_start", _write_start),
     ("finish", _finish),
     ("wait", _wait),
-    ("host_empty", host_empty),
+    ("host_empty", _host_empty),
 ):
     _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
 

@@ -1,6 +1,7 @@
 """Covers memory kinds under jit: the bits of eager steps, moves that overlap, and analyses that are the ledger's."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -211,6 +212,11 @@ def test_what_is_fetched_comes_early_and_gradients_leave_during_the_backward() -
         _positions(as_captured, "psum_scatter_start")[0] < i < _positions(as_captured, "to_host_start")[0]
         for i in _positions(as_captured, "mm")
     )
+    wires = {"host": sf.graph.Link(1e6, 0.0), "disk": sf.graph.Link(1e6, 0.0)}
+    on, off = (x.estimate(dataclasses.replace(sf.graph.cluster("cpu"), **wires)) for x in (scheduled, as_captured))
+    read = scheduled.cost_analysis().moves["disk", "host"][1]
+    assert on.communication["disk -> host"] == pytest.approx(read / 1e6)
+    assert on.seconds < off.seconds and on.exposed["disk -> host"] < off.exposed["disk -> host"]
     assert "start disk -> host" in scheduled.as_text() and "host peak" in str(scheduled.memory_analysis())
 
 
