@@ -1,10 +1,11 @@
 """What states on disk cost: the rate of the update, a step beside its compute and its I/O, and memory under a limit.
 
-`update`: the update of a bf16 model whose master copies and moments (12 bytes a parameter) are on disk, against one thread
-that reads and writes the same number of bytes from and to files of its own with O_DIRECT; in turns, one process.
+`update`: the update of a bf16 model whose master copies and moments (12 bytes a parameter) are on disk, against one
+thread that reads and writes the same number of bytes from and to files of its own with O_DIRECT; in turns, one process.
 `overlap`: whole steps with all states on disk, for several batch sizes, beside the same steps with all states in memory
 (compute) and beside the bytes that they moved at the plain rate of the same run (I/O).
-`memory`: examples/bigger_than_memory.py under RLIMIT_DATA and without, and the largest model that the limit holds in memory.
+`memory`: examples/bigger_than_memory.py under RLIMIT_DATA and without, and the largest model that trains under
+that limit in memory.
 """
 
 import argparse
@@ -156,8 +157,11 @@ def _memory(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     on_disk = int(rows[0][1].replace(",", "")) if rows[0][1] != "failed" else 0
     text = table(["run", "parameters", "states, GB", "VmHWM, MB", "losses"], rows)
     same = "equal" if len({tuple(x) for x in losses.values()}) == 1 else "NOT equal"
-    text += f"\n\nLosses of the runs: {same}. Under a limit of {args.memory} MB of data the largest model that trains with its"
-    text += f" states in memory has {largest:,} parameters; on disk {on_disk:,} were trained: {on_disk / max(largest, 1):.0f} times as many."
+    text += (
+        f"\n\nLosses of the runs: {same}. Under a limit of {args.memory} MB of data the largest model that trains with"
+        f" its states in memory has {largest:,} parameters; on disk {on_disk:,} were trained,"
+        f" {on_disk / max(largest, 1):.0f} times as many."
+    )
     return text, {"losses": losses, "largest_in_memory": largest}
 
 

@@ -32,9 +32,10 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
     state, _ = step(state, torch.ones(2, WIDTH))
     held: list[sf.GlobalTensor] = [*sf.core.tree_leaves(state.params), *sf.core.tree_leaves(state.opt_state)]
     with sf.memory.ledger() as book:
-        for x in held:
+        while held:
+            x = held.pop()
             book.count(x.held, x.memory_kind)
-        del held, x
+            del x
         state, _ = step(state, torch.ones(2, WIDTH))
     del state
     return book, PSI // mesh.size
@@ -46,8 +47,8 @@ def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world:
     for chunk in (1 << 20, 64 << 20):
         zero = sf.Zero(2, persist=0, bucket=0, grads="host", optimizer="host", chunk=chunk)
         # What may be under way is bounded by constants that are larger than this model.
-        small = {"LEAVING_BYTES": GRADIENT}, {"IN_FLIGHT_BYTES": GRADIENT, "PATIENCE": 60.0}
-        with mock.patch.multiple(_parts, **small[0]), mock.patch.multiple(_reduce, **small[1]):
+        bounds = mock.patch.object(_reduce, "IN_FLIGHT_BYTES", GRADIENT), mock.patch.object(_reduce, "PATIENCE", 60.0)
+        with mock.patch.object(_parts, "LEAVING_BYTES", GRADIENT), bounds[0], bounds[1]:
             book, own = _measured(mesh, zero)
         assert book.moved("device", "host") == 2 * own  # gradients, in 16 bits
         assert book.moved("host", "device") == 2 * own  # parameters, in 16 bits
