@@ -43,8 +43,8 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
             if not is_spec(spec):
                 problems.append(f"{path} is {spec!r}, not a P. Did you mean P({spec!r})?")
                 continue
-            if isinstance(spec, Sharding) and spec.memory_kind != "device" and name == "batch":
-                problems.append(f"{path} asks for memory_kind={spec.memory_kind!r}; a batch is given on the device.")
+            if isinstance(spec, Sharding) and name == "batch":
+                problems.append(f"{path} is {spec!r}; a batch is given as it is, so say {spec.spec!r}.")
             if isinstance(spec, Sharding) and spec.memory_kind == "disk" and zero.directory is None:
                 problems.append(f"{path} is to be kept on disk; say where: Zero(directory='/path/to/a/fast/disk').")
             spec = spec.spec if isinstance(spec, Sharding) else spec

@@ -78,7 +78,7 @@ def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
 
 def _meta(x: Any) -> Any:
     if isinstance(x, GlobalTensor):
-        return GlobalTensor(_meta(x.local), x.shape, x.spec, x.mesh)
+        return GlobalTensor(_meta(x.held), x.shape, x.spec, x.mesh, x.memory_kind)
     if isinstance(x, Tensor):
         with torch._C._DisableTorchDispatch():
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

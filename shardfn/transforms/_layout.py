@@ -202,13 +202,21 @@ def leaf_layout(
 
 
 def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
-    """The layout with the optimizer state of the first leaves on the device, about 1 - `ratio` of all elements."""
-    stays = (1 - ratio) * sum(leaf.shape.numel() for leaf in leaves if leaf.trainable)
-    out, seen = [], 0
-    for leaf in leaves:
-        seen += leaf.shape.numel() if leaf.trainable else 0
-        out.append(dataclasses.replace(leaf, state_home="device") if leaf.trainable and seen <= stays else leaf)
-    return out
+    """The layout with the optimizer state of the first leaves that fit on the device: 1 - `ratio` of all elements.
+
+    Raises:
+        ValueError: no leaf is that small.
+    """
+    train = [leaf for leaf in leaves if leaf.trainable and leaf.shape.numel()]
+    room = (1 - ratio) * sum(leaf.shape.numel() for leaf in train)
+    stay: set[str] = set()
+    for leaf in train:
+        if leaf.shape.numel() <= room:
+            room -= leaf.shape.numel()
+            stay.add(leaf.path)
+    if train and ratio < 1 and not stay:
+        raise ValueError(f"Zero(ratio={ratio}) has no effect: every leaf is larger than what may stay on the device.")
+    return [dataclasses.replace(leaf, state_home="device") if leaf.path in stay else leaf for leaf in leaves]
 
 
 def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, compute: P, **rule: Any) -> LeafLayout:

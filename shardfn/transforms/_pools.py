@@ -4,6 +4,7 @@ After each step the state is committed; the commit before is given up when all r
 have this one. So whenever the ranks end, there is a commit that all of them have.
 """
 
+import logging
 import pathlib
 from typing import Any
 
@@ -16,8 +17,10 @@ from shardfn.memory import AnyPool, Pool, TracedPool
 from ._plan import Plan, Planner
 from ._state import TrainState
 
-# Tensors below this many bytes are committed wherever they are.
-SMALL = 4096
+log = logging.getLogger("shardfn.memory")
+
+# Leaves of at most this many elements are committed wherever they are, as are those that `persist`.
+SMALL = 1024
 
 
 def pool_of(plan: Plan) -> AnyPool | None:
@@ -40,17 +43,48 @@ def disk_of(plan: Plan) -> Pool | None:
 def close_pool(planner: Planner) -> None:
     """Gives a directory up, if it is open."""
     pool = planner.mesh.resources.get("pools", {}).pop(planner.zero.directory, None)
+    planner.mesh.resources.get("commits", {}).pop(planner.zero.directory, None)
     if pool is not None:
         pool.close()
 
 
-def commit(plan: Plan, state: TrainState) -> None:
-    """Makes a state what `reopen` finds, if all of it is on disk, small, or the cast of a master copy that is."""
-    pool = disk_of(plan)
-    if pool is None or any(homeless(plan, state)):
+def begin(plan: Plan, state: TrainState) -> None:
+    """Commits the first state of a run.
+
+    Raises:
+        ValueError: the directory has the states of another `init` of this process.
+    """
+    if plan.zero.directory is None:
         return
-    values = {path: _value(x) for path, x in _leaves(state)}
-    pool.commit({k: v for k, v in values.items() if v is not None}, int(state.step), keep_before=True)
+    if plan.zero.directory in _commits(plan):
+        raise ValueError(
+            f"{plan.zero.directory} holds the states of another init; give this one a directory of its own, or close the"
+            " step and remove it."
+        )
+    lost = homeless(plan, state)
+    if lost:
+        where = plan.zero.directory
+        log.warning("states under %s cannot be resumed; these are kept in memory only: %s", where, ", ".join(lost))
+    commit(plan, state)
+
+
+def commit(plan: Plan, state: TrainState) -> None:
+    """Makes a state what `reopen` finds, if all of it is on disk, small, or the cast of a master copy that is.
+
+    Commits are numbered by themselves: a step that is skipped, or taken twice, has the number of another one.
+    """
+    pool = disk_of(plan)
+    if pool is None or homeless(plan, state):
+        return
+    values = {path: _value(plan, x) for path, x in _leaves(state)}
+    number = _commits(plan).get(plan.zero.directory, -1) + 1
+    pool.commit({k: v for k, v in values.items() if v is not None}, number, keep_before=True)
+    _commits(plan)[plan.zero.directory] = number
+
+
+def _commits(plan: Plan) -> dict[str | None, int]:
+    """By directory, the number of the last commit."""
+    return plan.mesh.resources.setdefault("commits", {})
 
 
 def forget(plan: Plan) -> None:
@@ -72,17 +106,22 @@ def reopen(plan: Plan, control: AnyControl) -> dict[str, Any]:
     steps: list[Any] = control.gather(Pool.steps(_place(plan)))
     common = set(steps[0]).intersection(*steps[1:])
     if not common:
-        had = [f"rank {r}: {f'steps {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]
+        had = [f"rank {r}: {f'numbers {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]
         raise_all(FileNotFoundError, f"no commit under {plan.zero.directory} is there on all ranks:", had)
     opened = Pool.open(_place(plan), max(common), checksum=plan.zero.checksum)
     plan.mesh.resources.setdefault("pools", {})[plan.zero.directory] = opened.pool
+    _commits(plan)[plan.zero.directory] = opened.step
     return opened.values
 
 
 def homeless(plan: Plan, state: TrainState) -> list[str]:
-    """The leaves of a state that no commit holds: neither on disk, nor small, nor the cast of a copy that is."""
-    casts = {leaf.path for leaf in plan.leaves if leaf.dtypes.master != leaf.dtypes.param and leaf.state_home == "disk"}
-    return [path for path, x in _leaves(state) if _value(x) is None and path not in casts]
+    """The leaves of a state that no commit holds: neither on disk, nor small, nor the cast of a copy that is.
+
+    The same on all ranks, whatever their blocks are.
+    """
+    copied = [x for x in plan.leaves if x.trainable and x.dtypes.master != x.dtypes.param and x.state_home == "disk"]
+    casts = {leaf.path for leaf in copied}
+    return [path for path, x in _leaves(state) if not _is_held(plan, x) and path not in casts]
 
 
 def _leaves(state: TrainState) -> list[tuple[str, Any]]:
@@ -90,12 +129,19 @@ def _leaves(state: TrainState) -> list[tuple[str, Any]]:
     return [pair for name, tree in parts for pair in zip(tree_paths(tree, name), tree_leaves(tree), strict=True)]
 
 
-def _value(x: Any) -> Any:
+def _value(plan: Plan, x: Any) -> Any:
     """What a commit holds of a leaf; None if it is too large for one."""
+    if not _is_held(plan, x):
+        return None
     held: Tensor | Stored = x.held if isinstance(x, GlobalTensor) else x
-    if not isinstance(held, Tensor):
-        return held
-    return held.detach().to("cpu", copy=True) if held.nbytes < SMALL else None
+    return held.detach().to("cpu", copy=True) if isinstance(held, Tensor) else held
+
+
+def _is_held(plan: Plan, x: Any) -> bool:
+    """Whether a commit holds a leaf: what is on disk, and in memory leaves as small as those that never leave it."""
+    if isinstance(x, GlobalTensor) and x.memory_kind == "disk":
+        return True
+    return x.shape.numel() <= max(plan.zero.persist, SMALL)
 
 
 def _place(plan: Plan) -> pathlib.Path:

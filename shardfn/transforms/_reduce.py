@@ -142,6 +142,7 @@ class Reducer:
             out.update(zip(leaves, _pieces(shapes, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
+            if self._parts.home(u) != members[0].grad_home:
                 self._send_home(out, leaves)
         self._channels.flush()  # the optimizer may write what was sent
         return out

@@ -1,5 +1,6 @@
 """The state that a step left on disk, put together again."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -36,34 +37,35 @@ def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainS
     rest = _filled(plan, "state", like._replace(params=(), opt_state=()), values, problems)
     casts = _casts(plan, opt_state, values)
     raise_all(ValueError, "the commit on disk is not this step's state:", problems)
-    params = tree_leaves(_filled(plan, "params", like.params, values | casts, problems))
+    params = tree_leaves(_filled(plan, "params", like.params, values | casts, problems, {*casts}))
     raise_all(ValueError, "the commit on disk is not this step's state:", problems)
     blocks = _whole(plan, channels, [x.held for x in params], casts)
     return rest._replace(params=wrap(plan, blocks), opt_state=opt_state)
 
 
-def _filled(plan: Plan, name: str, like: PyTree, values: dict[str, Any], problems: list[str]) -> Any:
+def _filled(
+    plan: Plan, name: str, like: PyTree, values: dict[str, Any], problems: list[str], rows: Collection[str] = ()
+) -> Any:
+    """A part of the state from its values; of leaves in `rows` this rank's rows do, as they are made whole later."""
     leaves, treedef = tree_flatten(like)
     return tree_unflatten(
         treedef,
         [
-            _leaf(plan, path, x, values.get(path), problems)
+            _leaf(plan, path, x, values.get(path), problems, path in rows)
             for path, x in zip(tree_paths(like, name), leaves, strict=True)
         ],
     )
 
 
-def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str]) -> Any:
+def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], rows: bool) -> Any:
     own = like.held if isinstance(like, GlobalTensor) else like
     if value is None:
         problems.append(f"{path} is missing")
         return like
-    if value.shape != own.shape or value.dtype != own.dtype:
-        # Rows of a parameter that is made whole from the casts of its copies are whole later.
-        if path not in {leaf.path for leaf in plan.leaves if leaf.refreshed}:
-            here, there = f"{tuple(own.shape)} {own.dtype}", f"{tuple(value.shape)} {value.dtype}"
-            problems.append(f"{path} is {here} here, but {there} on disk")
-            return like
+    if (value.shape != own.shape and not rows) or value.dtype != own.dtype:
+        here, there = f"{tuple(own.shape)} {own.dtype}", f"{tuple(value.shape)} {value.dtype}"
+        problems.append(f"{path} is {here} here, but {there} on disk")
+        return like
     if not isinstance(like, GlobalTensor):
         return value
     return GlobalTensor(_placed(plan, value, like), like.shape, like.spec, like.mesh, like.memory_kind)

@@ -43,7 +43,7 @@ from ._lower import Lowered
 from ._metrics import measure
 from ._mixed_precision import check_scaled, with_masters
 from ._plan import Plan, Planner
-from ._pools import close_pool, commit, forget
+from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
 from ._state import TrainState, check_alive, scale_of
 from ._traced_step import StepParts
@@ -174,8 +174,10 @@ class ShardedStep:
             return draw_block(drawn, where).to(self.mesh.device).to(leaf.dtypes.master).contiguous()
 
         step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
-        state = TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
-        commit(plan, state)
+        with losing_no_peer(comms):
+            state = TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
+            begin(plan, state)
+            _together(plan, comms)
         return state
 
     def resume(self, params: PyTree, *args: Any) -> TrainState:
@@ -212,7 +214,10 @@ class ShardedStep:
         comms = comms_of(self.mesh)
         comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
         like = abstract_init(plan, self._optimizer, self._key, self._first_scale())
-        return resumed(plan, comms.channels, comms.control, like)
+        with losing_no_peer(comms):
+            state = resumed(plan, comms.channels, comms.control, like)
+            _together(plan, comms)
+        return state
 
     def close(self) -> None:
         """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
@@ -299,7 +304,9 @@ class ShardedStep:
             scale = self._loss_scale.update(state.loss_scale, metrics["finite"])
             self._loss_scale.check(scale)
             new = new._replace(loss_scale=scale)
-        commit(plan, new)
+        with losing_no_peer(comms):
+            commit(plan, new)
+            _together(plan, comms)
         return new, metrics
 
     def _run(
@@ -412,3 +419,9 @@ class ShardedStep:
         flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux} key {key}"
         flags += f" {self._planner.policy!r} loss scale {self._loss_scale is not None}"
         return f"{flags}\n{plan.describe()}"
+
+
+def _together(plan: Plan, comms: Comms) -> None:
+    """Where files are written, a rank goes on when all have: one that could not is heard of here."""
+    if plan.zero.directory is not None:
+        comms.control.exchange(0)

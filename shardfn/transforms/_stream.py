@@ -326,6 +326,8 @@ class _Chunk:
         """Waits until they have left."""
         for going in self._going:
             going.result()
+            # On an accelerator a result is there when its stream is; what it came from may be written only later.
+            getattr(going, "wait", going.done)()
         self._going = []
         self._stream.spare.give(self._buffers)
         self._buffers = []
