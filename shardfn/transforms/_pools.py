@@ -58,8 +58,8 @@ def begin(plan: Plan, state: TrainState) -> None:
         return
     if plan.zero.directory in _commits(plan):
         raise ValueError(
-            f"{plan.zero.directory} holds the states of another init; give this one a directory of its own, or close the"
-            " step and remove it."
+            f"{plan.zero.directory} holds the states of another init; give this one a directory of its own, or close"
+            " the step and remove it."
         )
     lost = homeless(plan, state)
     if lost:
