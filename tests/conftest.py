@@ -1,6 +1,7 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
 import jaxtyping
+import pytest
 import torch
 
 # Must precede the first import of shardfn. The tower lets an int stand for a float, as Python's type checkers do. The
@@ -14,3 +15,15 @@ torch.set_num_threads(1)
 from shardfn.testing import worker_setup  # noqa: E402  # see above
 
 worker_setup(__file__)
+
+# What these show on two ranks is shown again on four, and pages again on one, every night: (file, world).
+NIGHTLY = {("test_functional.py", 4), ("test_mixed_precision.py", 4), ("test_jit.py", 4), ("test_readme.py", 1)}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts off to the night what takes long and seldom finds what the day does not."""
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case is not None and (item.path.name, case.params.get("world")) in NIGHTLY:
+            item.add_marker(pytest.mark.nightly)

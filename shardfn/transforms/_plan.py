@@ -148,7 +148,7 @@ class Plan:
     def describe(self) -> str:
         """One line a fact; equal on all ranks that run the same plan."""
         # Each rank may have a disk of its own.
-        rule = {k: v for k, v in vars(self.zero).items() if k != "directory"}
+        rule = ", ".join(f"{k}={v!r}" for k, v in vars(self.zero).items() if k != "directory")
         lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
         for x in self.leaves:
             kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
