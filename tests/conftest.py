@@ -16,8 +16,9 @@ from shardfn.testing import worker_setup  # noqa: E402  # see above
 
 worker_setup(__file__)
 
-# What these show on two ranks is shown again on four, and pages again on one, every night: (file, world).
-NIGHTLY = {("test_functional.py", 4), ("test_mixed_precision.py", 4), ("test_jit.py", 4), ("test_readme.py", 1)}
+# What these show on two ranks is shown again on others every night: (file, world).
+NIGHTLY = {(f"test_{name}.py", 4) for name in ("functional", "mixed_precision", "jit", "primitives", "zero")}
+NIGHTLY |= {("test_step_failures.py", 3), ("test_readme.py", 1), ("test_functional.py", 1)}
 
 
 @pytest.hookimpl(tryfirst=True)

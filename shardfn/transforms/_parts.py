@@ -91,7 +91,7 @@ class Parts:
 
     def _has_left(self, unit: int) -> bool:
         coming = self._coming.get(unit)
-        if coming is not None and coming.done() and self._homes[unit] == "disk":
+        if coming is not None and coming.done():
             self._send_on(unit)
         coming = self._coming.get(unit) or self._writing.get(unit)
         return coming is None or coming.done()

@@ -6,6 +6,7 @@ chunks, however large the state is. What is on disk is never overwritten: a step
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ._capture import capturing
 from ._fetch import Fetch
 
 Held = Tensor | Stored
+PAGE = 4096
 
 
 @dataclasses.dataclass
@@ -184,6 +186,8 @@ class _Stream:
                 yield Rows(i), total
                 continue
             step = max(1, shape[0] * self._u.chunk // total)
+            whole = math.lcm(*(_rows_a_page(c.held) for c in self.columns(i)))
+            step = step // whole * whole or step  # rows that fill pages are read and written without a copy
             for lo in range(0, shape[0], step):
                 hi = min(lo + step, shape[0])
                 yield Rows(i, lo, hi), total * (hi - lo) // shape[0]
@@ -234,6 +238,11 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
     for x, y in zip(before, after, strict=True):
         if x is not y:
             x.copy_(y)
+
+
+def _rows_a_page(held: Held) -> int:
+    """The least number of rows that fill whole pages."""
+    return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
