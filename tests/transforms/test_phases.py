@@ -27,7 +27,7 @@ STEPS = 4
 
 
 class Averaged(NamedTuple):
-    count: Tensor
+    steps: Tensor
     ranks: Any
     inner: PyTree
 
@@ -36,7 +36,7 @@ def averaging(inner: optim.GradientTransformation, start: int, over: tuple[str, 
     """`inner`, on gradients that the rule averages itself from step `start` on."""
 
     def phase(state: Averaged) -> optim.Phase:
-        return optim.Phase("own", True) if int(state.count) >= start else optim.Phase("given", False)
+        return optim.Phase("own", True) if int(state.steps) >= start else optim.Phase("given", False)
 
     def made(now: optim.Phase | None) -> optim.GradientTransformation:
         def init(params: PyTree) -> Averaged:
@@ -53,7 +53,7 @@ def averaging(inner: optim.GradientTransformation, start: int, over: tuple[str, 
             for g, p in zip(gs, tree_leaves(params), strict=True):
                 assert g.shape == p.shape
             us, new = inner.update(tree_unflatten(treedef, gs), state.inner, params, specs=specs)
-            return us, Averaged(state.count + 1, state.ranks + 1.0, new)
+            return us, Averaged(state.steps + 1, state.ranks + 1.0, new)
 
         def on(params: PyTree, stats: Any, phase: optim.Phase | None = None) -> optim.GradientTransformation:
             return made(phase)
@@ -85,7 +85,7 @@ def test_gradients_add_up_to_those_that_are_given(world: int) -> None:
         for loss in (odd_loss, sf.accumulate(odd_loss, 2)):
             run = on_mesh(loss, tx, odd_params(), batches, **options)
             assert_same(_inner(run), want._replace(metrics=[]))
-            assert int(run.opt_state.count) == STEPS
+            assert int(run.opt_state.steps) == STEPS
             assert run.opt_state.ranks.tolist() == [STEPS + rank for rank in range(world)]
             for got, given in zip(run.metrics, want.metrics, strict=True):
                 assert torch.allclose(got["loss"], given["loss"], rtol=1e-6)
