@@ -119,7 +119,7 @@ def test_weights_masters_and_loss_scales() -> None:
         mixed = sf.mixed_precision(_weighted, sf.Policy(param=torch.bfloat16), loss_scale=optim.static_loss_scale(8.0))
         state = on_mesh(mixed, tx, params, batches, mesh=mesh, zero=zero)
         assert all(torch.isfinite(x).all() for x in tree_leaves(state.params))
-        assert int(state.opt_state.inner[0].count) == STEPS
+        assert int(state.opt_state.inner[0].steps) == STEPS
 
 
 @distributed(world=4)
