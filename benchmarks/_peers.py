@@ -9,6 +9,8 @@ import torch
 from _model import ADAMW, Model, Size
 from torch import Tensor
 
+# The last step in which 1-bit Adam is Adam.
+FREEZE_STEP = 2
 Step = Callable[[Tensor], Tensor]
 Build = Callable[[int, int, Size], Step]
 
@@ -73,10 +75,10 @@ def fsdp2_compile(rank: int, world: int, size: Size, *, whole: bool = False) -> 
     return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
 
 
-def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", **fields: Any) -> Step:
-    """`sharded_step` at one stage. `jit` is a back end of `sf.jit`, or empty for eager steps; `fields` are those of
-    `Zero`, or with "jit_" before them options of `sf.jit`; `jit_cluster=calibrate` measures the link first. The step
-    has an attribute `cache_info`.
+def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx: str = "adamw", **fields: Any) -> Step:
+    """`sharded_step` at one stage. `jit` is a back end of `sf.jit`, or empty for eager steps; `tx` is an optimizer of
+    `OPTIMIZERS`; `fields` are those of `Zero`, or with "jit_" before them options of `sf.jit`;
+    `jit_cluster=calibrate` measures the link first. The step has an attribute `cache_info`.
     """
     del rank
     from _model import loss, params
@@ -88,7 +90,7 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", **f
     if options.get("cluster") == "calibrate":
         options["cluster"] = sf.graph.calibrate(mesh)
     f = sf.jit(loss(size), backend=jit, **options) if jit else loss(size)
-    take = sf.sharded_step(f, adamw(), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=stage, **fields))
+    take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=stage, **fields))
     state = take.init(params(size))
 
     def step(tokens: Tensor) -> Tensor:
@@ -106,6 +108,20 @@ def adamw() -> Any:
 
     b1, b2 = ADAMW["betas"]
     return sf.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+
+
+def onebit_adam() -> Any:
+    """1-bit Adam with the same numbers, compressed from the third step on."""
+    import shardfn as sf
+
+    b1, b2 = ADAMW["betas"]
+    decay = ADAMW["weight_decay"]
+    return sf.optim.onebit_adam(
+        ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=decay, freeze_step=FREEZE_STEP, axis="dp"
+    )
+
+
+OPTIMIZERS = {"adamw": adamw, "onebit_adam": onebit_adam}
 
 
 def deepspeed(rank: int, world: int, size: Size, *, stage: int) -> Step:
