@@ -1,0 +1,72 @@
+"""Trains a GPT over a slow network: from `adamw` to `onebit_adam` is one line.
+
+    torchrun --nproc-per-node 2 examples/slow_network.py
+    torchrun --nproc-per-node 2 examples/slow_network.py --adamw
+    python benchmarks/slow_link.py --ranks 2 --rate 100mbit -- examples/slow_network.py
+
+After the first steps, in which Adam learns how large gradients are, what ranks exchange is the signs of the momentum:
+one bit an element in place of 32. The last command runs it over a real link of 100 Mbit/s (it needs root and iproute2).
+"""
+
+import argparse
+import functools
+import itertools
+import time
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import shardfn as sf
+from shardfn.models import gpt
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    mesh = sf.make_mesh({"dp": -1})
+    rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")
+
+    config = gpt.Config.llama_like(
+        vocab_size=256, d_ff=None, num_layers=args.layers, d_model=args.dim, num_heads=args.dim // 32, max_len=128
+    )
+    text = b"".join(path.read_bytes() for path in itertools.islice(sf.data.default_corpus(), 40))
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, 129, 128)
+
+    optimizer = sf.optim.onebit_adam(args.lr, freeze_step=args.freeze_step)
+    if args.adamw:
+        optimizer = sf.optim.adamw(args.lr, weight_decay=0.0)
+
+    step = sf.sharded_step(functools.partial(gpt.loss, config), optimizer, mesh=mesh, batch=sf.P("dp"))
+    state = step.init(functools.partial(gpt.init, config), sf.key(0))
+    if rank == 0:
+        print(f"{gpt.num_params(config):,} parameters on {world} ranks", flush=True)
+    with tqdm(total=args.steps, disable=rank > 0, unit="step") as bar:
+        for n in range(args.steps):
+            first = (n * world + rank) * args.batch
+            start = time.perf_counter()
+            with sf.collectives.count_traffic() as traffic:
+                state, metrics = step(state, {"tokens": rows[first : first + args.batch].long()})
+            if rank == 0 and n in (0, args.freeze_step + 1):
+                tqdm.write(f"step {n + 1}: {traffic.bytes:,} bytes sent, {time.perf_counter() - start:.2f} s")
+            bar.set_postfix(loss=f"{metrics['loss']:.4f}")
+            bar.update()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--adamw", action="store_true", help="exchange gradients as they are")
+    add("--steps", type=int, default=40, help="%(default)s")
+    add("--freeze-step", type=int, default=10, help="the last step that is Adam's (%(default)s)")
+    add("--batch", type=int, default=2, help="rows of each rank (%(default)s)")
+    add("--layers", type=int, default=4, help="%(default)s")
+    add("--dim", type=int, default=256, help="%(default)s")
+    add("--lr", type=float, default=1e-3, help="%(default)s")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
