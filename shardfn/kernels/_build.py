@@ -40,13 +40,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def call(name: str, *args: Any) -> None:
-    """Calls a function: tensors and arrays pass as pointers, ints as int64, floats as fp32."""
+    """Calls a function: tensors and arrays pass as pointers, ints as int64, floats as fp32, None as null."""
     found = library()
     assert found is not None
     getattr(found, name)(*map(_passed, args))
 
 
 def _passed(arg: Any) -> Any:
+    if arg is None:
+        return None
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
     if isinstance(arg, np.ndarray):

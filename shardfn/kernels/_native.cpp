@@ -10,12 +10,74 @@
 #define CLONES
 #endif
 
+#define INLINE inline __attribute__((always_inline))
+
 namespace {
 
 constexpr int64_t LANES = 1 << 10, SPAN = 1 << 18;
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t num_codes(int64_t c, int64_t bits) { return bits == 8 ? c : (c + 1) / 2; }
+
+// codes of one block, num <= LANES at a time
+INLINE void encode(const float* x, int64_t num, float factor, int32_t half, uint8_t* codes) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
+    int8_t whole[LANES];
+    for (int64_t j = 0; j < num; ++j) {
+        int32_t value = (int32_t)((x[j] * factor + magic) - magic);
+        value = value < -half ? -half : value;
+        whole[j] = (int8_t)(value > half - 1 ? half - 1 : value);
+    }
+    if (half == 128) {
+        std::memcpy(codes, whole, num);
+        return;
+    }
+    if (num % 2) whole[num] = 0;
+    for (int64_t j = 0; j < (num + 1) / 2; ++j) codes[j] = (uint8_t)(whole[2 * j] << 4 | (whole[2 * j + 1] & 15));
+}
+
+INLINE void quantize_block(const float* x, int64_t num, int64_t bits, uint8_t* codes, float* scale) {
+    uint32_t top = 0;  // the order of positive floats is that of their bits, and NaN is above them
+    for (int64_t j = 0; j < num; ++j) {
+        uint32_t word;
+        std::memcpy(&word, x + j, 4);
+        word &= 0x7fffffffu;
+        top = word > top ? word : top;
+    }
+    float most;
+    std::memcpy(&most, &top, 4);
+    const float half = bits == 8 ? 128.0f : 8.0f;
+    const bool small = most < 0x1p-110f;
+    *scale = small ? 1.0f : most / half;  // as most * 2^(1-bits): both are exact
+    if (top >= 0x7f800000u) {
+        std::memset(codes, 0, num_codes(num, bits));
+        return;
+    }
+    for (int64_t lo = 0; lo < num; lo += LANES)
+        encode(x + lo, least(LANES, num - lo), small ? 1.0f : half / most, (int32_t)half, codes + num_codes(lo, bits));
+}
+
+// out = codes * scale, or += it
+INLINE void decode(const uint8_t* codes, int64_t num, int64_t bits, float scale, bool add, float* out) {
+    int8_t whole[LANES + 1];
+    for (int64_t lo = 0; lo < num; lo += LANES) {
+        const int64_t some = least(LANES, num - lo);
+        const int8_t* values = (const int8_t*)codes + lo;
+        if (bits == 4) {
+            const int8_t* pairs = (const int8_t*)codes + lo / 2;
+            for (int64_t j = 0; j < (some + 1) / 2; ++j) {
+                whole[2 * j] = (int8_t)(pairs[j] >> 4);
+                whole[2 * j + 1] = (int8_t)((int8_t)(pairs[j] << 4) >> 4);
+            }
+            values = whole;
+        }
+        if (add)
+            for (int64_t j = 0; j < some; ++j) out[lo + j] += (float)values[j] * scale;
+        else
+            for (int64_t j = 0; j < some; ++j) out[lo + j] = (float)values[j] * scale;
+    }
+}
 
 }  // namespace
 
@@ -78,6 +140,37 @@ CLONES void subtract_signs(float* y, int64_t c, float scale, uint8_t* bits) {
 // out [8 b] of table [256, 8] at bits [b]
 CLONES void expand(const uint8_t* bits, int64_t b, const float* table, float* out) {
     for (int64_t j = 0; j < b; ++j) *(Eight*)(out + 8 * j) = *(const Eight*)(table + 8 * bits[j]);
+}
+
+// rows of blocks: x [r, c] -> codes [r, num_codes(c)], scales [r, ceil(c / block)]
+CLONES void quantize(const float* x, int64_t r, int64_t c, int64_t bits, int64_t block, uint8_t* codes, float* scales) {
+    for (int64_t i = 0; i < r; ++i, x += c, codes += num_codes(c, bits))
+        for (int64_t lo = 0; lo < c; lo += block)
+            quantize_block(x + lo, least(block, c - lo), bits, codes + num_codes(lo, bits), scales++);
+}
+
+// the inverse: out [r, c] = codes * scales
+CLONES void dequantize(const uint8_t* codes, const float* scales, int64_t r, int64_t c, int64_t bits, int64_t block,
+                       float* out) {
+    for (int64_t i = 0; i < r; ++i, out += c, codes += num_codes(c, bits))
+        for (int64_t lo = 0; lo < c; lo += block)
+            decode(codes + num_codes(lo, bits), least(block, c - lo), bits, *scales++, false, out + lo);
+}
+
+// sum over k of codes [k, r, num_codes(c)] * scales [k, r, ceil(c / block)] -> total [r, c]; or, where there is memory
+// for codes, room for one block in `total`, which is then quantized
+CLONES void dequantize_sum(const uint8_t* from, const float* factors, int64_t k, int64_t r, int64_t c, int64_t bits,
+                           int64_t block, float* total, uint8_t* codes, float* scales) {
+    const int64_t width = num_codes(c, bits), blocks = (c + block - 1) / block;
+    for (int64_t i = 0; i < r; ++i)
+        for (int64_t n = 0; n < blocks; ++n) {
+            const int64_t lo = n * block, num = least(block, c - lo);
+            float* sum = codes ? total : total + i * c + lo;
+            for (int64_t m = 0; m < k; ++m)
+                decode(from + (m * r + i) * width + num_codes(lo, bits), num, bits, factors[(m * r + i) * blocks + n],
+                       m > 0, sum);
+            if (codes) quantize_block(sum, num, bits, codes + i * width + num_codes(lo, bits), scales + i * blocks + n);
+        }
 }
 
 }
