@@ -32,9 +32,8 @@ from ._line import Line, line_along
 from ._message import exchange_rows, gather_rows
 from ._residual import Cut, Residual, check_compressor, check_residual, cut_of, split_axes
 
-# Elements that travel in one message: half a megabyte at one bit each. Buckets under way while another is compressed.
+# Elements that travel in one message: half a megabyte at one bit each.
 BUCKET = 1 << 22
-UNDER_WAY = 2
 
 
 def compressed_pmean(
@@ -219,9 +218,19 @@ def decoded(codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, 
     )
 
 
-def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor) -> Tensor:
-    rows = compressor.decompress(codes, cut.c).view(cut.inner, -1)
-    return rows[:, : cut.piece].reshape(-1)[: cut.n].view(like.shape).to(like.dtype)
+def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: Tensor | None = None) -> Tensor:
+    if compressor.decompress_into is None or cut.inner > 1:
+        rows = compressor.decompress(codes, cut.c).view(cut.inner, -1)
+        return rows[:, : cut.piece].reshape(-1)[: cut.n].view(like.shape).to(like.dtype)
+    # Not by way of memory for all rows and their padding: fresh memory costs more than the arithmetic.
+    flat = like.new_empty(cut.n, dtype=torch.float32) if out is None else out
+    whole = cut.n // cut.c
+    if whole:
+        compressor.decompress_into(tuple(part[:whole] for part in codes), flat[: whole * cut.c].view(whole, -1))
+    if whole * cut.c < cut.n:
+        rest = compressor.decompress(tuple(part[whole : whole + 1] for part in codes), cut.c)
+        flat[whole * cut.c :].copy_(rest[0, : cut.n - whole * cut.c])
+    return flat.view(like.shape).to(like.dtype)
 
 
 def _lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
@@ -295,7 +304,12 @@ class _Call:
         yield
         whole = gather_rows(gathered(), self.inside, name="all_gather")
         for leaf, codes in zip(leaves, whole(), strict=True):
-            leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor) if decode else codes
+            into = self._memory_of(leaf.x) if decode else None
+            leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
+
+    def _memory_of(self, x: Tensor) -> Tensor | None:
+        """The memory of an input, where the result may take its place."""
+        return x.view(-1) if self.donate and x.dtype == torch.float32 and x.is_contiguous() else None
 
     def _pieces(self, leaves: list[_Leaf]) -> list[Tensor]:
         """What this rank puts in, flat: the leaves, or with inner axes its pieces of their means there."""
@@ -307,7 +321,7 @@ class _Call:
 
     def _compressed(self, leaf: _Leaf, piece: Tensor) -> Codes:
         cut, memory = leaf.cut, leaf.residual.worker
-        fresh = padded(piece.float(), cut.ranks * cut.c).view(cut.ranks, cut.c)
+        fresh = piece if self.compressor.pads else padded(piece.float(), cut.ranks * cut.c).view(cut.ranks, cut.c)
         memory = memory.view(cut.ranks, cut.c) if isinstance(memory, Tensor) else memory
         codes, memory = self.compressor.compress(fresh, memory, whole=True, donate=self.donate)
         worker = memory.view(1, -1) if isinstance(memory, Tensor) else memory
@@ -340,7 +354,10 @@ def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def staggered(runs: Sequence[Iterator[None]]) -> None:
-    """Runs each to its end, a stage at a time: when a new one has started, those under way go on, the oldest first."""
+    """Runs each to its end, a stage at a time: one more starts, then those under way go on, the youngest first.
+
+    So whatever can be sent is sent before anything is only received.
+    """
     under_way: collections.deque[Iterator[None]] = collections.deque()
     waiting = collections.deque(runs)
     while waiting or under_way:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from . import _plain_kernels as kernels
+from shardfn import kernels
 
 Codes = tuple[Tensor, ...]
 Memory = Tensor | tuple[()]
@@ -45,9 +45,11 @@ class Compressor(NamedTuple):
             that a scale of the whole is taken over all of them. `donate`: `x` and the memory may be overwritten.
         decompress: `(codes, c) -> x [r, c]`.
         quantum: a row's length must be a multiple of it.
-        combine: `(codes of k rows, memory [1, c], c, divisor) -> (codes of one row, memory)`: the rows, summed in their
-            order and divided, compressed again; None: as `mean_of_rows` and `compress` do it.
-        fed_back: this with error feedback, where one pass does both.
+        fed_back: this with error feedback, where there is more than the plain combination of the two.
+        pads: whether `compress` takes `x` of any float dtype and shape that fills the memory in part; the rest is zero.
+        mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in their order and
+            compressed again, over the memory; None: one after the other.
+        decompress_into: `(codes, out [r, c])`: `decompress` into memory that exists; None: there is no such thing.
 
     Example:
         >>> codes, _ = sign().compress(torch.tensor([[3.0, -4.0, 3.0, -4.0, 3.0, -4.0, 3.0, -4.0]]), (), whole=True,
@@ -61,8 +63,10 @@ class Compressor(NamedTuple):
     compress: Compress
     decompress: Callable[[Codes, int], Tensor]
     quantum: int = 1
-    combine: Callable[[Codes, Memory, int, int], tuple[Codes, Memory]] | None = None
     fed_back: "Compressor | None" = None
+    pads: bool = False
+    mean: Callable[[Codes, Memory], tuple[Codes, Memory]] | None = None
+    decompress_into: Callable[[Codes, Tensor], None] | None = None
 
     @property
     def remembers(self) -> bool:
@@ -72,8 +76,8 @@ class Compressor(NamedTuple):
 
 def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, divisor: int) -> tuple[Codes, Memory]:
     """The rows that came from several ranks, summed in their order, divided, and compressed again as one row."""
-    if compressor.combine is not None:
-        return compressor.combine(codes, memory, c, divisor)
+    if compressor.mean is not None and divisor == len(codes[0]):
+        return compressor.mean(codes, memory)
     return compressor.compress(sum_of_rows(compressor, codes, c, divisor), memory, whole=True, donate=True)
 
 
@@ -123,12 +127,26 @@ def sign() -> Compressor:
         >>> codes
         (tensor([[15]], dtype=torch.uint8), tensor([2.3452]))
     """
-    return Compressor("sign()", _nothing, _signs, _from_signs, quantum=8, fed_back=_fed_back_sign())
+    return _SIGN._replace(fed_back=_SIGN_FED_BACK)
 
 
 def _signs(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
     del donate
-    return (kernels.pack_signs(x), kernels.rms(x, whole)), memory
+    return kernels.sign_compress_(x, torch.zeros_like(x), whole=whole), memory
+
+
+def _signs_and_error(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+    assert isinstance(memory, Tensor)
+    if donate:
+        return kernels.sign_compress_(x, memory, whole=whole), memory
+    bits, scale, error = kernels.sign_compress(x, memory, whole=whole)
+    return (bits, scale), error
+
+
+def _mean_of_signs(codes: Codes, memory: Memory) -> tuple[Codes, Memory]:
+    assert isinstance(memory, Tensor)
+    bits, scale = kernels.sign_mean_(*codes, memory.view(-1))
+    return (bits[None], scale), memory
 
 
 def _from_signs(codes: Codes, c: int) -> Tensor:
@@ -136,8 +154,8 @@ def _from_signs(codes: Codes, c: int) -> Tensor:
     return kernels.unpack_signs(*codes)
 
 
-def _fed_back_sign() -> Compressor:
-    return error_feedback(Compressor("sign()", _nothing, _signs, _from_signs, quantum=8))
+def _from_signs_into(codes: Codes, out: Tensor) -> None:
+    kernels.unpack_signs(*codes, out=out)
 
 
 # int8, int4
@@ -173,10 +191,10 @@ def int4(block: int = 256) -> Compressor:
     The most positive element of a block comes back as 7/8 of itself at worst; every other is off by `s / 2` at most.
 
     Args:
-        block: elements that share a scale; the last block of a row may be short.
+        block: elements that share a scale, an even number; the last block of a row may be short.
 
     Raises:
-        ValueError: `block` is not positive.
+        ValueError: `block` is not positive, or odd.
 
     References:
         Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209, 2023.
@@ -190,17 +208,20 @@ def int4(block: int = 256) -> Compressor:
 
 
 def _blocks(bits: int, block: int) -> Compressor:
-    if block < 1:
-        raise ValueError(f"int{bits}(block={block}): a block has 1 element or more.")
+    if block < 1 or (bits == 4 and block % 2):
+        raise ValueError(f"int{bits}(block={block}): a block has 1 element or more, and with 4 bits an even number.")
 
     def compress(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
         del whole, donate
-        return kernels.quantize(x, bits, block), memory
+        return kernels.quantize(x, bits=bits, block=block), memory
 
     def decompress(codes: Codes, c: int) -> Tensor:
-        return kernels.dequantize(*codes, c, bits, block, torch.float32)
+        return kernels.dequantize(*codes, c, bits=bits, block=block)
 
-    return Compressor(f"int{bits}(block={block})", _nothing, compress, decompress)
+    def into(codes: Codes, out: Tensor) -> None:
+        kernels.dequantize(*codes, out.shape[1], bits=bits, block=block, out=out)
+
+    return Compressor(f"int{bits}(block={block})", _nothing, compress, decompress, decompress_into=into)
 
 
 # top_k
@@ -278,9 +299,29 @@ def error_feedback(inner: Compressor) -> Compressor:
         codes, _ = inner.compress(y, (), whole=whole, donate=False)
         return codes, y.sub_(inner.decompress(codes, y.shape[1]))
 
-    return Compressor(f"error_feedback({inner.name})", torch.zeros_like, compress, inner.decompress, inner.quantum)
+    return Compressor(
+        f"error_feedback({inner.name})",
+        torch.zeros_like,
+        compress,
+        inner.decompress,
+        inner.quantum,
+        decompress_into=inner.decompress_into,
+    )
 
 
 def _nothing(like: Tensor) -> Memory:
     del like
     return ()
+
+
+_SIGN = Compressor("sign()", _nothing, _signs, _from_signs, quantum=8, decompress_into=_from_signs_into)
+_SIGN_FED_BACK = Compressor(
+    "error_feedback(sign())",
+    torch.zeros_like,
+    _signs_and_error,
+    _from_signs,
+    quantum=8,
+    pads=True,
+    mean=_mean_of_signs,
+    decompress_into=_from_signs_into,
+)
