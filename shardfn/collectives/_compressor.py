@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from jaxtyping import Float32
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn import kernels
 
@@ -71,7 +72,13 @@ class Compressor(NamedTuple):
     @property
     def remembers(self) -> bool:
         """Whether there is a memory."""
-        return self.init is not _nothing
+        return _remembers(self.init)
+
+
+@functools.cache
+def _remembers(init: Callable[[Tensor], Memory]) -> bool:
+    with _disable_current_modes():  # a program that is being captured is not to hold this
+        return isinstance(init(torch.empty(1, 0)), Tensor)
 
 
 def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, divisor: int) -> tuple[Codes, Memory]:
