@@ -88,5 +88,5 @@ def grid_of(op: str, x: Shaped[Tensor, "..."], axis: Axes, outer: Axes, dim: int
     between, inside = (mesh.axes(a) for a in split_axes(op, axis, outer))
     sizes = tuple(mesh.shape[a] for a in named)
     order = tuple(named.index(a) for a in (*inside, *between))
-    inner, outer = (math.prod(mesh.shape[a] for a in axes) for axes in (inside, between))
-    return Grid(x.shape, dim % x.ndim, sizes, order, inner, outer, axis_index(axis))
+    num_inner, num_outer = (math.prod(mesh.shape[a] for a in axes) for axes in (inside, between))
+    return Grid(x.shape, dim % x.ndim, sizes, order, num_inner, num_outer, axis_index(axis))

@@ -5,7 +5,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import shardfn as sf
 from shardfn import collectives as c
 from shardfn import graph
 from shardfn.collectives import Compressor, Residual
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch._decomp.decompositions_for_jvp
 
-EXACT = dict(rtol=0, atol=0)
+EXACT: Any = dict(rtol=0, atol=0)
 LENGTHS = (1, 7, 8, 9, 1000, 4097)
 COMPRESSORS = [c.sign(), c.int8(), c.int8(block=16), c.int4(), c.top_k(0.1), c.identity()]
 
@@ -352,6 +353,7 @@ def test_two_axes_are_exact_inside_and_compressed_between() -> None:
     mesh = make_mesh({"node": 2, "gpu": 2}, device="cpu")
     with c.bind_mesh(mesh):
         axes = ("node", "gpu")
+        traffic = c.Traffic()
         for compressor, squeeze in ((c.error_feedback(c.sign()), sign_of), (c.identity(), by(c.identity()))):
             for n in (1, 7, 1000, 4097):
                 piece = -(-n // 2)
@@ -461,7 +463,8 @@ def test_psum_scatter_over_two_links() -> None:
 @distributed(world=[2, 3])
 def test_quantized_all_gather(world: int) -> None:
     with on(world):
-        for dtype, bits in ((torch.float32, 8), (torch.bfloat16, 8), (torch.float16, 4)):
+        cases: list[tuple[torch.dtype, Literal[8, 4]]] = [(torch.float32, 8), (torch.bfloat16, 8), (torch.float16, 4)]
+        for dtype, bits in cases:
             for shape, dim in (((7,), 0), ((4, 5), 1), ((2, 0), 0), ((1,), 0)):
                 whole = given(math.prod(shape), 0).view(shape).to(dtype)
                 blocks = ref.cut(whole, world, dim)
@@ -581,3 +584,57 @@ def _both(tree: Any, state: Any, compressor: Compressor, donate: bool) -> Any:
     whole = c.quantized_all_gather(mean[0], "dp")
     own, _ = c.compressed_psum_scatter(whole, "dp", c.int4(), Residual((), ()))
     return mean, state, whole, own
+
+
+# In a step
+
+
+class _Boom(Exception):
+    pass
+
+
+@distributed(world=2)
+def test_in_a_step_captured_or_not_and_when_a_rank_fails() -> None:
+    fails: list[int] = []
+    compressor = c.error_feedback(c.sign())
+
+    def update(grads: Any, state: Any, params: Any = None, *, specs: Any = None) -> Any:
+        if torch.distributed.get_rank() in fails:
+            raise _Boom("before it compresses")
+        varied = tree_map(lambda g: g * (1 + rank()), grads)
+        out, state = c.compressed_pmean(varied, "dp", compressor, c.compressed_init(grads, "dp", compressor))
+        return tree_map(lambda u, r: -0.1 * u - 0.01 * r.server.mean(), out, state), ()
+
+    tx = sf.optim.GradientTransformation(lambda params: (), update)
+    mesh = make_mesh({"dp": 2}, device="cpu")
+    found, traffic = [], c.Traffic()
+    for jit in (lambda loss: loss, functools.partial(sf.jit, backend="graph")):
+        loss = jit(lambda params, batch: ((batch["x"] @ params["w"] + params["b"]) ** 2).mean())
+        step = sf.sharded_step(loss, tx, mesh=mesh, zero=sf.Zero(stage=0))
+        state = step.init({"w": given(5, 0), "b": torch.zeros(())})
+        for i in range(2):
+            with c.count_traffic() as traffic:
+                state, _ = step(state, {"x": given(20, mesh.rank, i).view(4, 5)})
+        found.append((c.unshard(state.params), traffic.by_op["all_to_all", ("dp",)]))
+    torch.testing.assert_close(found[0], found[1], **EXACT)
+    fails.append(1)
+    step = sf.sharded_step(lambda p, b: (b["x"] @ p["w"]).mean(), tx, mesh=mesh, zero=sf.Zero(stage=0))
+    state = step.init({"w": given(5, 0)})
+    with pytest.raises(_Boom if mesh.rank else sf.RankError, match=None if mesh.rank else r"rank 1 raised _Boom"):
+        step(state, {"x": given(20, mesh.rank).view(4, 5)})
+
+
+@pytest.mark.nightly
+@distributed(world=[2, 3, 4], timeout=200)
+def test_a_million_elements_and_odd_lengths(world: int) -> None:
+    with on(world):
+        compressor = c.error_feedback(c.sign())
+        lengths = [1_000_000, 65_537, 8 * world - 1, 8 * world + 1]
+        oracles = [Oracle(n, world, sign_of, 8) for n in lengths]
+        state = c.compressed_init([given(n, rank()) for n in lengths], "dp", compressor)
+        for step in range(3):
+            tree = [given(n, rank(), step) for n in lengths]
+            out, state = c.compressed_pmean(tree, "dp", compressor, state, donate=step > 0)
+            for mean, oracle in zip(out, oracles, strict=True):
+                want = oracle.mean([given(oracle.n, i, step) for i in range(world)])
+                torch.testing.assert_close(mean, want, **EXACT)
