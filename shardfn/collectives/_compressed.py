@@ -320,6 +320,7 @@ class _Call:
 
     def _compressed(self, leaf: _Leaf, piece: Tensor) -> Codes:
         cut, memory = leaf.cut, leaf.residual.worker
+        piece = piece.float() if piece.dtype == torch.float64 else piece
         fresh = piece if self.compressor.pads else padded(piece.float(), cut.ranks * cut.c).view(cut.ranks, cut.c)
         memory = memory.view(cut.ranks, cut.c) if isinstance(memory, Tensor) else memory
         codes, memory = self.compressor.compress(fresh, memory, whole=True, donate=self.donate)

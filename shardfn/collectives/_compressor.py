@@ -77,7 +77,7 @@ class Compressor(NamedTuple):
         return _remembers(self.init)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _remembers(init: Callable[[Tensor], Memory]) -> bool:
     with _disable_current_modes():  # a program that is being captured is not to hold this
         return isinstance(init(torch.empty(1, 0)), Tensor)
@@ -286,7 +286,7 @@ def top_k(fraction: float) -> Compressor:
 # error feedback
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def error_feedback(inner: Compressor) -> Compressor:
     """`inner` with what it loses added to the next input: `y = x + e`, `e' = y - decompressed(compressed(y))`.
 
