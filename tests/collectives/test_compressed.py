@@ -203,6 +203,13 @@ def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> 
                 torch.testing.assert_close(have, want, **EXACT)
                 torch.testing.assert_close(tuple(have_state), tuple(want_state), **EXACT)
             torch.testing.assert_close(c.decoded(coded, tree, "dp", compressor), out, **EXACT)
+        room = tree_map(torch.zeros_like, tree)
+        means = c.decoded(coded, room, "dp", compressor, donate=True)
+        torch.testing.assert_close(means, out, **EXACT)
+        assert means["a"].data_ptr() == room["a"].data_ptr()
+        exact = c.compressed_init(x, "dp", compressor)
+        double, _ = c.compressed_pmean(x.double(), "dp", compressor, exact)
+        torch.testing.assert_close(double, c.compressed_pmean(x, "dp", compressor, exact)[0].double(), **EXACT)
         wide, _ = c.compressed_pmean(x[5:14].bfloat16().float(), "dp", compressor, new["d"]._replace(
             worker=torch.zeros_like(new["d"].worker), server=torch.zeros_like(new["d"].server)))  # fmt: skip
         torch.testing.assert_close(wide.bfloat16(), out["d"], **EXACT)
@@ -353,17 +360,18 @@ def test_two_axes_are_exact_inside_and_compressed_between() -> None:
     mesh = make_mesh({"node": 2, "gpu": 2}, device="cpu")
     with c.bind_mesh(mesh):
         axes = ("node", "gpu")
-        traffic = c.Traffic()
         for compressor, squeeze in ((c.error_feedback(c.sign()), sign_of), (c.identity(), by(c.identity()))):
             for n in (1, 7, 1000, 4097):
                 piece = -(-n // 2)
                 oracles = [Oracle(piece, 2, squeeze, compressor.quantum) for _ in range(2)]
                 x = given(n, mesh.rank)
                 state = c.compressed_init(x, axes, compressor, outer="node")
+                sent: dict[Any, list[int]] = {}
                 for step in range(2):
                     inputs = [given(n, i, step) for i in range(4)]
                     with c.count_traffic() as traffic:
                         out, state = c.compressed_pmean(inputs[mesh.rank], axes, compressor, state, outer="node")
+                    sent = traffic.by_op
                     full = [torch.cat([t, t.new_zeros(2 * piece - n)]).view(2, piece) for t in inputs]
                     nodes = [(full[0] + full[1]) / 2, (full[2] + full[3]) / 2]
                     if not compressor.remembers:
@@ -371,8 +379,8 @@ def test_two_axes_are_exact_inside_and_compressed_between() -> None:
                     want = torch.cat([oracles[g].mean([node[g] for node in nodes]) for g in range(2)])[:n]
                     torch.testing.assert_close(out, want, **EXACT)
                 if compressor.remembers:
-                    assert traffic.by_op["psum_scatter", ("gpu",)][1] == 4 * piece
-                    crossing = sum(v[1] for (_, where), v in traffic.by_op.items() if "node" in where)
+                    assert sent["psum_scatter", ("gpu",)][1] == 4 * piece
+                    crossing = sum(v[1] for (_, where), v in sent.items() if "node" in where)
                     assert crossing == 2 * (oracles[0].size // 16 + 4)
                     whole = c.global_residuals(state, axes, outer="node")
                     assert whole.worker.shape == (2, 2 * oracles[0].size) and whole.worker.spec == P("node", "gpu")
@@ -607,13 +615,13 @@ def test_in_a_step_captured_or_not_and_when_a_rank_fails() -> None:
 
     tx = sf.optim.GradientTransformation(lambda params: (), update)
     mesh = make_mesh({"dp": 2}, device="cpu")
-    found, traffic = [], c.Traffic()
+    found = []
     for jit in (lambda loss: loss, functools.partial(sf.jit, backend="graph")):
         loss = jit(lambda params, batch: ((batch["x"] @ params["w"] + params["b"]) ** 2).mean())
         step = sf.sharded_step(loss, tx, mesh=mesh, zero=sf.Zero(stage=0))
         state = step.init({"w": given(5, 0), "b": torch.zeros(())})
-        for i in range(2):
-            with c.count_traffic() as traffic:
+        with c.count_traffic() as traffic:
+            for i in range(2):
                 state, _ = step(state, {"x": given(20, mesh.rank, i).view(4, 5)})
         found.append((c.unshard(state.params), traffic.by_op["all_to_all", ("dp",)]))
     torch.testing.assert_close(found[0], found[1], **EXACT)
