@@ -54,7 +54,8 @@ def test_bits_of_the_reference_and_bound_of_the_error(shape: tuple[int, int], ki
     draw = torch.Generator().manual_seed(0)
     r, c = shape
     for bits, block in ((8, 256), (4, 256), (8, 101), (4, 1500)):
-        like, options = [], {"bits": bits, "block": block}
+        like: list[Any] = []
+        options: dict[str, Any] = {"bits": bits, "block": block}
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = (torch.randn(shape, generator=draw) * 10 ** torch.randn(r, 1, generator=draw)).to(dtype)
             like.append(_same(kind, kernels.quantize, x, **options))
@@ -64,7 +65,8 @@ def test_bits_of_the_reference_and_bound_of_the_error(shape: tuple[int, int], ki
         for dtype in (torch.float16,) if kind == "triton" else (torch.float16, torch.bfloat16):
             half = _same(kind, kernels.dequantize, *like[0], c, dtype=dtype, **options)
             out = torch.empty_like(half)
-            assert kernels.dequantize(*like[0], c, out=out, **options) is out and torch.equal(out, half)
+            codes, scales = like[0]
+            assert kernels.dequantize(codes, scales, c, out=out, **options) is out and torch.equal(out, half)
         codes, scales = (torch.stack(parts) for parts in zip(*like, strict=True))
         total = _same(kind, kernels.dequantize_sum, codes, scales, c, **options)
         again = _same(kind, kernels.dequantize_sum_quantize, codes, scales, c, **options)
