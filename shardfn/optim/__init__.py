@@ -2,8 +2,14 @@
 
 from ._adam import ScaleByAdamState as ScaleByAdamState
 from ._adam import adam as adam, adamw as adamw, scale_by_adam as scale_by_adam
-from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
-from ._base import apply_updates as apply_updates, identity as identity, inplace as inplace, stateless as stateless
+from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation, Phase as Phase
+from ._base import (
+    apply_updates as apply_updates,
+    given as given,
+    identity as identity,
+    inplace as inplace,
+    stateless as stateless,
+)
 from ._chain import chain as chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from ._decay import add_decayed_weights as add_decayed_weights

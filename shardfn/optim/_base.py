@@ -17,6 +17,19 @@ from ._leaves import check_shapes, leaves_like, wide
 from ._types import Grain, OptState, Params, Specs, Updates
 
 
+class Phase(NamedTuple):
+    """What a rule that averages for itself does in its next step.
+
+    Attributes:
+        name: of the phase; there are few.
+        local: whether it is given each rank's own gradients and averages what it makes of them; if not, it is given
+            averaged ones, as any rule is.
+    """
+
+    name: str
+    local: bool
+
+
 class GradientTransformation(NamedTuple):
     """A rule from gradients to updates.
 
@@ -35,7 +48,14 @@ class GradientTransformation(NamedTuple):
         measure: the one thing that a rule of a finer grain may need of the whole tree: a 0-d tensor for a leaf's local
             block, which adds up over blocks. None = it needs nothing.
         given: `given(params, stats) -> rule`: the rule for parts of the tree `params` (shapes only): masks are resolved
-            on it, and `stats`, one entry a leaf, are the measures. None = the rule itself, for it looks at neither.
+            on it, and `stats`, one entry a leaf, are the measures. None = the rule itself, for it looks at neither. A
+            rule with a phase has `given(params, stats, phase)`, the rule for steps in that phase (None = in any; the
+            rule then asks the state).
+        over: the mesh axes over which the rule averages for itself.
+        phase: `phase(state) -> Phase`, of the step that comes next; the same on all ranks. A rule has it if it has
+            `over`. In a phase that is `local` the gradients that it gets are whole, also where parameters are rows of
+            leaves, and their mean over `over` is the gradient. A leaf of its state that is not kept as its parameter's
+            rows are is made by `init` as a `GlobalTensor`; `update` is given its block.
 
     References:
         Babuschkin et al., The DeepMind JAX Ecosystem (optax), 2020, https://github.com/google-deepmind/optax
@@ -47,7 +67,9 @@ class GradientTransformation(NamedTuple):
     rewrite: Callable[..., tuple[Updates, OptState]] | None = None
     grain: Grain = "tree"
     measure: Callable[[Tensor], Tensor] | None = None
-    given: "Callable[[Params, Tensor | None], GradientTransformation] | None" = None
+    given: "Callable[..., GradientTransformation] | None" = None
+    over: tuple[str, ...] = ()
+    phase: Callable[[OptState], Phase] | None = None
 
 
 class EmptyState(NamedTuple):
@@ -65,9 +87,27 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
     return "tree" if "tree" in found else "leaf" if "leaf" in found else "element"
 
 
-def given(tx: GradientTransformation, params: Params, stats: Tensor | None = None) -> GradientTransformation:
-    """`tx` for parts of the tree `params`; see `GradientTransformation.given`."""
-    return tx if tx.given is None else tx.given(params, stats)
+def given(
+    tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
+) -> GradientTransformation:
+    """`tx` for parts of the tree `params`, and in a phase; see `GradientTransformation.given`."""
+    if tx.given is None:
+        return tx
+    return tx.given(params, stats) if tx.phase is None else tx.given(params, stats, phase)
+
+
+def refuse_phases(who: str, *txs: GradientTransformation) -> None:
+    """Refuses rules that average for themselves, where their leaves would not be all leaves, or not this step's.
+
+    Raises:
+        ValueError: there is one; says of which axes.
+    """
+    own = [i for i, tx in enumerate(txs) if tx.phase is not None]
+    if own:
+        raise ValueError(
+            f"{who} takes no rule that averages gradients for itself, as rule {own[0]} does over {txs[own[0]].over};"
+            " put such a rule outside, or use its own options."
+        )
 
 
 def stateless(update: Callable[..., Updates], grain: Grain = "tree") -> GradientTransformation:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._base import GradientTransformation, coarsest, given, identity, inplace
+from ._base import GradientTransformation, Phase, coarsest, given, identity, inplace
 from ._types import Grain, OptState, Params, Specs, Updates
 
 Rule = Callable[..., tuple[Updates, OptState]]
@@ -59,12 +59,39 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
 
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        return chain(given(txs[0], params, stats), *(given(tx, params) for tx in txs[1:]))
+    def on(params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
+        rest = [given(tx, params, phase=phase) for tx in txs[1:]]
+        return chain(given(txs[0], params, stats, phase), *rest)
 
     measured_late = any(tx.measure is not None for tx in txs[1:])
     grain: Grain = "tree" if measured_late else coarsest(tx.grain for tx in txs)
-    return GradientTransformation(init, update, apply, grain=grain, measure=txs[0].measure, given=on)
+    whole = GradientTransformation(init, update, apply, grain=grain, measure=txs[0].measure, given=on)
+    speaks = _communicates(txs)
+    if speaks is None:
+        return whole
+    ask = txs[speaks].phase
+    assert ask is not None
+    return whole._replace(over=txs[speaks].over, phase=lambda state: ask(state[speaks]))
+
+
+def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
+    """Which of the rules averages for itself.
+
+    Raises:
+        ValueError: several do; or one before it needs the norm of gradients that are not averaged yet.
+    """
+    own = [i for i, tx in enumerate(txs) if tx.phase is not None]
+    if not own:
+        return None
+    if len(own) > 1:
+        raise ValueError(f"rules {own} of a chain all average gradients for themselves; only one can.")
+    early = [i for i, tx in enumerate(txs[: own[0]]) if tx.measure is not None]
+    if early:
+        raise ValueError(
+            f"rules {early} of a chain need the norm of the gradient, but rule {own[0]} averages for itself, so that"
+            " each rank would use the norm of its own; clip elements (optim.clip) in place of norms, or do without."
+        )
+    return own[0]
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:

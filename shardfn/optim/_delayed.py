@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfn.collectives import transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, apply_updates, given, inplace
+from ._base import GradientTransformation, apply_updates, given, inplace, refuse_phases
 from ._kernels import foreach_copy_
 from ._leaves import check_shapes, check_state, leaves_like, zero_count, zeros_like
 from ._types import Grain, OptState, Params, Specs, Updates
@@ -65,6 +65,7 @@ def delayed(tx: GradientTransformation, warmup: int = 0) -> GradientTransformati
     """
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"delayed: warmup={warmup!r} must be an int >= 0.")
+    refuse_phases("delayed", tx)
 
     def init(params: Params) -> DelayedState:
         return DelayedState(zeros_like(params), zero_count(params), tx.init(params))

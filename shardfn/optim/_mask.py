@@ -21,7 +21,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import EmptyState, GradientTransformation, coarsest, given, inplace
+from ._base import EmptyState, GradientTransformation, coarsest, given, inplace, refuse_phases
 from ._leaves import check_shapes, check_state, leaves_like, per_leaf, resolved, spec_leaves
 from ._types import Grain, Mask, OptState, Params, Specs, Updates
 
@@ -123,6 +123,7 @@ def multi_transform(transforms: Mapping[str, GradientTransformation], labels: Ma
 
 def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: type, name: str) -> GradientTransformation:
     resolve = per_leaf(labels, kind, name)
+    refuse_phases(name, *rules.values())
 
     def labelled(tree: PyTree) -> tuple[list[Tensor], Any, tuple[Any, ...]]:
         leaves, treedef = tree_flatten(tree)

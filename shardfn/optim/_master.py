@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from ._base import GradientTransformation, apply_updates, given, inplace
+from ._base import GradientTransformation, Phase, apply_updates, given, inplace
 from ._kernels import foreach_copy_
 from ._leaves import check_params, check_state, leaves_like, per_leaf
 from ._types import OptState, Params, Specs, Updates
@@ -113,7 +113,9 @@ def master_weights(
         wides = [None if m is None else x for _, m, x in rows]
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        return master_weights(given(inner, params, stats), dtype, kept=kept)
+    def on(params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
+        return master_weights(given(inner, params, stats, phase), dtype, kept=kept)
 
-    return GradientTransformation(init, update, apply, grain=inner.grain, measure=inner.measure, given=on)
+    out = GradientTransformation(init, update, apply, grain=inner.grain, measure=inner.measure, given=on)
+    ask = inner.phase
+    return out if ask is None else out._replace(over=inner.over, phase=lambda state: ask(state.inner))

@@ -36,7 +36,7 @@ class Outcome:
     plan: Plan
 
     def gradients(self) -> dict[int, Tensor | Stored]:
-        """Per leaf, the summed gradient in the layout: this rank's rows, or the whole leaf where it is not cut."""
+        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
         return self.plan.by_leaf(self.reducer.gradients())
 
 
@@ -109,7 +109,7 @@ def run_backward(
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
             comms.mark("backward")
-            _differentiate(value, handles, 1.0 / (ranks * len(batches)), loss_scale)
+            _differentiate(value, handles, plan.num_left / (ranks * len(batches)), loss_scale)
             del value
             gatherer.end_phase(ask=send)
             reducer.end()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardfn.collectives import GlobalTensor
+from shardfn.collectives import GlobalTensor, bind_mesh
 from shardfn.core import PyTree, block_slices, tree_flatten, tree_map, tree_unflatten
 from shardfn.optim import GradientTransformation
 
@@ -49,7 +49,7 @@ def abstract_init(
 ) -> TrainState:
     """The first state of a step as shapes: this rank's blocks, without data."""
     mesh = plan.mesh
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with bind_mesh(mesh), FakeTensorMode(allow_non_fake_inputs=True):
         blocks = []
         for leaf in plan.leaves:
             where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)

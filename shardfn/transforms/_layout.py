@@ -43,6 +43,7 @@ class LeafLayout:
         grad_home: the memory in which its summed gradient waits for the update.
         state_home: the memory in which its optimizer state is kept.
         layers: of a stacked leaf, the layouts of its layers, which enter the loss and travel one by one; else empty.
+        left_axes: the axes over which its gradient is not summed, since the optimizer averages over them itself.
     """
 
     path: str
@@ -64,6 +65,7 @@ class LeafLayout:
     grad_home: MemoryKind = "device"
     state_home: MemoryKind = "device"
     layers: tuple["LeafLayout", ...] = ()
+    left_axes: tuple[str, ...] = ()
 
     @functools.cached_property
     def looks(self) -> object:
@@ -95,6 +97,26 @@ class LeafLayout:
     def refreshed(self) -> bool:
         """Whether the parameter is resident while each rank updates only rows of it: made whole again after."""
         return not self.gathered and self.dim is not None
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the optimizer takes this rank's rows of the gradient; if not, the gradient of the whole block."""
+        return self.dim is not None and not set(self.zero_axes) & set(self.left_axes)
+
+    def left_to(self, axes: tuple[str, ...]) -> "LeafLayout":
+        """The layout in a step whose optimizer averages over `axes` itself."""
+        summed = self.reduce_axes + self.extra_axes
+        left = tuple(a for a in summed if a in axes)
+        rest = tuple(a for a in summed if a not in axes)
+        cut = self.cut and set(self.zero_axes) <= set(rest)
+        return dataclasses.replace(
+            self,
+            cut=cut,
+            reduce_axes=self.zero_axes if cut else rest,
+            extra_axes=tuple(a for a in rest if a not in self.zero_axes) if cut else (),
+            left_axes=left,
+            layers=tuple(layer.left_to(axes) for layer in self.layers),
+        )
 
     def rows(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         """ZeRO rank `rank`'s part of a block, as a view."""

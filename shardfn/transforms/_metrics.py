@@ -32,7 +32,7 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
     sums = torch.stack(rest)
     norm, scale = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items())), None
     if out.weight is not None:
-        scale = 1.0 / sums[1]
+        scale = plan.num_left / sums[1]
     if loss_scale is not None:
         scale = (1.0 if scale is None else scale) / loss_scale.to(norm)
     if scale is not None:
@@ -50,13 +50,17 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
 
 
 def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
-    """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients."""
+    """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients.
+
+    Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
+    """
     by_axes: dict[tuple[str, ...], list[Tensor | Stored]] = {}
     parts = out.reducer.parts()
     for unit in parts:  # in one order, so that the sum has the same bits
         leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
         by_axes.setdefault(plan.norm_axes(leaf), []).append(parts[unit])
-    return {axes: _sums(shares).to(out.total.device, torch.float64).sum() for axes, shares in by_axes.items()}
+    sums = {axes: _sums(shares).to(out.total.device, torch.float64).sum() for axes, shares in by_axes.items()}
+    return sums if plan.num_left == 1 else {axes: x / plan.num_left for axes, x in sums.items()}
 
 
 def _sums(shares: list[Tensor | Stored]) -> Tensor:

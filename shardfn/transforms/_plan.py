@@ -24,6 +24,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
+from shardfn.optim import Phase
 
 from ._check import is_spec
 from ._layout import (
@@ -58,6 +59,8 @@ class Plan:
         outcome: what the loss returns; None until a step has run.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
+        phase: what the optimizer does in the steps that the plan is for; None where it has no phases.
+        left_axes: the axes of the batch over which gradients are not summed, but left to the optimizer.
     """
 
     leaves: list[LeafLayout]
@@ -74,6 +77,9 @@ class Plan:
     outcome: str | None = None
     captured: bool = False
     whole: bool = False
+    phase: Phase | None = None
+    left_axes: tuple[str, ...] = ()
+    _phases: dict[Phase, "Plan"] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layers = self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
@@ -84,13 +90,32 @@ class Plan:
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""
-        return Plan(self.leaves, self.treedef, self.zero, self.mesh, self.batch_axes, captured=True)
+        return self._with(captured=True)
 
     def with_whole_stacks(self) -> "Plan":
         """The same layout, with stacked leaves that travel whole."""
         if not any(leaf.layers for leaf in self.leaves):
             return self
-        return Plan(self.leaves, self.treedef, self.zero, self.mesh, self.batch_axes, whole=True)
+        return self._with(whole=True)
+
+    def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
+        """The plan of steps in a phase of an optimizer that averages over the axes `over` itself."""
+        if phase not in self._phases:
+            left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
+            leaves = [leaf.left_to(left) for leaf in self.leaves] if left else self.leaves
+            self._phases[phase] = self._with(leaves=leaves, phase=phase, left_axes=left)
+        return self._phases[phase]
+
+    def _with(self, **changes: Any) -> "Plan":
+        """A plan with nothing learnt."""
+        same = {"treedef": self.treedef, "zero": self.zero, "mesh": self.mesh, "batch_axes": self.batch_axes}
+        own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes}
+        return Plan(**(same | own | changes))
+
+    @property
+    def num_left(self) -> int:
+        """How many ranks' gradients the optimizer averages itself."""
+        return self.mesh.axis_size(self.left_axes)
 
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
         """One tensor a leaf -> one a layer: views of those of stacked leaves."""
@@ -138,8 +163,9 @@ class Plan:
             del self.use_orders[key]
 
     def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
-        """The axes along which the pieces of a leaf's summed gradient are disjoint."""
-        return tuple(a for a in self.mesh.axis_names if a in leaf.reduce_axes + leaf.compute.axes)
+        """The axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
+        disjoint = leaf.reduce_axes + leaf.left_axes + leaf.compute.axes
+        return tuple(a for a in self.mesh.axis_names if a in disjoint)
 
     def zero_rank(self, leaf: LeafLayout) -> int:
         """This rank's index among those that share a leaf's rows."""

@@ -126,7 +126,7 @@ class Reducer:
         return self._parts
 
     def gradients(self) -> dict[int, Tensor | Stored]:
-        """Per leaf, the summed gradient in the layout: this rank's rows, or the whole leaf where it is not cut."""
+        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
         out: dict[int, Tensor | Stored] = {}
         for u in self._order:
             leaves = self._units[u].leaves
@@ -142,8 +142,8 @@ class Reducer:
             out.update(zip(leaves, _pieces(shapes, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
-            if self._parts.home(u) != members[0].grad_home:
-                self._send_home(out, leaves)
+            if not self._cut[u]:
+                out.update({i: self._landed(i, out[i], self._parts.home(u)) for i in leaves})
         self._channels.flush()  # the optimizer may write what was sent
         return out
 
@@ -153,12 +153,13 @@ class Reducer:
         alone = self._cut[unit] or (self._scatter[unit].size == 1 and all(m.dim is None for m in members))
         return members[0].grad_home if alone else "device"
 
-    def _send_home(self, out: dict[int, Tensor | Stored], leaves: Sequence[int]) -> None:
-        for i in leaves:
-            leaf, x = self._leaves[i], out[i]
-            if leaf.grad_home != "device" and isinstance(x, Tensor):
-                own = leaf.rows(x, self._plan.zero_rank(leaf))
-                out[i] = send_home(own.contiguous(), leaf.grad_home, self._pool)
+    def _landed(self, i: int, x: Tensor | Stored, where: MemoryKind) -> Tensor | Stored:
+        """What the optimizer takes of a leaf that was summed whole, where it is to wait."""
+        if not isinstance(x, Tensor):
+            return x
+        leaf = self._leaves[i]
+        own = leaf.rows(x, self._plan.zero_rank(leaf)).contiguous() if leaf.takes_rows else x
+        return own if where == leaf.grad_home else send_home(own, leaf.grad_home, self._pool)
 
     def _see(self, unit: int) -> None:
         self.seen.append(unit)

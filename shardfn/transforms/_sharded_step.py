@@ -28,7 +28,7 @@ from shardfn.core import (
     tree_leaves,
     tree_unflatten,
 )
-from shardfn.optim import GradientTransformation
+from shardfn.optim import GradientTransformation, Phase
 
 from ._backward import run_backward, run_forward
 from ._captured import CapturedSteps, signature
@@ -42,6 +42,7 @@ from ._loss import Loss
 from ._lower import Lowered
 from ._metrics import measure
 from ._mixed_precision import check_scaled, with_masters
+from ._phases import check_phases, in_phase
 from ._plan import Plan, Planner
 from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
@@ -160,6 +161,7 @@ class ShardedStep:
             RankError: ranks pass different trees or different values.
         """
         leaves, plan = self._drawn(params, args)
+        check_phases(plan, self._optimizer)
         if self.mesh.abstract or is_abstract(leaves):
             return abstract_init(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
@@ -174,7 +176,7 @@ class ShardedStep:
             return draw_block(drawn, where).to(self.mesh.device).to(leaf.dtypes.master).contiguous()
 
         step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
-        with losing_no_peer(comms):
+        with bind_mesh(self.mesh), losing_no_peer(comms):
             state = TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
             begin(plan, state)
             _together(plan, comms)
@@ -242,7 +244,7 @@ class ShardedStep:
             return self._pure(state, batch)
         return self._step(self._run if self._jitted is None else self._steps.run, None, state, batch)
 
-    def lower(self, state: PyTree, batch: PyTree) -> Lowered:
+    def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
 
         Nothing is allocated and nothing is sent, so the mesh may be abstract and the state larger than any machine.
@@ -251,6 +253,7 @@ class ShardedStep:
             state: a state, or a tree of parameters. Of all tensors only shapes and dtypes count, so what `eval_shape`
                 returns will do, and so will tensors on the device "meta".
             batch: this rank's rows, abstract or not.
+            phase: of an optimizer that has phases; needed where the state has no values that would say it.
 
         Raises:
             CaptureError: the loss depends on the value of a tensor; names the line.
@@ -262,7 +265,7 @@ class ShardedStep:
             >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
             0
         """
-        plan, given, args = self._abstract(state, batch)
+        plan, given, args = self._abstract(state, batch, phase)
         program, schedule = self._steps.lower(plan, given.params, given.opt_state, args, scale_of(given))
         key = signature(plan, args)
 
@@ -272,9 +275,9 @@ class ShardedStep:
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
-    def _abstract(self, state: PyTree, batch: PyTree) -> tuple[Plan, TrainState, tuple[Any, ...]]:
+    def _abstract(self, state: PyTree, batch: PyTree, phase: Phase | None) -> tuple[Plan, TrainState, tuple[Any, ...]]:
         given = as_state(self._planner, self._optimizer, self._key, self._first_scale(), state)
-        plan = self._planner.plan_of(given)
+        plan = in_phase(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
         self._check_scale(given)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
@@ -287,7 +290,7 @@ class ShardedStep:
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(state)
-            plan = self._planner.plan_of(state)
+            plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
             args = self._args_of(state, batch)
             self._check_scale(state)
@@ -296,7 +299,9 @@ class ShardedStep:
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
                 )
-        even = agree_on_step(comms.control, f"step {number} of {len(plan.leaves)} leaves", described)
+        in_phase_of = "" if plan.phase is None else f", {plan.phase.name}"
+        what = f"step {number} of {len(plan.leaves)} leaves{in_phase_of}"
+        even = agree_on_step(comms.control, what, described)
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):
             new, metrics = run(plan, comms, state, args, even)
@@ -328,6 +333,11 @@ class ShardedStep:
             raise ValueError(
                 "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
                 " without, and choose by torch.where on metrics['finite']."
+            )
+        if self._optimizer.phase is not None:
+            raise ValueError(
+                "the optimizer decides by counters of its state what it averages, which a step inside a torch.func"
+                " transform cannot read; use an optimizer without phases."
             )
         self._check_scale(state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)

@@ -58,7 +58,8 @@ def check_alive(state: TrainState) -> None:
 def state_owners(opt_state: PyTree, params: PyTree) -> list[int | None]:
     """For each leaf of an optimizer's state the leaf of params that it belongs to; None for a counter.
 
-    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; the others are 0-d.
+    A leaf belongs to the parameter whose path ends its own path and whose local shape it has; the others are 0-d, or
+    say themselves how they are kept, and belong to none.
 
     Args:
         opt_state: the state, initialised on local blocks.
@@ -75,13 +76,15 @@ def state_owners(opt_state: PyTree, params: PyTree) -> list[int | None]:
         tree_entries(opt_state), tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True
     ):
         owner = next((by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path), None)
-        if owner is not None and owner[1] == leaf.shape:
+        if isinstance(leaf, GlobalTensor):
+            out.append(None)
+        elif owner is not None and owner[1] == leaf.shape:
             out.append(owner[0])
         elif len(leaf.shape) == 0:
             out.append(None)
         else:
             raise ValueError(
                 f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding cannot be told;"
-                " optimizer states are 0-d or shaped as their parameter."
+                " optimizer states are 0-d, shaped as their parameter, or a GlobalTensor."
             )
     return out

@@ -20,7 +20,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.memory import AnyPool, on_host
-from shardfn.optim import GradientTransformation, inplace
+from shardfn.optim import GradientTransformation, given, inplace
 
 from ._layout import LeafLayout
 from ._plan import Plan
@@ -47,7 +47,7 @@ def update(
         channels: the step's communicators.
         optimizer: the optimizer.
         state: the current state.
-        grads: by leaf, this rank's rows of the summed gradient, or the whole of it; consumed.
+        grads: by leaf, what the optimizer takes of the gradient; consumed.
         scale: what gradients are multiplied by first; None for nothing.
         donated: whether `state` is consumed.
     """
@@ -94,10 +94,10 @@ def update_blocks(
         return refresh(plan, channels, blocks, rows, pool), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    own = [_own(plan, plan.leaves[i], grads.pop(i)) if t else None for i, t in enumerate(train)]
+    own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
         torch._foreach_mul_([g for g in own if g is not None], scale)
-    new, opt_state = inplace(optimizer)(
+    new, opt_state = inplace(rule_of(plan, optimizer))(
         tree_unflatten(plan.treedef, own),
         opt_state,
         tree_unflatten(plan.treedef, rows),
@@ -118,10 +118,7 @@ def _as_stream(
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
-    own = [
-        None if leaf is None else Column.of(_own(plan, leaf, grads.pop(i)), leaf.grad_home)
-        for i, leaf in enumerate(train)
-    ]
+    own = [None if leaf is None else Column.of(grads.pop(i), leaf.grad_home) for i, leaf in enumerate(train)]
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
     homes: list[MemoryKind] = [leaf.state_home for leaf in train if leaf is not None]
@@ -158,20 +155,40 @@ def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
 
 
 def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequence[Tensor]) -> PyTree:
-    """The optimizer's first state, on this rank's rows, which come in the dtypes that the optimizer updates."""
+    """The optimizer's first state, on this rank's rows, which come in the dtypes that the optimizer updates.
+
+    The mesh must be bound.
+    """
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
     held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
-    opt_state = tree_map(lambda x: x.clone() if x.untyped_storage()._cdata in held else x, optimizer.init(tree))
+
+    def own(x: Any) -> Any:
+        return x.clone() if isinstance(x, Tensor) and x.untyped_storage()._cdata in held else x
+
+    opt_state = tree_map(own, rule_of(plan, optimizer).init(tree))
     train = [leaf for leaf in plan.leaves if leaf.trainable]
     leaves, treedef = tree_flatten(opt_state)
     owners = [None if k is None else train[k] for k in state_owners(opt_state, tree)]
     return tree_unflatten(treedef, [wrap_state(plan, x, leaf) for x, leaf in zip(leaves, owners, strict=True)])
 
 
-def wrap_state(plan: Plan, x: Tensor | Stored, leaf: LeafLayout | None) -> GlobalTensor:
-    """A leaf of the optimizer's state that belongs to `leaf`, or is a counter."""
+def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
+    """The optimizer as it steps in the plan's phase; itself, where it has none."""
+    if optimizer.phase is None:
+        return optimizer
+    like = [
+        torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta") if leaf.trainable else None
+        for leaf in plan.leaves
+    ]
+    return given(optimizer, tree_unflatten(plan.treedef, like), phase=plan.phase)
+
+
+def wrap_state(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
+    """A leaf of the optimizer's state that belongs to `leaf`, is a counter, or says itself how it is kept."""
+    if isinstance(x, GlobalTensor):
+        return x
     if leaf is None:
         return GlobalTensor(x, torch.Size(x.shape), P(), plan.mesh)
     return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, leaf.state_home)
@@ -194,15 +211,6 @@ def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
     """The part of a parameter that this rank updates: a view where it can be."""
     assert isinstance(block, Tensor)
     return leaf.rows(block, plan.zero_rank(leaf)).contiguous() if leaf.refreshed else block
-
-
-def _own(plan: Plan, leaf: LeafLayout, grad: Tensor | Stored) -> Any:
-    """The part of a summed gradient that this rank applies."""
-    rank = plan.zero_rank(leaf)
-    if leaf.cut or leaf.dim is None or grad.shape == leaf.shard_shapes[rank]:
-        return grad
-    assert isinstance(grad, Tensor)
-    return leaf.rows(grad, rank).contiguous()
 
 
 def _donate(tree: PyTree) -> PyTree:

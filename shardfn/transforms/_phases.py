@@ -1,0 +1,88 @@
+"""Optimizers that average for themselves: which gradients their next step takes.
+
+Such a rule says the axes it averages `over`, and its state says in which `Phase` it is. In a local phase gradients are
+not summed over those axes: the plan of the step differs in what is reduced, and in nothing else.
+"""
+
+from torch import Tensor
+
+from shardfn.collectives import local
+from shardfn.core import PyTree, raise_all, tree_leaves
+from shardfn.optim import GradientTransformation, Phase
+
+from ._plan import Plan
+
+
+def in_phase(
+    plan: Plan, optimizer: GradientTransformation, opt_state: PyTree = None, phase: Phase | None = None
+) -> Plan:
+    """The plan of the step that comes after `opt_state`; `plan` itself for an optimizer without phases.
+
+    Args:
+        plan: the layout.
+        optimizer: the optimizer.
+        opt_state: its state.
+        phase: the phase; None = the one that the state says.
+
+    Raises:
+        ValueError: the state has no values; or the layout does not go with the axes that the optimizer averages over.
+    """
+    if optimizer.phase is None:
+        if phase is not None:
+            raise ValueError(f"phase={phase} has no effect: the optimizer has no phases.")
+        return plan
+    if phase is None:
+        here = local(opt_state)
+        if any(isinstance(x, Tensor) and x.ndim == 0 and _has_no_value(x) for x in tree_leaves(here)):
+            raise ValueError(
+                "the optimizer has phases, and a state without values does not say in which it is; pass"
+                " phase=optim.Phase(name, local)."
+            )
+        phase = optimizer.phase(here)
+    return plan.in_phase(phase, optimizer.over)
+
+
+def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
+    """Refuses layouts in which an optimizer's own averages would mean something else.
+
+    Raises:
+        ValueError: leaf by leaf, what does not go with the axes that the optimizer averages over.
+    """
+    if optimizer.phase is None:
+        return
+    over = {a for a in optimizer.over if plan.mesh.axis_size(a) > 1}
+    leaves = [leaf for leaf in plan.leaves if leaf.trainable]
+    whose = f"the optimizer averages over {optimizer.over} itself:"
+    raise_all(
+        ValueError,
+        whose,
+        [
+            f"{leaf.path} is computed in blocks {leaf.compute!r} over one of these axes; cut it over another"
+            for leaf in leaves
+            if over & set(leaf.compute.axes)
+        ],
+    )
+    raise_all(
+        ValueError,
+        whose,
+        [
+            f"{leaf.path} is kept in pieces over {leaf.zero_axes}, of which it averages over some; use"
+            f" Zero(axis=...) with those axes only, or with others only"
+            for leaf in leaves
+            if over & set(leaf.zero_axes) and not set(leaf.zero_axes) <= over
+        ],
+    )
+    raise_all(
+        ValueError,
+        whose,
+        [
+            f"{leaf.path} is kept at {leaf.home!r}, its gradient at {leaf.grad_home!r} and its optimizer state at"
+            f" {leaf.state_home!r}; keep them on the device"
+            for leaf in leaves
+            if not leaf.at_home
+        ],
+    )
+
+
+def _has_no_value(x: Tensor) -> bool:
+    return x.device.type == "meta" or type(x) is not Tensor
