@@ -7,6 +7,12 @@ from ._all_gather import all_gather as all_gather, all_gather_invariant as all_g
 from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
 from ._all_to_all import all_to_all as all_to_all
 from ._ppermute import ppermute as ppermute
+from ._compressor import Compressor as Compressor, error_feedback as error_feedback
+from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
+from ._residual import Residual as Residual, compressed_init as compressed_init
+from ._residual import global_residuals as global_residuals, recut_residuals as recut_residuals
+from ._compressed import coded_pmean as coded_pmean, decoded as decoded
+from ._compressed import compressed_pmean as compressed_pmean, compressed_psum as compressed_psum
 from ._traffic import counting_nothing as counting_nothing
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels, Pending as Pending

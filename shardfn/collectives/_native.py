@@ -4,7 +4,7 @@ They are the ops that a tracer captures. No gradients and no odd sizes here; eve
 counter under the name of the primitive that it serves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,22 @@ def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
 
 def all_gather(x: Tensor, line: Line, *, name: str) -> Tensor:
     """The blocks of the line stacked by index: `[...] -> [n, ...]`."""
+    return all_gather_start(x, line, name=name)()
+
+
+def all_gather_start(x: Tensor, line: Line, *, name: str) -> Callable[[], Tensor]:
+    """`all_gather` under way; the result waits for it. `x` is not to be written until then."""
     n, shape = line.size, x.shape
     if x.numel() == 0:
-        return x.new_empty((n, *shape))
+        return lambda: x.new_empty((n, *shape))
     record(name, line.axes, x.numel() * x.element_size() * (n - 1), dtype=x.dtype)
-    out = _ops.wait_tensor(_ops.all_gather_into_tensor(_unknown(x).contiguous(), n, line.group.group_name)).view(
-        n, *shape
-    )
-    return out if line.in_order else out[list(line.ranks)]
+    under_way = _ops.all_gather_into_tensor(_unknown(x).contiguous(), n, line.group.group_name)
+
+    def wait() -> Tensor:
+        out = _ops.wait_tensor(under_way).view(n, *shape)
+        return out if line.in_order else out[list(line.ranks)]
+
+    return wait
 
 
 def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
@@ -62,18 +70,26 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
 
 def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *, name: str) -> Tensor:
     """Sends `send[i]` elements of the flat `x` to each index i; returns the `recv[i]` elements from each, in order."""
+    return exchange_start(x, send, recv, line, name=name)()
+
+
+def exchange_start(
+    x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *, name: str
+) -> Callable[[], Tensor]:
+    """`exchange` under way; the result waits for it. `x` is not to be written until then."""
     record(name, line.axes, (x.numel() - send[line.index]) * x.element_size(), dtype=x.dtype)
-    if line.in_order:
-        out = _ops.all_to_all_single(_unknown(x).contiguous(), list(recv), list(send), line.group.group_name)
-        return _ops.wait_tensor(out)
     order = line.indices
-    pieces = x.split(list(send))
-    flat = torch.cat([pieces[i] for i in order])
-    out = _ops.all_to_all_single(
-        _unknown(flat), [recv[i] for i in order], [send[i] for i in order], line.group.group_name
-    )
-    pieces = _ops.wait_tensor(out).split([recv[i] for i in order])
-    return torch.cat([pieces[rank] for rank in line.ranks])
+    if not line.in_order:
+        pieces = x.split(list(send))
+        x, send, recv = torch.cat([pieces[i] for i in order]), [send[i] for i in order], [recv[i] for i in order]
+    flat = _unknown(x).contiguous()
+    under_way = _ops.all_to_all_single(flat, list(recv), list(send), line.group.group_name)
+
+    def wait() -> Tensor:
+        out = _ops.wait_tensor(under_way)
+        return out if line.in_order else torch.cat([out.split(list(recv))[rank] for rank in line.ranks])
+
+    return wait
 
 
 def _sums_at_home(group: dist.ProcessGroup | AbstractGroup) -> bool:

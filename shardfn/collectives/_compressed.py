@@ -1,0 +1,411 @@
+"""Means and sums with compressed traffic: `compressed_pmean`, `compressed_psum`, and the codes of a mean.
+
+Two phases, of which rank i's part is, for rows j of its padded input x_i and errors e_i (worker), f_i (server):
+
+    y = x_i + e_i;   (codes_j) = compress(y);   e_i' = y - decompress(codes)
+    all_to_all:      codes_j to rank j
+    z = mean over ranks k, in their order, of decompress(codes of rank k) + f_i
+    codes = compress(z);   f_i' = z - decompress(codes)
+    all_gather:      decompress(codes of every rank) is the result, the same bits everywhere
+
+The leaves of a tree are compressed each for itself, and travel together: a bucket of leaves is one message a phase, and
+while one bucket is under way the next is compressed.
+
+References: Tang et al., 1-bit Adam, arXiv 2102.02888, 2021; Tang et al., APMSqueeze, arXiv 2008.11343, 2020.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
+
+from . import _native as native
+from ._compressor import Codes, Compressor, combine
+from ._line import Line, line_along
+from ._message import exchange_rows, gather_rows
+from ._residual import Cut, Residual, check_compressor, check_residual, cut_of, split_axes
+
+# Elements that travel in one message: half a megabyte at one bit each.
+BUCKET = 1 << 22
+
+
+def compressed_pmean(
+    tree: PyTree,
+    axis: Axes,
+    compressor: Compressor,
+    state: PyTree,
+    *,
+    outer: Axes = None,
+    donate: bool = False,
+    bucket: int = BUCKET,
+) -> tuple[PyTree, PyTree]:
+    """The mean over the ranks along `axis`, approximately, at the compressor's bytes an element: `V -> I`.
+
+        NCCL: all_to_all, all_gather.  Slow spec: see above.
+
+    With `error_feedback` what a call leaves out is added in the next: over a run nothing is lost,
+
+        mean_i (x_i + e_i) + f = out + mean_i e_i' + f'
+
+    where f are the servers' errors one after another. Through `identity()` it is the sum in the order of ranks, divided.
+
+    Transpose: none. It is no linear function, and its place is after the backward.
+
+    When: the link between ranks is slow and an optimizer can bear the noise; see `optim.onebit_adam`.
+
+    Args:
+        tree: floating point tensors of one shape on all ranks; computed in float32. An empty one is returned as it is.
+        axis: mesh axes. Where that is one rank, it compresses all the same, and talks to nobody.
+        compressor: `error_feedback(sign())`, ...
+        state: what `compressed_init` made for such a tree, or the last call returned.
+        outer: of several axes the slow ones. Along the others the mean is exact: psum_scatter in float32 inside, this
+            collective between, and an all_gather of the codes inside.
+        donate: whether the tensors of `tree` and `state` may be overwritten; they are not to be used afterwards.
+        bucket: elements that travel in one message. It changes no bits; the same on all ranks.
+
+    Returns:
+        The means, a tree like `tree`, and the new state.
+
+    Raises:
+        ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
+        TypeError: the compressor is none, or a leaf is no floating point tensor.
+        NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
+
+    A NaN or an infinity on any rank spoils the result, and the errors for good: find such steps first, on all ranks,
+    and leave them out (`sharded_step` does, with `skip_nonfinite` or a loss scale).
+
+    References:
+        Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
+        https://arxiv.org/abs/2102.02888, 2021.
+
+    Example:
+        >>> from shardfn.collectives import compressed_init, error_feedback, sign
+        >>> grads, compressor = {"w": torch.tensor([1.0, -1.0, 1.0])}, error_feedback(sign())
+        >>> state = compressed_init(grads, "dp", compressor)
+        >>> mean, state = compressed_pmean(grads, "dp", compressor, state)
+        >>> mean["w"]
+        tensor([ 0.6124, -0.6124,  0.6124])
+    """
+    call = _Call("compressed_pmean", tree, axis, compressor, state, outer, mean=True, donate=donate)
+    return call.run(bucket, decode=True)
+
+
+def compressed_psum(
+    tree: PyTree,
+    axis: Axes,
+    compressor: Compressor,
+    state: PyTree,
+    *,
+    outer: Axes = None,
+    donate: bool = False,
+    bucket: int = BUCKET,
+) -> tuple[PyTree, PyTree]:
+    """The sum over the ranks along `axis`, approximately: as `compressed_pmean`, without the division.
+
+        NCCL: all_to_all, all_gather.
+
+    The servers' errors are then of the sum: `sum_i (x_i + e_i) + f = out + sum_i e_i' + f'`.
+
+    Args:
+        tree: see `compressed_pmean`, as for all that follow.
+        axis: mesh axes.
+        compressor: how.
+        state: the errors; not those of a mean.
+        outer: of several axes the slow ones.
+        donate: whether the tensors of `tree` and `state` may be overwritten.
+        bucket: elements that travel in one message.
+
+    Returns:
+        The sums, a tree like `tree`, and the new state.
+
+    Raises:
+        ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
+        TypeError: the compressor is none, or a leaf is no floating point tensor.
+        NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
+
+    Example:
+        >>> from shardfn.collectives import compressed_init, identity
+        >>> x = torch.ones(2)
+        >>> compressed_psum(x, "dp", identity(), compressed_init(x, "dp", identity()))[0]
+        tensor([1., 1.])
+    """
+    call = _Call("compressed_psum", tree, axis, compressor, state, outer, mean=False, donate=donate)
+    return call.run(bucket, decode=True)
+
+
+def coded_pmean(
+    tree: PyTree,
+    axis: Axes,
+    compressor: Compressor,
+    state: PyTree,
+    *,
+    outer: Axes = None,
+    donate: bool = False,
+    bucket: int = BUCKET,
+) -> tuple[PyTree, PyTree]:
+    """`compressed_pmean` before its last step: the codes of the mean, which every rank holds whole.
+
+    So a rank may keep the mean at one bit an element: `decoded(codes, tree, axis, compressor)` is the mean.
+
+    Args:
+        tree: see `compressed_pmean`, as for all that follow.
+        axis: mesh axes.
+        compressor: how.
+        state: the errors.
+        outer: of several axes the slow ones.
+        donate: whether the tensors of `tree` and `state` may be overwritten.
+        bucket: elements that travel in one message.
+
+    Returns:
+        For each leaf its codes, a tuple of tensors whose leading dim is the number of ranks along `axis`; `()` for an
+        empty leaf. And the new state.
+
+    Raises:
+        ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
+        TypeError: the compressor is none, or a leaf is no floating point tensor.
+        NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
+
+    Example:
+        >>> from shardfn.collectives import compressed_init, error_feedback, sign
+        >>> x, compressor = torch.tensor([2.0, -2.0]), error_feedback(sign())
+        >>> codes, _ = coded_pmean(x, "dp", compressor, compressed_init(x, "dp", compressor))
+        >>> codes
+        (tensor([[191]], dtype=torch.uint8), tensor([1.]))
+        >>> decoded(codes, x, "dp", compressor)
+        tensor([ 1., -1.])
+    """
+    call = _Call("coded_pmean", tree, axis, compressor, state, outer, mean=True, donate=donate)
+    return call.run(bucket, decode=False)
+
+
+def decoded(codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None) -> PyTree:
+    """The tensors that `coded_pmean` gave the codes of. No communication.
+
+    Args:
+        codes: what it returned.
+        like: tensors of the shapes and dtypes of the result.
+        axis: as there.
+        compressor: as there.
+        outer: as there.
+
+    Returns:
+        A tree like `like`.
+
+    Raises:
+        ValueError: an unknown axis.
+        TypeError: the compressor is none.
+
+    Example:
+        >>> from shardfn.collectives import identity
+        >>> decoded((torch.tensor([[2.0, 3.0]]),), torch.empty(2), "dp", identity())
+        tensor([2., 3.])
+    """
+    check_compressor("decoded", compressor)
+    between, inside = _lines("decoded", axis, outer)
+    leaves, treedef = tree_flatten(like)
+    pairs = zip(leaves, treedef.flatten_up_to(codes), strict=True)
+    cuts = [cut_of(x.numel(), _size(between), compressor.quantum, _size(inside)) for x in leaves]
+    return tree_unflatten(
+        treedef,
+        [_decoded(part, x, cut, compressor) if cut.n else x for (x, part), cut in zip(pairs, cuts, strict=True)],
+    )
+
+
+def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: Tensor | None = None) -> Tensor:
+    if compressor.decompress_into is None or cut.inner > 1:
+        rows = compressor.decompress(codes, cut.c).view(cut.inner, -1)
+        return rows[:, : cut.piece].reshape(-1)[: cut.n].view(like.shape).to(like.dtype)
+    # Not by way of memory for all rows and their padding: fresh memory costs more than the arithmetic.
+    flat = like.new_empty(cut.n, dtype=torch.float32) if out is None else out
+    whole = cut.n // cut.c
+    if whole:
+        compressor.decompress_into(tuple(part[:whole] for part in codes), flat[: whole * cut.c].view(whole, -1))
+    if whole * cut.c < cut.n:
+        rest = compressor.decompress(tuple(part[whole : whole + 1] for part in codes), cut.c)
+        flat[whole * cut.c :].copy_(rest[0, : cut.n - whole * cut.c])
+    return flat.view(like.shape).to(like.dtype)
+
+
+def _lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
+    """The ranks between which traffic is compressed, and those among which it is exact."""
+    line_along(axis)  # says what is wrong with it
+    between, inside = split_axes(op, axis, outer)
+    return line_along(between), line_along(inside)
+
+
+def _size(line: Line | None) -> int:
+    return 1 if line is None else line.size
+
+
+@dataclasses.dataclass
+class _Leaf:
+    """A leaf on its way."""
+
+    x: Tensor
+    residual: Residual
+    cut: Cut
+    out: Any = ()
+
+
+class _Call:
+    """One call of a compressed collective: checked when it is made, run by `run`."""
+
+    def __init__(
+        self,
+        op: str,
+        tree: PyTree,
+        axis: Axes,
+        compressor: Compressor,
+        state: PyTree,
+        outer: Axes,
+        *,
+        mean: bool,
+        donate: bool,
+    ) -> None:
+        check_compressor(op, compressor)
+        self.compressor, self.donate = compressor, donate
+        self.between, self.inside = _lines(op, axis, outer)
+        self.ranks, self.inner = _size(self.between), _size(self.inside)
+        self.divisor, self.inner_divisor = (self.ranks, self.inner) if mean else (1, 1)
+        leaves, self.treedef = tree_flatten(tree)
+        paths = tree_paths(tree, "x")
+        check_leaves(op, leaves, paths)
+        residuals = _matched(op, self.treedef, state)
+        cuts = [cut_of(x.numel(), self.ranks, compressor.quantum, self.inner) for x in leaves]
+        rows = list(zip(leaves, residuals, cuts, strict=True))
+        problems = [p for path, (x, r, cut) in zip(paths, rows, strict=True)
+                    for p in check_residual(path, x, r, cut, compressor, serves=True)]  # fmt: skip
+        raise_all(ValueError, _misfit(op, self.ranks), problems)
+        self.leaves = [_Leaf(*row) for row in rows]
+
+    def run(self, bucket: int, *, decode: bool) -> tuple[PyTree, PyTree]:
+        """Runs it bucket by bucket; the result, decompressed or not, and the new state."""
+        with torch.no_grad():
+            staggered([self._stages(leaves, decode) for leaves in buckets(self.leaves, bucket)])
+            out = [leaf.out if leaf.cut.n or not decode else leaf.x for leaf in self.leaves]
+        return tree_unflatten(self.treedef, out), tree_unflatten(self.treedef, [leaf.residual for leaf in self.leaves])
+
+    def _stages(self, leaves: list[_Leaf], decode: bool) -> Iterator[None]:
+        """The phases of one bucket; stops where something is under way."""
+        pieces = self._pieces(leaves)
+        sent = [self._compressed(leaf, piece) for leaf, piece in zip(leaves, pieces, strict=True)]
+        pieces.clear()
+        arrived = exchange_rows(sent, self.between, name="all_to_all")
+        yield
+        combined = [self._combined(leaf, codes) for leaf, codes in zip(leaves, arrived(), strict=True)]
+        gathered = gather_rows(combined, self.between, name="all_gather")
+        yield
+        whole = gather_rows(gathered(), self.inside, name="all_gather")
+        for leaf, codes in zip(leaves, whole(), strict=True):
+            into = self._memory_of(leaf.x) if decode else None
+            leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
+
+    def _memory_of(self, x: Tensor) -> Tensor | None:
+        """The memory of an input, where the result may take its place."""
+        return x.view(-1) if self.donate and x.dtype == torch.float32 and x.is_contiguous() else None
+
+    def _pieces(self, leaves: list[_Leaf]) -> list[Tensor]:
+        """What this rank puts in, flat: the leaves, or with inner axes its pieces of their means there."""
+        if self.inside is None:
+            return [leaf.x.reshape(-1) for leaf in leaves]
+        rows = [padded(leaf.x.reshape(-1).float(), self.inner * leaf.cut.piece).view(self.inner, -1) for leaf in leaves]
+        own = native.reduce_scatter(torch.cat(rows, 1), self.inside, name="psum_scatter")
+        return list((own / self.inner_divisor).split([leaf.cut.piece for leaf in leaves]))
+
+    def _compressed(self, leaf: _Leaf, piece: Tensor) -> Codes:
+        cut, memory = leaf.cut, leaf.residual.worker
+        fresh = piece if self.compressor.pads else padded(piece.float(), cut.ranks * cut.c).view(cut.ranks, cut.c)
+        memory = memory.view(cut.ranks, cut.c) if isinstance(memory, Tensor) else memory
+        codes, memory = self.compressor.compress(fresh, memory, whole=True, donate=self.donate)
+        worker = memory.view(1, -1) if isinstance(memory, Tensor) else memory
+        leaf.residual = leaf.residual._replace(worker=worker)
+        return codes
+
+    def _combined(self, leaf: _Leaf, codes: Codes) -> Codes:
+        memory = leaf.residual.server
+        memory = memory.view(1, -1) if isinstance(memory, Tensor) else memory
+        memory = memory if self.donate or not isinstance(memory, Tensor) else memory.clone()
+        codes, memory = combine(self.compressor, codes, memory, leaf.cut.c, self.divisor)
+        server = memory.view(-1) if isinstance(memory, Tensor) else memory
+        leaf.residual = leaf.residual._replace(server=server)
+        return codes
+
+
+def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
+    """Neighbours together, while they are of `size` elements at most; empty leaves are left out."""
+    out: list[list[Any]] = []
+    room = 0
+    for leaf in leaves:
+        if leaf.cut.n == 0:
+            continue
+        if leaf.cut.n > room or not out:
+            out.append([])
+            room = size
+        out[-1].append(leaf)
+        room -= leaf.cut.n
+    return out
+
+
+def staggered(runs: Sequence[Iterator[None]]) -> None:
+    """Runs each to its end, a stage at a time: one more starts, then those under way go on, the youngest first.
+
+    So whatever can be sent is sent before anything is only received.
+    """
+    under_way: collections.deque[Iterator[None]] = collections.deque()
+    waiting = collections.deque(runs)
+    while waiting or under_way:
+        if waiting:
+            under_way.append(waiting.popleft())
+        for run in list(under_way)[::-1]:
+            if next(run, under_way) is under_way:
+                under_way.remove(run)
+
+
+def padded(flat: Tensor, size: int) -> Tensor:
+    """`flat` with zeros behind it."""
+    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Raises unless every leaf is a floating point tensor, of which nobody wants a gradient."""
+    bad = [f"{path} is {_kind(x)}" for path, x in zip(paths, leaves, strict=True)
+           if not (isinstance(x, Tensor) and x.is_floating_point())]  # fmt: skip
+    raise_all(TypeError, f"{op} takes floating point tensors:", bad)
+    bad = [f"{path} of shape {tuple(x.shape)}" for path, x in zip(paths, leaves, strict=True) if _followed(x)]
+    raise_all(
+        NotImplementedError,
+        f"{op} is no linear function and has no derivative, nor is it mapped by vmap; call it outside of torch.func and"
+        " under torch.no_grad(), or pass x.detach(), for",
+        bad,
+    )
+
+
+def _kind(x: Any) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+
+
+def _followed(x: Tensor) -> bool:
+    if is_functorch_wrapped_tensor(x) or (x.requires_grad and torch.is_grad_enabled()):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _matched(op: str, treedef: Any, state: PyTree) -> list[Any]:
+    try:
+        return treedef.flatten_up_to(state)
+    except ValueError as error:
+        raise ValueError(f"{op}: the state is not one of this tree; make it by compressed_init. {error}") from error
+
+
+def _misfit(op: str, ranks: int) -> str:
+    return (
+        f"{op} over {ranks} rank{'s' * (ranks > 1)}: a state that does not fit; compressed_init makes one that does, and"
+        " recut_residuals one for another number of ranks:"
+    )

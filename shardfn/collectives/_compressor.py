@@ -1,0 +1,327 @@
+"""Compressors: values that say how rows of floats become codes and back.
+
+    sign      1 bit an element, one scale            q = sign(x), zero counts as positive;  s = sqrt(mean(x^2))
+    int8      1 byte an element, a scale a block     q = round(x / s);  s = 2 max|x| / 2^8
+    int4      half a byte, a scale a block           q = round(x / s);  s = 2 max|x| / 2^4
+    top_k     the largest elements and their places
+    identity  nothing
+
+A compressor works on `x [r, c]` in float32. Its codes are tensors whose leading dim counts the rows, so that each row
+can go to another rank. What it remembers from one call to the next is an error like `x`, or nothing, `()`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from shardfn import kernels
+
+Codes = tuple[Tensor, ...]
+Memory = Tensor | tuple[()]
+
+
+class Compress(Protocol):
+    """`(x, memory, whole=, donate=) -> (codes, memory)`."""
+
+    def __call__(self, x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+        """Compresses."""
+        ...
+
+
+class Compressor(NamedTuple):
+    """How rows of floats become codes and back.
+
+    One of one's own needs the first four fields.
+
+    Attributes:
+        name: what messages call it.
+        init: `like [r, c] -> memory`: zeros like it, or `()`.
+        compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of one tensor, so
+            that a scale of the whole is taken over all of them. `donate`: `x` and the memory may be overwritten.
+        decompress: `(codes, c) -> x [r, c]`.
+        quantum: a row's length must be a multiple of it.
+        fed_back: this with error feedback, where there is more than the plain combination of the two.
+        pads: whether `compress` takes `x` of any float dtype and shape that fills the memory in part; the rest is zero.
+        mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in their order and
+            compressed again, over the memory; None: one after the other.
+        decompress_into: `(codes, out [r, c])`: `decompress` into memory that exists; None: there is no such thing.
+
+    Example:
+        >>> codes, _ = sign().compress(torch.tensor([[3.0, -4.0, 3.0, -4.0, 3.0, -4.0, 3.0, -4.0]]), (), whole=True,
+        ...                            donate=False)
+        >>> codes[0], sign().decompress(codes, 8)[0, :2]
+        (tensor([[170]], dtype=torch.uint8), tensor([ 3.5355, -3.5355]))
+    """
+
+    name: str
+    init: Callable[[Tensor], Memory]
+    compress: Compress
+    decompress: Callable[[Codes, int], Tensor]
+    quantum: int = 1
+    fed_back: "Compressor | None" = None
+    pads: bool = False
+    mean: Callable[[Codes, Memory], tuple[Codes, Memory]] | None = None
+    decompress_into: Callable[[Codes, Tensor], None] | None = None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is a memory."""
+        return self.init is not _nothing
+
+
+def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, divisor: int) -> tuple[Codes, Memory]:
+    """The rows that came from several ranks, summed in their order, divided, and compressed again as one row."""
+    if compressor.mean is not None and divisor == len(codes[0]):
+        return compressor.mean(codes, memory)
+    return compressor.compress(sum_of_rows(compressor, codes, c, divisor), memory, whole=True, donate=True)
+
+
+def sum_of_rows(compressor: Compressor, codes: Codes, c: int, divisor: int) -> Float32[Tensor, "1 c"]:
+    """The rows decompressed one by one and summed in their order; then divided."""
+    rows = [compressor.decompress(tuple(part[i : i + 1] for part in codes), c) for i in range(codes[0].shape[0])]
+    # The first may share memory with its codes.
+    total = torch.add(rows[0], rows[1]) if len(rows) > 1 else rows[0].clone()
+    for row in rows[2:]:
+        total.add_(row)
+    return total.div_(divisor) if divisor > 1 else total
+
+
+# identity
+
+
+@functools.cache
+def identity() -> Compressor:
+    """Compresses nothing: collectives through it give the exact sums, taken in the order of ranks.
+
+    Example:
+        >>> identity().compress(torch.ones(1, 2), (), whole=True, donate=False)
+        ((tensor([[1., 1.]]),), ())
+    """
+    return Compressor("identity()", _nothing, _keep, lambda codes, c: codes[0])
+
+
+def _keep(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+    del whole, donate
+    return (x.clone(),), memory
+
+
+# sign
+
+
+@functools.cache
+def sign() -> Compressor:
+    """One bit an element: `x` becomes `s sign(x)`, `s` the root of its mean square; zero counts as positive.
+
+    Without `error_feedback` training with it goes astray. A NaN or an infinity anywhere spoils the whole result.
+
+    References:
+        Tang et al., 1-bit Adam, https://arxiv.org/abs/2102.02888, 2021.
+
+    Example:
+        >>> codes, _ = sign().compress(torch.arange(-4.0, 4.0)[None], (), whole=True, donate=False)
+        >>> codes
+        (tensor([[15]], dtype=torch.uint8), tensor([2.3452]))
+    """
+    return _SIGN._replace(fed_back=_SIGN_FED_BACK)
+
+
+def _signs(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+    del donate
+    return kernels.sign_compress_(x, torch.zeros_like(x), whole=whole), memory
+
+
+def _signs_and_error(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+    assert isinstance(memory, Tensor)
+    if donate:
+        return kernels.sign_compress_(x, memory, whole=whole), memory
+    bits, scale, error = kernels.sign_compress(x, memory, whole=whole)
+    return (bits, scale), error
+
+
+def _mean_of_signs(codes: Codes, memory: Memory) -> tuple[Codes, Memory]:
+    assert isinstance(memory, Tensor)
+    bits, scale = kernels.sign_mean_(*codes, memory.view(-1))
+    return (bits[None], scale), memory
+
+
+def _from_signs(codes: Codes, c: int) -> Tensor:
+    del c
+    return kernels.unpack_signs(*codes)
+
+
+def _from_signs_into(codes: Codes, out: Tensor) -> None:
+    kernels.unpack_signs(*codes, out=out)
+
+
+# int8, int4
+
+
+@functools.cache
+def int8(block: int = 2048) -> Compressor:
+    """One byte an element and a scale a block: `q = round(x / s)` in [-128, 127], `s = 2 max|x| / 2^8`.
+
+    The most positive element of a block comes back as 127/128 of itself at worst; every other is off by `s / 2` at most.
+
+    Args:
+        block: elements that share a scale; the last block of a row may be short.
+
+    Raises:
+        ValueError: `block` is not positive.
+
+    References:
+        Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209, 2023.
+
+    Example:
+        >>> codes, _ = int8().compress(torch.tensor([[-1.0, -0.5, 0.0, 0.25, 0.75, 1.0]]), (), whole=True, donate=False)
+        >>> codes[0]
+        tensor([[-128,  -64,    0,   32,   96,  127]], dtype=torch.int8)
+    """
+    return _blocks(8, block)
+
+
+@functools.cache
+def int4(block: int = 256) -> Compressor:
+    """Half a byte an element and a scale a block: `q = round(x / s)` in [-8, 7], `s = 2 max|x| / 2^4`.
+
+    The most positive element of a block comes back as 7/8 of itself at worst; every other is off by `s / 2` at most.
+
+    Args:
+        block: elements that share a scale, an even number; the last block of a row may be short.
+
+    Raises:
+        ValueError: `block` is not positive, or odd.
+
+    References:
+        Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209, 2023.
+
+    Example:
+        >>> x = torch.tensor([[-1.0, -0.5, 0.0, 0.25, 0.75, 1.0]])
+        >>> int4().decompress(int4().compress(x, (), whole=True, donate=False)[0], 6)
+        tensor([[-1.0000, -0.5000,  0.0000,  0.2500,  0.7500,  0.8750]])
+    """
+    return _blocks(4, block)
+
+
+def _blocks(bits: int, block: int) -> Compressor:
+    if block < 1 or (bits == 4 and block % 2):
+        raise ValueError(f"int{bits}(block={block}): a block has 1 element or more, and with 4 bits an even number.")
+
+    def compress(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+        del whole, donate
+        return kernels.quantize(x, bits=bits, block=block), memory
+
+    def decompress(codes: Codes, c: int) -> Tensor:
+        return kernels.dequantize(*codes, c, bits=bits, block=block)
+
+    def into(codes: Codes, out: Tensor) -> None:
+        kernels.dequantize(*codes, out.shape[1], bits=bits, block=block, out=out)
+
+    return Compressor(f"int{bits}(block={block})", _nothing, compress, decompress, decompress_into=into)
+
+
+# top_k
+
+
+@functools.cache
+def top_k(fraction: float) -> Compressor:
+    """The largest elements of each row, by magnitude, and their places: 8 bytes each.
+
+    Args:
+        fraction: of a row's elements, in (0, 1]; rounded up.
+
+    Raises:
+        ValueError: `fraction` is not in (0, 1].
+
+    References:
+        Stich et al., Sparsified SGD with memory, https://arxiv.org/abs/1809.07599, 2018.
+
+    Example:
+        >>> top_k(0.5).compress(torch.tensor([[1.0, -3.0, 2.0, 0.0]]), (), whole=True, donate=False)[0]
+        (tensor([[-3.,  2.]]), tensor([[1, 2]], dtype=torch.int32))
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"top_k({fraction}): the fraction of elements to keep is in (0, 1].")
+
+    def compress(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+        del whole, donate
+        places = x.abs().topk(math.ceil(fraction * x.shape[1]), dim=1).indices
+        return (x.gather(1, places), places.int()), memory
+
+    def decompress(codes: Codes, c: int) -> Tensor:
+        values, places = codes
+        return values.new_zeros(values.shape[0], c).scatter_(1, places.long(), values)
+
+    return Compressor(f"top_k({fraction})", _nothing, compress, decompress)
+
+
+# error feedback
+
+
+@functools.cache
+def error_feedback(inner: Compressor) -> Compressor:
+    """`inner` with what it loses added to the next input: `y = x + e`, `e' = y - decompressed(compressed(y))`.
+
+    So nothing is lost: over T steps what was decompressed differs from what was put in by the last error alone.
+
+    Args:
+        inner: a compressor that remembers nothing.
+
+    Returns:
+        A compressor whose memory is the error `e [r, c]`. Through `identity()` it stays zero.
+
+    Raises:
+        ValueError: `inner` has a memory.
+
+    References:
+        Seide et al., 1-bit stochastic gradient descent, Interspeech 2014. Karimireddy et al., Error feedback fixes
+        SignSGD and other gradient compression schemes, https://arxiv.org/abs/1901.09847, 2019.
+
+    Example:
+        >>> compressor = error_feedback(top_k(0.5))
+        >>> x = torch.tensor([[4.0, 3.0]])
+        >>> codes, error = compressor.compress(x, compressor.init(x), whole=True, donate=False)
+        >>> error, compressor.decompress(compressor.compress(x, error, whole=True, donate=False)[0], 2)
+        (tensor([[0., 3.]]), tensor([[0., 6.]]))
+    """
+    if inner.remembers:
+        raise ValueError(f"error_feedback({inner.name}): it has a memory already; pass a compressor without.")
+    if inner.fed_back is not None:
+        return inner.fed_back
+
+    def compress(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
+        assert isinstance(memory, Tensor)
+        y = memory.add_(x) if donate else x + memory
+        codes, _ = inner.compress(y, (), whole=whole, donate=False)
+        return codes, y.sub_(inner.decompress(codes, y.shape[1]))
+
+    return Compressor(
+        f"error_feedback({inner.name})",
+        torch.zeros_like,
+        compress,
+        inner.decompress,
+        inner.quantum,
+        decompress_into=inner.decompress_into,
+    )
+
+
+def _nothing(like: Tensor) -> Memory:
+    del like
+    return ()
+
+
+_SIGN = Compressor("sign()", _nothing, _signs, _from_signs, quantum=8, decompress_into=_from_signs_into)
+_SIGN_FED_BACK = Compressor(
+    "error_feedback(sign())",
+    torch.zeros_like,
+    _signs_and_error,
+    _from_signs,
+    quantum=8,
+    pads=True,
+    mean=_mean_of_signs,
+    decompress_into=_from_signs_into,
+)

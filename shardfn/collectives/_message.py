@@ -1,0 +1,81 @@
+"""Several tensors as one message: the bytes of each row, one after another, and back."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from . import _native as native
+from ._line import Line
+
+Parts = tuple[Tensor, ...]
+
+
+class _Place(NamedTuple):
+    """Where a tensor stands in a row: its index among the tensors, its first byte and what it is."""
+
+    index: int
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel() * self.dtype.itemsize
+
+
+def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Callable[[], list[Parts]]:
+    """Sends row i of every tensor to index i, in one message each; waiting gives one row from each index.
+
+    Args:
+        parts: groups of tensors, whose leading dims are the line's size.
+        line: the ranks; None is this rank alone.
+        name: the operation's name for the traffic counter.
+    """
+    if line is None:
+        return lambda: list(parts)
+    rows, places = _packed(parts)
+    each = [rows.shape[1]] * line.size
+    wait = native.exchange_start(rows.view(-1), each, each, line, name=name)
+    return lambda: _unpacked(wait().view(line.size, -1), places, parts)
+
+
+def gather_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Callable[[], list[Parts]]:
+    """Gathers the rows of every tensor, in one message; waiting gives those of index 0, of index 1, and so on.
+
+    Args:
+        parts: groups of tensors with equal leading dims, the same on all ranks.
+        line: the ranks; None is this rank alone.
+        name: the operation's name for the traffic counter.
+    """
+    if line is None:
+        return lambda: list(parts)
+    rows, places = _packed(parts)
+    wait = native.all_gather_start(rows, line, name=name)
+    return lambda: _unpacked(wait().flatten(0, 1), places, parts)
+
+
+def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_Place]]:
+    """The message, and where things are in it: the widest elements first, so that each stands at a multiple of it."""
+    flat = [part for group in parts for part in group]
+    places: list[_Place] = []
+    start = 0
+    for index in sorted(range(len(flat)), key=lambda i: -flat[i].dtype.itemsize):
+        places.append(_Place(index, start, flat[index].shape[1:], flat[index].dtype))
+        start = places[-1].stop
+    return torch.cat([_bytes(flat[place.index]) for place in places], 1), places
+
+
+def _bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
+    return part.contiguous().view(part.shape[0], -1).view(torch.uint8)
+
+
+def _unpacked(message: UInt8[Tensor, "rows bytes"], places: list[_Place], like: Sequence[Parts]) -> list[Parts]:
+    flat: dict[int, Tensor] = {}
+    for index, start, shape, dtype in places:
+        width = shape.numel() * dtype.itemsize
+        flat[index] = message.narrow(1, start, width).contiguous().view(dtype).view(-1, *shape)
+    tensors = iter([flat[i] for i in range(len(flat))])
+    return [tuple(next(tensors) for _ in group) for group in like]

@@ -1,0 +1,266 @@
+"""What compressed collectives remember: the error of each rank, and of each rank as the server of its chunk.
+
+    worker  [P, N]  P(axis)   row i is what rank i has not sent yet
+    server  [N]     P(axis)   chunk j is what rank j, which sums chunk j for all, has not handed out yet
+
+For a tensor of n elements over P ranks and a compressor of quantum q, `d = lcm(P, q)` and N is n rounded up to a
+multiple of P d. Each rank holds its row and its chunk. Where the leaf's own block differs along other axes, of T ranks
+together, each of the T has errors of its own: `[P, T N]` with spec `P(axis, others)`, and `[T N]`, `P((others, axis))`.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Axes, Mesh, P, PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
+
+from ._compressor import Compressor, Memory
+from ._env import axis_size, current_mesh
+from ._global_tensor import GlobalTensor, unshard
+
+
+class Residual(NamedTuple):
+    """The errors of one leaf.
+
+    Attributes:
+        worker: `[1, N]`, this rank's; `()` where the compressor remembers nothing.
+        server: `[N / P]`, of the chunk that this rank sums; `()` where nothing is compressed again after the sum.
+    """
+
+    worker: Any
+    server: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a leaf's elements become rows.
+
+    Attributes:
+        n: elements.
+        inner: pieces that the inner axes make of them, each padded to `piece`.
+        ranks: rows that each piece is cut into: P.
+        piece: elements of a piece.
+        c: elements of a row, padding included.
+    """
+
+    n: int
+    inner: int
+    ranks: int
+    piece: int
+    c: int
+
+
+def cut_of(n: int, ranks: int, quantum: int, inner: int = 1) -> Cut:
+    """The rows of a leaf of n elements.
+
+    Example:
+        >>> [ranks * cut_of(1000, ranks, 8).c for ranks in (2, 3, 4, 8, 16)]
+        [1008, 1008, 1024, 1024, 1024]
+    """
+    piece = -(-n // inner)
+    d = math.lcm(ranks, quantum)
+    return Cut(n, inner, ranks, piece, -(-piece // (ranks * d)) * d)
+
+
+def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
+    """The axes between compressed ranks, and those inside, along which everything is exact.
+
+    Raises:
+        ValueError: `outer` is not among `axis`.
+    """
+    if outer is None:
+        return axis, None
+    given, compressed = _names(axis), _names(outer)
+    if not set(compressed) <= set(given):
+        raise ValueError(f"{op}: outer={outer!r} is not among axis={axis!r}; name in `axis` all axes that it crosses.")
+    return compressed, tuple(a for a in given if a not in compressed)
+
+
+def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None) -> PyTree:
+    """The errors before the first call of `compressed_pmean` or `compressed_psum`: zeros.
+
+    Args:
+        tree: tensors of the shapes that will be averaged, on the devices where that will be. Local; no communication.
+        axis: as there.
+        compressor: as there.
+        outer: as there.
+
+    Returns:
+        A tree like `tree` with a `Residual` for each leaf: this rank's blocks. `global_residuals` shows what they are
+        blocks of.
+
+    Raises:
+        ValueError: an unknown axis.
+        TypeError: `compressor` is none.
+
+    Example:
+        >>> from shardfn.collectives import error_feedback, sign
+        >>> state = compressed_init({"w": torch.ones(9)}, "dp", error_feedback(sign()))
+        >>> state["w"].worker.shape, state["w"].server.shape
+        (torch.Size([1, 16]), torch.Size([16]))
+    """
+    check_compressor("compressed_init", compressor)
+    compressed, inside = split_axes("compressed_init", axis, outer)
+    ranks, inner = axis_size(compressed), axis_size(inside)
+    leaves, treedef = tree_flatten(tree)
+    return tree_unflatten(
+        treedef, [_zeros(x, cut_of(x.numel(), ranks, compressor.quantum, inner), compressor) for x in leaves]
+    )
+
+
+def _zeros(x: Tensor, cut: Cut, compressor: Compressor) -> Residual:
+    like = x.new_empty((cut.ranks, cut.c), dtype=torch.float32)
+    return Residual(_shaped(compressor.init(like), 1, -1), _shaped(compressor.init(like[:1]), -1))
+
+
+def _shaped(memory: Memory, *shape: int) -> Memory:
+    if not isinstance(memory, Tensor):
+        return memory
+    return memory.reshape(tuple(memory.numel() if s == -1 else s for s in shape))
+
+
+def check_compressor(op: str, compressor: Any) -> None:
+    """Raises a TypeError unless `compressor` is one."""
+    if not isinstance(compressor, Compressor):
+        called = " Call it: it makes one." if callable(compressor) else ""
+        raise TypeError(
+            f"{op}: compressor={compressor!r} is no Compressor.{called} There are sign(), int8(), int4(), top_k(fraction),"
+            " identity(), and error_feedback(...) around each."
+        )
+
+
+def check_residual(path: str, x: Tensor, residual: Any, cut: Cut, compressor: Compressor, serves: bool) -> list[str]:
+    """What is wrong with a leaf's state, as lines of a message."""
+    if not isinstance(residual, Residual):
+        return [f"{path}: its state is {type(residual).__name__}, no Residual; make it by compressed_init."]
+    want = [("worker", (1, cut.ranks * cut.c)), ("server", (cut.c,) if serves else None)]
+    out = []
+    for name, shape in want:
+        have = getattr(residual, name)
+        shape = shape if compressor.remembers else None
+        found = (tuple(have.shape), have.dtype) if isinstance(have, Tensor) else None
+        if found != (None if shape is None else (shape, torch.float32)):
+            out.append(f"{name} is {_described(found)}, and is to be {_described(shape and (shape, torch.float32))}")
+    return [f"{path} of shape {tuple(x.shape)}: its {' and its '.join(out)}"] if out else []
+
+
+def _described(what: Any) -> str:
+    return "()" if what is None else f"{what[1]} {list(what[0])}".removeprefix("torch.")
+
+
+def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: Axes = None) -> PyTree:
+    """The errors of all ranks as `GlobalTensor`s, of which this rank's are the blocks.
+
+    Args:
+        state: what `compressed_init` made, or a compressed collective returned.
+        axis: the axes that it averages over.
+        specs: a prefix tree of `P`: how the blocks that are averaged are cut out of their leaves. Their axes are those
+            along which each rank has errors of its own.
+        outer: as in `compressed_pmean`.
+
+    Returns:
+        A tree like `state`.
+
+    Raises:
+        ValueError: an unknown axis, or `specs` does not match.
+
+    Example:
+        >>> from shardfn.collectives import error_feedback, sign
+        >>> state = compressed_init({"w": torch.ones(9)}, "dp", error_feedback(sign()))
+        >>> global_residuals(state, "dp", {"w": P(None, "tp")})["w"].worker
+        GlobalTensor((1, 16), torch.float32, P('dp', 'tp'))
+    """
+    compressed, inside = (_names(a) for a in split_axes("global_residuals", axis, outer))
+    mesh = current_mesh()
+    residuals, treedef = tree_flatten(state, is_leaf=_is_residual)
+    like = tree_unflatten(treedef, range(len(residuals)))
+    cuts = broadcast_prefix(specs, like, lambda x: isinstance(x, P), names=("specs", "state"))
+
+    def leaf(residual: Residual, spec: P) -> Residual:
+        own = (*(a for a in spec.axes if a not in (*compressed, *inside)), *inside)
+        return Residual(
+            _global(residual.worker, P(compressed, own), mesh), _global(residual.server, P((*own, *compressed)), mesh)
+        )
+
+    return tree_unflatten(treedef, [leaf(r, s) for r, s in zip(residuals, cuts, strict=True)])
+
+
+def _is_residual(x: Any) -> bool:
+    return isinstance(x, Residual)
+
+
+def _names(axis: Axes) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+
+
+def _global(block: Memory, spec: P, mesh: Mesh) -> Any:
+    if not isinstance(block, Tensor):
+        return block
+    shape = torch.Size(size * mesh.axis_size(spec.dim_axes(dim)) for dim, size in enumerate(block.shape))
+    return GlobalTensor(block, shape, spec, mesh)
+
+
+def recut_residuals(
+    state: PyTree, like: PyTree, num_ranks: int, compressor: Compressor, *, inner: int = 1, others: int = 1
+) -> PyTree:
+    """Errors for another number of ranks, which together keep what the old ones owed.
+
+    Every new rank gets the mean of the old workers' errors, so that their mean stays; the server's errors of the real
+    elements are cut anew. Padding owes nothing and starts at zero.
+
+        mean_i e_i' + server' = mean_i e_i + server
+
+    Args:
+        state: the errors of all old ranks, as `unshard(global_residuals(...))` gives them: for each leaf worker
+            `[P, T N]` and server `[T N]`, T = inner * others. `GlobalTensor`s are gathered, which is collective.
+        like: a tree of what was averaged, as each rank had it (shapes only).
+        num_ranks: the new P.
+        compressor: as before.
+        inner: ranks along the exact axes, where there were such.
+        others: blocks that the leaf is in along axes that are not averaged over; the same for all leaves.
+
+    Returns:
+        A tree like `state`, for the new ranks: worker `[P', T N']`, server `[T N']`. Rows of a worker share memory.
+
+    Raises:
+        ValueError: a leaf's errors are not of the size of its leaf; every leaf is listed.
+
+    Example:
+        >>> old = {"w": Residual(torch.tensor([[1.0] * 16, [3.0] * 16]), torch.ones(16))}
+        >>> from shardfn.collectives import error_feedback, sign
+        >>> new = recut_residuals(old, {"w": torch.ones(9)}, 4, error_feedback(sign()))["w"]
+        >>> new.worker.shape, new.worker[3, :10], new.server.shape
+        (torch.Size([4, 32]), tensor([2., 2., 2., 2., 2., 2., 2., 2., 2., 0.]), torch.Size([32]))
+    """
+    check_compressor("recut_residuals", compressor)
+    leaves, treedef = tree_flatten(like)
+    residuals = treedef.flatten_up_to(unshard(state))
+    blocks, problems, out = inner * others, [], []
+    for x, residual, path in zip(leaves, residuals, tree_paths(like, "state"), strict=True):
+        new = cut_of(x.numel(), num_ranks, compressor.quantum, inner)
+        worker, server = residual
+        out.append(Residual((), ()))
+        if not compressor.remembers:
+            continue
+        old = cut_of(x.numel(), len(worker), compressor.quantum, inner)
+        size = blocks * old.ranks * old.c
+        if worker.ndim != 2 or worker.shape[1] != size or tuple(server.shape) != (size,):
+            problems.append(
+                f"{path} has a worker error of {list(worker.shape)} and a server error of {list(server.shape)}; a block"
+                f" of {old.n} elements had errors of {[old.ranks, size]} and {[size]}: pass the whole errors of the old"
+                " ranks (unshard), and the right number of blocks (inner, others)."
+            )
+            continue
+        mean = _refitted(worker.sum(0) / len(worker), blocks, new)
+        out[-1] = Residual(mean.expand(num_ranks, -1), _refitted(server, blocks, new))
+    raise_all(ValueError, "errors that cannot be cut anew:", problems)
+    return tree_unflatten(treedef, out)
+
+
+def _refitted(error: Tensor, blocks: int, cut: Cut) -> Tensor:
+    """The errors of the real elements of each block, with as much padding as the new cut has."""
+    real = error.view(blocks, -1)[:, : cut.piece]
+    return torch.nn.functional.pad(real, (0, cut.ranks * cut.c - cut.piece)).view(-1)
