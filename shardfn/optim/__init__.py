@@ -14,6 +14,7 @@ from ._chain import chain as chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from ._decay import add_decayed_weights as add_decayed_weights
 from ._delayed import DelayedState as DelayedState, delayed as delayed
+from ._freeze import FreezeState as FreezeState, VarianceStability as VarianceStability
 from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
 from ._lamb import ScaleByMomentRatioState as ScaleByMomentRatioState
 from ._lamb import lamb as lamb, scale_by_bias_correction as scale_by_bias_correction
@@ -33,6 +34,8 @@ from ._norm import (
     large_square as large_square,
     sum_squares as sum_squares,
 )
+from ._onebit_adam import OneBitAdamState as OneBitAdamState
+from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule

