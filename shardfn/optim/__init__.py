@@ -36,6 +36,7 @@ from ._norm import (
 )
 from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
+from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
@@ -44,3 +45,5 @@ from ._schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_sche
 from ._schedules import warmup_linear_decay_schedule as warmup_linear_decay_schedule
 from ._sgd import TraceState as TraceState, sgd as sgd, trace as trace
 from ._types import Grain as Grain, LearningRate as LearningRate, Schedule as Schedule
+from ._zero_one_adam import Interval as Interval, ZeroOneAdamState as ZeroOneAdamState
+from ._zero_one_adam import in_round as in_round, zero_one_adam as zero_one_adam

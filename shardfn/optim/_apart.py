@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._compressed import Averaging, Share
 from ._leaves import leaves_like, per_leaf, spec_leaves, wide
@@ -53,13 +53,21 @@ class Apart:
         return tree_unflatten(self.treedef, [x if on else None for x, on in zip(column, self.exact, strict=True)])
 
     def exactly(
-        self, step: Callable[..., tuple[Any, OptState]], state: OptState, mus: list[Tensor], nus: list[Tensor]
+        self,
+        step: Callable[..., tuple[Any, OptState]],
+        state: OptState,
+        mus: list[Tensor],
+        nus: list[Tensor],
+        *,
+        averaged: bool = False,
     ) -> tuple[list[Tensor], OptState]:
         """What a chain that begins with moments does with the exact leaves; of the others only its counters know."""
-        gs = [g if on else None for g, on in zip(self.gs, self.exact, strict=True)]
-        means = self.averaging.exact([g for g in gs if g is not None])
-        rows = [self.averaging.rows(g, spec) for g, spec in zip(means, self._those(self.specs), strict=True)]
-        grads = self.merged(rows, [None] * (len(self.gs) - len(rows)))
+        gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
+        if not averaged:
+            specs = [spec for spec, on in zip(self.specs, self.exact, strict=True) if on]
+            means = self.averaging.exact(gs)
+            gs = [self.averaging.rows(g, spec) for g, spec in zip(means, specs, strict=True)]
+        grads = self.merged(gs, [None] * (len(self.gs) - len(gs)))
         own = (state[0]._replace(mu=self.alone(mus), nu=self.alone(nus)), *state[1:])
         out, own = step(grads, own, self.alone(self.ps), specs=self.alone(self.specs))
         return tree_leaves(out), own
@@ -104,9 +112,6 @@ class Apart:
     def _columns(self) -> tuple[list[Any], ...]:
         return self.gs, self.specs, self.shares
 
-    def _those(self, column: Sequence[Any]) -> list[Any]:
-        return [x for x, on in zip(column, self.exact, strict=True) if on]
-
 
 def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, whole: PyTree, exact: Mask) -> Apart:
     """A step's leaves.
@@ -132,9 +137,18 @@ def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
     """`b1 mu + (1 - b1) g` in float32; with `donate` in the memory of `mu`, where it can be."""
     if not donate or mu.dtype != torch.float32:
         return b1 * mu.float() + (1 - b1) * g.float()
-    for m, part in pieces(mu, g):
+    for m, part in pieces([mu], [g]):
         m.mul_(b1).add_((1 - b1) * part.float())
     return mu
+
+
+def purely(
+    apply: Callable[..., tuple[Params, OptState]], grads: Updates, state: OptState, params: Params, specs: Specs
+) -> tuple[Updates, OptState]:
+    """`update`, of an `apply`: on copies. The updates are `p' - p` in float64, in which they are exact."""
+    copies = tree_map(torch.clone, (grads, state, params))
+    new, state = apply(*copies, specs=specs)
+    return tree_map(lambda x, p: x.double() - p.double(), new, params), state
 
 
 def add_(p: Tensor, u: Tensor) -> None:
@@ -145,10 +159,20 @@ def add_(p: Tensor, u: Tensor) -> None:
         p.copy_(wide(p) + u)
 
 
-def pieces(*row: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape cut in flat pieces that a core works through in its cache; uncut where that has no use."""
-    plain = all(x.is_contiguous() and x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in row)
-    if not plain or row[0].numel() <= _PIECE:
-        yield row
-    else:
-        yield from zip(*(x.view(-1).split(_PIECE) for x in row), strict=True)
+def pieces(*columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Rows of tensors of one shape, cut in flat pieces that a core works through in its cache.
+
+    Columns of anything else come last, and each piece has its row's. Where cutting has no use, rows are whole.
+    """
+    for row in zip(*columns, strict=True):
+        tensors = [x for x in row if isinstance(x, Tensor)]
+        if tensors[0].numel() <= _PIECE or not all(map(_is_plain, tensors)):
+            yield row
+            continue
+        for cut in zip(*(x.view(-1).split(_PIECE) for x in tensors), strict=True):
+            yield (*cut, *row[len(tensors) :])
+
+
+def _is_plain(x: Tensor) -> bool:
+    # A tracer would write down every piece.
+    return x.is_contiguous() and x.device.type == "cpu" and not isinstance(x, FakeTensor)

@@ -252,9 +252,8 @@ class _OneBitAdam:
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
         ms, residual, codes = self._average(leaves, mus, state, now, donate=True)
         ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
-        for row in zip(*map(leaves.pick, (leaves.ps, nus)), ms, leaves.pick(step.decays), strict=True):
-            for p, nu, m in pieces(*row[:3]):
-                add_(p, step.update(p, m, nu, row[3]))
+        for p, nu, m, decays in pieces(*map(leaves.pick, (leaves.ps, nus)), ms, leaves.pick(step.decays)):
+            add_(p, step.update(p, m, nu, decays))
         adam = leaves.joined(adam, ms, leaves.pick(nus))
         return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
 
@@ -269,7 +268,7 @@ class _OneBitAdam:
 
     def _local(
         self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
-    ) -> tuple[Apart, list[Tensor], list[Tensor], "_Step"]:
+    ) -> tuple[Apart, list[Tensor], list[Tensor], "Step"]:
         """What a step on local gradients works with. Counters are read here, before anything is written."""
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
@@ -278,7 +277,7 @@ class _OneBitAdam:
         c2 = bias_corrections(at.frozen, self.b1, self.b2)[1].float() if self.corrected else None
         lr = self.learning_rate(state.adam[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
         decays = decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
-        return leaves, mus, nus, _Step(lr, c1, c2, self.eps, self.weight_decay, decays)
+        return leaves, mus, nus, Step(lr, c1, c2, self.eps, self.weight_decay, decays)
 
     def _average(
         self, leaves: Apart, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool
@@ -292,7 +291,7 @@ class _OneBitAdam:
         return leaves.rows(means), residual, codes
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """The numbers of a step; corrections are None where there are none."""
 
     lr: float | int | Tensor
@@ -302,9 +301,13 @@ class _Step(NamedTuple):
     weight_decay: float
     decays: Sequence[bool]
 
+    def root(self, nu: Tensor) -> Tensor:
+        """`sqrt(nu / c2) + eps`; infinite where nu is 0."""
+        nu = wide(nu)
+        return (nu if self.c2 is None else nu / self.c2).sqrt().add_(self.eps).masked_fill_(nu == 0, math.inf)
+
     def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
         """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`; the first term is 0 where nu is."""
-        nu, m = wide(nu), wide(m)
-        d = (nu if self.c2 is None else nu / self.c2).sqrt().add_(self.eps).masked_fill_(nu == 0, math.inf)
-        u = m / d if self.c1 is None else (m / self.c1).div_(d)
+        m = wide(m)
+        u = (m if self.c1 is None else m / self.c1) / self.root(nu)
         return (u.add_(self.weight_decay * wide(p)) if decays else u).mul_(-self.lr)

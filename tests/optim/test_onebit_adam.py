@@ -48,12 +48,50 @@ def run(tx: Any, params: Any, grads: Callable[[int], Any], steps: int, *, in_pla
 def test_the_values_computed_by_hand() -> None:
     mesh = sf.make_mesh({"dp": 2})
     with bind_mesh(mesh):
-        tx = optim.onebit_adam(0.01, freeze_step=3, bias_correction=False)
-        grads = lambda t: [golden_grad(t, mesh.axis_index("dp"))]  # noqa: E731
+        rank = mesh.axis_index("dp")
+        grads = lambda t: [golden_grad(t, rank)]  # noqa: E731
         for in_place in (False, True):
+            tx = optim.onebit_adam(0.01, freeze_step=3, bias_correction=False)
             steps, state = run(tx, [P0], grads, 6, in_place=in_place, given=in_place)
             for t, want in GOLDEN.items():
-                torch.testing.assert_close(steps[t - 1][0][0], torch.tensor(want), rtol=0, atol=2e-7)
+                close(steps[t - 1][0][0], want)
             assert [name for _, name in steps] == ["warmup"] * 3 + ["compressed"] * 3
-            m = torch.tensor([0.05811224] * 3 + [-0.05811224] * 5)
-            torch.testing.assert_close(state.adam[0].mu[0], m, rtol=0, atol=2e-8)
+            close(state.adam[0].mu[0], [0.05811224] * 3 + [-0.05811224] * 5, 2e-8)
+
+            tx = optim.zero_one_adam(
+                0.01, var_freeze_step=6, var_update_scaler=2, local_step_scaler=2, local_step_clipper=4,
+                bias_correction=False,
+            )  # fmt: skip
+            steps, state = run(tx, [P0], grads, 16, in_place=in_place, given=in_place)
+            for t, want in GOLDEN_01.items():
+                if rank == 0:
+                    close(steps[t - 1][0][0][:3], want, 1e-6)
+            early = ["warmup", "warmup", "onebit", "full", "onebit", "full", "onebit", "switch"]
+            late = ["round", "round", "local", "round", "local", "local", "local", "round"]
+            assert [name for _, name in steps] == early + late
+            assert optim.in_round(state)
+
+            tx = optim.onebit_lamb(0.01, weight_decay=0.01, freeze_step=3, bias_correction=False)
+            p0 = [torch.linspace(-1, 1, 5), torch.tensor([0.5, -0.25, 2])]
+            steps, state = run(tx, p0, lambda t: list(golden_grad(t, rank).split([5, 3])), 6, in_place=in_place)
+            close(state.coeff, [0.065740880, 0.107942225], 1e-7)
+            close(state.scaling, [1.298593229, 0.813050488], 1e-6)
+            close(state.factor, [0.863973376, 0.898237210], 1e-6)
+            close(torch.cat(steps[5][0]), GOLDEN_LAMB, 1e-6)
+
+
+def close(got: Tensor, want: list[float], atol: float = 2e-7) -> None:
+    torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=atol)
+
+
+GOLDEN_01 = {
+    2: [-1.062903422, -0.745998114, -0.365080438],
+    6: [-1.105728013, -0.749160185, -0.30905376],
+    8: [-1.100610281, -0.728255246, -0.275520297],
+    10: [-1.074202263, -0.726633527, -0.274325029],
+    12: [-1.095269448, -0.697580182, -0.25291163],
+    16: [-1.069702366, -0.732839247, -0.278898876],
+}
+GOLDEN_LAMB = [
+    -1.013085495, -0.500146435, 0.024772557, 0.52632508, 1.017937433, 0.514079523, -0.258089697, 1.953510973,
+]  # fmt: skip

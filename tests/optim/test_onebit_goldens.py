@@ -172,16 +172,22 @@ def onebit_lamb_steps(
                 us.append(u)
         ps = [p - lr * c * u for p, c, u in zip(ps, coeffs, us)]
         out.append(
-            {"p": ps, "m": ms, "v": vs, "coeffs": coeffs, "scaling": scaling, "mean": list(mean_coeff), "f": list(last_f)}
+            {
+                "p": ps,
+                "m": ms,
+                "v": vs,
+                "coeffs": coeffs,
+                "scaling": scaling,
+                "mean": list(mean_coeff),
+                "f": list(last_f),
+            }
         )
     return out
 
 
 def golden_grads(steps: int, num: int = 2, n: int = 8) -> list[list[Tensor]]:
     i = torch.arange(n, dtype=torch.float64)
-    return [
-        [torch.sin(0.7 * i + 1.3 * t + 0.9 * w) * (1 + 0.1 * i) for w in range(num)] for t in range(1, steps + 1)
-    ]
+    return [[torch.sin(0.7 * i + 1.3 * t + 0.9 * w) * (1 + 0.1 * i) for w in range(num)] for t in range(1, steps + 1)]
 
 
 # ---- the goldens ----
