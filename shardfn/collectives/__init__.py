@@ -4,6 +4,7 @@ from ._env import axis_index as axis_index, axis_size as axis_size
 from ._env import bind_mesh as bind_mesh, current_mesh as current_mesh, noting_meshes as noting_meshes
 from ._psum import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
 from ._all_gather import all_gather as all_gather, all_gather_invariant as all_gather_invariant
+from ._all_gather import quantized_all_gather as quantized_all_gather
 from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
 from ._all_to_all import all_to_all as all_to_all
 from ._ppermute import ppermute as ppermute
@@ -13,6 +14,8 @@ from ._residual import Residual as Residual, compressed_init as compressed_init
 from ._residual import global_residuals as global_residuals, recut_residuals as recut_residuals
 from ._compressed import coded_pmean as coded_pmean, decoded as decoded
 from ._compressed import compressed_pmean as compressed_pmean, compressed_psum as compressed_psum
+from ._compressed_scatter import compressed_psum_scatter as compressed_psum_scatter
+from ._compressed_scatter import compressed_scatter_init as compressed_scatter_init
 from ._traffic import counting_nothing as counting_nothing
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels, Pending as Pending

@@ -14,26 +14,21 @@ while one bucket is under way the next is compressed.
 References: Tang et al., 1-bit Adam, arXiv 2102.02888, 2021; Tang et al., APMSqueeze, arXiv 2008.11343, 2020.
 """
 
-import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
 
 from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
 
 from . import _native as native
+from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, padded, staggered
 from ._compressor import Codes, Compressor, combine
 from ._line import Line, line_along
 from ._message import exchange_rows, gather_rows
-from ._residual import Cut, Residual, check_compressor, check_residual, cut_of, split_axes
-
-# Elements that travel in one message: half a megabyte at one bit each.
-BUCKET = 1 << 22
+from ._residual import Cut, Residual, check_compressor, check_memory, cut_of, split_axes
 
 
 def compressed_pmean(
@@ -54,7 +49,8 @@ def compressed_pmean(
 
         mean_i (x_i + e_i) + f = out + mean_i e_i' + f'
 
-    where f are the servers' errors one after another. Through `identity()` it is the sum in the order of ranks, divided.
+    where f are the servers' errors one after another. Through `identity()` it is the sum in the order of ranks, divided
+    by their number.
 
     Transpose: none. It is no linear function, and its place is after the backward.
 
@@ -277,13 +273,16 @@ class _Call:
         leaves, self.treedef = tree_flatten(tree)
         paths = tree_paths(tree, "x")
         check_leaves(op, leaves, paths)
-        residuals = _matched(op, self.treedef, state)
+        residuals = matched(op, self.treedef, state)
         cuts = [cut_of(x.numel(), self.ranks, compressor.quantum, self.inner) for x in leaves]
         rows = list(zip(leaves, residuals, cuts, strict=True))
         problems = [p for path, (x, r, cut) in zip(paths, rows, strict=True)
-                    for p in check_residual(path, x, r, cut, compressor, serves=True)]  # fmt: skip
-        raise_all(ValueError, _misfit(op, self.ranks), problems)
+                    for p in check_memory(path, x, r, *self._wanted(cut))]  # fmt: skip
+        raise_all(ValueError, misfit(op, self.ranks), problems)
         self.leaves = [_Leaf(*row) for row in rows]
+
+    def _wanted(self, cut: Cut) -> tuple[Any, Any]:
+        return ((1, cut.ranks * cut.c), (cut.c,)) if self.compressor.remembers else (None, None)
 
     def run(self, bucket: int, *, decode: bool) -> tuple[PyTree, PyTree]:
         """Runs it bucket by bucket; the result, decompressed or not, and the new state."""
@@ -336,76 +335,3 @@ class _Call:
         server = memory.view(-1) if isinstance(memory, Tensor) else memory
         leaf.residual = leaf.residual._replace(server=server)
         return codes
-
-
-def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
-    """Neighbours together, while they are of `size` elements at most; empty leaves are left out."""
-    out: list[list[Any]] = []
-    room = 0
-    for leaf in leaves:
-        if leaf.cut.n == 0:
-            continue
-        if leaf.cut.n > room or not out:
-            out.append([])
-            room = size
-        out[-1].append(leaf)
-        room -= leaf.cut.n
-    return out
-
-
-def staggered(runs: Sequence[Iterator[None]]) -> None:
-    """Runs each to its end, a stage at a time: one more starts, then those under way go on, the youngest first.
-
-    So whatever can be sent is sent before anything is only received.
-    """
-    under_way: collections.deque[Iterator[None]] = collections.deque()
-    waiting = collections.deque(runs)
-    while waiting or under_way:
-        if waiting:
-            under_way.append(waiting.popleft())
-        for run in list(under_way)[::-1]:
-            if next(run, under_way) is under_way:
-                under_way.remove(run)
-
-
-def padded(flat: Tensor, size: int) -> Tensor:
-    """`flat` with zeros behind it."""
-    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
-
-
-def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
-    """Raises unless every leaf is a floating point tensor, of which nobody wants a gradient."""
-    bad = [f"{path} is {_kind(x)}" for path, x in zip(paths, leaves, strict=True)
-           if not (isinstance(x, Tensor) and x.is_floating_point())]  # fmt: skip
-    raise_all(TypeError, f"{op} takes floating point tensors:", bad)
-    bad = [f"{path} of shape {tuple(x.shape)}" for path, x in zip(paths, leaves, strict=True) if _followed(x)]
-    raise_all(
-        NotImplementedError,
-        f"{op} is no linear function and has no derivative, nor is it mapped by vmap; call it outside of torch.func and"
-        " under torch.no_grad(), or pass x.detach(), for",
-        bad,
-    )
-
-
-def _kind(x: Any) -> str:
-    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else repr(x)
-
-
-def _followed(x: Tensor) -> bool:
-    if is_functorch_wrapped_tensor(x) or (x.requires_grad and torch.is_grad_enabled()):
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-
-
-def _matched(op: str, treedef: Any, state: PyTree) -> list[Any]:
-    try:
-        return treedef.flatten_up_to(state)
-    except ValueError as error:
-        raise ValueError(f"{op}: the state is not one of this tree; make it by compressed_init. {error}") from error
-
-
-def _misfit(op: str, ranks: int) -> str:
-    return (
-        f"{op} over {ranks} rank{'s' * (ranks > 1)}: a state that does not fit; compressed_init makes one that does, and"
-        " recut_residuals one for another number of ranks:"
-    )

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from jaxtyping import Float32
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn import kernels
 
@@ -41,14 +42,15 @@ class Compressor(NamedTuple):
     Attributes:
         name: what messages call it.
         init: `like [r, c] -> memory`: zeros like it, or `()`.
-        compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of one tensor, so
-            that a scale of the whole is taken over all of them. `donate`: `x` and the memory may be overwritten.
+        compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of one tensor,
+            so that a scale of the whole is taken over all of them. `donate`: `x` and the memory may be overwritten.
         decompress: `(codes, c) -> x [r, c]`.
         quantum: a row's length must be a multiple of it.
         fed_back: this with error feedback, where there is more than the plain combination of the two.
         pads: whether `compress` takes `x` of any float dtype and shape that fills the memory in part; the rest is zero.
-        mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in their order and
-            compressed again, over the memory; None: one after the other.
+        mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in their order
+            and compressed again, over the memory; None: one after the other.
+        total: `(codes of k rows, c) -> x [1, c]`: decompressed and summed in their order; None: one after the other.
         decompress_into: `(codes, out [r, c])`: `decompress` into memory that exists; None: there is no such thing.
 
     Example:
@@ -66,29 +68,40 @@ class Compressor(NamedTuple):
     fed_back: "Compressor | None" = None
     pads: bool = False
     mean: Callable[[Codes, Memory], tuple[Codes, Memory]] | None = None
+    total: Callable[[Codes, int], Tensor] | None = None
     decompress_into: Callable[[Codes, Tensor], None] | None = None
 
     @property
     def remembers(self) -> bool:
         """Whether there is a memory."""
-        return self.init is not _nothing
+        return _remembers(self.init)
+
+
+@functools.cache
+def _remembers(init: Callable[[Tensor], Memory]) -> bool:
+    with _disable_current_modes():  # a program that is being captured is not to hold this
+        return isinstance(init(torch.empty(1, 0)), Tensor)
 
 
 def combine(compressor: Compressor, codes: Codes, memory: Memory, c: int, divisor: int) -> tuple[Codes, Memory]:
     """The rows that came from several ranks, summed in their order, divided, and compressed again as one row."""
     if compressor.mean is not None and divisor == len(codes[0]):
         return compressor.mean(codes, memory)
-    return compressor.compress(sum_of_rows(compressor, codes, c, divisor), memory, whole=True, donate=True)
+    total = sum_of_rows(compressor, codes, c)
+    total = total.div_(divisor) if divisor > 1 else total
+    return compressor.compress(total, memory, whole=True, donate=True)
 
 
-def sum_of_rows(compressor: Compressor, codes: Codes, c: int, divisor: int) -> Float32[Tensor, "1 c"]:
-    """The rows decompressed one by one and summed in their order; then divided."""
+def sum_of_rows(compressor: Compressor, codes: Codes, c: int) -> Float32[Tensor, "1 c"]:
+    """The rows decompressed, and summed in their order: a new tensor."""
+    if compressor.total is not None:
+        return compressor.total(codes, c)
     rows = [compressor.decompress(tuple(part[i : i + 1] for part in codes), c) for i in range(codes[0].shape[0])]
     # The first may share memory with its codes.
     total = torch.add(rows[0], rows[1]) if len(rows) > 1 else rows[0].clone()
     for row in rows[2:]:
         total.add_(row)
-    return total.div_(divisor) if divisor > 1 else total
+    return total
 
 
 # identity
@@ -115,7 +128,7 @@ def _keep(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[C
 
 @functools.cache
 def sign() -> Compressor:
-    """One bit an element: `x` becomes `s sign(x)`, `s` the root of its mean square; zero counts as positive.
+    """One bit an element: x becomes its sign times the root of its mean square; zero counts as positive.
 
     Without `error_feedback` training with it goes astray. A NaN or an infinity anywhere spoils the whole result.
 
@@ -165,7 +178,8 @@ def _from_signs_into(codes: Codes, out: Tensor) -> None:
 def int8(block: int = 2048) -> Compressor:
     """One byte an element and a scale a block: `q = round(x / s)` in [-128, 127], `s = 2 max|x| / 2^8`.
 
-    The most positive element of a block comes back as 127/128 of itself at worst; every other is off by `s / 2` at most.
+    The most positive element of a block comes back as 127/128 of itself at worst; every other is off by `s / 2` at
+    most.
 
     Args:
         block: elements that share a scale; the last block of a row may be short.
@@ -221,7 +235,12 @@ def _blocks(bits: int, block: int) -> Compressor:
     def into(codes: Codes, out: Tensor) -> None:
         kernels.dequantize(*codes, out.shape[1], bits=bits, block=block, out=out)
 
-    return Compressor(f"int{bits}(block={block})", _nothing, compress, decompress, decompress_into=into)
+    def total(codes: Codes, c: int) -> Tensor:
+        values, scales = codes
+        return kernels.dequantize_sum(values[:, None], scales[:, None], c, bits=bits, block=block)
+
+    name = f"int{bits}(block={block})"
+    return Compressor(name, _nothing, compress, decompress, total=total, decompress_into=into)
 
 
 # top_k
@@ -305,6 +324,7 @@ def error_feedback(inner: Compressor) -> Compressor:
         compress,
         inner.decompress,
         inner.quantum,
+        total=inner.total,
         decompress_into=inner.decompress_into,
     )
 

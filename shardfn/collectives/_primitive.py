@@ -9,6 +9,7 @@
     all_to_all           V -> V    all_to_all, dims swapped
     ppermute             V -> V    ppermute, inverse
     pmax                 V -> I    none: not linear
+    quantized_all_gather V -> V    psum_scatter; its tangent is all_gather's, as if it did not round
 
 `I` is a value that all ranks hold alike and that counts once; `V` one that differs. The cotangent of an `I` value is
 `I`: every rank must compute it alike. References: the `shard_map` design note of JAX (JEP 14273) for the types;
@@ -23,8 +24,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from shardfn import kernels
+
 from . import _native as native
 from ._line import Line
+from ._message import gather_rows
 from ._where import at_line, current_line
 
 
@@ -40,6 +44,9 @@ class Call:
         concat_dim: `all_to_all`: the dim that is joined.
         concat_size: the global size along `concat_dim`.
         perm: `ppermute`: pairs (source index, destination index).
+        bits: `quantized_all_gather`: of an element on the wire.
+        block: `quantized_all_gather`: elements that share a scale.
+        batch_dims: leading dims that vmap has added.
     """
 
     name: str
@@ -49,13 +56,17 @@ class Call:
     concat_dim: int = 0
     concat_size: int = 0
     perm: tuple[tuple[int, int], ...] = ()
+    bits: int = 8
+    block: int = 256
+    batch_dims: int = 0
 
 
 class Primitive(NamedTuple):
-    """A row of the table: the wire, and the call that is the transpose of a call."""
+    """A row of the table: the wire, the call that is the transpose of a call, and the call that maps tangents."""
 
     impl: Callable[[Tensor, Call], Tensor]
     transpose: Callable[[Call], Call]
+    tangent: Callable[[Call], Call] = lambda call: call
 
 
 def bind(x: Tensor, call: Call) -> Tensor:
@@ -91,13 +102,15 @@ class _Collective(torch.autograd.Function):
         transposed(ctx.call)  # what has no transpose is not linear
         tangent = grad_inputs[0]
         assert tangent is not None
-        return bind(tangent, ctx.call)
+        return bind(tangent, PRIMITIVES[ctx.call.name].tangent(ctx.call))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None], *args: Any) -> tuple[Tensor, int]:
         x, call = args
         # torch calls this only where x has a batch dim: the other argument is no tensor.
-        batched = dataclasses.replace(call, dim=call.dim + 1, concat_dim=call.concat_dim + 1)
+        batched = dataclasses.replace(
+            call, dim=call.dim + 1, concat_dim=call.concat_dim + 1, batch_dims=call.batch_dims + 1
+        )
         return bind(x.movedim(in_dims[0] or 0, 0), batched), 0
 
 
@@ -129,6 +142,22 @@ def _all_gather(x: Tensor, call: Call) -> Tensor:
     lengths = call.line.lengths(call.size)
     rows = _pad(x.movedim(call.dim, 0), lengths[0])
     blocks = native.all_gather(rows, call.line, name="all_gather")
+    return _join(blocks, lengths).movedim(0, call.dim).contiguous()
+
+
+# quantized_all_gather: V -> V
+
+
+def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
+    lengths, batch = call.line.lengths(call.size), x.shape[: call.batch_dims]
+    rows = _pad(x.movedim(call.dim, 0), lengths[0])
+    # The members of a batch share no scales: each is what it would be alone.
+    flat = rows.movedim(0, call.batch_dims).reshape(batch.numel(), -1)
+    codes = kernels.quantize(flat, bits=call.bits, block=call.block)
+    gathered = gather_rows([codes], call.line, name="all_gather")()[0] if flat.numel() else codes
+    each = (call.line.size, *batch, lengths[0], *rows.shape[1 + call.batch_dims :])
+    wide = kernels.dequantize(*gathered, flat.shape[1], bits=call.bits, block=call.block, dtype=x.dtype)
+    blocks = (wide if flat.numel() else x.new_empty(each)).view(each).movedim(1 + call.batch_dims, 1)
     return _join(blocks, lengths).movedim(0, call.dim).contiguous()
 
 
@@ -229,6 +258,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "pmax": Primitive(_pmax, _no_transpose),
     "all_gather": Primitive(_all_gather, _becomes("psum_scatter")),
     "psum_scatter": Primitive(_psum_scatter, _becomes("all_gather")),
+    "quantized_all_gather": Primitive(_quantized_all_gather, _becomes("psum_scatter"), _becomes("all_gather")),
     "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block")),
     "take_own_block": Primitive(_take_own_block, _becomes("all_gather_invariant")),
     "all_to_all": Primitive(_all_to_all, _swap_dims),

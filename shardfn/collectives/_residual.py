@@ -80,7 +80,7 @@ def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
 
 
 def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None) -> PyTree:
-    """The errors before the first call of `compressed_pmean` or `compressed_psum`: zeros.
+    """The errors before the first call of `compressed_pmean`, `coded_pmean` or `compressed_psum`: zeros.
 
     Args:
         tree: tensors of the shapes that will be averaged, on the devices where that will be. Local; no communication.
@@ -127,24 +127,31 @@ def check_compressor(op: str, compressor: Any) -> None:
     if not isinstance(compressor, Compressor):
         called = " Call it: it makes one." if callable(compressor) else ""
         raise TypeError(
-            f"{op}: compressor={compressor!r} is no Compressor.{called} There are sign(), int8(), int4(), top_k(fraction),"
-            " identity(), and error_feedback(...) around each."
+            f"{op}: compressor={compressor!r} is no Compressor.{called} There are sign(), int8(), int4(),"
+            " top_k(fraction), identity(), and error_feedback(...) around each."
         )
 
 
-def check_residual(path: str, x: Tensor, residual: Any, cut: Cut, compressor: Compressor, serves: bool) -> list[str]:
-    """What is wrong with a leaf's state, as lines of a message."""
+def check_memory(
+    path: str, x: Tensor, residual: Any, worker: tuple[int, ...] | None, server: tuple[int, ...] | None
+) -> list[str]:
+    """What is wrong with a leaf's state, as lines of a message; shapes that are wanted, None for none."""
     if not isinstance(residual, Residual):
         return [f"{path}: its state is {type(residual).__name__}, no Residual; make it by compressed_init."]
-    want = [("worker", (1, cut.ranks * cut.c)), ("server", (cut.c,) if serves else None)]
     out = []
-    for name, shape in want:
-        have = getattr(residual, name)
-        shape = shape if compressor.remembers else None
+    for name, have, shape in (("worker", residual.worker, worker), ("server", residual.server, server)):
         found = (tuple(have.shape), have.dtype) if isinstance(have, Tensor) else None
-        if found != (None if shape is None else (shape, torch.float32)):
-            out.append(f"{name} is {_described(found)}, and is to be {_described(shape and (shape, torch.float32))}")
+        want = None if shape is None else (shape, torch.float32)
+        if found != want:
+            out.append(f"{name} error is {_described(found)}, and is to be {_described(want)}")
     return [f"{path} of shape {tuple(x.shape)}: its {' and its '.join(out)}"] if out else []
+
+
+def check_dims(op: str, leaves: list[Tensor], paths: list[str], dim: int) -> None:
+    """Raises unless every leaf has such a dim."""
+    bad = [f"{path} has shape {tuple(x.shape)}; reshape it" for path, x in zip(paths, leaves, strict=True)
+           if not -x.ndim <= dim < x.ndim]  # fmt: skip
+    raise_all(ValueError, f"{op}: dim={dim} is out of range:", bad)
 
 
 def _described(what: Any) -> str:

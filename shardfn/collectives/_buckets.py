@@ -1,0 +1,94 @@
+"""What compressed collectives share: what they check before they talk, and buckets under way while others start."""
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+from shardfn.core import PyTree, raise_all
+
+# Elements that travel in one message: half a megabyte at one bit each.
+BUCKET = 1 << 22
+
+
+def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
+    """Neighbours together, while they are of `size` elements at most; empty leaves are left out."""
+    out: list[list[Any]] = []
+    room = 0
+    for leaf in leaves:
+        if leaf.cut.n == 0:
+            continue
+        if leaf.cut.n > room or not out:
+            out.append([])
+            room = size
+        out[-1].append(leaf)
+        room -= leaf.cut.n
+    return out
+
+
+def staggered(runs: Sequence[Iterator[None]]) -> None:
+    """Runs each to its end, a stage at a time: one more starts, then those under way go on, the youngest first.
+
+    So whatever can be sent is sent before anything is only received.
+    """
+    under_way: collections.deque[Iterator[None]] = collections.deque()
+    waiting = collections.deque(runs)
+    while waiting or under_way:
+        if waiting:
+            under_way.append(waiting.popleft())
+        for run in list(under_way)[::-1]:
+            if next(run, under_way) is under_way:
+                under_way.remove(run)
+
+
+def padded(flat: Tensor, size: int) -> Tensor:
+    """`flat` with zeros behind it."""
+    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Raises unless every leaf is a floating point tensor, of which nobody wants a gradient."""
+    bad = [f"{path} is {_kind(x)}" for path, x in zip(paths, leaves, strict=True)
+           if not (isinstance(x, Tensor) and x.is_floating_point())]  # fmt: skip
+    raise_all(TypeError, f"{op} takes floating point tensors:", bad)
+    bad = [f"{path} of shape {tuple(x.shape)}" for path, x in zip(paths, leaves, strict=True) if _followed(x)]
+    raise_all(
+        NotImplementedError,
+        f"{op} is no linear function and has no derivative, nor is it mapped by vmap; call it outside of torch.func and"
+        " under torch.no_grad(), or pass x.detach(), for",
+        bad,
+    )
+
+
+def _kind(x: Any) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+
+
+def _followed(x: Tensor) -> bool:
+    if is_functorch_wrapped_tensor(x) or (x.requires_grad and torch.is_grad_enabled()):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def matched(op: str, treedef: Any, state: PyTree) -> list[Any]:
+    """The state of each leaf.
+
+    Raises:
+        ValueError: the state is of another tree.
+    """
+    try:
+        return treedef.flatten_up_to(state)
+    except ValueError as error:
+        raise ValueError(f"{op}: the state is not one of this tree; make it by compressed_init. {error}") from error
+
+
+def misfit(op: str, ranks: int) -> str:
+    """The first line of an error that lists states of another size."""
+    return (
+        f"{op} over {ranks} rank{'s' * (ranks > 1)}: a state that does not fit; compressed_init makes one that does,"
+        " and recut_residuals one for another number of ranks:"
+    )

@@ -1,0 +1,199 @@
+"""A sum of which each rank keeps its block, with compressed traffic: `compressed_psum_scatter`.
+
+One phase: rank i compresses the block of every rank j apart and sends it there; rank j adds what comes in the order of
+ranks, and keeps it in full. With `outer` there are two: the blocks of all outer ranks cross the inner axes first, and
+what was summed there crosses the outer ones, so that a slow link carries each block once, not once an inner rank.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
+
+from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, staggered
+from ._compressor import Codes, Compressor, Memory, identity, sum_of_rows
+from ._grid import Grid, grid_of
+from ._line import line_along
+from ._message import exchange_rows
+from ._residual import Residual, check_compressor, check_dims, check_memory, split_axes
+
+
+def compressed_psum_scatter(
+    tree: PyTree,
+    axis: Axes,
+    compressor: Compressor,
+    state: PyTree,
+    *,
+    dim: int = 0,
+    outer: Axes = None,
+    inner: Compressor | None = None,
+    donate: bool = False,
+    bucket: int = BUCKET,
+) -> tuple[PyTree, PyTree]:
+    """The sum over the ranks along `axis`, approximately, of which each keeps its own block along `dim`: `V -> V`.
+
+        NCCL: all_to_all.  Slow spec: `sum(rounded blocks).chunk(n, dim)`.  Layout: `A[I]{U_axis} -> A[I_axis]`.
+
+        [A, B] [C, D]  =>  [A' + C'] [B' + D']
+
+    Each block has scales of its own. The sum is taken in float32 in the order of ranks, and not compressed again.
+    Through `identity()` it is `psum_scatter` in that order.
+
+    Transpose: none; see `compressed_pmean`.
+
+    When: gradients cross a slow link to the ranks that update them (ZeRO++'s qgZ: `int4()` on both hops).
+
+    Args:
+        tree: floating point tensors of one shape on all ranks, each with a dim `dim`; computed in float32.
+        axis: mesh axes, major to minor, as in `psum_scatter`.
+        compressor: how blocks are sent; with `outer`, between the outer ranks.
+        state: what `compressed_scatter_init` made for such a tree, or the last call returned.
+        dim: the dim that is cut, as `psum_scatter` cuts it.
+        outer: of several axes the slow ones: sums are taken along the others first.
+        inner: with `outer`, how blocks are sent along the others: a compressor without memory. Default: exactly.
+        donate: whether the tensors of `tree` and `state` may be overwritten.
+        bucket: elements that travel in one message. It changes no bits; the same on all ranks.
+
+    Returns:
+        This rank's blocks of the sums, a tree like `tree`, and the new state.
+
+    Raises:
+        ValueError: an unknown axis, a leaf without such a dim, a state that does not fit, or an inner compressor with a
+            memory.
+        TypeError: a compressor is none, or a leaf is no floating point tensor.
+        NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
+
+    References:
+        Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training,
+        https://arxiv.org/abs/2306.10209, 2023.
+
+    Example:
+        >>> from shardfn.collectives import int4
+        >>> x = torch.tensor([-1.0, 0.5, 0.25])
+        >>> compressed_psum_scatter(x, "dp", int4(), compressed_scatter_init(x, "dp", int4()))[0]
+        tensor([-1.0000,  0.5000,  0.2500])
+    """
+    scatter = _Scatter("compressed_psum_scatter", axis, outer, compressor, inner or identity(), donate)
+    leaves, treedef = tree_flatten(tree)
+    jobs = scatter.jobs(leaves, tree_paths(tree, "x"), matched(scatter.op, treedef, state), dim)
+    with torch.no_grad():
+        staggered([scatter.stages(some) for some in buckets(jobs, bucket)])
+    return tree_unflatten(treedef, [j.out for j in jobs]), tree_unflatten(treedef, [j.residual for j in jobs])
+
+
+def compressed_scatter_init(
+    tree: PyTree, axis: Axes, compressor: Compressor, *, dim: int = 0, outer: Axes = None
+) -> PyTree:
+    """The errors before the first call of `compressed_psum_scatter`: zeros.
+
+    Args:
+        tree: tensors of the shapes that will be summed. No communication.
+        axis: as there.
+        compressor: as there.
+        dim: as there.
+        outer: as there.
+
+    Returns:
+        A tree like `tree` with a `Residual` for each leaf: the worker's error `[1, P c]`, c elements for each rank
+        along the compressed axes, and no server's, since the sum is kept in full.
+
+    Raises:
+        ValueError: an unknown axis, or a leaf without such a dim.
+        TypeError: `compressor` is none.
+
+    Example:
+        >>> from shardfn.collectives import error_feedback, sign
+        >>> compressed_scatter_init(torch.ones(9), "dp", error_feedback(sign())).worker.shape
+        torch.Size([1, 16])
+    """
+    op = "compressed_scatter_init"
+    check_compressor(op, compressor)
+    leaves, treedef = tree_flatten(tree)
+    check_dims(op, leaves, tree_paths(tree, "x"), dim)
+
+    def leaf(x: Tensor) -> Residual:
+        grid = grid_of(op, x, axis, outer, dim)
+        like = x.new_empty((grid.outer, grid.columns(compressor.quantum)), dtype=torch.float32)
+        memory = compressor.init(like)
+        return Residual(memory.view(1, -1) if isinstance(memory, Tensor) else memory, ())
+
+    return tree_unflatten(treedef, [leaf(x) for x in leaves])
+
+
+@dataclasses.dataclass
+class _Job:
+    """A leaf on its way."""
+
+    x: Tensor
+    residual: Residual
+    cut: Grid
+    out: Tensor
+
+
+class _Scatter:
+    def __init__(
+        self, op: str, axis: Axes, outer: Axes, compressor: Compressor, inner: Compressor, donate: bool
+    ) -> None:
+        check_compressor(op, compressor)
+        check_compressor(op, inner)
+        if inner.remembers:
+            raise ValueError(
+                f"{op}: inner={inner.name} has a memory, for which the state has no place; pass one without."
+            )
+        line_along(axis)  # says what is wrong with it
+        self.op, self.axis, self.outer, self.donate = op, axis, outer, donate
+        self.compressor, self.inner = compressor, inner
+        between, inside = split_axes(op, axis, outer)
+        self.between, self.inside = line_along(between), line_along(inside)
+
+    def jobs(self, leaves: list[Tensor], paths: list[str], residuals: list[Residual], dim: int) -> list[_Job]:
+        check_leaves(self.op, leaves, paths)
+        check_dims(self.op, leaves, paths, dim)
+        grids = [grid_of(self.op, x, self.axis, self.outer, dim) for x in leaves]
+        problems = [p for path, x, residual, grid in zip(paths, leaves, residuals, grids, strict=True)
+                    for p in check_memory(path, x, residual, self._wanted(grid), None)]  # fmt: skip
+        raise_all(ValueError, misfit(self.op, 1 if self.between is None else self.between.size), problems)
+        rows = zip(leaves, residuals, grids, strict=True)
+        return [_Job(x, residual, grid, x.new_zeros(grid.own_shape)) for x, residual, grid in rows]
+
+    def _wanted(self, grid: Grid) -> tuple[int, int] | None:
+        return (1, grid.outer * grid.columns(self.compressor.quantum)) if self.compressor.remembers else None
+
+    def stages(self, jobs: list[_Job]) -> Iterator[None]:
+        """The hops of one bucket; stops where something is under way."""
+        blocks = [job.cut.blocks(job.x) for job in jobs]
+        if self.inside is not None:
+            sent = [_compressed(self.inner, block.flatten(1), (), donate=True)[0] for block in blocks]
+            arrived = exchange_rows(sent, self.inside, name="all_to_all")
+            yield
+            rows = zip(arrived(), blocks, strict=True)
+            blocks = [_sum(self.inner, codes, block[0].numel()).view(1, *block.shape[1:]) for codes, block in rows]
+        sent = [self._sent(job, block[0]) for job, block in zip(jobs, blocks, strict=True)]
+        blocks.clear()
+        arrived = exchange_rows(sent, self.between, name="all_to_all")
+        yield
+        for job, codes in zip(jobs, arrived(), strict=True):
+            job.out = job.cut.own(_sum(self.compressor, codes, job.cut.m), job.x.dtype)
+
+    def _sent(self, job: _Job, rows: Tensor) -> Codes:
+        codes, memory = _compressed(self.compressor, rows, job.residual.worker, donate=self.donate)
+        job.residual = Residual(memory.view(1, -1) if isinstance(memory, Tensor) else memory, ())
+        return codes
+
+
+def _compressed(compressor: Compressor, rows: Tensor, memory: Memory, donate: bool) -> tuple[Codes, Memory]:
+    r, c = len(rows), _whole(rows.shape[1], compressor)
+    memory = memory.view(r, c) if isinstance(memory, Tensor) else memory
+    full = torch.nn.functional.pad(rows, (0, c - rows.shape[1])) if c != rows.shape[1] else rows
+    return compressor.compress(full, memory, whole=False, donate=donate)
+
+
+def _sum(compressor: Compressor, codes: Codes, m: int) -> Tensor:
+    return sum_of_rows(compressor, codes, _whole(m, compressor))[0, :m]
+
+
+def _whole(m: int, compressor: Compressor) -> int:
+    return -(-m // compressor.quantum) * compressor.quantum

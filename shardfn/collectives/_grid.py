@@ -1,0 +1,92 @@
+"""How a dim of a tensor becomes the blocks of ranks, ordered for two hops."""
+
+import dataclasses
+import math
+
+import torch
+from jaxtyping import Float, Float32, Shaped
+from torch import Tensor
+
+from shardfn.core import Axes
+
+from ._env import axis_index, current_mesh
+from ._line import block_lengths
+from ._residual import split_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A tensor as blocks, one for each rank.
+
+    Attributes:
+        shape: the tensor's.
+        dim: the dim that is cut.
+        sizes: of the axes that cut it, major to minor.
+        order: the places in `sizes` of the inner axes, then of the outer ones.
+        inner: ranks along the inner axes.
+        outer: ranks along the outer axes.
+        index: this rank's among all.
+    """
+
+    shape: torch.Size
+    dim: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    inner: int
+    outer: int
+    index: int
+
+    @property
+    def n(self) -> int:
+        """Elements of the tensor."""
+        return self.shape.numel()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each rank's block."""
+        return block_lengths(self.shape[self.dim], self.sizes)
+
+    @property
+    def own_shape(self) -> torch.Size:
+        """The shape of this rank's block."""
+        return torch.Size([*self.shape[: self.dim], self.lengths[self.index], *self.shape[self.dim + 1 :]])
+
+    @property
+    def m(self) -> int:
+        """Elements of a block, padded to the longest."""
+        return self.lengths[0] * (self.n // max(self.shape[self.dim], 1))
+
+    def columns(self, quantum: int) -> int:
+        """Elements of a block, rounded up to a compressor's quantum."""
+        return -(-self.m // quantum) * quantum
+
+    def blocks(self, x: Float[Tensor, "..."]) -> Float32[Tensor, "inner outer m"]:
+        """All blocks: of each inner rank those of each outer one."""
+        rows = x.movedim(self.dim, 0).float()
+        pieces = rows.split(self.lengths)
+        longest = self.lengths[0]
+        if any(len(piece) != longest for piece in pieces):
+            rows = torch.cat([piece if len(piece) == longest else _longer(piece, longest) for piece in pieces])
+        grid = rows.reshape(*self.sizes, self.m)
+        return grid.permute(*self.order, len(self.sizes)).reshape(self.inner, self.outer, self.m)
+
+    def own(self, block: Float32[Tensor, " m"], dtype: torch.dtype) -> Float[Tensor, "..."]:
+        """This rank's block as a tensor."""
+        rest = [size for i, size in enumerate(self.shape) if i != self.dim]
+        rows = block.view(self.lengths[0], *rest)[: self.lengths[self.index]]
+        return rows.movedim(0, self.dim).to(dtype).contiguous()
+
+
+def _longer(piece: Shaped[Tensor, "rows ..."], rows: int) -> Shaped[Tensor, "longer ..."]:
+    return torch.cat([piece, piece.new_zeros((rows - len(piece), *piece.shape[1:]))])
+
+
+def grid_of(op: str, x: Shaped[Tensor, "..."], axis: Axes, outer: Axes, dim: int) -> Grid:
+    """The blocks of `x` along `axis`; `dim` must be in range."""
+    mesh = current_mesh()
+    named = mesh.axes(axis)
+    between, inside = (mesh.axes(a) for a in split_axes(op, axis, outer))
+    sizes = tuple(mesh.shape[a] for a in named)
+    order = tuple(named.index(a) for a in (*inside, *between))
+    count = [math.prod(mesh.shape[a] for a in axes) for axes in (inside, between)]
+    return Grid(x.shape, dim % x.ndim, sizes, order, *count, axis_index(axis))
