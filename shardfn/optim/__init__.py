@@ -38,6 +38,7 @@ from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
+from ._rebalance import rebalanced as rebalanced
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
 from ._schedules import warmup_constant_schedule as warmup_constant_schedule

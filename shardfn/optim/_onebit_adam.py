@@ -106,7 +106,7 @@ def onebit_adam(
         >>> for grad in ([1.0, -1.0], [1.0, -0.5]):
         ...     params, state = tx.apply([torch.tensor(grad)], state, params)
         >>> params, int(state.freeze.frozen)
-        ([tensor([-0.1671,  0.1671])], 1)
+        ([tensor([-0.1439,  0.1439])], 1)
 
     References:
         Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,

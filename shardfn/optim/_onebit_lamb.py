@@ -135,7 +135,7 @@ def onebit_lamb(
         >>> for grad in ([1.0, -1.0], [1.0, -0.5]):
         ...     params, state = tx.apply([torch.tensor(grad)], state, params)
         >>> params
-        [tensor([0.7944, 1.2056])]
+        [tensor([0.9545, 1.0455])]
 
     References:
         Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed,
@@ -217,13 +217,13 @@ class _OneBitLamb:
         leaves = apart(self.averaging, params, params, None, self.whole, self.exact)
         freeze = self.freeze.init(params)
         zero = torch.zeros(len(leaves.ps), device=freeze.norm.device)
-        vectors = [_everywhere(x) for x in (zero, zero.clone(), zero + 1, zero.clone())]
+        coeff, weight, factor, scaling = (_everywhere(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
         moments, trust = self.before.init(params), scale_by_trust_ratio().init(params)
         fresh = zeros_like(leaves.merged([None] * sum(leaves.exact), leaves.pick(leaves.ps)))
         made = [self.averaging.init(m.share, zero.device) for m in _messages(leaves)]
         residual, codes = ([row[i] for row in made] for i in (0, 1))
         lamb = (*moments, trust, *self.after.init(params))
-        return OneBitLambState(freeze, lamb, *vectors, fresh, residual, codes)
+        return OneBitLambState(freeze, lamb, coeff, weight, factor, scaling, fresh, residual, codes)
 
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
