@@ -64,14 +64,15 @@ def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
             "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of its"
             " own, of which it holds one rank's; save after a step that leaves optim.in_round(opt_state) true."
         )
-    residuals, treedef = tree_flatten(state.residual, is_leaf=_is_residual)
-    new = [_recut(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)]
-    state, like = state._replace(residual=()), like._replace(residual=())
+    rest, other = state._replace(residual=()), like._replace(residual=())
     if not isinstance(state, ZeroOneAdamState):
         freeze = state.freeze._replace(begun=torch.zeros_like(state.freeze.begun))
         none = tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), like.codes)
-        state = state._replace(freeze=freeze, codes=none)
-    return _placed(state, like)._replace(residual=tree_unflatten(treedef, new))
+        rest = rest._replace(freeze=freeze, codes=none)
+    rest = _placed(rest, other)
+    residuals, treedef = tree_flatten(state.residual, is_leaf=_is_residual)
+    new = [_recut(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)]
+    return rest._replace(residual=tree_unflatten(treedef, new))
 
 
 def _recut(residual: Residual, like: Residual, compressor: Compressor) -> Residual:

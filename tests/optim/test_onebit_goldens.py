@@ -1,4 +1,4 @@
-"""Covers the compressed optimizers' mathematics: P workers simulated in one process, against values computed by hand."""
+"""Covers the compressed optimizers' mathematics: workers simulated in one process, against values computed by hand."""
 
 import math
 from collections.abc import Callable
@@ -28,11 +28,14 @@ class OneBitMean:
 
     def __call__(self, xs: list[Tensor]) -> Tensor:
         num = len(xs)
-        ys = [torch.cat([x.reshape(-1), x.new_zeros(self.padded - self.n)]) + e for x, e in zip(xs, self.worker)]
+        ys = [
+            torch.cat([x.reshape(-1), x.new_zeros(self.padded - self.n)]) + e
+            for x, e in zip(xs, self.worker, strict=True)
+        ]
         sent = [y.norm() / self.padded**0.5 * signs(y) for y in ys]
-        self.worker = [y - s for y, s in zip(ys, sent)]
+        self.worker = [y - s for y, s in zip(ys, sent, strict=True)]
         out = []
-        for j, chunk in enumerate(zip(*(s.chunk(num) for s in sent))):
+        for j, chunk in enumerate(zip(*(s.chunk(num) for s in sent), strict=True)):
             z = sum(chunk) / num + self.server[j]
             back = z.norm() / z.numel() ** 0.5 * signs(z)
             self.server[j] = z - back
@@ -95,15 +98,15 @@ def zero_one_adam_steps(
                 mean = new_mean()
         else:
             d = v.sqrt() + EPS
-            m = [B1 * x + (1 - B1) * g for x, g in zip(m, local)]
+            m = [B1 * x + (1 - B1) * g for x, g in zip(m, local, strict=True)]
             lrs += lr
-            us = [x / d + wd * q for x, q in zip(m, ps)]
-            ps = [q - lr * u for q, u in zip(ps, us)]
-            acc = [a - lr * u for a, u in zip(acc, us)]
+            us = [x / d + wd * q for x, q in zip(m, ps, strict=True)]
+            ps = [q - lr * u for q, u in zip(ps, us, strict=True)]
+            acc = [a - lr * u for a, u in zip(acc, us, strict=True)]
             kind = "local"
             if t % local_interval == 0:
                 kind = "sync"
-                ps = [q - a for q, a in zip(ps, acc)]
+                ps = [q - a for q, a in zip(ps, acc, strict=True)]
                 total = mean([a * d for a in acc])
                 m, ps = [-total / lrs] * num, [q + total / d for q in ps]
                 acc, lrs = [torch.zeros_like(p)] * num, 0.0
@@ -138,10 +141,10 @@ def onebit_lamb_steps(
         coeffs: list[float] = []
         if t <= freeze:
             gs = [exact_mean([w[i] for w in local]) for i in range(len(ps))]
-            ms = [B1 * m + (1 - B1) * g for m, g in zip(ms, gs)]
-            vs = [B2 * v + (1 - B2) * g**2 for v, g in zip(vs, gs)]
-            us = [m / (v.sqrt() + EPS) + wd * p for m, v, p in zip(ms, vs, ps)]
-            for i, (p, u) in enumerate(zip(ps, us)):
+            ms = [B1 * m + (1 - B1) * g for m, g in zip(ms, gs, strict=True)]
+            vs = [B2 * v + (1 - B2) * g**2 for v, g in zip(vs, gs, strict=True)]
+            us = [m / (v.sqrt() + EPS) + wd * p for m, v, p in zip(ms, vs, ps, strict=True)]
+            for i, (p, u) in enumerate(zip(ps, us, strict=True)):
                 both = p.norm() > 0 and u.norm() > 0
                 c = min(max(float(p.norm() / u.norm()), 0.01), 10.0) if both else 1.0
                 if c != 1.0:
@@ -153,13 +156,13 @@ def onebit_lamb_steps(
                 rms = [m.norm() / m.numel() ** 0.5 for m in ms]
                 scaling = [sum(rms) / len(rms) / r for r in rms]
             old = ms
-            scaled = [[(B1 * m + (1 - B1) * g) * s for m, g, s in zip(ms, w, scaling)] for w in local]
+            scaled = [[(B1 * m + (1 - B1) * g) * s for m, g, s in zip(ms, w, scaling, strict=True)] for w in local]
             whole = mean([torch.cat([x.reshape(-1) for x in w]) for w in scaled])
-            ms = [x.view_as(m) / s for x, m, s in zip(whole.split(sizes), ms, scaling)]
-            gs = [(m - B1 * o) / (1 - B1) for m, o in zip(ms, old)]
-            fresh = [B2 * v + (1 - B2) * g**2 for v, g in zip(fresh, gs)]
+            ms = [x.view_as(m) / s for x, m, s in zip(whole.split(sizes), ms, scaling, strict=True)]
+            gs = [(m - B1 * o) / (1 - B1) for m, o in zip(ms, old, strict=True)]
+            fresh = [B2 * v + (1 - B2) * g**2 for v, g in zip(fresh, gs, strict=True)]
             us = []
-            for i, (p, m, v, new) in enumerate(zip(ps, ms, vs, fresh)):
+            for i, (p, m, v, new) in enumerate(zip(ps, ms, vs, fresh, strict=True)):
                 d = v.sqrt() + EPS
                 w, u = m / d, m / d + wd * p
                 f = float((d / (new.sqrt() + EPS)).max())
@@ -170,7 +173,7 @@ def onebit_lamb_steps(
                 f = last_f[i] = min(max(f, last_f[i] * (1 - factor_threshold)), last_f[i] * (1 + factor_threshold))
                 coeffs.append(mean_coeff[i] * f)
                 us.append(u)
-        ps = [p - lr * c * u for p, c, u in zip(ps, coeffs, us)]
+        ps = [p - lr * c * u for p, c, u in zip(ps, coeffs, us, strict=True)]
         out.append(
             {
                 "p": ps,

@@ -54,7 +54,7 @@ def test_stages_give_the_same_bits() -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=2)
+@distributed(world=2, timeout=400)
 def test_jit_gives_the_same_bits() -> None:
     mesh = sf.make_mesh({"dp": 2})
     makes = {
@@ -120,7 +120,7 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=4)
+@distributed(world=4, timeout=400)
 def test_other_axes() -> None:
     specs = {name: sf.P() for name in odd_params()} | {
         "wide": sf.P(None, "tp"),

@@ -1,17 +1,15 @@
 """Covers `onebit_adam` and `apmsqueeze` on ranks: the warm-up's bits, values computed by hand, ZeRO, exact leaves."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import collectives, optim
+from shardfn import optim
 from shardfn.collectives import bind_mesh, local, pmean
-from shardfn.core import tree_leaves, tree_map
+from shardfn.core import tree_map
 from shardfn.testing import distributed
 
 P0 = torch.linspace(-1, 1, 8)
