@@ -25,6 +25,7 @@ DESIGN = [
     "docs/design/0005-memory.md",
     "docs/design/0006-precision.md",
     "docs/design/0007-activations.md",
+    "docs/design/0008-compressed-communication.md",
 ]
 DOCS = [
     "docs/index.md",
@@ -35,9 +36,11 @@ DOCS = [
     "docs/precision.md",
     "docs/offload.md",
     "docs/memory.md",
+    "docs/kernels.md",
     "docs/optimizers.md",
     "docs/activations.md",
     "docs/plan.md",
+    "docs/compression.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]

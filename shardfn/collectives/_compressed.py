@@ -181,7 +181,9 @@ def coded_pmean(
     return call.run(bucket, decode=False)
 
 
-def decoded(codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None) -> PyTree:
+def decoded(
+    codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None, donate: bool = False
+) -> PyTree:
     """The tensors that `coded_pmean` gave the codes of. No communication.
 
     Args:
@@ -190,6 +192,7 @@ def decoded(codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, 
         axis: as there.
         compressor: as there.
         outer: as there.
+        donate: whether results may take the memory of `like`, which is not to be used afterwards.
 
     Returns:
         A tree like `like`.
@@ -208,10 +211,17 @@ def decoded(codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, 
     leaves, treedef = tree_flatten(like)
     pairs = zip(leaves, treedef.flatten_up_to(codes), strict=True)
     cuts = [cut_of(x.numel(), _size(between), compressor.quantum, _size(inside)) for x in leaves]
-    return tree_unflatten(
-        treedef,
-        [_decoded(part, x, cut, compressor) if cut.n else x for (x, part), cut in zip(pairs, cuts, strict=True)],
-    )
+    with torch.no_grad():
+        out = [
+            _decoded(part, x, cut, compressor, _memory_of(x) if donate else None) if cut.n else x
+            for (x, part), cut in zip(pairs, cuts, strict=True)
+        ]
+    return tree_unflatten(treedef, out)
+
+
+def _memory_of(x: Tensor) -> Tensor | None:
+    """The memory of an input, where the result may take its place."""
+    return x.view(-1) if x.dtype == torch.float32 and x.is_contiguous() else None
 
 
 def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: Tensor | None = None) -> Tensor:
@@ -303,12 +313,8 @@ class _Call:
         yield
         whole = gather_rows(gathered(), self.inside, name="all_gather")
         for leaf, codes in zip(leaves, whole(), strict=True):
-            into = self._memory_of(leaf.x) if decode else None
+            into = _memory_of(leaf.x) if self.donate else None
             leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
-
-    def _memory_of(self, x: Tensor) -> Tensor | None:
-        """The memory of an input, where the result may take its place."""
-        return x.view(-1) if self.donate and x.dtype == torch.float32 and x.is_contiguous() else None
 
     def _pieces(self, leaves: list[_Leaf]) -> list[Tensor]:
         """What this rank puts in, flat: the leaves, or with inner axes its pieces of their means there."""
@@ -320,6 +326,7 @@ class _Call:
 
     def _compressed(self, leaf: _Leaf, piece: Tensor) -> Codes:
         cut, memory = leaf.cut, leaf.residual.worker
+        piece = piece.float() if piece.dtype == torch.float64 else piece
         fresh = piece if self.compressor.pads else padded(piece.float(), cut.ranks * cut.c).view(cut.ranks, cut.c)
         memory = memory.view(cut.ranks, cut.c) if isinstance(memory, Tensor) else memory
         codes, memory = self.compressor.compress(fresh, memory, whole=True, donate=self.donate)

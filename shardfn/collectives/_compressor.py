@@ -77,7 +77,7 @@ class Compressor(NamedTuple):
         return _remembers(self.init)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _remembers(init: Callable[[Tensor], Memory]) -> bool:
     with _disable_current_modes():  # a program that is being captured is not to hold this
         return isinstance(init(torch.empty(1, 0)), Tensor)
@@ -158,17 +158,20 @@ def _signs_and_error(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool)
 
 def _mean_of_signs(codes: Codes, memory: Memory) -> tuple[Codes, Memory]:
     assert isinstance(memory, Tensor)
-    bits, scale = kernels.sign_mean_(*codes, memory.view(-1))
+    bits, scale = codes
+    bits, scale = kernels.sign_mean_(bits, scale, memory.view(-1))
     return (bits[None], scale), memory
 
 
 def _from_signs(codes: Codes, c: int) -> Tensor:
     del c
-    return kernels.unpack_signs(*codes)
+    bits, scale = codes
+    return kernels.unpack_signs(bits, scale)
 
 
 def _from_signs_into(codes: Codes, out: Tensor) -> None:
-    kernels.unpack_signs(*codes, out=out)
+    bits, scale = codes
+    kernels.unpack_signs(bits, scale, out=out)
 
 
 # int8, int4
@@ -230,10 +233,12 @@ def _blocks(bits: int, block: int) -> Compressor:
         return kernels.quantize(x, bits=bits, block=block), memory
 
     def decompress(codes: Codes, c: int) -> Tensor:
-        return kernels.dequantize(*codes, c, bits=bits, block=block)
+        values, scales = codes
+        return kernels.dequantize(values, scales, c, bits=bits, block=block)
 
     def into(codes: Codes, out: Tensor) -> None:
-        kernels.dequantize(*codes, out.shape[1], bits=bits, block=block, out=out)
+        values, scales = codes
+        kernels.dequantize(values, scales, out.shape[1], bits=bits, block=block, out=out)
 
     def total(codes: Codes, c: int) -> Tensor:
         values, scales = codes
@@ -281,7 +286,7 @@ def top_k(fraction: float) -> Compressor:
 # error feedback
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def error_feedback(inner: Compressor) -> Compressor:
     """`inner` with what it loses added to the next input: `y = x + e`, `e' = y - decompressed(compressed(y))`.
 

@@ -68,7 +68,7 @@ class Grid:
         if any(len(piece) != longest for piece in pieces):
             rows = torch.cat([piece if len(piece) == longest else _longer(piece, longest) for piece in pieces])
         grid = rows.reshape(*self.sizes, self.m)
-        return grid.permute(*self.order, len(self.sizes)).reshape(self.inner, self.outer, self.m)
+        return grid.permute(*self.order, len(self.sizes)).reshape(self.inner, self.outer, self.m).contiguous()
 
     def own(self, block: Float32[Tensor, " m"], dtype: torch.dtype) -> Float[Tensor, "..."]:
         """This rank's block as a tensor."""
@@ -88,5 +88,5 @@ def grid_of(op: str, x: Shaped[Tensor, "..."], axis: Axes, outer: Axes, dim: int
     between, inside = (mesh.axes(a) for a in split_axes(op, axis, outer))
     sizes = tuple(mesh.shape[a] for a in named)
     order = tuple(named.index(a) for a in (*inside, *between))
-    count = [math.prod(mesh.shape[a] for a in axes) for axes in (inside, between)]
-    return Grid(x.shape, dim % x.ndim, sizes, order, *count, axis_index(axis))
+    num_inner, num_outer = (math.prod(mesh.shape[a] for a in axes) for axes in (inside, between))
+    return Grid(x.shape, dim % x.ndim, sizes, order, num_inner, num_outer, axis_index(axis))

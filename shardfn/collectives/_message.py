@@ -14,16 +14,16 @@ Parts = tuple[Tensor, ...]
 
 
 class _Place(NamedTuple):
-    """Where a tensor stands in a row: its index among the tensors, its first byte and what it is."""
+    """Where a tensor stands in a row: its number among the tensors, its first byte and what it is."""
 
-    index: int
+    number: int
     start: int
     shape: torch.Size
     dtype: torch.dtype
 
     @property
-    def stop(self) -> int:
-        return self.start + self.shape.numel() * self.dtype.itemsize
+    def width(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
 
 def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Callable[[], list[Parts]]:
@@ -62,10 +62,10 @@ def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_
     flat = [part for group in parts for part in group]
     places: list[_Place] = []
     start = 0
-    for index in sorted(range(len(flat)), key=lambda i: -flat[i].dtype.itemsize):
-        places.append(_Place(index, start, flat[index].shape[1:], flat[index].dtype))
-        start = places[-1].stop
-    return torch.cat([_bytes(flat[place.index]) for place in places], 1), places
+    for number in sorted(range(len(flat)), key=lambda i: -flat[i].dtype.itemsize):
+        places.append(_Place(number, start, flat[number].shape[1:], flat[number].dtype))
+        start += places[-1].width
+    return torch.cat([_bytes(flat[place.number]) for place in places], 1), places
 
 
 def _bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
@@ -74,8 +74,8 @@ def _bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
 
 def _unpacked(message: UInt8[Tensor, "rows bytes"], places: list[_Place], like: Sequence[Parts]) -> list[Parts]:
     flat: dict[int, Tensor] = {}
-    for index, start, shape, dtype in places:
-        width = shape.numel() * dtype.itemsize
-        flat[index] = message.narrow(1, start, width).contiguous().view(dtype).view(-1, *shape)
+    for place in places:
+        row_bytes = message.narrow(1, place.start, place.width).contiguous()
+        flat[place.number] = row_bytes.view(place.dtype).view(-1, *place.shape)
     tensors = iter([flat[i] for i in range(len(flat))])
     return [tuple(next(tensors) for _ in group) for group in like]

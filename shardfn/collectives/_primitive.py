@@ -156,7 +156,8 @@ def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
     codes = kernels.quantize(flat, bits=call.bits, block=call.block)
     gathered = gather_rows([codes], call.line, name="all_gather")()[0] if flat.numel() else codes
     each = (call.line.size, *batch, lengths[0], *rows.shape[1 + call.batch_dims :])
-    wide = kernels.dequantize(*gathered, flat.shape[1], bits=call.bits, block=call.block, dtype=x.dtype)
+    values, scales = gathered
+    wide = kernels.dequantize(values, scales, flat.shape[1], bits=call.bits, block=call.block, dtype=x.dtype)
     blocks = (wide if flat.numel() else x.new_empty(each)).view(each).movedim(1 + call.batch_dims, 1)
     return _join(blocks, lengths).movedim(0, call.dim).contiguous()
 

@@ -161,6 +161,8 @@ def _described(what: Any) -> str:
 def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: Axes = None) -> PyTree:
     """The errors of all ranks as `GlobalTensor`s, of which this rank's are the blocks.
 
+    Blocks along other axes must be of one size: pad a dim that an axis does not divide.
+
     Args:
         state: what `compressed_init` made, or a compressed collective returned.
         axis: the axes that it averages over.
