@@ -109,7 +109,7 @@ class Averaging:
         options: dict[str, Any] = {"outer": self.outer, "donate": donate}
         if any(s.cut for s in shares):
             codes, residuals = coded_pmean(flat, self.axis, self.compressor, residuals, **options)
-            means = decoded(codes, flat, self.axis, self.compressor, outer=self.outer)
+            means = decoded(codes, flat, self.axis, self.compressor, **options)
         else:
             means, residuals = compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
             codes = [()] * len(xs)
@@ -119,7 +119,8 @@ class Averaging:
     def decode(self, codes: Codes, share: Share, like: Tensor) -> Tensor:
         """The mean that codes are of, in the shape of `like`."""
         flat = torch.empty(share.n, device=like.device)
-        return decoded(codes, flat, self.axis, self.compressor, outer=self.outer)[: like.numel()].view(like.shape)
+        mean = decoded(codes, flat, self.axis, self.compressor, outer=self.outer, donate=True)
+        return mean[: like.numel()].view(like.shape)
 
     def rows(self, x: Tensor, spec: P) -> Tensor:
         """This rank's rows of a leaf, by the axes of the mean that cut it."""

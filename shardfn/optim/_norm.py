@@ -103,7 +103,7 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 
 
 def over_blocks(
-    local: Float[Tensor, " num_leaves"], specs: list[P], reduce: Callable[..., Tensor] = psum
+    local: Float[Tensor, " num_leaves"], specs: list[P], reduce: Callable[..., Tensor] | None = None
 ) -> Float[Tensor, " num_leaves"]:
     """The sum over blocks of one number a leaf (or what `reduce` takes): one call for each set of axes."""
     mesh = current_mesh()
@@ -114,7 +114,7 @@ def over_blocks(
     entries = list(local.unbind())
     for axes, index in groups.items():
         if axes:
-            summed = reduce(torch.stack([entries[i] for i in index]), axes).unbind()
+            summed = (reduce or psum)(torch.stack([entries[i] for i in index]), axes).unbind()
             for i, s in zip(index, summed, strict=True):
                 entries[i] = s
     return torch.stack(entries)

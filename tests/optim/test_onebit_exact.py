@@ -130,7 +130,7 @@ def test_through_the_identity_compressor_the_rules_are_exact(world: int) -> None
     with bind_mesh(sf.make_mesh({"dp": world})) as mesh:
         rank = mesh.axis_index("dp")
         for in_place in (False, True):
-            tx = optim.onebit_adam(
+            tx: Any = optim.onebit_adam(
                 SCHEDULE, weight_decay=WD, mask=MASK, freeze_step=FREEZE, exact=EXACT, compressor=identity()
             )
             want = Reference(optim.adamw, in_place, frozen_adam)
@@ -150,7 +150,7 @@ def test_through_the_identity_compressor_the_rules_are_exact(world: int) -> None
 def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
     with bind_mesh(sf.make_mesh({"dp": 2})) as mesh:
         rank = mesh.axis_index("dp")
-        tx = optim.zero_one_adam(
+        tx: Any = optim.zero_one_adam(
             SCHEDULE, weight_decay=WD, var_freeze_step=4, var_update_scaler=2, local_step_scaler=2,
             local_step_clipper=4, compressor=identity(),
         )  # fmt: skip
@@ -158,6 +158,8 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
         params, state, names = [p.clone()], tx.init([p]), []
         plain = optim.adamw(SCHEDULE, weight_decay=WD)
         known, num_var = plain.init([p]), 2
+        mu, nu, start, rates, decays = p, p, p, torch.zeros(()), torch.zeros(())
+        mus, drifts = [p, p], [p, p]
         for t in range(1, 15):
             ranks = [make_grads([p], t, r)[0] for r in range(2)]
             phase = tx.phase(local(state))
@@ -175,7 +177,7 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
                 p = p + ((mu / c1) / ((nu / corrections(1, num_var)[1]).sqrt() + 1e-8) + WD * p) * -lr
             else:
                 if phase.name == "switch":
-                    start, mus, drifts, rates, decays = p, [mu, mu], [torch.zeros(6)] * 2, 0.0, 0.0
+                    start, mus, drifts = p, [mu, mu], [torch.zeros(6)] * 2
                 mus = [0.9 * m + (1 - 0.9) * g for m, g in zip(mus, ranks, strict=True)]
                 rate, root = lr / c1, (nu / corrections(1, num_var)[1]).sqrt() + 1e-8
                 rates, decays = rates + rate, decays + lr
@@ -184,7 +186,8 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
                 if phase.name != "local":
                     total = average(drifts)
                     start = p = start * (1 - WD * decays) - total / root
-                    mus, drifts, rates, decays = [total / rates] * 2, [torch.zeros(6)] * 2, 0.0, 0.0
+                    mus, drifts = [total / rates] * 2, [torch.zeros(6)] * 2
+                    rates, decays = torch.zeros(()), torch.zeros(())
             assert_equal(params, [p])
             # Whole parameters on all ranks alike after a round, and each its own in between.
             assert torch.equal(pmean(params[0], "dp"), params[0]) == optim.in_round(state) == (phase.name != "local")
@@ -196,12 +199,13 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
 def test_onebit_lamb_through_the_identity_compressor_is_exact() -> None:
     with bind_mesh(sf.make_mesh({"dp": 2})) as mesh:
         rank = mesh.axis_index("dp")
-        tx = optim.onebit_lamb(SCHEDULE, weight_decay=WD, freeze_step=FREEZE, compressor=identity())
+        tx: Any = optim.onebit_lamb(SCHEDULE, weight_decay=WD, freeze_step=FREEZE, compressor=identity())
         ps = [make_params()["w"], torch.randn(4, generator=torch.Generator().manual_seed(1))]
         params, state = tree_map(torch.clone, ps), tx.init(ps)
         plain = optim.lamb(SCHEDULE, weight_decay=WD)
         known = plain.init(ps)
-        last = torch.ones(2)
+        last = scaling = coeff = torch.ones(2)
+        mus, nus, freshs, phase = ps, ps, ps, tx.phase(local(state))
         for t in range(1, STEPS + 1):
             ranks = [make_grads(ps, t, r) for r in range(2)]
             mean = tree_map(lambda *gs: average(list(gs)), *ranks)

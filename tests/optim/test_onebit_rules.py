@@ -11,7 +11,7 @@ from shardfn.core import tree_leaves, tree_map, tree_structure
 
 MAKE: dict[str, Any] = {
     "onebit_adam": lambda **k: optim.onebit_adam(1e-2, freeze_step=k.pop("freeze", 2), **k),
-    "apmsqueeze": lambda **k: optim.apmsqueeze(1e-2, freeze_step=k.pop("freeze", 2), **({"compressor": sign()} | k)),
+    "apmsqueeze": lambda **k: optim.apmsqueeze(1e-2, freeze_step=2, compressor=sign(), **k),
     "onebit_lamb": lambda **k: optim.onebit_lamb(1e-2, freeze_step=k.pop("freeze", 2), **k),
     "zero_one_adam": lambda **k: optim.zero_one_adam(
         1e-2, var_freeze_step=k.pop("freeze", 2), var_update_scaler=1, local_step_scaler=2, **k
@@ -37,7 +37,7 @@ def walk(tx: Any, steps: int, dtype: torch.dtype = torch.float32) -> Any:
 @every
 def test_update_is_pure_and_equals_apply(name: str) -> None:
     for dtype, tol in ((torch.float32, 2e-7), (torch.bfloat16, 2e-2)):
-        tx = MAKE[name](weight_decay=0.1) if name != "apmsqueeze" else MAKE[name]()
+        tx: Any = MAKE[name](weight_decay=0.1) if name != "apmsqueeze" else MAKE[name]()
         params = draw(0, dtype)
         state = tx.init(params)
         structure, shapes = tree_structure(state), [x.shape for x in tree_leaves(state)]
@@ -56,7 +56,7 @@ def test_update_is_pure_and_equals_apply(name: str) -> None:
 
 
 def test_nothing_is_lost() -> None:
-    tx = optim.onebit_adam(1e-2, b1=0.5, freeze_step=1)
+    tx: Any = optim.onebit_adam(1e-2, b1=0.5, freeze_step=1)
     params = {"w": torch.randn(1000)}
     state = tx.init(params)
     for t in range(1, 6):
@@ -71,7 +71,7 @@ def test_nothing_is_lost() -> None:
 
 @every
 def test_elements_without_variance_do_not_move(name: str) -> None:
-    tx = MAKE[name]()
+    tx: Any = MAKE[name]()
     params = {"w": torch.ones(8)}
     state = tx.init(params)
     for t in range(1, 9):
@@ -90,7 +90,7 @@ def test_it_freezes_when_the_variance_is_stable(name: str) -> None:
     make = {"zero_one_adam": lambda **k: optim.zero_one_adam(0.1, b2=0.5, var_freeze_step="auto", **k)}.get(
         name, lambda **k: getattr(optim, name)(0.1, b2=0.5, freeze_step="auto", **k)
     )
-    tx = make(**options)
+    tx: Any = make(**options)
     params = {"w": torch.ones(4)}
     state, norms, names = tx.init(params), [], []
     for size in sizes:
@@ -106,11 +106,11 @@ def test_it_freezes_when_the_variance_is_stable(name: str) -> None:
 
 def test_more_steps_may_be_asked_for() -> None:
     params, state, _ = walk(MAKE["onebit_lamb"](freeze=2), 4)
-    more = MAKE["onebit_lamb"](freeze=6)
+    more: Any = MAKE["onebit_lamb"](freeze=6)
     assert more.phase(state).name == "warmup"
     params, state = more.apply(draw(5), state, params)
     assert (int(state.freeze.frozen), int(state.freeze.begun), float(state.factor.sum())) == (0, 0, 2.0)
-    less = MAKE["onebit_lamb"](freeze=3)
+    less: Any = MAKE["onebit_lamb"](freeze=3)
     assert less.phase(state).name == "switch"
     _, state = less.apply(draw(6), state, params)
     assert int(state.freeze.frozen) == 5
@@ -133,7 +133,7 @@ def test_feedback_can_be_left_out_and_leaves_be_exact() -> None:
 def test_leaves_without_elements_and_trees_without_leaves() -> None:
     for name, make in MAKE.items():
         for params in ({"a": torch.zeros(0, 3), "b": torch.ones(())}, {}, {"a": None}):
-            tx = make()
+            tx: Any = make()
             state = tx.init(params)
             for _ in range(4):
                 params, state = tx.apply(tree_map(torch.ones_like, params), state, params)
@@ -141,7 +141,7 @@ def test_leaves_without_elements_and_trees_without_leaves() -> None:
 
 
 def test_masters_and_chains_pass_phases_on() -> None:
-    tx = optim.master_weights(optim.chain(optim.clip(1.0), MAKE["zero_one_adam"]()))
+    tx: Any = optim.master_weights(optim.chain(optim.clip(1.0), MAKE["zero_one_adam"]()))
     params, state, names = walk(tx, 8, torch.bfloat16)
     assert (tx.over, names[:2]) == (("dp",), ["warmup", "full"]) and {"round", "switch"} <= set(names)
     for p, m in zip(tree_leaves(params), tree_leaves(state.master), strict=True):
@@ -159,7 +159,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match=r"factor_max=0\.1 is less than factor_min=0\.5"):
         optim.onebit_lamb(0.1, freeze_step=1, factor_max=0.1)
     with pytest.raises(ValueError, match="needs the parameters"):
-        tx = optim.onebit_adam(0.1, freeze_step=1)
+        tx: Any = optim.onebit_adam(0.1, freeze_step=1)
         tx.update([torch.ones(1)], tx.init([torch.ones(1)]))
     with pytest.raises(ValueError, match="norm of the gradient"):
         optim.chain(optim.clip_by_global_norm(1.0), optim.onebit_lamb(0.1, freeze_step=1))

@@ -49,14 +49,14 @@ def test_the_values_computed_by_hand() -> None:
         rank = mesh.axis_index("dp")
         grads = lambda t: [golden_grad(t, rank)]  # noqa: E731
         for in_place in (False, True):
-            tx = optim.onebit_adam(0.01, freeze_step=3, bias_correction=False)
+            tx: Any = optim.onebit_adam(0.01, freeze_step=3, bias_correction=False)
             steps, state = run(tx, [P0], grads, 6, in_place=in_place, given=in_place)
             for t, want in GOLDEN.items():
                 close(steps[t - 1][0][0], want)
             assert [name for _, name in steps] == ["warmup"] * 3 + ["compressed"] * 3
             close(state.adam[0].mu[0], [0.05811224] * 3 + [-0.05811224] * 5, 2e-8)
 
-            tx = optim.zero_one_adam(
+            tx: Any = optim.zero_one_adam(
                 0.01, var_freeze_step=6, var_update_scaler=2, local_step_scaler=2, local_step_clipper=4,
                 bias_correction=False,
             )  # fmt: skip
@@ -69,7 +69,7 @@ def test_the_values_computed_by_hand() -> None:
             assert [name for _, name in steps] == early + late
             assert optim.in_round(state)
 
-            tx = optim.onebit_lamb(0.01, weight_decay=0.01, freeze_step=3, bias_correction=False)
+            tx: Any = optim.onebit_lamb(0.01, weight_decay=0.01, freeze_step=3, bias_correction=False)
             p0 = [torch.linspace(-1, 1, 5), torch.tensor([0.5, -0.25, 2])]
             steps, state = run(tx, p0, lambda t: list(golden_grad(t, rank).split([5, 3])), 6, in_place=in_place)
             close(state.coeff, [0.065740880, 0.107942225], 1e-7)

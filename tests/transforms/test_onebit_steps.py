@@ -31,7 +31,7 @@ def kept(run: Any, *fields: str) -> Any:
 @distributed(world=2)
 def test_stages_give_the_same_bits() -> None:
     mesh = sf.make_mesh({"dp": 2})
-    tx = optim.onebit_adam(
+    tx: Any = optim.onebit_adam(
         1e-2, b2=0.5, weight_decay=0.01, freeze_step=optim.VarianceStability(0.01, after=3), exact=_is_small
     )
     whole = run(tx, mesh)
@@ -44,10 +44,10 @@ def test_stages_give_the_same_bits() -> None:
         want = [(torch.uint8, (2, 3)), (torch.float32, (2,))]
         assert [codes[f"['blocks'][0]['w'][{i}]"] for i in (0, 1)] == want
         assert not any("bias7" in path for path in codes)
-    lamb = optim.onebit_lamb(1e-2, weight_decay=0.01, freeze_step=3)
+    lamb: Any = optim.onebit_lamb(1e-2, weight_decay=0.01, freeze_step=3)
     same = "lamb", "coeff", "factor", "scaling", "fresh"
     assert_same(kept(run(lamb, mesh, 1), *same), kept(run(lamb, mesh), *same))
-    alone = optim.zero_one_adam(1e-2, var_freeze_step=2)
+    alone: Any = optim.zero_one_adam(1e-2, var_freeze_step=2)
     with pytest.raises(ValueError, match=r"steps every rank along 'dp' alone.*another axis(.|\n)*params\['wide'\]"):
         run(alone, mesh, 1)
     assert all(x.isfinite().all() for x in tree_leaves(run(alone, mesh).params))
@@ -77,7 +77,7 @@ def _named(tree: Any) -> tuple[list[str], list[Tensor]]:
 
 @distributed(world=2)
 def _saved() -> Any:
-    tx = optim.chain(optim.onebit_adam(1e-2, freeze_step=2, compressor=int8()))
+    tx: Any = optim.chain(optim.onebit_adam(1e-2, freeze_step=2, compressor=int8()))
     out = run(tx, sf.make_mesh({"dp": 2}), 1, steps=4)
     return out.params, out.opt_state
 
@@ -85,7 +85,7 @@ def _saved() -> Any:
 @distributed(world=[1, 3])
 def _resumed(params: Any, opt_state: Any, world: int) -> Any:
     mesh = sf.make_mesh({"dp": world})
-    tx = optim.chain(optim.onebit_adam(1e-2, freeze_step=2, compressor=int8()))
+    tx: Any = optim.chain(optim.onebit_adam(1e-2, freeze_step=2, compressor=int8()))
     zero = sf.Zero(stage=1, **ODD)
     step = sf.sharded_step(odd_loss, tx, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE)
     state = step.init(params)
@@ -128,7 +128,7 @@ def test_other_axes() -> None:
         "tied": sf.P("tp"),
     }
     for make in (optim.onebit_adam, optim.onebit_lamb):
-        exact = make(1e-2, weight_decay=0.01, freeze_step=2, compressor=identity())
+        exact: Any = make(1e-2, weight_decay=0.01, freeze_step=2, compressor=identity())
         want = run(exact, sf.make_mesh({"dp": 4}))
         mesh = sf.make_mesh({"dp": 2, "tp": 2})
         field = "adam" if make is optim.onebit_adam else "lamb"
@@ -140,11 +140,13 @@ def test_other_axes() -> None:
         assert all(x.isfinite().all() for x in tree_leaves(coded.params))
         nodes = sf.make_mesh({"node": 2, "gpu": 2})
         both = {"batch": sf.P(("node", "gpu")), "zero": {"axis": ("node", "gpu")}}
-        outer = make(1e-2, weight_decay=0.01, freeze_step=2, axis=("node", "gpu"), outer="node", compressor=identity())
+        outer: Any = make(
+            1e-2, weight_decay=0.01, freeze_step=2, axis=("node", "gpu"), outer="node", compressor=identity()
+        )
         for stage in (0, 1):
             got = run(outer, nodes, stage, **both)
             assert_same(kept(got, field), kept(want, field))
-        inside = make(1e-2, weight_decay=0.01, freeze_step=2, axis="node", compressor=identity())
+        inside: Any = make(1e-2, weight_decay=0.01, freeze_step=2, axis="node", compressor=identity())
         got = run(inside, nodes, 2, batch=sf.P(("node", "gpu")), zero={"axis": "gpu"})
         assert_same(kept(got, field), kept(want, field))
 
