@@ -14,6 +14,7 @@ from ._chain import chain as chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from ._decay import add_decayed_weights as add_decayed_weights
 from ._delayed import DelayedState as DelayedState, delayed as delayed
+from ._freeze import FreezeState as FreezeState, VarianceStability as VarianceStability
 from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
 from ._lamb import ScaleByMomentRatioState as ScaleByMomentRatioState
 from ._lamb import lamb as lamb, scale_by_bias_correction as scale_by_bias_correction
@@ -33,7 +34,11 @@ from ._norm import (
     large_square as large_square,
     sum_squares as sum_squares,
 )
+from ._onebit_adam import OneBitAdamState as OneBitAdamState
+from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
+from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
+from ._rebalance import rebalanced as rebalanced
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
 from ._schedules import warmup_constant_schedule as warmup_constant_schedule
@@ -41,3 +46,5 @@ from ._schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_sche
 from ._schedules import warmup_linear_decay_schedule as warmup_linear_decay_schedule
 from ._sgd import TraceState as TraceState, sgd as sgd, trace as trace
 from ._types import Grain as Grain, LearningRate as LearningRate, Schedule as Schedule
+from ._zero_one_adam import Interval as Interval, ZeroOneAdamState as ZeroOneAdamState
+from ._zero_one_adam import in_round as in_round, zero_one_adam as zero_one_adam

@@ -50,7 +50,8 @@ class GradientTransformation(NamedTuple):
         given: `given(params, stats) -> rule`: the rule for parts of the tree `params` (shapes only): masks are resolved
             on it, and `stats`, one entry a leaf, are the measures. None = the rule itself, for it looks at neither. A
             rule with a phase has `given(params, stats, phase)`, the rule for steps in that phase (None = in any; the
-            rule then asks the state).
+            rule then asks the state). `params` are then the whole blocks, and as `GlobalTensor`s without data, where
+            it is known how the rows are cut out of leaves.
         over: the mesh axes over which the rule averages for itself.
         phase: `phase(state) -> Phase`, of the step that comes next; the same on all ranks. A rule has it if it has
             `over`. In a phase that is `local` the gradients that it gets are whole, also where parameters are rows of

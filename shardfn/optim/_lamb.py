@@ -1,7 +1,7 @@
 """LAMB: Adam's direction, each leaf scaled by the ratio of its norm to its update's."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -132,9 +132,7 @@ def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int =
         us = leaves_like(updates, treedef, "updates", "params")
         check_shapes(treedef, ps, updates=us)
         cuts = None if specs is None else spec_leaves(specs, params)
-        ratios = _trust_ratios(ps, us, cuts, min_coeff, max_coeff).unbind()
-        rows = zip(us, ratios, [None] * len(us) if cuts is None else cuts, strict=True)
-        return tree_unflatten(treedef, [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows])
+        return tree_unflatten(treedef, scaled(us, trust_ratios(ps, us, cuts, min_coeff, max_coeff), cuts))
 
     return stateless(update, "leaf")
 
@@ -168,7 +166,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         del params
         check_state("scale_by_bias_correction", state, ScaleByBiasCorrectionState)
         count, (gs, treedef) = state.count + 1, tree_flatten(updates)
-        rows = zip(gs, beside(gs, _bias_factor(count, b1, b2), updates, specs), strict=True)
+        rows = zip(gs, beside(gs, bias_factor(count, b1, b2), updates, specs), strict=True)
         return tree_unflatten(treedef, [(g * c).to(g.dtype) for g, c in rows]), ScaleByBiasCorrectionState(count)
 
     return GradientTransformation(init, update, grain="element")
@@ -223,25 +221,10 @@ def lamb(
         scale_by_bias_correction(b1, b2),
         scale_by_learning_rate(learning_rate),
     )
-    flags = decay_flags(weight_decay, mask)
+    step = lamb_in_place(learning_rate, b1, b2, eps, weight_decay, mask, min_coeff, max_coeff)
 
-    @torch.no_grad()
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        check_chain("lamb", state, 5)
-        check_state("lamb", state[0], ScaleByMomentRatioState)
-        ps, treedef = tree_flatten(params)
-        gs = leaves_like(grads, treedef, "grads", "params")
-        check_shapes(treedef, ps, grads=gs)
-        (p, mu, nu, g), copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=everywhere)
-        on = flags(params, ps, treedef)
-        rate = next_rate(learning_rate, state[-1]) * _bias_factor(state[3].count.add_(1), b1, b2)
-        if ps:
-            u = _directions(mu, nu, g, number(b1), number(b2), number(eps))
-            _add_decay(u, p, on, number(weight_decay))
-            leaf_specs = None if specs is None else spec_leaves(specs, params)
-            _descend(p, u, rate * _trust_ratios(p, u, leaf_specs, min_coeff, max_coeff))
-        unstage(copies)
-        return params, state
+        return step(grads, state, params, specs=specs)[:2]
 
     def on(params: Params, stats: Tensor | None) -> GradientTransformation:
         del stats
@@ -251,17 +234,66 @@ def lamb(
     return GradientTransformation(pure.init, pure.update, apply, grain="leaf", given=on)
 
 
-def _bias_factor(count: Int[Tensor, ""], b1: Number, b2: Number) -> Float[Tensor, ""]:
+def lamb_in_place(
+    learning_rate: LearningRate,
+    b1: Number,
+    b2: Number,
+    eps: Number,
+    weight_decay: Number,
+    mask: Mask,
+    min_coeff: float | int,
+    max_coeff: float | int,
+    corrected: bool = True,
+) -> Callable[..., tuple[Params, OptState, Float[Tensor, " num_leaves"]]]:
+    """`lamb`'s `apply`, which also gives its trust ratios. Without correction its chain is shorter by a rule."""
+    flags = decay_flags(weight_decay, mask)
+
+    @torch.no_grad()
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> Any:
+        check_chain("lamb", state, 5 if corrected else 4)
+        check_state("lamb", state[0], ScaleByMomentRatioState)
+        ps, treedef = tree_flatten(params)
+        gs = leaves_like(grads, treedef, "grads", "params")
+        check_shapes(treedef, ps, grads=gs)
+        (p, mu, nu, g), copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=everywhere)
+        on = flags(params, ps, treedef)
+        rate = next_rate(learning_rate, state[-1])
+        rate = rate * bias_factor(state[3].count.add_(1), b1, b2) if corrected else rate
+        ratios = torch.zeros(0)
+        if ps:
+            u = _directions(mu, nu, g, number(b1), number(b2), number(eps))
+            _add_decay(u, p, on, number(weight_decay))
+            leaf_specs = None if specs is None else spec_leaves(specs, params)
+            ratios = trust_ratios(p, u, leaf_specs, min_coeff, max_coeff)
+            _descend(p, u, rate * ratios)
+        unstage(copies)
+        return params, state, ratios
+
+    return apply
+
+
+def bias_factor(
+    count: Int[Tensor, ""], b1: Number, b2: Number, since: Int[Tensor, ""] | None = None
+) -> Float[Tensor, ""]:
+    """`sqrt(1 - b2^t) / (1 - b1^t)`; the variance's t is `since`, where it stays since then."""
     c1, c2 = bias_corrections(count, b1, b2)
+    c2 = c2 if since is None else bias_corrections(since, b1, b2)[1]
     return c2.sqrt() / c1
 
 
-def _trust_ratios(
+def trust_ratios(
     ps: list[Tensor], us: list[Tensor], specs: list[P] | None, min_coeff: float | int, max_coeff: float | int
 ) -> Float[Tensor, " num_leaves"]:
+    """`clamp(|p| / |u|)` of each leaf, 1 where a norm is 0."""
     squares = sum_squares([ps, us], None if specs is None else [specs, specs])
     p, u = root(squares[: len(ps)]), root(squares[len(ps) :])
     return torch.where((p > 0) & (u > 0), (p / torch.where(u > 0, u, 1.0)).clamp(min_coeff, max_coeff), 1.0)
+
+
+def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
+    """Each leaf by its ratio."""
+    rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
+    return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]
 
 
 def _directions(mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float) -> list[Tensor]:

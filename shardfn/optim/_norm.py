@@ -4,6 +4,8 @@ The sum of squares of a leaf is the sum over its blocks, so it is one `psum` ove
 those: an axis that replicates a leaf must not count it twice. Leaves cut over the same axes travel as one vector.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -100,8 +102,10 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
     return total if whole is flat else total + torch.linalg.vector_norm(flat[cut:]).double().square()
 
 
-def over_blocks(local: Float[Tensor, " num_leaves"], specs: list[P]) -> Float[Tensor, " num_leaves"]:
-    """The sum over blocks of one number a leaf: one `psum` for each set of axes that cut leaves."""
+def over_blocks(
+    local: Float[Tensor, " num_leaves"], specs: list[P], reduce: Callable[..., Tensor] | None = None
+) -> Float[Tensor, " num_leaves"]:
+    """The sum over blocks of one number a leaf (or what `reduce` takes): one call for each set of axes."""
     mesh = current_mesh()
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):
@@ -110,7 +114,7 @@ def over_blocks(local: Float[Tensor, " num_leaves"], specs: list[P]) -> Float[Te
     entries = list(local.unbind())
     for axes, index in groups.items():
         if axes:
-            summed = psum(torch.stack([entries[i] for i in index]), axes).unbind()
+            summed = (reduce or psum)(torch.stack([entries[i] for i in index]), axes).unbind()
             for i, s in zip(index, summed, strict=True):
                 entries[i] = s
     return torch.stack(entries)

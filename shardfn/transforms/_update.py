@@ -178,11 +178,13 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
     """The optimizer as it steps in the plan's phase; itself, where it has none."""
     if optimizer.phase is None:
         return optimizer
-    like = [
-        torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta") if leaf.trainable else None
-        for leaf in plan.leaves
-    ]
-    return given(optimizer, tree_unflatten(plan.treedef, like), phase=plan.phase)
+
+    def like(leaf: LeafLayout) -> GlobalTensor | None:
+        block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
+        return GlobalTensor(block, leaf.shape, leaf.shard, plan.mesh) if leaf.trainable else None
+
+    whole = tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
+    return given(optimizer, whole, phase=plan.phase)
 
 
 def wrap_state(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:

@@ -1,0 +1,178 @@
+"""A step's leaves, where some are averaged through a compressor and some as by any optimizer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ._compressed import Averaging, Share
+from ._leaves import leaves_like, per_leaf, spec_leaves, wide
+from ._types import Mask, OptState, Params, Specs, Updates
+
+_PIECE = 1 << 16  # elements: a few tensors of them stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A step's leaves, in flattening order.
+
+    Attributes:
+        averaging: how the compressed ones are averaged.
+        treedef: the structure of the params.
+        ps: the parameters: this rank's rows.
+        gs: the gradients: whole.
+        specs: how the rows are cut.
+        shares: what of each is averaged.
+        exact: which are not compressed.
+    """
+
+    averaging: Averaging
+    treedef: Any
+    ps: list[Tensor]
+    gs: list[Tensor]
+    specs: list[P]
+    shares: list[Share]
+    exact: Sequence[bool]
+
+    def pick(self, column: Sequence[Any]) -> list[Any]:
+        """The entries of the compressed leaves."""
+        return [x for x, exact in zip(column, self.exact, strict=True) if not exact]
+
+    def merged(self, exact: Sequence[Any], compressed: Sequence[Any]) -> PyTree:
+        """The tree of entries for both kinds."""
+        these, those = iter(exact), iter(compressed)
+        return tree_unflatten(self.treedef, [next(these if on else those) for on in self.exact])
+
+    def alone(self, column: Sequence[Any]) -> PyTree:
+        """The tree of the exact leaves; None in place of the others."""
+        return tree_unflatten(self.treedef, [x if on else None for x, on in zip(column, self.exact, strict=True)])
+
+    def exactly(
+        self,
+        step: Callable[..., tuple[Any, OptState]],
+        state: OptState,
+        mus: list[Tensor],
+        nus: list[Tensor],
+        *,
+        averaged: bool = False,
+    ) -> tuple[list[Tensor], OptState]:
+        """What a chain that begins with moments does with the exact leaves; of the others only its counters know."""
+        gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
+        if not averaged:
+            specs = [spec for spec, on in zip(self.specs, self.exact, strict=True) if on]
+            means = self.averaging.exact(gs)
+            gs = [self.averaging.rows(g, spec) for g, spec in zip(means, specs, strict=True)]
+        grads = self.merged(gs, [None] * (len(self.gs) - len(gs)))
+        own = (state[0]._replace(mu=self.alone(mus), nu=self.alone(nus)), *state[1:])
+        out, own = step(grads, own, self.alone(self.ps), specs=self.alone(self.specs))
+        return tree_leaves(out), own
+
+    def joined(self, own: OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> OptState:
+        """The state of a chain for exact leaves, with the moments of the others put in."""
+        mu, nu = self.merged(tree_leaves(own[0].mu), mus), self.merged(tree_leaves(own[0].nu), nus)
+        return (own[0]._replace(mu=mu, nu=nu), *own[1:])
+
+    def init(self) -> tuple[PyTree, PyTree]:
+        """First errors and codes, each a tree like params."""
+        pairs = [
+            self.averaging.init(share, p.device)
+            for share, p in zip(*map(self.pick, (self.shares, self.ps)), strict=True)
+        ]
+        none = [None] * (len(self.ps) - len(pairs))
+        return self.merged(none, [r for r, _ in pairs]), self.merged(none, [c for _, c in pairs])
+
+    def wholes(self, rows: list[Tensor], codes: PyTree, *, gather: bool) -> list[Tensor]:
+        """Of the compressed leaves the whole of what is kept as rows: gathered, or decoded from the last codes."""
+        table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._columns())), strict=True)
+        return [
+            x
+            if not share.cut
+            else self.averaging.whole(x, spec, g)
+            if gather
+            else self.averaging.decode(code, share, g).to(x.dtype)
+            for x, code, g, spec, share in table
+        ]
+
+    def mean(self, xs: list[Tensor], residual: PyTree, *, donate: bool) -> tuple[list[Tensor], PyTree, PyTree]:
+        """The means of whole compressed leaves; the new errors and codes as trees."""
+        residuals = self.pick(self.treedef.flatten_up_to(residual))
+        means, new, codes = self.averaging.mean(xs, residuals, self.pick(self.shares), donate=donate)
+        none = [None] * (len(self.ps) - len(xs))
+        return means, self.merged(none, new), self.merged(none, codes)
+
+    def rows(self, xs: list[Tensor]) -> list[Tensor]:
+        """This rank's rows of whole compressed leaves."""
+        return [self.averaging.rows(x, spec) for x, spec in zip(xs, self.pick(self.specs), strict=True)]
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.gs, self.specs, self.shares
+
+
+def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, whole: PyTree, exact: Mask) -> Apart:
+    """A step's leaves.
+
+    Args:
+        averaging: how the compressed ones are averaged.
+        grads: whole gradients.
+        params: this rank's rows.
+        specs: how they are cut; None = they are whole.
+        whole: the whole blocks, by shapes; None = what `grads` shows.
+        exact: which leaves are not compressed; leaves without elements are not, either.
+    """
+    ps, treedef = tree_flatten(params)
+    gs = leaves_like(grads, treedef, "grads", "params")
+    blocks = gs if whole is None else leaves_like(whole, treedef, "whole", "params")
+    shares = [averaging.share(p, block) for p, block in zip(ps, blocks, strict=True)]
+    flags = per_leaf(False if exact is None else exact, bool, "exact")(params, ps, treedef)
+    cuts = [P()] * len(ps) if specs is None else spec_leaves(specs, params)
+    return Apart(averaging, treedef, ps, gs, cuts, shares, [on or not s.n for on, s in zip(flags, shares, strict=True)])
+
+
+def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
+    """`b1 mu + (1 - b1) g` in float32; with `donate` in the memory of `mu`, where it can be."""
+    if not donate or mu.dtype != torch.float32:
+        return b1 * mu.float() + (1 - b1) * g.float()
+    for m, part in pieces([mu], [g]):
+        m.mul_(b1).add_((1 - b1) * part.float())
+    return mu
+
+
+def purely(
+    apply: Callable[..., tuple[Params, OptState]], grads: Updates, state: OptState, params: Params, specs: Specs
+) -> tuple[Updates, OptState]:
+    """`update`, of an `apply`: on copies. The updates are `p' - p` in float64, in which they are exact."""
+    copies = tree_map(torch.clone, (grads, state, params))
+    new, state = apply(*copies, specs=specs)
+    return tree_map(lambda x, p: x.double() - p.double(), new, params), state
+
+
+def add_(p: Tensor, u: Tensor) -> None:
+    """`p = p + u` in place, rounded once."""
+    if p.dtype == u.dtype:
+        p.add_(u)
+    else:
+        p.copy_(wide(p) + u)
+
+
+def pieces(*columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Rows of tensors of one shape, cut in flat pieces that a core works through in its cache.
+
+    Columns of anything else come last, and each piece has its row's. Where cutting has no use, rows are whole.
+    """
+    for row in zip(*columns, strict=True):
+        tensors = [x for x in row if isinstance(x, Tensor)]
+        if tensors[0].numel() <= _PIECE or not all(map(_is_plain, tensors)):
+            yield row
+            continue
+        for cut in zip(*(x.view(-1).split(_PIECE) for x in tensors), strict=True):
+            yield (*cut, *row[len(tensors) :])
+
+
+def _is_plain(x: Tensor) -> bool:
+    # A tracer would write down every piece.
+    return x.is_contiguous() and x.device.type == "cpu" and not isinstance(x, FakeTensor)

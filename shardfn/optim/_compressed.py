@@ -1,0 +1,174 @@
+"""What optimizers that average for themselves share: compressed means, and momentum as ZeRO keeps it.
+
+A compressed mean is of whole leaves, and the same on all ranks. Where ZeRO cuts a leaf's state over the axis of the
+mean, a rank keeps its rows of the momentum, `A[I_axis]`, and the codes of the whole, from which the next step decodes
+it: at one bit an element they are 1/32 of it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import (
+    Compressor,
+    GlobalTensor,
+    Residual,
+    all_gather,
+    axis_size,
+    coded_pmean,
+    compressed_init,
+    compressed_pmean,
+    current_mesh,
+    decoded,
+    error_feedback,
+    global_residuals,
+    pmean,
+    take_own_block,
+)
+from shardfn.core import Axes, P
+
+Codes = tuple[Any, ...]
+
+
+class Share(NamedTuple):
+    """What of a leaf is averaged.
+
+    Attributes:
+        n: elements: those of the largest rank's block, to which smaller ones are padded.
+        own: axes along which ranks have blocks of their own, each averaged for itself.
+        cut: whether ranks keep rows of what is averaged.
+    """
+
+    n: int
+    own: tuple[str, ...]
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How leaves are averaged: `compressed_pmean`, over `axis`."""
+
+    axis: Axes
+    compressor: Compressor
+    outer: Axes
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes."""
+        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
+
+    def share(self, param: Tensor, whole: Any) -> Share:
+        """What is averaged of a leaf.
+
+        Args:
+            param: the parameter, as the optimizer sees it.
+            whole: the leaf's whole block, whose shape alone counts; as a `GlobalTensor` it says how it is cut, too.
+        """
+        if not isinstance(whole, GlobalTensor):
+            return Share(whole.numel(), (), whole.shape != param.shape)
+        mesh, n = whole.mesh, 1
+        for dim, size in enumerate(whole.shape):
+            for axis in mesh.axes(whole.spec.dim_axes(dim)):
+                size = size if axis in self.over else -(-size // mesh.axis_size(axis))
+            n *= size
+        axes = mesh.axes(whole.spec.axes)
+        return Share(n, tuple(a for a in axes if a not in self.over), any(a in self.over for a in axes))
+
+    def init(self, share: Share, device: torch.device) -> tuple[Residual, Codes]:
+        """The errors, and the codes of a zero where rows are kept: as blocks of what all ranks have."""
+        like = torch.empty(share.n, device=device)
+        local = compressed_init([like], self.axis, self.compressor, outer=self.outer)
+        own = P(share.own) if share.own else P()
+        residual = global_residuals(local, self.axis, [own], outer=self.outer)[0]
+        return residual, tuple(_copies(x, own) for x in self._zero_codes(share.n, device)) if share.cut else ()
+
+    def _zero_codes(self, n: int, device: torch.device) -> Codes:
+        compressed = self.axis if self.outer is None else self.outer
+        ranks, size = axis_size(compressed), axis_size(self.axis)
+        unit = ranks * math.lcm(ranks, self.compressor.quantum)
+        piece = -(-n // (size // ranks))
+        c = -(-piece // unit) * unit // ranks
+        zero = torch.zeros((size, c), device=device)
+        return self.compressor.compress(zero, self.compressor.init(zero), whole=True, donate=False)[0]
+
+    def mean(
+        self, xs: list[Tensor], residuals: list[Any], shares: list[Share], *, donate: bool
+    ) -> tuple[list[Tensor], list[Any], list[Codes]]:
+        """The means of local tensors, the new errors, and the codes of those means of which rows are kept.
+
+        Args:
+            xs: float32.
+            residuals: one each.
+            shares: one each.
+            donate: whether all of these may be overwritten.
+        """
+        flat = [padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
+        options: dict[str, Any] = {"outer": self.outer, "donate": donate}
+        if any(s.cut for s in shares):
+            codes, residuals = coded_pmean(flat, self.axis, self.compressor, residuals, **options)
+            means = decoded(codes, flat, self.axis, self.compressor, **options)
+        else:
+            means, residuals = compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
+            codes = [()] * len(xs)
+        out = [m[: x.numel()].view(x.shape) for m, x in zip(means, xs, strict=True)]
+        return out, residuals, [c if s.cut else () for c, s in zip(codes, shares, strict=True)]
+
+    def decode(self, codes: Codes, share: Share, like: Tensor) -> Tensor:
+        """The mean that codes are of, in the shape of `like`."""
+        flat = torch.empty(share.n, device=like.device)
+        mean = decoded(codes, flat, self.axis, self.compressor, outer=self.outer, donate=True)
+        return mean[: like.numel()].view(like.shape)
+
+    def rows(self, x: Tensor, spec: P) -> Tensor:
+        """This rank's rows of a leaf, by the axes of the mean that cut it."""
+        for dim, axes in self._cuts(x, spec):
+            x = take_own_block(x, axes, dim=dim)
+        return x
+
+    def whole(self, x: Tensor, spec: P, like: Tensor) -> Tensor:
+        """The leaf that has these rows, in the shape of `like`."""
+        for dim, axes in self._cuts(x, spec):
+            x = all_gather(x, axes, dim=dim, size=like.shape[dim])
+        return x
+
+    def _cuts(self, x: Tensor, spec: P) -> list[tuple[int, tuple[str, ...]]]:
+        cuts = [(d, tuple(a for a in spec.dim_axes(d) if a in self.over)) for d in range(x.ndim)]
+        return [(d, axes) for d, axes in cuts if axes]
+
+    def exact(self, xs: list[Tensor]) -> list[Tensor]:
+        """The means as any optimizer gets them."""
+        return [pmean(x, self.over) if x.numel() else x for x in xs]
+
+
+def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedback: bool) -> Averaging:
+    """An `Averaging`, of what a user asks for.
+
+    Raises:
+        TypeError: the compressor is none.
+    """
+    if not isinstance(compressor, Compressor):
+        called = " Call it: it makes one." if callable(compressor) else ""
+        raise TypeError(f"{who}: compressor={compressor!r} is no Compressor; sign() is one.{called}")
+    return Averaging(axis, error_feedback(compressor) if feedback and not compressor.remembers else compressor, outer)
+
+
+def padded(flat: Tensor, size: int) -> Tensor:
+    """`flat` with zeros behind it."""
+    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def written(old: Tensor, new: Tensor) -> Tensor:
+    """`old` with the values of `new`, which may be in its memory already."""
+    if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+        old.copy_(new)
+    return old
+
+
+def _copies(block: Tensor, own: P) -> GlobalTensor:
+    """A block that ranks along the axis of the mean have alike, and those along `own` for themselves."""
+    mesh = current_mesh()
+    shape = torch.Size((block.shape[0] * mesh.axis_size(own.dim_axes(0)), *block.shape[1:]))
+    return GlobalTensor(block, shape, own, mesh)

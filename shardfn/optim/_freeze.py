@@ -1,0 +1,137 @@
+"""When a variance stops learning: after a number of steps, or when it has become stable.
+
+Once it is frozen, Adam is momentum with a fixed preconditioner: linear in the momentum, so that errors of compression
+cancel from step to step. The test of stability is that of 1-bit Adam (https://arxiv.org/abs/2102.02888, 2021).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.core import tree_flatten
+
+from ._base import Phase
+from ._checks import num_steps
+from ._leaves import spec_leaves, wide, zero_count
+from ._norm import over_blocks
+from ._types import Params, Specs
+
+WARMUP = Phase("warmup", False)
+PROBE = Phase("probe", False)
+SWITCH = Phase("switch", True)
+COMPRESSED = Phase("compressed", True)
+
+
+class VarianceStability(NamedTuple):
+    """Freezes the variance when its norm has become stable: `|nu_t|_1 / |nu_(t - D)|_1 >= ratio`, `D = 1 / (1 - b2)`.
+
+    The norms are over the whole tree and corrected for bias, without which a variance that starts at zero would always
+    seem to grow. They are taken at multiples of D, and at no other step.
+
+    Attributes:
+        ratio: in (0, 1).
+        after: steps before which it does not freeze: those in which the learning rate warms up, say.
+
+    References:
+        Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
+        https://arxiv.org/abs/2102.02888
+    """
+
+    ratio: float = 0.96
+    after: int = 0
+
+
+FreezeStep = int | Literal["auto"] | VarianceStability
+
+
+class FreezeState(NamedTuple):
+    """What is known of the freeze: 0-d tensors.
+
+    Attributes:
+        count: int32: steps taken.
+        frozen: int32: the step after which the variance stays; 0 while it learns.
+        begun: int32: whether compressed steps go on from the last one's codes: 0 before the first, and where the number
+            of ranks has changed.
+        norm: float32: the norm of the variance when it was last taken; 0 before.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+    frozen: Int[Tensor, ""]
+    begun: Int[Tensor, ""]
+    norm: Float[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """The rule: a number of steps, or a test."""
+
+    step: int | VarianceStability
+    b2: float
+
+    @property
+    def interval(self) -> int:
+        """Steps between two norms."""
+        return max(1, round(1 / (1 - self.b2)))
+
+    def init(self, params: Params) -> FreezeState:
+        """Nothing happened yet."""
+        count = zero_count(params)
+        return FreezeState(count, count.clone(), count.clone(), torch.zeros((), device=count.device))
+
+    def phase(self, state: FreezeState, *, switches: bool) -> Phase:
+        """Of the next step; reads the state on the host. `switches`: whether the first compressed step is special."""
+        count, frozen = int(state.count), int(state.frozen)
+        learned = count >= self.step if isinstance(self.step, int) else frozen > 0
+        if not learned:
+            probes = not isinstance(self.step, int) and (count + 1) % self.interval == 0
+            return PROBE if probes else WARMUP
+        return SWITCH if switches and not int(state.begun) else COMPRESSED
+
+    def learning(self, state: FreezeState, nu: Params, specs: Specs, phase: Phase) -> FreezeState:
+        """After a step with averaged gradients. A frozen variance learns again, if more steps are asked for."""
+        count, zero = state.count + 1, torch.zeros_like(state.frozen)
+        if phase != PROBE:
+            return FreezeState(count, zero, zero.clone(), state.norm)
+        assert isinstance(self.step, VarianceStability)
+        norm = (l1_norm(nu, specs).double() / (1 - self.b2 ** count.double())).float()
+        stable = (state.norm > 0) & (norm >= self.step.ratio * state.norm) & (count > self.step.after)
+        return FreezeState(count, torch.where(stable, count, zero), zero, norm)
+
+    @staticmethod
+    def frozen(state: FreezeState) -> FreezeState:
+        """After a compressed step."""
+        since = torch.where(state.frozen > 0, state.frozen, state.count)
+        return FreezeState(state.count + 1, since, torch.ones_like(state.begun), state.norm)
+
+
+def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
+    """The rule that a user asks for.
+
+    Raises:
+        ValueError: it is none, or says that the variance freezes before it has learnt anything.
+    """
+    if step == "auto":
+        step = VarianceStability()
+    if isinstance(step, VarianceStability):
+        if not 0 < step.ratio < 1 or step.after < 0:
+            raise ValueError(f"{who}: {step!r} needs a ratio in (0, 1) and after >= 0.")
+    elif isinstance(step, int) and not isinstance(step, bool) and step >= 1:
+        num_steps(who, freeze_step=step)
+    else:
+        raise ValueError(
+            f"{who}: freeze_step={step!r} must be an int >= 1, 'auto' or a VarianceStability: the number of steps after"
+            " which the variance stays as it is; 15 to 25 percent of all steps is usual."
+        )
+    return Freeze(step, b2)
+
+
+def l1_norm(nu: Params, specs: Specs) -> Float[Tensor, ""]:
+    """The sum of a tree of nonnegative leaves, over all their blocks."""
+    leaves, _ = tree_flatten(nu)
+    if not leaves:
+        return torch.zeros(())
+    local = torch.stack([wide(x).sum(dtype=torch.float64).to(leaves[0].device, torch.float32) for x in leaves])
+    return (local if specs is None else over_blocks(local, spec_leaves(specs, nu))).sum()

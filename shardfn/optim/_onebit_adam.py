@@ -1,0 +1,313 @@
+"""1-bit Adam and APMSqueeze: Adam while the variance is learnt, then momentum that travels compressed."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Compressor, local, sign
+from shardfn.core import Axes, PyTree, tree_leaves
+
+from ._adam import adamw, bias_corrections, moments_like
+from ._apart import Apart, add_, apart, blend, pieces
+from ._base import GradientTransformation, Phase, inplace
+from ._chain import chain
+from ._checks import decay_rate, not_negative
+from ._compressed import Averaging, averaging, written
+from ._decay import add_decayed_weights, decay_flags
+from ._freeze import SWITCH, Freeze, FreezeState, FreezeStep, freeze_rule
+from ._lamb import scale_by_moment_ratio
+from ._learning_rate import check_rate, scale_by_learning_rate
+from ._leaves import check_params, check_state, resolved, wide
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+
+SIGN = sign()
+
+
+class OneBitAdamState(NamedTuple):
+    """What `onebit_adam` and `apmsqueeze` keep.
+
+    Attributes:
+        freeze: counters, and when the variance was frozen.
+        adam: the state of the warm-up's rule, which goes on: its `mu` is the averaged momentum, its `nu` the variance.
+        residual: tree like params: a `Residual` each, the errors of compression; None at exact leaves.
+        codes: tree like params: the codes of the averaged momentum, where ZeRO keeps rows of it; else `()`.
+    """
+
+    freeze: FreezeState
+    adam: OptState
+    residual: PyTree
+    codes: PyTree
+
+
+def onebit_adam(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
+    *,
+    freeze_step: FreezeStep,
+    axis: Axes = "dp",
+    outer: Axes = None,
+    compressor: Compressor = SIGN,
+    feedback: bool = True,
+    bias_correction: bool = True,
+    exact: Mask = None,
+) -> GradientTransformation:
+    """`adamw` for `freeze_step` steps; then its variance stays, and its momentum is averaged at a bit an element.
+
+    With `g_i` the gradient of rank i along `axis`, and F the step of the freeze:
+
+        t <= F:  adamw, on the mean of g_i
+        t > F:   m = compressed_mean_i(b1 m + (1 - b1) g_i);   nu = nu_F
+                 p = p - lr (m / (1 - b1^t) / (sqrt(nu / (1 - b2^F)) + eps) + weight_decay p)
+
+    The warm-up has the bits of `adamw`. Elements whose variance is still zero at the freeze do not move afterwards, for
+    a bit cannot say zero, and they have no scale to step by. Each leaf is compressed for itself, with error feedback:
+    what is lost in one step is added in the next.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        weight_decay: factor of the decoupled decay, >= 0.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        freeze_step: F: a number of steps, 15 to 25 percent of all as a rule; or "auto", a `VarianceStability()`.
+        axis: mesh axes over which it averages for itself.
+        outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
+        compressor: how the momentum travels.
+        feedback: whether errors are fed back; without it training goes astray, which is what it is there to show.
+        bias_correction: whether moments are corrected, as the `adam` of this library does, and DeepSpeed's does not.
+        exact: leaves that go on as in the warm-up, averaged without compression: a tree (or prefix) of bools, or a
+            function from params to one. Small leaves (`lambda params: tree_map(lambda p: p.ndim < 2, params)`), or such
+            whose variance is not stable.
+
+    Returns:
+        A rule with an `OneBitAdamState`, of which the engine asks the phase: "warmup", "probe" (the warm-up's steps at
+        which "auto" takes a norm), "switch" (the first compressed step, where ZeRO keeps rows), "compressed".
+
+    Raises:
+        ValueError: a number is out of range; (on use) trees do not match.
+        TypeError: the compressor is none.
+
+    A gradient that is not finite spoils the errors for good: let the step leave such steps out (`skip_nonfinite`, or a
+    loss scale). Clipping by a norm before it is refused, for ranks have different norms.
+
+    Example:
+        >>> tx = onebit_adam(0.1, freeze_step=1)
+        >>> params, state = [torch.zeros(2)], tx.init([torch.zeros(2)])
+        >>> for grad in ([1.0, -1.0], [1.0, -0.5]):
+        ...     params, state = tx.apply([torch.tensor(grad)], state, params)
+        >>> params, int(state.freeze.frozen)
+        ([tensor([-0.1439,  0.1439])], 1)
+
+    References:
+        Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
+        https://arxiv.org/abs/2102.02888
+    """
+    return _OneBitAdam(
+        "onebit_adam", learning_rate, b1, b2, eps, weight_decay, mask, freeze_rule("onebit_adam", freeze_step, b2),
+        averaging("onebit_adam", axis, compressor, outer, feedback), exact, bias_correction, bias_correction,
+    ).rule()  # fmt: skip
+
+
+def apmsqueeze(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    freeze_step: FreezeStep,
+    compressor: Compressor,
+    axis: Axes = "dp",
+    outer: Axes = None,
+    feedback: bool = True,
+    exact: Mask = None,
+) -> GradientTransformation:
+    """APMSqueeze: `adam` for `freeze_step` steps, then momentum preconditioned by its variance, which stays.
+
+        t > F:   m = compressed_mean_i(b1 m + (1 - b1) g_i);   p = p - lr m / (sqrt(nu_F / (1 - b2^F)) + eps)
+
+    It is what 1-bit Adam was made from: with any compressor, without decay, and with the plain momentum, of which by
+    then there is nothing to correct.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        freeze_step: F; see `onebit_adam`, as for all that follow.
+        compressor: how the momentum travels: `int4()`, `top_k(0.01)`, ...
+        axis: mesh axes over which it averages for itself.
+        outer: of several axes the slow ones.
+        feedback: whether errors are fed back.
+        exact: leaves that go on as in the warm-up.
+
+    Returns:
+        A rule with an `OneBitAdamState` and the phases of `onebit_adam`.
+
+    Raises:
+        ValueError: a number is out of range; (on use) trees do not match.
+        TypeError: the compressor is none.
+
+    Example:
+        >>> from shardfn.collectives import int4
+        >>> tx = apmsqueeze(0.1, freeze_step=1, compressor=int4())
+        >>> tx.phase(tx.init([torch.zeros(2)]))
+        Phase(name='warmup', local=False)
+
+    References:
+        Tang et al., APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm, 2020,
+        https://arxiv.org/abs/2008.11343
+    """
+    return _OneBitAdam(
+        "apmsqueeze", learning_rate, b1, b2, eps, 0.0, None, freeze_rule("apmsqueeze", freeze_step, b2),
+        averaging("apmsqueeze", axis, compressor, outer, feedback), exact, True, False,
+    ).rule()  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _OneBitAdam:
+    """The rule, and what it knows of the tree and of the step: `whole` and `now`."""
+
+    who: str
+    learning_rate: LearningRate
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Mask
+    freeze: Freeze
+    averaging: Averaging
+    exact: Mask
+    corrected: bool
+    unbiased: bool
+    whole: PyTree = None
+    now: Phase | None = None
+
+    def __post_init__(self) -> None:
+        check_rate(self.who, self.learning_rate)
+        decay_rate(self.who, b1=self.b1, b2=self.b2)
+        not_negative(self.who, eps=self.eps, weight_decay=self.weight_decay)
+
+    @functools.cached_property
+    def adam(self) -> GradientTransformation:
+        """The rule of the warm-up, and of exact leaves."""
+        if self.corrected:
+            return adamw(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
+        return chain(
+            scale_by_moment_ratio(self.b1, self.b2, self.eps),
+            add_decayed_weights(self.weight_decay, self.mask),
+            scale_by_learning_rate(self.learning_rate),
+        )
+
+    def rule(self) -> GradientTransformation:
+        return GradientTransformation(
+            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase
+        )
+
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
+        del stats
+        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
+        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
+
+    def phase(self, state: OptState) -> Phase:
+        check_state(self.who, state, OneBitAdamState)
+        return self.freeze.phase(state.freeze, switches=bool(tree_leaves(state.codes)))
+
+    def init(self, params: Params) -> OneBitAdamState:
+        residual, codes = apart(self.averaging, params, params, None, self.whole, self.exact).init()
+        return OneBitAdamState(self.freeze.init(params), self.adam.init(params), residual, codes)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        state, now = self._begin(state, params)
+        if not now.local:
+            us, adam = self.adam.update(updates, state.adam, params, specs=specs)
+            return us, self._learnt(state, adam, specs, now)
+        leaves, mus, nus, step = self._local(updates, state, params, specs)
+        exact, adam = leaves.exactly(self.adam.update, state.adam, mus, nus)
+        ms, residual, codes = self._average(leaves, mus, state, now, donate=False)
+        rows = zip(*map(leaves.pick, (leaves.ps, mus, nus, step.decays)), ms, strict=True)
+        new = [(step.update(p, m, nu, on).to(p.dtype), m.to(mu.dtype)) for p, mu, nu, on, m in rows]
+        adam = leaves.joined(adam, [m for _, m in new], leaves.pick(nus))
+        after = OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
+        return leaves.merged(exact, [u for u, _ in new]), after
+
+    @torch.no_grad()
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        state, now = self._begin(state, params)
+        if not now.local:
+            params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
+            return params, self._learnt(state, adam, specs, now)
+        leaves, mus, nus, step = self._local(grads, state, params, specs)
+        _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
+        ms, residual, codes = self._average(leaves, mus, state, now, donate=True)
+        ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
+        for p, nu, m, decays in pieces(*map(leaves.pick, (leaves.ps, nus)), ms, leaves.pick(step.decays)):
+            add_(p, step.update(p, m, nu, decays))
+        adam = leaves.joined(adam, ms, leaves.pick(nus))
+        return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
+
+    def _begin(self, state: OptState, params: Params) -> tuple[OneBitAdamState, Phase]:
+        check_state(self.who, state, OneBitAdamState)
+        check_params(self.who, params)
+        state = local(state)
+        return state, self.now or self.phase(state)
+
+    def _learnt(self, state: OneBitAdamState, adam: OptState, specs: Specs, now: Phase) -> OneBitAdamState:
+        return state._replace(adam=adam, freeze=self.freeze.learning(state.freeze, adam[0].nu, specs, now))
+
+    def _local(
+        self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
+    ) -> tuple[Apart, list[Tensor], list[Tensor], "Step"]:
+        """What a step on local gradients works with. Counters are read here, before anything is written."""
+        leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
+        mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
+        at = self.freeze.frozen(state.freeze)
+        c1 = bias_corrections(at.count, self.b1, self.b2)[0].float() if self.unbiased else None
+        c2 = bias_corrections(at.frozen, self.b1, self.b2)[1].float() if self.corrected else None
+        lr = self.learning_rate(state.adam[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
+        decays = decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
+        return leaves, mus, nus, Step(lr, c1, c2, self.eps, self.weight_decay, decays)
+
+    def _average(
+        self, leaves: Apart, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool
+    ) -> tuple[list[Tensor], PyTree, PyTree]:
+        """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
+        rows = zip(*map(leaves.pick, (leaves.gs, leaves.shares)), strict=True)
+        wholes = leaves.wholes(mus, state.codes, gather=now == SWITCH)
+        # A whole that was gathered or decoded is nobody's state.
+        xs = [blend(m, g, self.b1, donate=donate or s.cut) for m, (g, s) in zip(wholes, rows, strict=True)]
+        means, residual, codes = leaves.mean(xs, state.residual, donate=donate)
+        return leaves.rows(means), residual, codes
+
+
+class Step(NamedTuple):
+    """The numbers of a step; corrections are None where there are none."""
+
+    lr: float | int | Tensor
+    c1: Tensor | None
+    c2: Tensor | None
+    eps: float
+    weight_decay: float
+    decays: Sequence[bool]
+
+    def root(self, nu: Tensor) -> Tensor:
+        """`sqrt(nu / c2) + eps`; infinite where nu is 0."""
+        nu = wide(nu)
+        return (nu if self.c2 is None else nu / self.c2).sqrt().add_(self.eps).masked_fill_(nu == 0, math.inf)
+
+    def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
+        """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`; the first term is 0 where nu is."""
+        m = wide(m)
+        u = (m if self.c1 is None else m / self.c1) / self.root(nu)
+        return (u.add_(self.weight_decay * wide(p)) if decays else u).mul_(-self.lr)

@@ -1,0 +1,408 @@
+"""1-bit LAMB: LAMB while variance and trust ratios are learnt, then momentum that travels at one bit an element."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.collectives import Compressor, GlobalTensor, current_mesh, local, pmax
+from shardfn.core import Axes, P, PyTree, tree_flatten, tree_leaves, tree_unflatten
+
+from ._adam import moments_like
+from ._apart import Apart, add_, apart, blend, purely
+from ._base import GradientTransformation, Phase
+from ._chain import chain
+from ._checks import decay_rate, not_negative
+from ._compressed import Averaging, Share, averaging, written
+from ._decay import add_decayed_weights, decay_flags
+from ._freeze import SWITCH, Freeze, FreezeState, FreezeStep, freeze_rule
+from ._lamb import (
+    bias_factor,
+    lamb_in_place,
+    scale_by_bias_correction,
+    scale_by_moment_ratio,
+    scale_by_trust_ratio,
+    scaled,
+    trust_ratios,
+)
+from ._learning_rate import check_rate, scale_by_learning_rate
+from ._leaves import check_params, check_state, resolved, spec_leaves, wide, zeros_like
+from ._norm import over_blocks, sum_squares
+from ._onebit_adam import SIGN, Step
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+
+
+class OneBitLambState(NamedTuple):
+    """What `onebit_lamb` keeps. Vectors have one entry a leaf of params, float32, the same on all ranks.
+
+    Attributes:
+        freeze: counters, and when the variance was frozen.
+        lamb: the state of the warm-up's rule, which goes on: its `mu` is the averaged momentum, its `nu` the variance.
+        coeff: vector: the mean of the warm-up's trust ratios.
+        weight: vector: the sum of that mean's weights.
+        factor: vector: what `coeff` was multiplied by in the last step.
+        scaling: vector: what momentum is multiplied by on the wire; 0 before the first compressed step.
+        fresh: tree like params: the variance of the gradients that averaged momentum shows; None at exact leaves.
+        residual: a `Residual` for each message.
+        codes: the codes of each message, where ZeRO keeps rows of leaves in it; else `()`.
+    """
+
+    freeze: FreezeState
+    lamb: OptState
+    coeff: Any
+    weight: Any
+    factor: Any
+    scaling: Any
+    fresh: PyTree
+    residual: PyTree
+    codes: PyTree
+
+
+def onebit_lamb(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
+    *,
+    freeze_step: FreezeStep,
+    min_coeff: float | int = 0.01,
+    max_coeff: float | int = 10.0,
+    coeff_beta: float = 0.9,
+    factor_max: float | int = 4.0,
+    factor_min: float | int = 0.5,
+    factor_threshold: float = 0.1,
+    axis: Axes = "dp",
+    outer: Axes = None,
+    compressor: Compressor = SIGN,
+    feedback: bool = True,
+    bias_correction: bool = True,
+    exact: Mask = None,
+) -> GradientTransformation:
+    """`lamb` for `freeze_step` steps; then its variance stays, and its momentum is averaged at a bit an element.
+
+    In the warm-up, which has the bits of `lamb`, the trust ratios c of each leaf that are not 1 are averaged, to
+    `coeff`. Afterwards, with `g_i` the gradient of rank i and `d = sqrt(nu) + eps`, leaf by leaf:
+
+        m' = compressed_mean_i(scaling (b1 m + (1 - b1) g_i)) / scaling
+        fresh = b2 fresh + (1 - b2) ((m' - b1 m) / (1 - b1))^2          fresh = nu at first
+        u = m' / d + weight_decay p;   r = min(1, |m' / d| / |u|)
+        f = clamp(max(d / (sqrt(fresh) + eps)) r + 1 - r, factor_min, factor_max), within factor_threshold of the last
+        p = p - lr sqrt(1 - b2^F) / (1 - b1^t) coeff f u
+
+    All leaves travel in one message and share its scale, so `scaling` makes their momenta equally large: the mean over
+    leaves of their root mean square at the freeze, over their own. Leaves that are cut along different axes travel in
+    different ones. Norms and maxima are over whole leaves.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        weight_decay: factor of the decay inside u, >= 0.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        freeze_step: F; see `onebit_adam`.
+        min_coeff: lower bound of the warm-up's trust ratio.
+        max_coeff: upper bound of it.
+        coeff_beta: rate of the mean of trust ratios, in [0, 1).
+        factor_max: upper bound of f.
+        factor_min: lower bound of f.
+        factor_threshold: by how much of itself f may change in a step.
+        axis: mesh axes over which it averages for itself.
+        outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
+        compressor: how the momentum travels.
+        feedback: whether errors are fed back.
+        bias_correction: whether steps are corrected as `lamb`'s are, and `coeff` for having started at zero.
+        exact: leaves that go on as in the warm-up; see `onebit_adam`.
+
+    Returns:
+        A rule with an `OneBitLambState` and the phases "warmup", "probe", "switch" (the first compressed step) and
+        "compressed".
+
+    Raises:
+        ValueError: a number is out of range; (on use) trees do not match.
+        TypeError: the compressor is none.
+
+    A gradient that is not finite spoils the errors, and elements whose variance is zero do not move: see `onebit_adam`.
+
+    Example:
+        >>> tx = onebit_lamb(0.1, freeze_step=1)
+        >>> params, state = [torch.ones(2)], tx.init([torch.ones(2)])
+        >>> for grad in ([1.0, -1.0], [1.0, -0.5]):
+        ...     params, state = tx.apply([torch.tensor(grad)], state, params)
+        >>> params
+        [tensor([0.9545, 1.0455])]
+
+    References:
+        Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed,
+        2021, https://arxiv.org/abs/2104.06069
+    """
+    who = "onebit_lamb"
+    factors = (float(factor_min), float(factor_max), factor_threshold)
+    return _OneBitLamb(
+        learning_rate, b1, b2, eps, weight_decay, mask, freeze_rule(who, freeze_step, b2), (min_coeff, max_coeff),
+        coeff_beta, factors, averaging(who, axis, compressor, outer, feedback), exact, bias_correction,
+    ).rule()  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _OneBitLamb:
+    """The rule, and what it knows of the tree and of the step: `whole` and `now`."""
+
+    learning_rate: LearningRate
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Mask
+    freeze: Freeze
+    bounds: tuple[float | int, float | int]
+    coeff_beta: float
+    factors: tuple[float, float, float]
+    averaging: Averaging
+    exact: Mask
+    corrected: bool
+    whole: PyTree = None
+    now: Phase | None = None
+
+    def __post_init__(self) -> None:
+        check_rate("onebit_lamb", self.learning_rate)
+        decay_rate("onebit_lamb", b1=self.b1, b2=self.b2, coeff_beta=self.coeff_beta)
+        least, most, threshold = self.factors
+        not_negative("onebit_lamb", eps=self.eps, weight_decay=self.weight_decay, factor_threshold=threshold)
+        not_negative("onebit_lamb", factor_min=least, factor_max=most)
+        if most < least:
+            raise ValueError(f"onebit_lamb: factor_max={most!r} is less than factor_min={least!r}.")
+        scale_by_trust_ratio(*self.bounds)
+
+    @functools.cached_property
+    def before(self) -> GradientTransformation:
+        """The warm-up's rules before the trust ratio."""
+        return chain(
+            scale_by_moment_ratio(self.b1, self.b2, self.eps), add_decayed_weights(self.weight_decay, self.mask)
+        )
+
+    @functools.cached_property
+    def after(self) -> GradientTransformation:
+        """The warm-up's rules after the trust ratio."""
+        rate = scale_by_learning_rate(self.learning_rate)
+        return chain(scale_by_bias_correction(self.b1, self.b2), rate) if self.corrected else chain(rate)
+
+    def in_place(self, *args: Any, **kwargs: Any) -> tuple[Params, OptState, Tensor]:
+        """The warm-up's step in place, and its trust ratios."""
+        step = lamb_in_place(
+            self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask, *self.bounds, self.corrected
+        )
+        return step(*args, **kwargs)
+
+    def rule(self) -> GradientTransformation:
+        return GradientTransformation(
+            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase
+        )
+
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
+        del stats
+        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
+        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
+
+    def phase(self, state: OptState) -> Phase:
+        check_state("onebit_lamb", state, OneBitLambState)
+        return self.freeze.phase(state.freeze, switches=True)
+
+    def init(self, params: Params) -> OneBitLambState:
+        leaves = apart(self.averaging, params, params, None, self.whole, self.exact)
+        freeze = self.freeze.init(params)
+        zero = torch.zeros(len(leaves.ps), device=freeze.norm.device)
+        coeff, weight, factor, scaling = (_everywhere(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
+        moments, trust = self.before.init(params), scale_by_trust_ratio().init(params)
+        fresh = zeros_like(leaves.merged([None] * sum(leaves.exact), leaves.pick(leaves.ps)))
+        made = [self.averaging.init(m.share, zero.device) for m in _messages(leaves)]
+        residual, codes = ([row[i] for row in made] for i in (0, 1))
+        lamb = (*moments, trust, *self.after.init(params))
+        return OneBitLambState(freeze, lamb, coeff, weight, factor, scaling, fresh, residual, codes)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        state, now = self._begin(state, params)
+        if now.local:
+            return purely(replace(self, now=now).apply, updates, state, params, specs)
+        us, before = self.before.update(updates, state.lamb[:2], params, specs=specs)
+        leaves, treedef = tree_flatten(us)
+        cuts = None if specs is None else spec_leaves(specs, params)
+        ratios = trust_ratios(tree_leaves(params), leaves, cuts, *self.bounds) if leaves else torch.zeros(0)
+        us = tree_unflatten(treedef, scaled(leaves, ratios, cuts))
+        us, after = self.after.update(us, state.lamb[3:], params, specs=specs)
+        return us, self._learnt(state, (*before, state.lamb[2], *after), ratios, specs, now)
+
+    @torch.no_grad()
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        state, now = self._begin(state, params)
+        if not now.local:
+            params, lamb, ratios = self.in_place(grads, state.lamb, params, specs=specs)
+            return params, self._learnt(state, lamb, ratios, specs, now)
+        leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
+        mus, nus = moments_like(state.lamb[0], leaves.ps, leaves.treedef, "params")
+        rate = self._rate(state)
+        _, lamb = leaves.exactly(lambda *args, **kwargs: self.in_place(*args, **kwargs)[:2], state.lamb, mus, nus)
+        mus, nus = leaves.pick(mus), leaves.pick(nus)
+        state = self._switched(leaves, mus, nus, state) if now == SWITCH else state
+        ms, residual, codes = self._average(leaves, mus, state, now)
+        freshs = leaves.pick(leaves.treedef.flatten_up_to(state.fresh))
+        for fresh, m, mu in zip(freshs, ms, mus, strict=True):
+            g = (m - self.b1 * wide(mu)).div_(1 - self.b1)
+            fresh.copy_(self.b2 * wide(fresh) + (1 - self.b2) * g.square_())
+        ms = [written(mu, m) for mu, m in zip(mus, ms, strict=True)]
+        factor = self._descend(leaves, ms, nus, freshs, rate, state, params, specs)
+        state = state._replace(lamb=leaves.joined(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
+        return params, state._replace(freeze=self.freeze.frozen(state.freeze))
+
+    def _begin(self, state: OptState, params: Params) -> tuple[OneBitLambState, Phase]:
+        check_state("onebit_lamb", state, OneBitLambState)
+        check_params("onebit_lamb", params)
+        state = local(state)
+        return state, self.now or self.phase(state)
+
+    def _learnt(
+        self, state: OneBitLambState, lamb: OptState, ratios: Tensor, specs: Specs, now: Phase
+    ) -> OneBitLambState:
+        """After a step of the warm-up. What the compressed steps keep starts anew."""
+        beta, c = self.coeff_beta, ratios.to(state.coeff.device)
+        coeff, weight = (
+            torch.where(c == 1, x, beta * x + (1 - beta) * y) for x, y in ((state.coeff, c), (state.weight, 1.0))
+        )
+        return state._replace(
+            freeze=self.freeze.learning(state.freeze, lamb[0].nu, specs, now),
+            lamb=lamb,
+            coeff=coeff,
+            weight=weight,
+            factor=torch.ones_like(state.factor),
+            scaling=torch.zeros_like(state.scaling),
+        )
+
+    def _rate(self, state: OneBitLambState) -> Any:
+        """The learning rate with its correction; counters are read here, before anything is written."""
+        lr = self.learning_rate(state.lamb[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
+        at = self.freeze.frozen(state.freeze)
+        return lr * bias_factor(at.count, self.b1, self.b2, at.frozen).float() if self.corrected else lr
+
+    def _switched(self, leaves: Apart, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState) -> OneBitLambState:
+        """The state at the first compressed step; unchanged where there was one before, with other ranks."""
+        first, specs = (state.scaling == 0).all(), leaves.pick(leaves.specs)
+        numel = torch.tensor([float(mu.numel()) for mu in mus], device=state.scaling.device)
+        rms = (sum_squares(mus, specs) / over_blocks(numel, specs)).sqrt() if mus else numel
+        even = torch.where(rms > 0, rms.mean() / torch.where(rms > 0, rms, 1.0), 1.0)
+        scaling = self._vector(leaves, even, torch.ones_like(state.scaling))
+        for fresh, nu in zip(leaves.pick(leaves.treedef.flatten_up_to(state.fresh)), nus, strict=True):
+            fresh.copy_(torch.where(first, nu, fresh))
+        return state._replace(scaling=torch.where(first, scaling, state.scaling))
+
+    def _average(
+        self, leaves: Apart, mus: list[Tensor], state: OneBitLambState, now: Phase
+    ) -> tuple[list[Tensor], PyTree, PyTree]:
+        """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
+        gs, specs, shares, scales = map(leaves.pick, (leaves.gs, leaves.specs, leaves.shares, state.scaling.unbind()))
+        messages = _messages(leaves)
+        old: list[Any] = list(mus)
+        for message, codes in zip(messages, state.codes, strict=True):
+            like = [gs[i] for i in message.leaves]
+            if now == SWITCH or not message.share.cut:
+                for i, g in zip(message.leaves, like, strict=True):
+                    old[i] = self.averaging.whole(mus[i], specs[i], g) if shares[i].cut else mus[i]
+            else:
+                flat = torch.empty(sum(g.numel() for g in like), device=gs[message.leaves[0]].device)
+                for i, m in zip(
+                    message.leaves, _split(self.averaging.decode(codes, message.share, flat), like), strict=True
+                ):
+                    old[i] = (m / scales[i]).to(mus[i].dtype) if shares[i].cut else mus[i]
+        xs = [blend(m, g, self.b1, donate=False).mul_(s) for m, g, s in zip(old, gs, scales, strict=True)]
+        flats = [torch.cat([xs[i].reshape(-1) for i in message.leaves]) for message in messages]
+        del old
+        means, residual, codes = self.averaging.mean(flats, state.residual, [m.share for m in messages], donate=True)
+        for message, mean in zip(messages, means, strict=True):
+            for i, m in zip(message.leaves, _split(mean, [gs[i] for i in message.leaves]), strict=True):
+                xs[i] = self.averaging.rows(m / scales[i], specs[i])
+        return xs, residual, codes
+
+    def _descend(
+        self, leaves: Apart, ms: list[Tensor], nus: list[Tensor], freshs: list[Tensor], rate: Any,
+        state: OneBitLambState, params: Params, specs: Specs,
+    ) -> Tensor:  # fmt: skip
+        """Steps the compressed leaves; their new factors."""
+        ps, flags = leaves.pick(leaves.ps), decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
+        decays, cuts = leaves.pick(flags), None if specs is None else leaves.pick(leaves.specs)
+        if not ps:
+            return state.factor
+        step = Step(1.0, None, None, self.eps, 0.0, decays)
+        ds = [step.root(nu) for nu in nus]
+        ratios = torch.stack(
+            [_largest(d, wide(fresh).sqrt().add_(self.eps)) for d, fresh in zip(ds, freshs, strict=True)]
+        )
+        f = (ratios if cuts is None else over_blocks(ratios, cuts, pmax)).to(state.factor.device)
+        us = [wide(m) / d for m, d in zip(ms, ds, strict=True)]
+        if any(decays):
+            ws = us
+            us = [w + self.weight_decay * wide(p) if on else w for w, p, on in zip(ws, ps, decays, strict=True)]
+            squares = sum_squares([ws, us], None if cuts is None else [cuts, cuts]).to(f.device)
+            w, u = squares[: len(ws)].sqrt(), squares[len(ws) :].sqrt()
+            r = torch.where(u > 0, w / torch.where(u > 0, u, 1.0), 1.0).clamp(max=1.0)
+            f = f * r + (1 - r)
+        least, most, threshold = self.factors
+        last = torch.stack(leaves.pick(state.factor.unbind()))
+        f = f.clamp(least, most).clamp(last * (1 - threshold), last * (1 + threshold))
+        coeff = torch.stack(leaves.pick(self._coeff(state).unbind()))
+        for p, u, c in zip(ps, us, (rate * coeff * f).unbind(), strict=True):
+            add_(p, u.mul_(-c.to(u.device)))
+        return self._vector(leaves, f, state.factor)
+
+    def _coeff(self, state: OneBitLambState) -> Tensor:
+        """The mean trust ratio; 1, as LAMB has it, where there was none."""
+        if not self.corrected:
+            return state.coeff
+        some = state.weight > 0
+        return torch.where(some, state.coeff / torch.where(some, state.weight, 1.0), 1.0)
+
+    def _vector(self, leaves: Apart, values: Tensor, others: Tensor) -> Tensor:
+        """A vector over all leaves, of the values of the compressed ones."""
+        if not any(leaves.exact):
+            return values.to(others.device)
+        these = iter(values.to(others.device).unbind())
+        return torch.stack([x if on else next(these) for x, on in zip(others.unbind(), leaves.exact, strict=True)])
+
+
+class _Message(NamedTuple):
+    """Leaves that travel together: indices among the compressed ones, and what of them is averaged."""
+
+    leaves: list[int]
+    share: Share
+
+
+def _messages(leaves: Apart) -> list[_Message]:
+    """One message for all leaves that are cut along the same axes: others would not agree on its scale."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    shares = leaves.pick(leaves.shares)
+    for i, share in enumerate(shares):
+        groups.setdefault(share.own, []).append(i)
+    return [
+        _Message(index, Share(sum(shares[i].n for i in index), own, any(shares[i].cut for i in index)))
+        for own, index in groups.items()
+    ]
+
+
+def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = flat[: sum(x.numel() for x in like)].split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def _largest(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
+    """The largest `d / fresh` where d is finite, 0 if it is nowhere."""
+    ratio = (d / fresh).masked_fill_(d.isinf(), 0.0)
+    return ratio.amax() if ratio.numel() else ratio.new_zeros(())
+
+
+def _everywhere(x: Tensor) -> GlobalTensor:
+    return GlobalTensor(x, x.shape, P(), current_mesh())

@@ -1,0 +1,106 @@
+"""`rebalanced`: the state of an optimizer that compresses, for another number of ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Compressor, GlobalTensor, Residual, error_feedback, recut_residuals, shard, unshard
+from shardfn.core import PyTree, raise_all, tree_flatten, tree_map, tree_paths, tree_unflatten
+
+from ._onebit_adam import SIGN, OneBitAdamState
+from ._onebit_lamb import OneBitLambState
+from ._types import OptState
+from ._zero_one_adam import ZeroOneAdamState, in_round
+
+_KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
+
+
+def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
+    """The state of an optimizer with other ranks: everything that errors owe is kept.
+
+    Every new rank's error is the mean of the old ranks'; what ranks owe as servers is cut anew. So
+
+        mean_i e_i' + server' = mean_i e_i + server
+
+    at every element, and the mean of the next momentum is what it would have been. Codes of the last momentum are of
+    the old ranks' chunks: the next step gathers the rows of it instead, once.
+
+    Args:
+        opt_state: the whole state, as `unshard` gives it or a checkpoint has it; `GlobalTensor`s are gathered, which is
+            collective. It may be within the states of a `chain` or of `master_weights`.
+        like: a state of the new step (`step.init(params).opt_state`), which says how each leaf is to be kept.
+        compressor: that of the optimizer.
+
+    Returns:
+        A tree like `like`.
+
+    Raises:
+        ValueError: a leaf has another shape than in `like`, every one is listed; errors do not fit their leaves; or
+            ranks of `zero_one_adam` are between two rounds, where each has parameters of its own.
+
+    Example:
+        >>> from shardfn.optim import onebit_adam
+        >>> tx = onebit_adam(0.1, freeze_step=1)
+        >>> first = tx.init([torch.ones(3)])
+        >>> rebalanced(unshard(first), first).residual[0].worker.shape
+        torch.Size([1, 8])
+
+    References:
+        Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
+        https://arxiv.org/abs/2102.02888
+    """
+    states, treedef = tree_flatten(unshard(opt_state), is_leaf=_compresses)
+    fitting = compressor if compressor.remembers else error_feedback(compressor)
+    likes = treedef.flatten_up_to(like)
+    return tree_unflatten(treedef, [_moved(x, y, fitting) for x, y in zip(states, likes, strict=True)])
+
+
+def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
+    if not _compresses(state):
+        return _placed(state, like)
+    if isinstance(state, ZeroOneAdamState) and not in_round(state):
+        raise ValueError(
+            "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of its"
+            " own, of which it holds one rank's; save after a step that leaves optim.in_round(opt_state) true."
+        )
+    rest, other = state._replace(residual=()), like._replace(residual=())
+    if not isinstance(state, ZeroOneAdamState):
+        freeze = state.freeze._replace(begun=torch.zeros_like(state.freeze.begun))
+        none = tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), like.codes)
+        rest = rest._replace(freeze=freeze, codes=none)
+    rest = _placed(rest, other)
+    residuals, treedef = tree_flatten(state.residual, is_leaf=_is_residual)
+    new = [_recut(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)]
+    return rest._replace(residual=tree_unflatten(treedef, new))
+
+
+def _recut(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
+    if not isinstance(residual.worker, Tensor):
+        return like
+    ranks, blocks = like.worker.shape[0], 1
+    if isinstance(like.worker, GlobalTensor):
+        blocks = like.worker.mesh.axis_size(like.worker.spec.dim_axes(1))
+    # Old and new padding may differ; real elements come before both.
+    n = min(residual.worker.shape[1], like.worker.shape[1]) // blocks
+    new = recut_residuals(residual, torch.empty(n, device="meta"), ranks, compressor, others=blocks)
+    return _placed(new, like)
+
+
+def _placed(state: PyTree, like: PyTree) -> PyTree:
+    """Whole leaves, kept as those of `like` are."""
+    leaves, treedef = tree_flatten(state)
+    likes = treedef.flatten_up_to(like)
+    pairs = list(zip(leaves, likes, tree_paths(state, "opt_state"), strict=True))
+    wrong = [f"{path}: {tuple(x.shape)} is not {tuple(y.shape)}" for x, y, path in pairs if x.shape != y.shape]
+    raise_all(ValueError, "leaves of the state are of other shapes than in the state that it is to be like:", wrong)
+    placed = [shard(x, y.spec, y.mesh) if isinstance(y, GlobalTensor) else x.to(y.device) for x, y, _ in pairs]
+    return tree_unflatten(treedef, placed)
+
+
+def _compresses(x: Any) -> bool:
+    return isinstance(x, _KINDS)
+
+
+def _is_residual(x: Any) -> bool:
+    return isinstance(x, Residual)

@@ -1,0 +1,384 @@
+"""0/1 Adam: a variance that is learnt at ever rarer steps, then steps on which ranks do not talk at all."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.collectives import Compressor, current_mesh, local
+from shardfn.core import Axes, P, PyTree, raise_all, tree_leaves, tree_map, tree_paths
+
+from ._adam import adamw, bias_corrections, moments_like
+from ._apart import Apart, add_, apart, blend, pieces, purely
+from ._base import GradientTransformation, Phase, inplace
+from ._chain import chain
+from ._checks import decay_rate, not_negative, num_steps
+from ._compressed import Averaging, averaging, written
+from ._decay import add_decayed_weights, decay_flags
+from ._freeze import PROBE, SWITCH, WARMUP, Freeze, FreezeState, FreezeStep, freeze_rule
+from ._lamb import scale_by_moment_ratio
+from ._learning_rate import check_rate, scale_by_learning_rate
+from ._leaves import check_params, check_state, resolved, wide, zero_count, zeros_like
+from ._onebit_adam import SIGN, Step
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+
+
+class Interval(NamedTuple):
+    """A number of steps that doubles each time it has been counted often enough: 0-d int32 tensors.
+
+    Attributes:
+        steps: the interval.
+        counted: how often since it last grew.
+    """
+
+    steps: Int[Tensor, ""]
+    counted: Int[Tensor, ""]
+
+
+class ZeroOneAdamState(NamedTuple):
+    """What `zero_one_adam` keeps.
+
+    Attributes:
+        freeze: counters, and when the variance was frozen.
+        num_var: int32, 0-d: steps that the variance has averaged.
+        var_interval: steps between two of them.
+        local_interval: steps between two rounds, after the freeze.
+        rates: float32, 0-d: the sum of the rates since the last round, by which `drift` is a mean.
+        decays: float32, 0-d: the sum of the learning rates since then.
+        adam: the state of the warm-up's rule; after the freeze its `mu` is each rank's own between rounds.
+        start: tree like params: the parameters after the last round; None at exact leaves.
+        drift: tree like params, float32: `sum_t rate_t m_t` since then; None at exact leaves.
+        residual: tree like params: a `Residual` each; None at exact leaves.
+    """
+
+    freeze: FreezeState
+    num_var: Int[Tensor, ""]
+    var_interval: Interval
+    local_interval: Interval
+    rates: Float[Tensor, ""]
+    decays: Float[Tensor, ""]
+    adam: OptState
+    start: PyTree
+    drift: PyTree
+    residual: PyTree
+
+
+def zero_one_adam(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
+    *,
+    var_freeze_step: FreezeStep,
+    var_update_scaler: int = 16,
+    local_step_scaler: int = 32768,
+    local_step_clipper: int = 16,
+    axis: Axes = "dp",
+    outer: Axes = None,
+    compressor: Compressor = SIGN,
+    feedback: bool = True,
+    bias_correction: bool = True,
+    exact: Mask = None,
+) -> GradientTransformation:
+    """Adam whose variance is learnt at ever rarer steps, and whose ranks then talk at ever rarer steps.
+
+    With `g_i` the gradient of rank i along `axis`, and t counted from 1, up to `t = var_freeze_step + 1`:
+
+        t % K == 0:  g = mean_i(g_i);             m = b1 m + (1 - b1) g;   nu = b2 nu + (1 - b2) g^2
+        else:        g = compressed_mean_i(g_i);  m = b1 m + (1 - b1) g
+        p = p - lr (m / (sqrt(nu) + eps) + weight_decay p)
+
+    K is 1 at first and doubles after each `var_update_scaler` steps of the first kind; while it is 1 the bits are those
+    of `adamw`. After that nu stays, errors start anew at zero, and with `d = sqrt(nu) + eps` every rank steps alone,
+
+        m_i = b1 m_i + (1 - b1) g_i;   s_i = s_i + lr m_i;   p_i = p_i - lr m_i / d
+
+    but for a round at each `t % H == 0`, H doubling from 1 to at most `local_step_clipper` each `local_step_scaler`
+    steps: from the parameters p of the last round,
+
+        s = compressed_mean_i(s_i);   m = s / sum(lr);   p = p - s / d - weight_decay sum(lr) p;   s_i = 0
+
+    So decay happens in rounds and is no part of the momentum, and after a round all ranks have the same bits. Between
+    rounds they have parameters of their own, each rank in its copy of what the state calls one tensor: evaluate and
+    save right after a round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        weight_decay: factor of the decoupled decay, >= 0.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        var_freeze_step: steps after which (and one more) the variance stays; or "auto", a `VarianceStability()`.
+        var_update_scaler: steps with a full mean after which K doubles.
+        local_step_scaler: steps after which H doubles.
+        local_step_clipper: the largest H.
+        axis: mesh axes over which it averages for itself.
+        outer: of several axes the slow ones; along the others means are exact. See `compressed_pmean`.
+        compressor: how gradients and sums travel.
+        feedback: whether errors are fed back.
+        bias_correction: whether moments are corrected, each by the steps that it has averaged.
+        exact: leaves that are averaged at each step without compression, as in `adamw`; see `onebit_adam`.
+
+    Returns:
+        A rule with a `ZeroOneAdamState` and the phases "warmup", "full", "onebit" (these three also with ", probe"),
+        "switch" (the first round), "local" and "round".
+
+    Raises:
+        ValueError: a number is out of range; (on use) trees do not match, or ZeRO cuts a leaf along `axis`.
+        TypeError: the compressor is none.
+
+    Elements whose variance is zero do not move once K is 2; and a gradient that is not finite spoils the errors: see
+    `onebit_adam`.
+
+    Example:
+        >>> tx = zero_one_adam(0.1, var_freeze_step=1, var_update_scaler=1)
+        >>> params, state, names = [torch.zeros(2)], tx.init([torch.zeros(2)]), []
+        >>> for _ in range(4):
+        ...     names.append(tx.phase(state).name)
+        ...     params, state = tx.apply([torch.tensor([1.0, -1.0])], state, params)
+        >>> names
+        ['warmup', 'full', 'switch', 'round']
+
+    References:
+        Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, 2022,
+        https://arxiv.org/abs/2202.06009
+    """
+    who = "zero_one_adam"
+    freeze = freeze_rule(who, var_freeze_step, b2)
+    # One step more has the variance's gradients.
+    freeze = replace(freeze, step=freeze.step + 1) if isinstance(freeze.step, int) else freeze
+    return _ZeroOneAdam(
+        learning_rate, b1, b2, eps, weight_decay, mask, freeze, var_update_scaler, local_step_scaler,
+        local_step_clipper, averaging(who, axis, compressor, outer, feedback), exact, bias_correction,
+    ).rule()  # fmt: skip
+
+
+def in_round(opt_state: ZeroOneAdamState) -> bool:
+    """Whether the last step of `zero_one_adam` left all ranks with the same parameters. Reads the state on the host.
+
+    Example:
+        >>> in_round(zero_one_adam(0.1, var_freeze_step=1).init([torch.zeros(2)]))
+        True
+    """
+    return not bool(local(opt_state.rates))
+
+
+@dataclass(frozen=True)
+class _ZeroOneAdam:
+    """The rule, and what it knows of the tree and of the step: `whole` and `now`."""
+
+    learning_rate: LearningRate
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Mask
+    freeze: Freeze
+    var_scaler: int
+    local_scaler: int
+    local_clipper: int
+    averaging: Averaging
+    exact: Mask
+    corrected: bool
+    whole: PyTree = None
+    now: Phase | None = None
+
+    def __post_init__(self) -> None:
+        check_rate("zero_one_adam", self.learning_rate)
+        decay_rate("zero_one_adam", b1=self.b1, b2=self.b2)
+        not_negative("zero_one_adam", eps=self.eps, weight_decay=self.weight_decay)
+        num_steps("zero_one_adam", var_update_scaler=self.var_scaler, local_step_scaler=self.local_scaler)
+        num_steps("zero_one_adam", local_step_clipper=self.local_clipper)
+
+    @functools.cached_property
+    def adam(self) -> GradientTransformation:
+        """The rule of the warm-up, and of exact leaves."""
+        if self.corrected:
+            return adamw(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
+        return chain(
+            scale_by_moment_ratio(self.b1, self.b2, self.eps),
+            add_decayed_weights(self.weight_decay, self.mask),
+            scale_by_learning_rate(self.learning_rate),
+        )
+
+    def rule(self) -> GradientTransformation:
+        return GradientTransformation(
+            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase
+        )
+
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
+        del stats
+        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
+        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
+
+    def phase(self, state: OptState) -> Phase:
+        check_state("zero_one_adam", state, ZeroOneAdamState)
+        now, t = self.freeze.phase(state.freeze, switches=True), int(state.freeze.count) + 1
+        if now == SWITCH:
+            return now
+        if now.local:
+            return Phase("local" if t % int(state.local_interval.steps) else "round", True)
+        every = int(state.var_interval.steps)
+        kind = "warmup" if every == 1 else "onebit" if t % every else "full"
+        return Phase(kind + (", probe" if now == PROBE else ""), kind == "onebit")
+
+    def init(self, params: Params) -> ZeroOneAdamState:
+        leaves = self._apart(params, params, None)
+        one = zero_count(params) + 1
+        interval = Interval(one, one - 1)
+        rate = torch.zeros((), device=one.device)
+        compressed = leaves.merged([None] * sum(leaves.exact), leaves.pick(leaves.ps))
+        return ZeroOneAdamState(
+            self.freeze.init(params), one - 1, interval, tree_map(torch.clone, interval), rate, rate.clone(),
+            self.adam.init(params), zeros_like(compressed),
+            tree_map(lambda p: torch.zeros_like(p, dtype=torch.float32), compressed), leaves.init()[0],
+        )  # fmt: skip
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        state, now = self._begin(state, params)
+        if now.name.startswith("warmup"):
+            us, adam = self.adam.update(updates, state.adam, params, specs=specs)
+            return us, self._learnt(state, adam, specs, now)
+        return purely(replace(self, now=now).apply, updates, state, params, specs)
+
+    @torch.no_grad()
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        state, now = self._begin(state, params)
+        if now.name.startswith("warmup"):
+            params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
+            return params, self._learnt(state, adam, specs, now)
+        leaves = self._apart(grads, params, specs)
+        mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
+        step = self._step(state, leaves, params, now)
+        _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus, averaged=not now.local)
+        state = state._replace(adam=leaves.joined(adam, leaves.pick(mus), leaves.pick(nus)))
+        rows = _Rows(*map(leaves.pick, (leaves.ps, leaves.gs, mus, nus, step.decays)))
+        if now.name.startswith(("full", "onebit")):
+            return params, self._learn(leaves, rows, step, state, specs, now)
+        return params, self._alone(leaves, rows, step, state, now)
+
+    def _begin(self, state: OptState, params: Params) -> tuple[ZeroOneAdamState, Phase]:
+        check_state("zero_one_adam", state, ZeroOneAdamState)
+        check_params("zero_one_adam", params)
+        state = local(state)
+        return state, self.now or self.phase(state)
+
+    def _apart(self, grads: Updates, params: Params, specs: Specs) -> Apart:
+        leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
+        mesh = current_mesh()
+        cut = [any(a in self.averaging.over for a in mesh.axes(s.axes)) for s in self._cuts(leaves, specs)]
+        if any(cut):
+            paths = zip(tree_paths(params, "params"), cut, strict=True)
+            raise_all(
+                ValueError,
+                f"zero_one_adam steps every rank along {self.averaging.axis!r} alone between rounds, so that each needs"
+                " whole leaves; cut states over another axis, Zero(axis=...), or use onebit_adam. Cut are:",
+                [path for path, on in paths if on],
+            )
+        return leaves
+
+    def _cuts(self, leaves: Apart, specs: Specs) -> list[P]:
+        """How leaves are cut; where that is not known, not at all."""
+        if specs is None and self.whole is not None:
+            return [getattr(x, "spec", P()) for x in tree_leaves(self.whole)]
+        return leaves.specs
+
+    def _step(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> Step:
+        """The numbers of the step; counters are read here, before anything is written."""
+        full = int(now.name.startswith("full"))
+        c1 = bias_corrections(state.freeze.count + 1, self.b1, self.b2)[0].float() if self.corrected else None
+        c2 = bias_corrections(state.num_var + full, self.b1, self.b2)[1].float() if self.corrected else None
+        lr = self.learning_rate(state.adam[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
+        decays = decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
+        return Step(lr, c1, c2, self.eps, self.weight_decay, decays)
+
+    def _learnt(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
+        """After a step whose gradients the variance has averaged, or which it has left out."""
+        freeze = self.freeze.learning(state.freeze, adam[0].nu, specs, PROBE if "probe" in now.name else WARMUP)
+        if now.local:
+            return state._replace(adam=adam, freeze=freeze)
+        grown = _counted(state.var_interval, self.var_scaler, None)
+        return state._replace(adam=adam, freeze=freeze, num_var=state.num_var + 1, var_interval=grown)
+
+    def _learn(
+        self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, specs: Specs, now: Phase
+    ) -> ZeroOneAdamState:
+        gs, residual = [g.float() for g in rows.gs], state.residual
+        if now.local:
+            gs, residual, _ = leaves.mean(gs, residual, donate=False)
+        for p, g, mu, nu, decays in pieces(rows.ps, gs, rows.mus, rows.nus, rows.decays):
+            m = written(mu, blend(mu, g, self.b1, donate=True))
+            if not now.local:
+                written(nu, self.b2 * wide(nu) + (1 - self.b2) * g.square())
+            add_(p, step.update(p, m, nu, decays))
+        return self._learnt(state._replace(residual=residual), state.adam, specs, now)
+
+    def _alone(self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, now: Phase) -> ZeroOneAdamState:
+        state = self._fresh(rows, leaves, state) if now == SWITCH else state
+        rate = step.lr if step.c1 is None else step.lr / step.c1
+        state = state._replace(rates=state.rates + rate, decays=state.decays + step.lr)
+        starts, drifts = (leaves.pick(leaves.treedef.flatten_up_to(x)) for x in (state.start, state.drift))
+        for p, g, mu, nu, drift in pieces(rows.ps, rows.gs, rows.mus, rows.nus, drifts):
+            m = rate * wide(written(mu, blend(mu, g, self.b1, donate=True)))
+            drift.add_(m)
+            if now.name == "local":
+                add_(p, m.div_(step.root(nu)).neg_())
+        if now.name != "local":
+            state = self._round(leaves, rows, step, state, starts, drifts)
+        interval = _counted(state.local_interval, self.local_scaler, self.local_clipper)
+        return state._replace(freeze=self.freeze.frozen(state.freeze), local_interval=interval)
+
+    def _round(
+        self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, starts: list[Any], drifts: list[Any]
+    ) -> ZeroOneAdamState:
+        sums, residual, _ = leaves.mean(drifts, state.residual, donate=False)
+        shrink = 1 - self.weight_decay * state.decays
+        table = rows.ps, rows.mus, rows.nus, starts, drifts, sums, rows.decays
+        for p, mu, nu, start, drift, total, decays in pieces(*table):
+            # A rate that was 0 all along has left no trace of the momentum.
+            mu.copy_(torch.where(state.rates > 0, total / state.rates, wide(mu)))
+            p.copy_(wide(start) * (shrink if decays else 1.0) - total / step.root(nu))
+            start.copy_(p)
+            drift.zero_()
+        return state._replace(
+            residual=residual, rates=torch.zeros_like(state.rates), decays=torch.zeros_like(state.decays)
+        )
+
+    def _fresh(self, rows: "_Rows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
+        """The state as ranks start to step alone. The errors were those of gradients; now sums are sent."""
+        for p, start in zip(rows.ps, leaves.pick(leaves.treedef.flatten_up_to(state.start)), strict=True):
+            start.copy_(p)
+        one = torch.ones_like(state.local_interval.steps)
+        return state._replace(
+            residual=tree_map(torch.zeros_like, state.residual),
+            drift=tree_map(torch.zeros_like, state.drift),
+            rates=torch.zeros_like(state.rates),
+            decays=torch.zeros_like(state.decays),
+            local_interval=Interval(one, torch.zeros_like(one)),
+        )
+
+
+class _Rows(NamedTuple):
+    """Columns of the compressed leaves."""
+
+    ps: list[Tensor]
+    gs: list[Tensor]
+    mus: list[Tensor]
+    nus: list[Tensor]
+    decays: list[bool]
+
+
+def _counted(interval: Interval, often: int, most: int | None) -> Interval:
+    """The interval, counted once more."""
+    counted = interval.counted + 1
+    grown = 2 * interval.steps if most is None else (2 * interval.steps).clamp(max=most)
+    full = counted == often
+    return Interval(torch.where(full, grown, interval.steps), torch.where(full, 0, counted))
