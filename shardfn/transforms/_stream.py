@@ -24,28 +24,19 @@ Held = Tensor | Stored
 PAGE = 4096
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Column:
     """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
 
     Attributes:
-        held: its value before.
+        held: its value before; a tensor is overwritten, a value on disk is not.
         home: the memory in which that is.
-        into: the tensor that its rows are written to, which may be `held`; None for the disk.
-        where: the memory in which `into` is.
         read: whether the update looks at the value before.
     """
 
     held: Held
     home: MemoryKind
-    into: Tensor | None
-    where: MemoryKind
     read: bool = True
-
-    @staticmethod
-    def of(held: Held, home: MemoryKind, *, read: bool = True) -> "Column":
-        """A leaf that is stepped where it is."""
-        return Column(held, home, held if isinstance(held, Tensor) else None, home, read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +139,7 @@ class _Stream:
         return self._writers[id(column)]
 
     def _finished(self, column: Column) -> Held:
-        if column.into is not None:
-            return column.into
-        return self.writer(column).finish()
+        return column.held if isinstance(column.held, Tensor) else self.writer(column).finish()
 
     def _begin(self) -> Any:
         u, stats = self._u, []
@@ -199,7 +188,7 @@ class _Stream:
     def _moves(self, leaf: int) -> bool:
         """Whether anything of a leaf must come to where it is stepped, or go from there."""
         place = "host" if self.on_host(leaf) else "device"
-        return any(c.home != place or c.where != place for c in self.columns(leaf))
+        return any(c.home != place for c in self.columns(leaf))
 
     def columns(self, leaf: int) -> list[Column]:
         """Parameter, gradient and state of a leaf, in this order."""
@@ -243,11 +232,6 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
 def _rows_a_page(held: Held) -> int:
     """The least number of rows that fill whole pages."""
     return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
-
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether rows that were stepped are the memory that they go to."""
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.storage_offset() == y.storage_offset()
 
 
 class _Spare:
@@ -322,14 +306,12 @@ class _Chunk:
         self._here = []
 
     def _send(self, rows: Rows, column: Column, x: Tensor) -> None:
-        if column.into is None:
+        if not isinstance(column.held, Tensor):
             below = x if self._host else to_host(x).result()
             self._going.append(self._stream.writer(column).write(rows.lo, below))
-        elif column.where != self._place:
-            into = rows.of(column.into)
+        elif column.home != self._place:
+            into = rows.of(column.held)
             self._going.append(to_device(x, self._device, into) if self._host else to_host(x, into))
-        elif not _is_same(x, rows.of(column.into)):
-            rows.of(column.into).copy_(x)
 
     def settle(self) -> None:
         """Waits until they have left."""

@@ -119,15 +119,14 @@ def _as_stream(
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
     own = [
-        None if leaf is None else Column.of(_own(plan, leaf, grads.pop(i)), leaf.grad_home)
-        for i, leaf in enumerate(train)
+        None if leaf is None else Column(_own(plan, leaf, grads.pop(i)), leaf.grad_home) for i, leaf in enumerate(train)
     ]
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
     homes: list[MemoryKind] = [leaf.state_home for leaf in train if leaf is not None]
     index = [i for i, leaf in enumerate(train) if leaf is not None]
     owners = state_owners(opt_state, held)
-    state = [Column.of(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
+    state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
     return Update(
         optimizer=optimizer,
         treedef=plan.treedef,
@@ -149,12 +148,12 @@ def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
-        return Column.of(block, leaf.home, read=read)
+        return Column(block, leaf.home, read)
     if leaf.home == "device":
-        return Column.of(own_rows(plan, leaf, block), "device", read=read)
+        return Column(own_rows(plan, leaf, block), "device", read)
     with on_host():
         here = block if isinstance(block, Tensor) else block.load()
-        return Column.of(own_rows(plan, leaf, here), "host", read=read)
+        return Column(own_rows(plan, leaf, here), "host", read)
 
 
 def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequence[Tensor]) -> PyTree:
