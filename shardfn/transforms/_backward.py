@@ -12,6 +12,7 @@ from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_unflatten
 
 from ._accumulate import microbatches
+from ._ahead import Ahead
 from ._comms import Comms, described, open_channels
 from ._copies import alias, traced_once
 from ._gather import Gatherer
@@ -67,6 +68,7 @@ def run_backward(
     has_aux: bool,
     even: bool,
     loss_scale: Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> Outcome:
     """The loss and the summed gradients of one global batch.
 
@@ -79,6 +81,8 @@ def run_backward(
         has_aux: whether the loss returns aux.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
         loss_scale: what the gradients come multiplied by; None = nothing.
+        ahead: an update that takes gradients as they are complete; it begins unless a weight of the whole batch is
+            needed first.
     """
     open_channels(comms, plan)
     ranks = plan.mesh.axis_size(plan.batch_axes)
@@ -106,6 +110,9 @@ def run_backward(
             gatherer.end_phase(ask=False)
             if k == 0:
                 reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
+            if last and ahead is not None and value.weight is None:
+                ahead.begin()
+                reducer.give_to(ahead)
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
             comms.mark("backward")

@@ -16,6 +16,7 @@ from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import MemoryKind, Stored, chunk_bounds
 from shardfn.memory import to_device
 
+from ._ahead import Ahead
 from ._capture import capturing
 from ._copies import traced_once
 from ._layout import LeafLayout, unit_runs, unit_sizes
@@ -77,6 +78,10 @@ class Reducer:
         """Says in which order units are sent, before any is."""
         self._order, self._learns = list(order), not order
 
+    def give_to(self, ahead: Ahead) -> None:
+        """From now on what is complete goes to an update that runs already."""
+        self._parts.give_to(ahead)
+
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
         before = self._local.pop(leaf, None)
@@ -129,6 +134,8 @@ class Reducer:
         """Per leaf, the summed gradient in the layout: this rank's rows, or the whole leaf where it is not cut."""
         out: dict[int, Tensor | Stored] = {}
         for u in self._order:
+            if self._parts.is_taken(u):
+                continue
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
             rank = self._scatter[u].index

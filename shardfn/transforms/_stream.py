@@ -32,11 +32,13 @@ class Column:
         held: its value before; a tensor is overwritten, a value on disk is not.
         home: the memory in which that is.
         read: whether the update looks at the value before.
+        kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
     """
 
     held: Held
     home: MemoryKind
     read: bool = True
+    kept: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +91,44 @@ class Update:
     chunk: int
 
 
-def stream(update: Update) -> tuple[list[Held | None], PyTree]:
+@dataclasses.dataclass
+class Done:
+    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state."""
+
+    params: dict[int, Held] = dataclasses.field(default_factory=dict)
+    state: dict[int, Held] = dataclasses.field(default_factory=dict)
+
+
+def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
     """Runs an update; the values before are consumed, but for those on disk.
+
+    Args:
+        update: what to step.
+        done: leaves of it that have been stepped already; what they became in host memory goes home now.
 
     Returns:
         For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
     """
-    return _Stream(update).run()
+    out = _Stream(update)
+    token = out.run([Rows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params])
+    params = [None if c is None else out.finished(c, done.params.get(i)) for i, c in enumerate(update.params)]
+    state = [out.finished(c, done.state.get(k)) for k, c in enumerate(update.state)]
+    return params, out.end(token, tree_unflatten(update.state_treedef, state))
+
+
+def stream_some(update: Update, order: Sequence[Rows]) -> Done:
+    """Steps some leaves, whose new values are new files and new host memory; counters stay as they are.
+
+    Args:
+        update: all leaves; gradients of those in `order` only.
+        order: which rows, in this order; cut further where they can be.
+    """
+    out = _Stream(update)
+    out.run(order)
+    leaves = list(dict.fromkeys(rows.leaf for rows in order))
+    params = [(i, update.params[i]) for i in leaves]
+    state = [(k, update.state[k]) for i in leaves for k in out.owned(i)]
+    return Done({i: out.finished(c) for i, c in params if c is not None}, {k: out.finished(c) for k, c in state})
 
 
 class _Stream:
@@ -110,11 +143,13 @@ class _Stream:
             if owner is not None:
                 self._owned.setdefault(owner, []).append(k)
         self._writers: dict[int, Any] = {}
+        self._kept: dict[int, Tensor] = {}
         self.spare = _Spare()
 
-    def run(self) -> tuple[list[Held | None], PyTree]:
+    def run(self, order: Sequence[Rows]) -> Any:
+        """Steps rows of leaves; gives the optimizer's token of the step."""
         token = self._begin()
-        chunks = list(self._chunks())
+        chunks = list(self._chunks(order))
         coming = _Chunk(self, self._u.device, chunks[0]) if chunks else None
         leaving: _Chunk | None = None
         for k in range(len(chunks)):
@@ -127,9 +162,15 @@ class _Stream:
             leaving = now
         if leaving is not None:
             leaving.settle()
-        params = [None if c is None else self._finished(c) for c in self._u.params]
-        state = tree_unflatten(self._u.state_treedef, [self._finished(c) for c in self._u.state])
-        return params, self._pieces.end(token, state)
+        return token
+
+    def end(self, token: Any, state: PyTree) -> PyTree:
+        """The state with its counters advanced."""
+        return self._pieces.end(token, state)
+
+    def owned(self, leaf: int) -> list[int]:
+        """The leaves of the optimizer's state that belong to a leaf of params."""
+        return self._owned.get(leaf, [])
 
     def writer(self, column: Column) -> Any:
         """What writes the new value of a leaf that is on disk."""
@@ -138,8 +179,23 @@ class _Stream:
             self._writers[id(column)] = self._u.pool.writer(column.held.shape, column.held.dtype)
         return self._writers[id(column)]
 
-    def _finished(self, column: Column) -> Held:
-        return column.held if isinstance(column.held, Tensor) else self.writer(column).finish()
+    def kept(self, column: Column) -> Tensor:
+        """The host memory of the new value of a leaf whose tensor stays as it is."""
+        if id(column) not in self._kept:
+            self._kept[id(column)] = host_empty(column.held.shape, column.held.dtype)
+        return self._kept[id(column)]
+
+    def finished(self, column: Column, done: Held | None = None) -> Held:
+        """The new value of a leaf; `done` if it was stepped before."""
+        if column.kept:
+            return self.kept(column)
+        if not isinstance(column.held, Tensor):
+            return self.writer(column).finish() if done is None else done
+        if isinstance(done, Tensor):
+            to_device(done, column.held.device, column.held).result() if column.home == "device" else column.held.copy_(
+                done
+            )
+        return column.held
 
     def _begin(self) -> Any:
         u, stats = self._u, []
@@ -152,12 +208,13 @@ class _Stream:
         state = tree_unflatten(u.state_treedef, counters)
         return self._pieces.begin(state, stats, specs=tree_unflatten(u.treedef, specs))
 
-    def _chunks(self) -> Iterator[list[Rows]]:
+    def _chunks(self, order: Sequence[Rows]) -> Iterator[list[Rows]]:
         """Neighbouring rows that are stepped in one memory, up to the size of a chunk."""
         group: list[Rows] = []
         size = 0
-        for rows, nbytes in self._cuts():
+        for rows, nbytes in self._cuts(order):
             apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
+            apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
             if group and (apart or size + nbytes > self._u.chunk) and self._pieces.grain != "tree":
                 yield group
                 group, size = [], 0
@@ -166,11 +223,14 @@ class _Stream:
         if group:
             yield group
 
-    def _cuts(self) -> Iterator[tuple[Rows, int]]:
-        for i, column in enumerate(self._u.params):
-            if column is None:
-                continue
+    def _cuts(self, order: Sequence[Rows]) -> Iterator[tuple[Rows, int]]:
+        for rows in order:
+            i, column = rows.leaf, self._u.params[rows.leaf]
+            assert column is not None
             shape, total = column.held.shape, self._bytes(i)
+            if rows.hi is not None:
+                yield rows, total * (rows.hi - rows.lo) // shape[0]
+                continue
             if self._pieces.grain != "element" or not shape or total <= self._u.chunk or not self._moves(i):
                 yield Rows(i), total
                 continue
@@ -194,11 +254,11 @@ class _Stream:
         """Parameter, gradient and state of a leaf, in this order."""
         param, grad = self._u.params[leaf], self._u.grads[leaf]
         assert param is not None and grad is not None
-        return [param, grad, *(self._u.state[k] for k in self._owned.get(leaf, []))]
+        return [param, grad, *(self._u.state[k] for k in self.owned(leaf))]
 
     def on_host(self, leaf: int) -> bool:
         """Whether a leaf is stepped on the host: where its state is, if it is not on the device."""
-        state = [self._u.state[k].home for k in self._owned.get(leaf, [])]
+        state = [self._u.state[k].home for k in self.owned(leaf)]
         param = self._u.params[leaf]
         assert param is not None
         return any(home != "device" for home in state) if state else param.home != "device"
@@ -213,7 +273,7 @@ class _Stream:
             if u.scale is not None:
                 grad.mul_(u.scale.to(grad.device))
             params[rows.leaf], grads[rows.leaf] = param, grad
-            for k, x in zip(self._owned.get(rows.leaf, []), rest, strict=True):
+            for k, x in zip(self.owned(rows.leaf), rest, strict=True):
                 state[k] = x
         specs = [None if p is None else s for p, s in zip(params, u.specs, strict=True)]
         given = tree_unflatten(u.state_treedef, state)
@@ -274,8 +334,10 @@ class _Chunk:
     def _bring(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
         """Rows to where they are stepped; a view of those that are there already."""
         held = column.held
-        if isinstance(held, Tensor) and column.home == self._place:
-            return rows.of(held)
+        if column.kept:
+            return self._beside(rows, column)
+        if column.home == self._place:
+            return rows.of(held) if isinstance(held, Tensor) else held.read(rows.lo, rows.hi)
         if not column.read:
             shape = rows.shape(held.shape)
             if self._host:
@@ -289,6 +351,14 @@ class _Chunk:
         if self._host:
             return held.read(rows.lo, rows.hi, self._buffer(rows, held))
         return Fetch(held.read(rows.lo, rows.hi), self._device)
+
+    def _beside(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
+        """Rows in the memory of their new value."""
+        into = rows.of(self._stream.kept(column))
+        assert isinstance(column.held, Tensor)
+        if column.read and column.home == "device":
+            return to_host(rows.of(column.held), into)
+        return into.copy_(rows.of(column.held)) if column.read else into
 
     def step(self, token: Any) -> None:
         """Waits for the rows, and steps them."""
@@ -306,6 +376,8 @@ class _Chunk:
         self._here = []
 
     def _send(self, rows: Rows, column: Column, x: Tensor) -> None:
+        if column.kept:
+            return
         if not isinstance(column.held, Tensor):
             below = x if self._host else to_host(x).result()
             self._going.append(self._stream.writer(column).write(rows.lo, below))

@@ -19,15 +19,16 @@ from shardfn.core import (
     tree_structure,
     tree_unflatten,
 )
-from shardfn.memory import AnyPool, on_host
+from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, inplace
 
+from ._ahead import Ahead
 from ._layout import LeafLayout
 from ._plan import Plan
 from ._pools import pool_of
 from ._refresh import refresh
 from ._state import TrainState, state_owners
-from ._stream import Column, Update, stream
+from ._stream import Column, Done, Update, stream
 
 
 def update(
@@ -39,6 +40,7 @@ def update(
     *,
     scale: Tensor | None,
     donated: bool,
+    ahead: Ahead | None = None,
 ) -> TrainState:
     """The next state. With `donated` the buffers of `state` become its own; otherwise they are copied first.
 
@@ -50,13 +52,16 @@ def update(
         grads: by leaf, this rank's rows of the summed gradient, or the whole of it; consumed.
         scale: what gradients are multiplied by first; None for nothing.
         donated: whether `state` is consumed.
+        ahead: what has stepped some of the leaves already.
     """
+    done = Done() if ahead is None else ahead.finish()
     params, opt_state = take_state(state, donated=False, copied=not donated)
     given = [x for x in (*tree_leaves(params), *tree_leaves(opt_state)) if isinstance(x, Tensor)]
     before = [x._version for x in given]
     try:
         with torch.no_grad():
-            blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, grads, scale)
+            blocks = tree_leaves(params)
+            blocks, opt_state = update_blocks(plan, channels, optimizer, blocks, opt_state, grads, scale, done)
     except BaseException:
         if donated and before != [x._version for x in given]:  # half updated, so of no use to anyone
             take_state(state, donated=True, copied=False)
@@ -86,12 +91,12 @@ def update_blocks(
     opt_state: PyTree,
     grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
+    done: Done | None = None,
 ) -> tuple[list[Tensor | Stored], PyTree]:
     """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk."""
     if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
-        pool = pool_of(plan)
-        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale, pool))
-        return refresh(plan, channels, blocks, rows, pool), opt_state
+        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
+        return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own = [_own(plan, plan.leaves[i], grads.pop(i)) if t else None for i, t in enumerate(train)]
@@ -114,17 +119,29 @@ def _as_stream(
     opt_state: PyTree,
     grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
-    pool: AnyPool | None,
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
     own = [
-        None if leaf is None else Column(_own(plan, leaf, grads.pop(i)), leaf.grad_home) for i, leaf in enumerate(train)
+        None if leaf is None or i not in grads else Column(_own(plan, leaf, grads.pop(i)), leaf.grad_home)
+        for i, leaf in enumerate(train)
     ]
+    return whole_update(plan, optimizer, params, own, opt_state, scale)
+
+
+def whole_update(
+    plan: Plan,
+    optimizer: GradientTransformation,
+    params: Sequence[Column | None],
+    grads: Sequence[Column | None],
+    opt_state: PyTree,
+    scale: Tensor | None,
+) -> Update:
+    """The update of all leaves, from this rank's rows of params and gradients."""
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
-    homes: list[MemoryKind] = [leaf.state_home for leaf in train if leaf is not None]
-    index = [i for i, leaf in enumerate(train) if leaf is not None]
+    homes: list[MemoryKind] = [leaf.state_home for leaf in plan.leaves if leaf.trainable]
+    index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     owners = state_owners(opt_state, held)
     state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
     return Update(
@@ -132,13 +149,13 @@ def _as_stream(
         treedef=plan.treedef,
         specs=[leaf.shard for leaf in plan.leaves],
         params=params,
-        grads=own,
+        grads=grads,
         state=state,
         state_treedef=treedef,
         owners=[None if k is None else index[k] for k in owners],
         scale=scale,
         device=plan.mesh.device,
-        pool=pool,
+        pool=pool_of(plan),
         chunk=plan.zero.chunk,
     )
 
