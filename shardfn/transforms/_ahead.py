@@ -84,14 +84,14 @@ class Ahead:
             return self._squares[unit]
 
     def finish(self) -> Done:
-        """Waits for the end of the update; nothing if it never began.
+        """Waits for the end of the update; nothing if it never began, or was stopped.
 
         Raises:
             Exception: what ended it.
         """
         if self._thread is not None:
             self._thread.join()
-        if self._error is not None:
+        if self._error is not None and not isinstance(self._error, _Stopped):
             raise self._error
         return self._done
 

@@ -1,7 +1,7 @@
 """Which leaves are stepped while the backward goes on.
 
 Those whose state is on disk, for there the update takes long; whose rule looks at their own gradient only; and whose
-new values can be kept beside the old ones at no cost in memory: on disk, or where the gradient was on the host.
+new values can be kept beside the old ones at little cost in memory: on disk, or where the gradient was on the host.
 """
 
 import collections
@@ -14,6 +14,7 @@ from shardfn.core import tree_leaves
 from shardfn.optim import GradientTransformation
 
 from ._ahead import Ahead, Promised
+from ._backward import WEIGHTED
 from ._layout import LeafLayout, Unit
 from ._plan import Plan
 from ._state import TrainState
@@ -33,6 +34,7 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     """
     ahead = None
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece.
+    decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
     if decided and plan.reduce_order and optimizer.grain == "element" and optimizer.measure is None:
         units = _units(plan)
         ahead = _ahead(plan, optimizer, state, units) if units else None
@@ -71,7 +73,7 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
 def _units(plan: Plan) -> list[int]:
     """The units whose leaves can be stepped early, in the order in which they are complete."""
     where = [rows.leaf for rows in _where(plan)]
-    able = [_is_able(leaf) for leaf in plan.leaves]
+    able = [_is_able(leaf, plan.zero.persist) for leaf in plan.leaves]
     while True:
         units = [u for u in plan.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
         reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)
@@ -84,13 +86,14 @@ def _units(plan: Plan) -> list[int]:
         able = whole
 
 
-def _is_able(leaf: LeafLayout) -> bool:
+def _is_able(leaf: LeafLayout, small: int) -> bool:
     """Whether the new values of a leaf can be kept beside the old ones."""
     if not leaf.trainable or leaf.state_home != "disk" or leaf.grad_home == "device":
         return False
     if leaf.home == "disk":
         return not leaf.refreshed
-    return leaf.grad_home == "host" and not (leaf.refreshed and leaf.home == "host")
+    room = leaf.grad_home == "host" or leaf.shape.numel() <= small
+    return room and not (leaf.refreshed and leaf.home == "host")
 
 
 def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:

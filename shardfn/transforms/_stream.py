@@ -4,8 +4,10 @@ While chunk k is stepped, chunk k + 1 is read and chunk k - 1 is written; so the
 chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
 """
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +24,9 @@ from ._fetch import Fetch
 
 Held = Tensor | Stored
 PAGE = 4096
+# Of how many parts of a chunk some are read, one is stepped, and some are written: three chunks together.
+AHEAD, BEHIND = 3, 2
+PARTS = (AHEAD + 1 + BEHIND) // 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Update:
         optimizer: the rule.
         treedef: the structure of params.
         specs: for each leaf of params, how its rows are cut out of the global leaf.
+        numels: for each leaf of params, its elements on a rank: the same number on all ranks, since a rule may sum over
+            ranks, and so leaves must go through the update in the same groups everywhere.
         params: for each leaf of params, this rank's rows; None where it is frozen.
         grads: likewise, the summed gradient.
         state: for each leaf of the optimizer's state.
@@ -80,6 +87,7 @@ class Update:
     optimizer: GradientTransformation
     treedef: Any
     specs: Sequence[P]
+    numels: Sequence[int]
     params: Sequence[Column | None]
     grads: Sequence[Column | None]
     state: Sequence[Column]
@@ -144,24 +152,29 @@ class _Stream:
                 self._owned.setdefault(owner, []).append(k)
         self._writers: dict[int, Any] = {}
         self._kept: dict[int, Tensor] = {}
+        self._size = max(update.chunk // PARTS, 1)
         self.spare = _Spare()
 
     def run(self, order: Sequence[Rows]) -> Any:
         """Steps rows of leaves; gives the optimizer's token of the step."""
         token = self._begin()
-        chunks = list(self._chunks(order))
-        coming = _Chunk(self, self._u.device, chunks[0]) if chunks else None
-        leaving: _Chunk | None = None
-        for k in range(len(chunks)):
-            now, coming = coming, _Chunk(self, self._u.device, chunks[k + 1]) if k + 1 < len(chunks) else None
-            assert now is not None
+        chunks = self._chunks(order)
+        coming: collections.deque[_Chunk] = collections.deque()
+        leaving: collections.deque[_Chunk] = collections.deque()
+        while True:
+            coming.extend(
+                _Chunk(self, self._u.device, rows) for rows in itertools.islice(chunks, AHEAD + 1 - len(coming))
+            )
+            if not coming:
+                break
+            now = coming.popleft()
             now.step(token)
-            if leaving is not None:
-                leaving.settle()
+            if len(leaving) == BEHIND:
+                leaving.popleft().settle()
             now.leave()
-            leaving = now
-        if leaving is not None:
-            leaving.settle()
+            leaving.append(now)
+        for chunk in leaving:
+            chunk.settle()
         return token
 
     def end(self, token: Any, state: PyTree) -> PyTree:
@@ -215,7 +228,7 @@ class _Stream:
         for rows, nbytes in self._cuts(order):
             apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
             apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
-            if group and (apart or size + nbytes > self._u.chunk) and self._pieces.grain != "tree":
+            if group and (apart or size + nbytes > self._size) and self._pieces.grain != "tree":
                 yield group
                 group, size = [], 0
             group.append(rows)
@@ -231,10 +244,15 @@ class _Stream:
             if rows.hi is not None:
                 yield rows, total * (rows.hi - rows.lo) // shape[0]
                 continue
-            if self._pieces.grain != "element" or not shape or total <= self._u.chunk or not self._moves(i):
+            if (
+                self._pieces.grain != "element"
+                or not all(shape[:1] or (0,))
+                or total <= self._size
+                or not self._moves(i)
+            ):
                 yield Rows(i), total
                 continue
-            step = max(1, shape[0] * self._u.chunk // total)
+            step = max(1, shape[0] * self._size // total)
             whole = math.lcm(*(_rows_a_page(c.held) for c in self.columns(i)))
             step = step // whole * whole or step  # rows that fill pages are read and written without a copy
             for lo in range(0, shape[0], step):
@@ -242,8 +260,7 @@ class _Stream:
                 yield Rows(i, lo, hi), total * (hi - lo) // shape[0]
 
     def _bytes(self, leaf: int) -> int:
-        held = [c.held for c in self.columns(leaf)]
-        return sum(x.shape.numel() * x.dtype.itemsize for x in held)
+        return self._u.numels[leaf] * sum(c.held.dtype.itemsize for c in self.columns(leaf))
 
     def _moves(self, leaf: int) -> bool:
         """Whether anything of a leaf must come to where it is stepped, or go from there."""

@@ -148,6 +148,7 @@ def whole_update(
         optimizer=optimizer,
         treedef=plan.treedef,
         specs=[leaf.shard for leaf in plan.leaves],
+        numels=[-(-leaf.numel // plan.mesh.axis_size(leaf.zero_axes)) for leaf in plan.leaves],
         params=params,
         grads=grads,
         state=state,
