@@ -10,6 +10,7 @@ from shardfn.core import Arriving, MemoryKind, Stored
 from shardfn.memory import AnyPool, on_host, to_host
 
 from ._ahead import Ahead
+from ._stored import loaded
 
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
@@ -134,7 +135,7 @@ class Parts:
         with on_host():
             part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
-                part = (before if isinstance(before, Tensor) else before.load()).add_(part)
+                part = loaded(before).add_(part)
         if self._homes[unit] == "host":
             self._at[unit] = part
         else:

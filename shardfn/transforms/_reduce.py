@@ -23,7 +23,7 @@ from ._layout import LeafLayout, unit_runs, unit_sizes
 from ._parts import Parts, send_home
 from ._plan import Plan
 from ._pools import pool_of
-from ._stored import Slice
+from ._stored import Slice, loaded
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -267,7 +267,7 @@ class Reducer:
 
 def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
     """A share on the device, from wherever it waits."""
-    return to_device(x if isinstance(x, Tensor) else x.load(), device).result()
+    return to_device(loaded(x), device).result()
 
 
 def _pieces(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor | Stored]:

@@ -16,6 +16,7 @@ from ._plan import Plan
 from ._pools import pool_of, reopen
 from ._refresh import refresh
 from ._state import TrainState
+from ._stored import loaded
 from ._update import wrap
 
 
@@ -75,7 +76,7 @@ def _placed(plan: Plan, value: Tensor | Stored, like: GlobalTensor) -> Tensor | 
     if like.memory_kind == "disk":
         return send_home(value, "disk", pool_of(plan)) if isinstance(value, Tensor) else value
     with on_host():
-        here = value if isinstance(value, Tensor) else value.load()
+        here = loaded(value)
     return here if like.memory_kind == "host" else here.to(plan.mesh.device, copy=True)
 
 

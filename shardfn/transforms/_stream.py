@@ -21,6 +21,7 @@ from shardfn.optim import GradientTransformation, in_pieces
 
 from ._capture import capturing
 from ._fetch import Fetch
+from ._stored import loaded
 
 Held = Tensor | Stored
 PAGE = 4096
@@ -214,7 +215,7 @@ class _Stream:
         u, stats = self._u, []
         for column in u.grads:
             if column is not None and self._pieces.measure is not None:
-                x = column.held if isinstance(column.held, Tensor) else column.held.load()
+                x = loaded(column.held)
                 stats.append(self._pieces.measure(x if u.scale is None else x * u.scale.to(x.device)))
         counters = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
         specs = [None if c is None else s for c, s in zip(u.params, u.specs, strict=True)]

@@ -28,6 +28,7 @@ from ._plan import Plan
 from ._pools import pool_of
 from ._refresh import refresh
 from ._state import TrainState, state_owners
+from ._stored import loaded
 from ._stream import Column, Done, Update, stream
 
 
@@ -170,8 +171,7 @@ def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
     if leaf.home == "device":
         return Column(own_rows(plan, leaf, block), "device", read)
     with on_host():
-        here = block if isinstance(block, Tensor) else block.load()
-        return Column(own_rows(plan, leaf, here), "host", read)
+        return Column(own_rows(plan, leaf, loaded(block)), "host", read)
 
 
 def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequence[Tensor]) -> PyTree:
