@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import Arriving, MemoryKind, P, PyTree, Stored, tree_leaves, tree_unflatten
-from shardfn.memory import AnyPool, host_empty, on_host, to_device, to_host
+from shardfn.memory import AnyPool, TracedTransfer, Transfer, host_empty, on_host, to_device, to_host
 from shardfn.optim import GradientTransformation, in_pieces
 
 from ._capture import capturing
@@ -339,7 +339,7 @@ class _Chunk:
         self._buffers: list[Tensor] = []
         self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
         self._here: list[list[Tensor]] = []
-        self._going: list[Arriving[Any]] = []
+        self._going: list[Transfer[Any] | TracedTransfer] = []
 
     def _buffer(self, rows: Rows, held: Held) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
@@ -408,7 +408,7 @@ class _Chunk:
         for going in self._going:
             going.result()
             # On an accelerator a result is there when its stream is; what it came from may be written only later.
-            getattr(going, "wait", going.done)()
+            going.wait()
         self._going = []
         self._stream.spare.give(self._buffers)
         self._buffers = []
