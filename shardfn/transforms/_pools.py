@@ -78,7 +78,8 @@ def commit(plan: Plan, state: TrainState) -> None:
     if pool is None or not all(kept for _, _, kept in leaves):
         return
     number = _commits(plan).get(plan.zero.directory, -1) + 1
-    pool.commit({path: _value(x) for path, x, _ in leaves if _is_held(plan, x)}, number, keep_before=True)
+    values = {path: _value(x) for path, x, _ in leaves if _is_held(plan, x)}
+    pool.commit(values, number, durable=plan.zero.durable, keep_before=True)
     _commits(plan)[plan.zero.directory] = number
 
 
