@@ -2,8 +2,11 @@
 
 `update`: the update of a bf16 model whose master copies and moments (12 bytes a parameter) are on disk, against one
 thread that reads and writes the same number of bytes from and to files of its own with O_DIRECT; in turns, one process.
+The step may be skipped, so nothing of the update runs beside the backward.
 `overlap`: whole steps with all states on disk, for several batch sizes, beside the same steps with all states in memory
-(compute) and beside the bytes that they moved at the plain rate of the same run (I/O).
+(compute), beside the bytes that they moved at the plain rate of the same run (I/O; what is read at the rate of reading,
+what is written at that of writing), and beside the floor: the steps in memory with a thread that moves those bytes,
+until both have ended. On a machine with few cores, compute and I/O share them, and the floor is above their maximum.
 `memory`: examples/bigger_than_memory.py under RLIMIT_DATA and without, and the largest model that trains under
 that limit in memory.
 """
@@ -15,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -48,9 +52,9 @@ def _loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return x.float().square().mean()
 
 
-def _step(args: argparse.Namespace, zero: sf.Zero, policy: sf.Policy | None) -> tuple[Any, Any]:
+def _step(args: argparse.Namespace, zero: sf.Zero, policy: sf.Policy | None, **options: Any) -> tuple[Any, Any]:
     loss = _loss if policy is None else sf.mixed_precision(_loss, policy)
-    step = sf.sharded_step(loss, sf.optim.adamw(1e-4), mesh=sf.make_mesh({"dp": 1}), zero=zero)
+    step = sf.sharded_step(loss, sf.optim.adamw(1e-4), mesh=sf.make_mesh({"dp": 1}), zero=zero, **options)
     draw = torch.Generator().manual_seed(0)
     width = args.width
     params = [torch.randn(width, width, generator=draw) / width**0.5 for _ in range(args.layers)]
@@ -68,15 +72,15 @@ def _update_rate(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     taken: dict[str, list[float]] = {"plain": [], "update": []}
     inner = _update.stream
 
-    def timed(update: Any) -> Any:
+    def timed(*args: Any) -> Any:
         start = time.perf_counter()
-        out = inner(update)
+        out = inner(*args)
         taken["update"].append(time.perf_counter() - start)
         return out
 
     with tempfile.TemporaryDirectory(dir=args.directory) as place:
         zero = sf.Zero(2, persist=0, grads="host", optimizer="disk", directory=place + "/pool", chunk=chunk)
-        step, state = _step(args, zero, sf.Policy.bf16(reduce=torch.bfloat16))
+        step, state = _step(args, zero, sf.Policy.bf16(reduce=torch.bfloat16), skip_nonfinite=True)
         plain = _plain(pathlib.Path(place), 12 * psi, chunk)
         with mock.patch.object(_update, "stream", timed):
             for _ in range(args.rounds + 2):
@@ -110,28 +114,43 @@ def _overlap(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             away, there = _step(args, sf.Zero(3, persist=0, prefetch=16 * MIB, chunk=chunk, **kinds), None)
             near, here = _step(args, sf.Zero(3, persist=0), None)
             plain = _plain(pathlib.Path(place), 12 * psi, chunk)
-            moved, turns = 0, []
+            read = written = 0
+            turns = []
             for _ in range(args.rounds + 2):
-                times = []
                 with sf.memory.ledger() as book:
                     start = time.perf_counter()
                     there, _ = away(there, x)
-                    times.append(time.perf_counter() - start)
-                moved = book.moved("disk", "host") + book.moved("host", "disk")
+                    times = [time.perf_counter() - start]
+                read, written = book.moved("disk", "host"), book.moved("host", "disk")
                 start = time.perf_counter()
                 here, _ = near(here, x)
                 times.append(time.perf_counter() - start)
+                reading, writing = plain.turn()
+                times.append((reading * read + writing * written) / (12 * psi))
+                moving = threading.Thread(target=plain.turn, args=((read + written) / (24 * psi),))
                 start = time.perf_counter()
-                plain.turn()
-                times.append((time.perf_counter() - start) * moved / (24 * psi))
+                moving.start()
+                here, _ = near(here, x)
+                moving.join()
+                times.append(time.perf_counter() - start)
                 turns.append(times)
             del there, here
             away.close()
-        step, compute, io = (statistics.median(t) for t in zip(*turns[2:], strict=True))
-        ratio = statistics.median(s / max(c, i) for s, c, i in turns[2:])
-        rows.append([batch, f"{moved / 1e9:.2f}", f"{compute:.2f}", f"{io:.2f}", f"{step:.2f}", f"{ratio:.2f}"])
-        data.append({"batch": batch, "turns": turns, "moved": moved})
-    head = ["rows", "moved, GB", "compute, s", "I/O, s", "step, s", "step / max(compute, I/O)"]
+        step, compute, io, floor = (statistics.median(t) for t in zip(*turns[2:], strict=True))
+        ratios = [statistics.median(t) for t in zip(*((s / max(c, i), s / f) for s, c, i, f in turns[2:]), strict=True)]
+        seconds = [f"{t:.2f}" for t in (compute, io, floor, step)]
+        rows.append([batch, f"{(read + written) / 1e9:.2f}", *seconds, *(f"{r:.2f}" for r in ratios)])
+        data.append({"batch": batch, "turns": turns, "read": read, "written": written})
+    head = [
+        "rows",
+        "moved, GB",
+        "compute, s",
+        "I/O, s",
+        "floor, s",
+        "step, s",
+        "step / max(compute, I/O)",
+        "step / floor",
+    ]
     return table(head, rows), {"cases": data}
 
 

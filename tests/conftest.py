@@ -1,5 +1,10 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
+import os
+import pathlib
+import subprocess
+from collections.abc import Iterator
+
 import jaxtyping
 import pytest
 import torch
@@ -29,3 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = getattr(item, "callspec", None)
         if case is not None and (item.path.name, case.params.get("world")) in NIGHTLY:
             item.add_marker(pytest.mark.nightly)
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file system of 2 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)

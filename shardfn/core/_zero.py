@@ -36,6 +36,7 @@ class Zero:
         directory: where "disk" is; each rank makes a directory of its own in it.
         chunk: bytes in which the optimizer's state goes through the memory of the update.
         checksum: whether what is read from the disk is compared with what was written.
+        durable: whether commits outlive a loss of power too: a step waits until the device has what it wrote.
 
     Raises:
         ValueError: a field is out of range, or has no effect.
@@ -64,6 +65,7 @@ class Zero:
     directory: str | None = None
     chunk: int = 64 << 20
     checksum: bool = False
+    durable: bool = False
 
     @property
     def kinds(self) -> set[MemoryKind]:

@@ -6,6 +6,6 @@ from ._host import host_empty as host_empty, return_freed_pages as return_freed_
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
 from ._pool import AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
-from ._traced import TracedPool as TracedPool, TracedStored as TracedStored
+from ._traced import TracedPool as TracedPool, TracedStored as TracedStored, TracedTransfer as TracedTransfer
 from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of
 from ._errors import DamagedError as DamagedError, DiskFullError as DiskFullError, PoolInUseError as PoolInUseError

@@ -14,7 +14,7 @@ from torch import Tensor
 from ._kernels import foreach_copy_
 from ._leaves import Columns, blocks
 
-_CAST = 1 << 17  # elements a thread: half a megabyte of cast gradient
+_CAST = 1 << 18  # elements a thread: a megabyte of cast gradient; smaller pieces pay more for their launches
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
 
 

@@ -12,6 +12,7 @@ from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_unflatten
 
 from ._accumulate import microbatches
+from ._ahead import Ahead
 from ._comms import Comms, described, open_channels
 from ._copies import alias, traced_once
 from ._gather import Gatherer
@@ -22,6 +23,9 @@ from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
 from ._splice import taking_early
+
+# How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
+WEIGHTED = "a WeightedMean"
 
 
 @dataclasses.dataclass
@@ -67,6 +71,7 @@ def run_backward(
     has_aux: bool,
     even: bool,
     loss_scale: Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> Outcome:
     """The loss and the summed gradients of one global batch.
 
@@ -79,6 +84,7 @@ def run_backward(
         has_aux: whether the loss returns aux.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
         loss_scale: what the gradients come multiplied by; None = nothing.
+        ahead: an update that takes gradients as they are complete; it is stopped if they must be divided by a weight.
     """
     open_channels(comms, plan)
     ranks = plan.mesh.axis_size(plan.batch_axes)
@@ -95,6 +101,8 @@ def run_backward(
             send = last or plan.zero.reduce == "each"
             reducer.begin(send=send, last=last)
             gatherer.begin_phase()
+            if last and ahead is not None:  # whose reads queue behind those of the first parameters
+                ahead.begin()
             comms.mark("forward")
             with book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
                 value = evaluate(inner, params, (batch, *args[1:]), has_aux)
@@ -106,6 +114,11 @@ def run_backward(
             gatherer.end_phase(ask=False)
             if k == 0:
                 reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
+            if last and ahead is not None:
+                if value.weight is None:
+                    reducer.give_to(ahead)
+                else:  # gradients are divided by the weight of all ranks' batches first
+                    ahead.stop()
             values.append(Value(value.total.detach(), value.weight, value.aux))
             gatherer.begin_phase()
             comms.mark("backward")
@@ -212,7 +225,7 @@ def _told(gatherer: Gatherer, comms: Comms) -> Any:
 def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
     """Compares, in the first step of a plan, what the losses of the ranks return: their sums must mean the same."""
     if plan.outcome is None:
-        plan.outcome = f"{'a mean' if out.weight is None else 'a WeightedMean'} and aux {sorted(out.aux)}"
+        plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
         comms.control.agree("what the loss returns", plan.outcome)
 
 

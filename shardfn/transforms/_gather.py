@@ -66,6 +66,7 @@ class Gatherer:
         """Starts the next phase of the agreed order."""
         self._phase, self._pos, self._served = self._phase + 1, 0, []
         self._order.phase(self._phase)
+        self._read_ahead()
 
     def whole(self, leaf: int) -> Tensor:
         """The whole leaf; waits for it, and issues what is used next."""
@@ -131,9 +132,9 @@ class Gatherer:
         move = self._move() if self._schedule is None else self._schedule[self._phase][self._pos]
         for unit in move.drop:
             self._drop(self._scheduled.pop(unit))
+        self._read_ahead()
         for unit in move.issue:
             self._scheduled[unit] = self._issue(unit)
-        self._read_ahead()
         self._pos += 1
 
     def _read_ahead(self) -> None:

@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
-from shardfn.core import Stored
 from shardfn.optim import is_small, large_square, sum_squares
 
 from ._backward import Outcome
 from ._capture import capturing
 from ._copies import traced_once
+from ._parts import Parts
 from ._plan import Plan
+from ._stored import loaded
 
 
 def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -54,20 +55,24 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
 
     Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
     """
-    by_axes: dict[tuple[str, ...], list[Tensor | Stored]] = {}
+    by_axes: dict[tuple[str, ...], list[int]] = {}
     parts = out.reducer.parts()
     for unit in parts:  # in one order, so that the sum has the same bits
         leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
-        by_axes.setdefault(plan.norm_axes(leaf), []).append(parts[unit])
-    sums = {axes: _sums(shares).to(out.total.device, torch.float64).sum() for axes, shares in by_axes.items()}
+        by_axes.setdefault(plan.norm_axes(leaf), []).append(unit)
+    sums = {axes: _sums(parts, own).to(out.total.device, torch.float64).sum() for axes, own in by_axes.items()}
     return sums if plan.num_left == 1 else {axes: x / plan.num_left for axes, x in sums.items()}
 
 
-def _sums(shares: list[Tensor | Stored]) -> Tensor:
+def _sums(of: Parts, units: list[int]) -> Tensor:
     """The sum of squares of each share; what is on disk is loaded one after another."""
+    if any(map(of.is_taken, units)):
+        found = [(of.square(u), u) for u in units]
+        return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
+    shares = [of[u] for u in units]
     parts = [x for x in shares if isinstance(x, Tensor)]
     if len(parts) < len(shares):
-        return torch.cat([sum_squares([x if isinstance(x, Tensor) else x.load()]) for x in shares])
+        return torch.cat([sum_squares([loaded(x)]) for x in shares])
     if not capturing() or all(map(is_small, parts)):
         return sum_squares(parts)
     small = [part for part in parts if is_small(part)]

@@ -1,12 +1,16 @@
 """Where summed gradients wait for the update: on the device, on the host, or on disk."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.core import Arriving, MemoryKind, Stored
 from shardfn.memory import AnyPool, on_host, to_host
+
+from ._ahead import Ahead
+from ._stored import loaded
 
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
@@ -28,12 +32,22 @@ class Parts:
         self._coming: dict[int, Arriving[Tensor]] = {}
         self._writing: dict[int, Arriving[Stored]] = {}
         self._leaving: dict[int, int] = {}
+        self._ahead: Ahead | None = None
+        self._taken: dict[int, Arriving[Any]] = {}
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._at or unit in self._coming or unit in self._writing
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted({*self._at, *self._coming, *self._writing}))
+        return iter(sorted({*self._at, *self._coming, *self._writing, *self._taken}))
+
+    def give_to(self, ahead: Ahead) -> None:
+        """From now on units that are complete go to an update that runs already, if it takes them."""
+        self._ahead = ahead
+
+    def is_taken(self, unit: int) -> bool:
+        """Whether a unit has gone into the update."""
+        return unit in self._taken
 
     def home(self, unit: int) -> MemoryKind:
         """The memory of a unit."""
@@ -50,7 +64,11 @@ class Parts:
         """
         if self._homes[unit] != "device":
             self._arrive(unit)
-            self._coming[unit] = to_host(part)
+            if last and self._ahead is not None and unit in self._ahead.units:
+                taken = self._ahead.take(unit, to_host(part), self._at.pop(unit, None), self._dtypes[unit])
+                self._taken[unit] = taken
+            else:
+                self._coming[unit] = to_host(part)
             self._leaving[unit] = part.nbytes
             self._hold_back()
             return
@@ -65,6 +83,10 @@ class Parts:
         x = self._at.get(unit)
         if isinstance(x, Tensor):
             self._at[unit] = x.to(self._dtypes[unit])
+
+    def square(self, unit: int) -> Tensor | None:
+        """The sum of squares, [1], of a unit that has gone into the update; waits for it. None for the others."""
+        return self._ahead.square(unit) if self._ahead is not None and unit in self._taken else None
 
     def __getitem__(self, unit: int) -> Tensor | Stored:
         self._arrive(unit)
@@ -93,11 +115,13 @@ class Parts:
         coming = self._coming.get(unit)
         if coming is not None and coming.done():
             self._send_on(unit)
-        coming = self._coming.get(unit) or self._writing.get(unit)
+        coming = self._coming.get(unit) or self._writing.get(unit) or self._taken.get(unit)
         return coming is None or coming.done()
 
     def _arrive(self, unit: int) -> None:
-        """Waits until a unit is at home."""
+        """Waits until a unit is at home, or has gone into the update."""
+        if unit in self._taken:
+            self._taken[unit].result()
         self._send_on(unit)
         writing = self._writing.pop(unit, None)
         if writing is not None:
@@ -111,7 +135,7 @@ class Parts:
         with on_host():
             part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
-                part = (before if isinstance(before, Tensor) else before.load()).add_(part)
+                part = loaded(before).add_(part)
         if self._homes[unit] == "host":
             self._at[unit] = part
         else:

@@ -300,7 +300,7 @@ class Planner:
 
 def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
     used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
-    given = [f"{n}={getattr(zero, n)!r}" for n in ("directory", "checksum") if getattr(zero, n)]
+    given = [f"{n}={getattr(zero, n)!r}" for n in ("directory", "checksum", "durable") if getattr(zero, n)]
     if given and not used:
         raise ValueError(f"Zero({', '.join(given)}) has no effect: nothing is kept on disk.")
 

@@ -61,7 +61,7 @@ def begin(plan: Plan, state: TrainState) -> None:
             f"{plan.zero.directory} holds the states of another init; give this one a directory of its own, or close"
             " the step and remove it."
         )
-    lost = homeless(plan, state)
+    lost = [path for path, _, kept in _leaves(plan, state) if not kept]
     if lost:
         where = plan.zero.directory
         log.warning("states under %s cannot be resumed; these are kept in memory only: %s", where, ", ".join(lost))
@@ -74,11 +74,12 @@ def commit(plan: Plan, state: TrainState) -> None:
     Commits are numbered by themselves: a step that is skipped, or taken twice, has the number of another one.
     """
     pool = disk_of(plan)
-    if pool is None or homeless(plan, state):
+    leaves = [] if pool is None else _leaves(plan, state)
+    if pool is None or not all(kept for _, _, kept in leaves):
         return
-    values = {path: _value(plan, x) for path, x in _leaves(state)}
     number = _commits(plan).get(plan.zero.directory, -1) + 1
-    pool.commit({k: v for k, v in values.items() if v is not None}, number, keep_before=True)
+    values = {path: _value(x) for path, x, _ in leaves if _is_held(plan, x)}
+    pool.commit(values, number, durable=plan.zero.durable, keep_before=True)
     _commits(plan)[plan.zero.directory] = number
 
 
@@ -114,25 +115,20 @@ def reopen(plan: Plan, control: AnyControl) -> dict[str, Any]:
     return opened.values
 
 
-def homeless(plan: Plan, state: TrainState) -> list[str]:
-    """The leaves of a state that no commit holds: neither on disk, nor small, nor the cast of a copy that is.
+def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
+    """Each leaf of a state by path, and whether a commit keeps it: on disk, or small, or as the cast of a copy that is.
 
-    The same on all ranks, whatever their blocks are.
+    The last is the same on all ranks, whatever their blocks are.
     """
     copied = [x for x in plan.leaves if x.trainable and x.dtypes.master != x.dtypes.param and x.state_home == "disk"]
     casts = {leaf.path for leaf in copied}
-    return [path for path, x in _leaves(state) if not _is_held(plan, x) and path not in casts]
-
-
-def _leaves(state: TrainState) -> list[tuple[str, Any]]:
     parts = ("params", state.params), ("opt_state", state.opt_state), ("state", state._replace(params=(), opt_state=()))
-    return [pair for name, tree in parts for pair in zip(tree_paths(tree, name), tree_leaves(tree), strict=True)]
+    named = [pair for name, tree in parts for pair in zip(tree_paths(tree, name), tree_leaves(tree), strict=True)]
+    return [(path, x, _is_held(plan, x) or path in casts) for path, x in named]
 
 
-def _value(plan: Plan, x: Any) -> Any:
-    """What a commit holds of a leaf; None if it is too large for one."""
-    if not _is_held(plan, x):
-        return None
+def _value(x: Any) -> Any:
+    """What a commit holds of a leaf."""
     held: Tensor | Stored = x.held if isinstance(x, GlobalTensor) else x
     return held.detach().to("cpu", copy=True) if isinstance(held, Tensor) else held
 

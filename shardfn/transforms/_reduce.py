@@ -16,13 +16,14 @@ from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
 from shardfn.core import MemoryKind, Stored, chunk_bounds
 from shardfn.memory import to_device
 
+from ._ahead import Ahead
 from ._capture import capturing
 from ._copies import traced_once
 from ._layout import LeafLayout, unit_runs, unit_sizes
 from ._parts import Parts, send_home
 from ._plan import Plan
 from ._pools import pool_of
-from ._stored import Slice
+from ._stored import Slice, loaded
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -77,6 +78,10 @@ class Reducer:
         """Says in which order units are sent, before any is."""
         self._order, self._learns = list(order), not order
 
+    def give_to(self, ahead: Ahead) -> None:
+        """From now on what is complete goes to an update that runs already."""
+        self._parts.give_to(ahead)
+
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
         before = self._local.pop(leaf, None)
@@ -129,6 +134,8 @@ class Reducer:
         """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
         out: dict[int, Tensor | Stored] = {}
         for u in self._order:
+            if self._parts.is_taken(u):
+                continue
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
             rank = self._scatter[u].index
@@ -261,7 +268,7 @@ class Reducer:
 
 def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
     """A share on the device, from wherever it waits."""
-    return to_device(x if isinstance(x, Tensor) else x.load(), device).result()
+    return to_device(loaded(x), device).result()
 
 
 def _pieces(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor | Stored]:

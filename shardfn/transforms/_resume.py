@@ -16,7 +16,8 @@ from ._plan import Plan
 from ._pools import pool_of, reopen
 from ._refresh import refresh
 from ._state import TrainState
-from ._update import wrap
+from ._stored import loaded
+from ._update import own_rows, wrap
 
 
 def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainState) -> TrainState:
@@ -75,7 +76,7 @@ def _placed(plan: Plan, value: Tensor | Stored, like: GlobalTensor) -> Tensor | 
     if like.memory_kind == "disk":
         return send_home(value, "disk", pool_of(plan)) if isinstance(value, Tensor) else value
     with on_host():
-        here = value if isinstance(value, Tensor) else value.load()
+        here = loaded(value)
     return here if like.memory_kind == "host" else here.to(plan.mesh.device, copy=True)
 
 
@@ -93,18 +94,14 @@ def _whole(
     plan: Plan, channels: AnyChannels, blocks: list[Tensor | Stored], casts: dict[str, Tensor]
 ) -> list[Tensor | Stored]:
     """Blocks of which this rank has made its rows only, made whole."""
+    if not casts:
+        return blocks
     rows: list[Any] = [None] * len(blocks)
     for i, leaf in enumerate(plan.leaves):
         if not (leaf.refreshed and leaf.trainable):
             continue
-        rank = plan.zero_rank(leaf)
-        block = blocks[i]
         if leaf.path in casts:
-            rows[i], blocks[i] = block, torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
-        elif isinstance(block, Tensor):
-            rows[i] = leaf.rows(block, rank).contiguous()
+            rows[i], blocks[i] = blocks[i], torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
         else:
-            rows[i] = leaf.rows(block.load(), rank).contiguous()
-    if not casts:
-        return blocks
+            rows[i] = own_rows(plan, leaf, loaded(blocks[i]))
     return refresh(plan, channels, blocks, rows, pool_of(plan))

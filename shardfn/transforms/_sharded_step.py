@@ -34,6 +34,7 @@ from ._backward import run_backward, run_forward
 from ._captured import CapturedSteps, signature
 from ._check import agree_on_step, check_params, check_replicas, check_specs, describe_batch, told_before
 from ._comms import Comms, comms_of, losing_no_peer
+from ._early import early
 from ._eval_shape import abstract_init, abstract_leaves, as_state, is_abstract
 from ._first import first_state
 from ._functional import pure_apply, pure_loss, pure_step
@@ -319,14 +320,16 @@ class ShardedStep:
     ) -> tuple[TrainState, dict[str, Tensor]]:
         blocks = [g.held for g in tree_leaves(state.params)]
         by = scale_of(state)
-        out = run_backward(plan, comms, blocks, self._loss, args, has_aux=self._has_aux, even=even, loss_scale=by)
-        metrics, scale = measure(plan, out, by)
-        if self._skip and not bool(metrics["finite"]):
-            metrics["skipped"] = torch.ones_like(metrics["finite"])
-            return state, metrics
-        grads = out.gradients()
-        del blocks
-        return update(plan, comms.channels, self._optimizer, state, grads, scale=scale, donated=self._donate), metrics
+        how: dict[str, Any] = {"has_aux": self._has_aux, "even": even, "loss_scale": by}
+        with early(plan, self._optimizer, state, decided=not self._skip) as ahead:
+            out = run_backward(plan, comms, blocks, self._loss, args, **how, ahead=ahead)
+            metrics, scale = measure(plan, out, by)
+            if self._skip and not bool(metrics["finite"]):
+                metrics["skipped"] = torch.ones_like(metrics["finite"])
+                return state, metrics
+            grads, rest = out.gradients(), {"scale": scale, "donated": self._donate, "ahead": ahead}
+            del blocks
+            return update(plan, comms.channels, self._optimizer, state, grads, **rest), metrics
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         if self._skip_nonfinite:

@@ -10,6 +10,11 @@ from shardfn.core import Arriving, MemoryKind, Stored
 from shardfn.memory import on_host
 
 
+def loaded(x: Tensor | Stored) -> Tensor:
+    """A value as a tensor, from wherever it is kept."""
+    return x if isinstance(x, Tensor) else x.load()
+
+
 def layers_of(x: Tensor | Stored) -> Sequence[Tensor | Stored]:
     """What a stack [L, *shape of a layer] holds, layer by layer."""
     if isinstance(x, Tensor):

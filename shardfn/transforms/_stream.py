@@ -4,8 +4,10 @@ While chunk k is stepped, chunk k + 1 is read and chunk k - 1 is written; so the
 chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
 """
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,38 +16,35 @@ import torch
 from torch import Tensor
 
 from shardfn.core import Arriving, MemoryKind, P, PyTree, Stored, tree_leaves, tree_unflatten
-from shardfn.memory import AnyPool, host_empty, on_host, to_device, to_host
+from shardfn.memory import AnyPool, TracedTransfer, Transfer, host_empty, on_host, to_device, to_host
 from shardfn.optim import GradientTransformation, in_pieces
 
 from ._capture import capturing
 from ._fetch import Fetch
+from ._stored import loaded
 
 Held = Tensor | Stored
 PAGE = 4096
+# Of how many parts of a chunk some are read, one is stepped, and some are written: three chunks together.
+AHEAD, BEHIND = 3, 2
+PARTS = (AHEAD + 1 + BEHIND) // 3
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Column:
     """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
 
     Attributes:
-        held: its value before.
+        held: its value before; a tensor is overwritten, a value on disk is not.
         home: the memory in which that is.
-        into: the tensor that its rows are written to, which may be `held`; None for the disk.
-        where: the memory in which `into` is.
         read: whether the update looks at the value before.
+        kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
     """
 
     held: Held
     home: MemoryKind
-    into: Tensor | None
-    where: MemoryKind
     read: bool = True
-
-    @staticmethod
-    def of(held: Held, home: MemoryKind, *, read: bool = True) -> "Column":
-        """A leaf that is stepped where it is."""
-        return Column(held, home, held if isinstance(held, Tensor) else None, home, read)
+    kept: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +72,8 @@ class Update:
         optimizer: the rule.
         treedef: the structure of params.
         specs: for each leaf of params, how its rows are cut out of the global leaf.
+        numels: for each leaf of params, its elements on a rank: the same number on all ranks, since a rule may sum over
+            ranks, and so leaves must go through the update in the same groups everywhere.
         params: for each leaf of params, this rank's rows; None where it is frozen.
         grads: likewise, the summed gradient.
         state: for each leaf of the optimizer's state.
@@ -87,6 +88,7 @@ class Update:
     optimizer: GradientTransformation
     treedef: Any
     specs: Sequence[P]
+    numels: Sequence[int]
     params: Sequence[Column | None]
     grads: Sequence[Column | None]
     state: Sequence[Column]
@@ -98,13 +100,44 @@ class Update:
     chunk: int
 
 
-def stream(update: Update) -> tuple[list[Held | None], PyTree]:
+@dataclasses.dataclass
+class Done:
+    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state."""
+
+    params: dict[int, Held] = dataclasses.field(default_factory=dict)
+    state: dict[int, Held] = dataclasses.field(default_factory=dict)
+
+
+def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
     """Runs an update; the values before are consumed, but for those on disk.
+
+    Args:
+        update: what to step.
+        done: leaves of it that have been stepped already; what they became in host memory goes home now.
 
     Returns:
         For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
     """
-    return _Stream(update).run()
+    out = _Stream(update)
+    token = out.run([Rows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params])
+    params = [None if c is None else out.finished(c, done.params.get(i)) for i, c in enumerate(update.params)]
+    state = [out.finished(c, done.state.get(k)) for k, c in enumerate(update.state)]
+    return params, out.end(token, tree_unflatten(update.state_treedef, state))
+
+
+def stream_some(update: Update, order: Sequence[Rows]) -> Done:
+    """Steps some leaves, whose new values are new files and new host memory; counters stay as they are.
+
+    Args:
+        update: all leaves; gradients of those in `order` only.
+        order: which rows, in this order; cut further where they can be.
+    """
+    out = _Stream(update)
+    out.run(order)
+    leaves = list(dict.fromkeys(rows.leaf for rows in order))
+    params = [(i, update.params[i]) for i in leaves]
+    state = [(k, update.state[k]) for i in leaves for k in out.owned(i)]
+    return Done({i: out.finished(c) for i, c in params if c is not None}, {k: out.finished(c) for k, c in state})
 
 
 class _Stream:
@@ -119,26 +152,39 @@ class _Stream:
             if owner is not None:
                 self._owned.setdefault(owner, []).append(k)
         self._writers: dict[int, Any] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._size = max(update.chunk // PARTS, 1)
         self.spare = _Spare()
 
-    def run(self) -> tuple[list[Held | None], PyTree]:
+    def run(self, order: Sequence[Rows]) -> Any:
+        """Steps rows of leaves; gives the optimizer's token of the step."""
         token = self._begin()
-        chunks = list(self._chunks())
-        coming = _Chunk(self, self._u.device, chunks[0]) if chunks else None
-        leaving: _Chunk | None = None
-        for k in range(len(chunks)):
-            now, coming = coming, _Chunk(self, self._u.device, chunks[k + 1]) if k + 1 < len(chunks) else None
-            assert now is not None
+        chunks = self._chunks(order)
+        coming: collections.deque[_Chunk] = collections.deque()
+        leaving: collections.deque[_Chunk] = collections.deque()
+        while True:
+            coming.extend(
+                _Chunk(self, self._u.device, rows) for rows in itertools.islice(chunks, AHEAD + 1 - len(coming))
+            )
+            if not coming:
+                break
+            now = coming.popleft()
             now.step(token)
-            if leaving is not None:
-                leaving.settle()
+            if len(leaving) == BEHIND:
+                leaving.popleft().settle()
             now.leave()
-            leaving = now
-        if leaving is not None:
-            leaving.settle()
-        params = [None if c is None else self._finished(c) for c in self._u.params]
-        state = tree_unflatten(self._u.state_treedef, [self._finished(c) for c in self._u.state])
-        return params, self._pieces.end(token, state)
+            leaving.append(now)
+        for chunk in leaving:
+            chunk.settle()
+        return token
+
+    def end(self, token: Any, state: PyTree) -> PyTree:
+        """The state with its counters advanced."""
+        return self._pieces.end(token, state)
+
+    def owned(self, leaf: int) -> list[int]:
+        """The leaves of the optimizer's state that belong to a leaf of params."""
+        return self._owned.get(leaf, [])
 
     def writer(self, column: Column) -> Any:
         """What writes the new value of a leaf that is on disk."""
@@ -147,29 +193,43 @@ class _Stream:
             self._writers[id(column)] = self._u.pool.writer(column.held.shape, column.held.dtype)
         return self._writers[id(column)]
 
-    def _finished(self, column: Column) -> Held:
-        if column.into is not None:
-            return column.into
-        return self.writer(column).finish()
+    def kept(self, column: Column) -> Tensor:
+        """The host memory of the new value of a leaf whose tensor stays as it is."""
+        if id(column) not in self._kept:
+            self._kept[id(column)] = host_empty(column.held.shape, column.held.dtype)
+        return self._kept[id(column)]
+
+    def finished(self, column: Column, done: Held | None = None) -> Held:
+        """The new value of a leaf; `done` if it was stepped before."""
+        if column.kept:
+            return self.kept(column)
+        if not isinstance(column.held, Tensor):
+            return self.writer(column).finish() if done is None else done
+        if isinstance(done, Tensor):
+            to_device(done, column.held.device, column.held).result() if column.home == "device" else column.held.copy_(
+                done
+            )
+        return column.held
 
     def _begin(self) -> Any:
         u, stats = self._u, []
         for column in u.grads:
             if column is not None and self._pieces.measure is not None:
-                x = column.held if isinstance(column.held, Tensor) else column.held.load()
+                x = loaded(column.held)
                 stats.append(self._pieces.measure(x if u.scale is None else x * u.scale.to(x.device)))
         counters = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
         specs = [None if c is None else s for c, s in zip(u.params, u.specs, strict=True)]
         state = tree_unflatten(u.state_treedef, counters)
         return self._pieces.begin(state, stats, specs=tree_unflatten(u.treedef, specs))
 
-    def _chunks(self) -> Iterator[list[Rows]]:
+    def _chunks(self, order: Sequence[Rows]) -> Iterator[list[Rows]]:
         """Neighbouring rows that are stepped in one memory, up to the size of a chunk."""
         group: list[Rows] = []
         size = 0
-        for rows, nbytes in self._cuts():
+        for rows, nbytes in self._cuts(order):
             apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
-            if group and (apart or size + nbytes > self._u.chunk) and self._pieces.grain != "tree":
+            apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
+            if group and (apart or size + nbytes > self._size) and self._pieces.grain != "tree":
                 yield group
                 group, size = [], 0
             group.append(rows)
@@ -177,15 +237,23 @@ class _Stream:
         if group:
             yield group
 
-    def _cuts(self) -> Iterator[tuple[Rows, int]]:
-        for i, column in enumerate(self._u.params):
-            if column is None:
-                continue
+    def _cuts(self, order: Sequence[Rows]) -> Iterator[tuple[Rows, int]]:
+        for rows in order:
+            i, column = rows.leaf, self._u.params[rows.leaf]
+            assert column is not None
             shape, total = column.held.shape, self._bytes(i)
-            if self._pieces.grain != "element" or not shape or total <= self._u.chunk or not self._moves(i):
+            if rows.hi is not None:
+                yield rows, total * (rows.hi - rows.lo) // shape[0]
+                continue
+            if (
+                self._pieces.grain != "element"
+                or not all(shape[:1] or (0,))
+                or total <= self._size
+                or not self._moves(i)
+            ):
                 yield Rows(i), total
                 continue
-            step = max(1, shape[0] * self._u.chunk // total)
+            step = max(1, shape[0] * self._size // total)
             whole = math.lcm(*(_rows_a_page(c.held) for c in self.columns(i)))
             step = step // whole * whole or step  # rows that fill pages are read and written without a copy
             for lo in range(0, shape[0], step):
@@ -193,23 +261,22 @@ class _Stream:
                 yield Rows(i, lo, hi), total * (hi - lo) // shape[0]
 
     def _bytes(self, leaf: int) -> int:
-        held = [c.held for c in self.columns(leaf)]
-        return sum(x.shape.numel() * x.dtype.itemsize for x in held)
+        return self._u.numels[leaf] * sum(c.held.dtype.itemsize for c in self.columns(leaf))
 
     def _moves(self, leaf: int) -> bool:
         """Whether anything of a leaf must come to where it is stepped, or go from there."""
         place = "host" if self.on_host(leaf) else "device"
-        return any(c.home != place or c.where != place for c in self.columns(leaf))
+        return any(c.home != place for c in self.columns(leaf))
 
     def columns(self, leaf: int) -> list[Column]:
         """Parameter, gradient and state of a leaf, in this order."""
         param, grad = self._u.params[leaf], self._u.grads[leaf]
         assert param is not None and grad is not None
-        return [param, grad, *(self._u.state[k] for k in self._owned.get(leaf, []))]
+        return [param, grad, *(self._u.state[k] for k in self.owned(leaf))]
 
     def on_host(self, leaf: int) -> bool:
         """Whether a leaf is stepped on the host: where its state is, if it is not on the device."""
-        state = [self._u.state[k].home for k in self._owned.get(leaf, [])]
+        state = [self._u.state[k].home for k in self.owned(leaf)]
         param = self._u.params[leaf]
         assert param is not None
         return any(home != "device" for home in state) if state else param.home != "device"
@@ -224,7 +291,7 @@ class _Stream:
             if u.scale is not None:
                 grad.mul_(u.scale.to(grad.device))
             params[rows.leaf], grads[rows.leaf] = param, grad
-            for k, x in zip(self._owned.get(rows.leaf, []), rest, strict=True):
+            for k, x in zip(self.owned(rows.leaf), rest, strict=True):
                 state[k] = x
         specs = [None if p is None else s for p, s in zip(params, u.specs, strict=True)]
         given = tree_unflatten(u.state_treedef, state)
@@ -243,11 +310,6 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
 def _rows_a_page(held: Held) -> int:
     """The least number of rows that fill whole pages."""
     return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
-
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether rows that were stepped are the memory that they go to."""
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.storage_offset() == y.storage_offset()
 
 
 class _Spare:
@@ -277,7 +339,7 @@ class _Chunk:
         self._buffers: list[Tensor] = []
         self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
         self._here: list[list[Tensor]] = []
-        self._going: list[Arriving[Any]] = []
+        self._going: list[Transfer[Any] | TracedTransfer] = []
 
     def _buffer(self, rows: Rows, held: Held) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
@@ -290,8 +352,10 @@ class _Chunk:
     def _bring(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
         """Rows to where they are stepped; a view of those that are there already."""
         held = column.held
-        if isinstance(held, Tensor) and column.home == self._place:
-            return rows.of(held)
+        if column.kept:
+            return self._beside(rows, column)
+        if column.home == self._place:
+            return rows.of(held) if isinstance(held, Tensor) else held.read(rows.lo, rows.hi)
         if not column.read:
             shape = rows.shape(held.shape)
             if self._host:
@@ -305,6 +369,14 @@ class _Chunk:
         if self._host:
             return held.read(rows.lo, rows.hi, self._buffer(rows, held))
         return Fetch(held.read(rows.lo, rows.hi), self._device)
+
+    def _beside(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
+        """Rows in the memory of their new value."""
+        into = rows.of(self._stream.kept(column))
+        assert isinstance(column.held, Tensor)
+        if column.read and column.home == "device":
+            return to_host(rows.of(column.held), into)
+        return into.copy_(rows.of(column.held)) if column.read else into
 
     def step(self, token: Any) -> None:
         """Waits for the rows, and steps them."""
@@ -322,21 +394,21 @@ class _Chunk:
         self._here = []
 
     def _send(self, rows: Rows, column: Column, x: Tensor) -> None:
-        if column.into is None:
+        if column.kept:
+            return
+        if not isinstance(column.held, Tensor):
             below = x if self._host else to_host(x).result()
             self._going.append(self._stream.writer(column).write(rows.lo, below))
-        elif column.where != self._place:
-            into = rows.of(column.into)
+        elif column.home != self._place:
+            into = rows.of(column.held)
             self._going.append(to_device(x, self._device, into) if self._host else to_host(x, into))
-        elif not _is_same(x, rows.of(column.into)):
-            rows.of(column.into).copy_(x)
 
     def settle(self) -> None:
         """Waits until they have left."""
         for going in self._going:
             going.result()
             # On an accelerator a result is there when its stream is; what it came from may be written only later.
-            getattr(going, "wait", going.done)()
+            going.wait()
         self._going = []
         self._stream.spare.give(self._buffers)
         self._buffers = []

@@ -19,15 +19,17 @@ from shardfn.core import (
     tree_structure,
     tree_unflatten,
 )
-from shardfn.memory import AnyPool, on_host
+from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, given, inplace
 
+from ._ahead import Ahead
 from ._layout import LeafLayout
 from ._plan import Plan
 from ._pools import pool_of
 from ._refresh import refresh
 from ._state import TrainState, state_owners
-from ._stream import Column, Update, stream
+from ._stored import loaded
+from ._stream import Column, Done, Update, stream
 
 
 def update(
@@ -39,6 +41,7 @@ def update(
     *,
     scale: Tensor | None,
     donated: bool,
+    ahead: Ahead | None = None,
 ) -> TrainState:
     """The next state. With `donated` the buffers of `state` become its own; otherwise they are copied first.
 
@@ -50,13 +53,16 @@ def update(
         grads: by leaf, what the optimizer takes of the gradient; consumed.
         scale: what gradients are multiplied by first; None for nothing.
         donated: whether `state` is consumed.
+        ahead: what has stepped some of the leaves already.
     """
+    done = Done() if ahead is None else ahead.finish()
     params, opt_state = take_state(state, donated=False, copied=not donated)
     given = [x for x in (*tree_leaves(params), *tree_leaves(opt_state)) if isinstance(x, Tensor)]
     before = [x._version for x in given]
     try:
         with torch.no_grad():
-            blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, grads, scale)
+            blocks = tree_leaves(params)
+            blocks, opt_state = update_blocks(plan, channels, optimizer, blocks, opt_state, grads, scale, done)
     except BaseException:
         if donated and before != [x._version for x in given]:  # half updated, so of no use to anyone
             take_state(state, donated=True, copied=False)
@@ -86,12 +92,12 @@ def update_blocks(
     opt_state: PyTree,
     grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
+    done: Done | None = None,
 ) -> tuple[list[Tensor | Stored], PyTree]:
     """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk."""
     if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
-        pool = pool_of(plan)
-        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale, pool))
-        return refresh(plan, channels, blocks, rows, pool), opt_state
+        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
+        return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
@@ -114,29 +120,43 @@ def _as_stream(
     opt_state: PyTree,
     grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
-    pool: AnyPool | None,
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
-    own = [None if leaf is None else Column.of(grads.pop(i), leaf.grad_home) for i, leaf in enumerate(train)]
+    own = [
+        None if leaf is None or i not in grads else Column(grads.pop(i), leaf.grad_home) for i, leaf in enumerate(train)
+    ]
+    return whole_update(plan, optimizer, params, own, opt_state, scale)
+
+
+def whole_update(
+    plan: Plan,
+    optimizer: GradientTransformation,
+    params: Sequence[Column | None],
+    grads: Sequence[Column | None],
+    opt_state: PyTree,
+    scale: Tensor | None,
+) -> Update:
+    """The update of all leaves, from this rank's rows of params and gradients."""
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
-    homes: list[MemoryKind] = [leaf.state_home for leaf in train if leaf is not None]
-    index = [i for i, leaf in enumerate(train) if leaf is not None]
+    homes: list[MemoryKind] = [leaf.state_home for leaf in plan.leaves if leaf.trainable]
+    index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     owners = state_owners(opt_state, held)
-    state = [Column.of(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
+    state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
     return Update(
         optimizer=optimizer,
         treedef=plan.treedef,
         specs=[leaf.shard for leaf in plan.leaves],
+        numels=[-(-leaf.numel // plan.mesh.axis_size(leaf.zero_axes)) for leaf in plan.leaves],
         params=params,
-        grads=own,
+        grads=grads,
         state=state,
         state_treedef=treedef,
         owners=[None if k is None else index[k] for k in owners],
         scale=scale,
         device=plan.mesh.device,
-        pool=pool,
+        pool=pool_of(plan),
         chunk=plan.zero.chunk,
     )
 
@@ -146,12 +166,11 @@ def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
-        return Column.of(block, leaf.home, read=read)
+        return Column(block, leaf.home, read)
     if leaf.home == "device":
-        return Column.of(own_rows(plan, leaf, block), "device", read=read)
+        return Column(own_rows(plan, leaf, block), "device", read)
     with on_host():
-        here = block if isinstance(block, Tensor) else block.load()
-        return Column.of(own_rows(plan, leaf, here), "host", read=read)
+        return Column(own_rows(plan, leaf, loaded(block)), "host", read)
 
 
 def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequence[Tensor]) -> PyTree:

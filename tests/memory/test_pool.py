@@ -190,18 +190,6 @@ def test_a_limit_met_while_writing_frees_what_was_half_written(tmp_path: pathlib
         assert pool.info().free_files == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file system of 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def test_a_full_disk_loses_nothing_and_free_files_make_room(small_disk: pathlib.Path) -> None:
     def value(i: int, size: int = 500_000) -> torch.Tensor:
         return torch.full((size,), i, dtype=torch.uint8)

@@ -208,17 +208,6 @@ def test_damage_is_named_and_leaves_the_state(tmp_path: pathlib.Path, job: dict[
         job["make"](str(tmp_path), sf.make_mesh({"dp": 1})).resume(job["params"]())
 
 
-@pytest.fixture
-def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def test_a_full_disk_leaves_the_state_and_the_step_can_be_taken_again(
     small_disk: pathlib.Path, job: dict[str, Any]
 ) -> None:

@@ -1,0 +1,242 @@
+"""An update that begins before the backward ends: of leaves that need nothing but their own gradient.
+
+It runs in a thread of its own, over leaves in the order in which their gradients are complete; so the state of the next
+leaf is read while its gradient is still computed. It writes nothing that the backward reads: new values are new files,
+and new host memory. So a step that fails leaves the state that it was given. The thread sends nothing to other ranks.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Arriving, MemoryKind, Stored
+from shardfn.memory import host_empty
+from shardfn.optim import sum_squares
+
+from ._stored import loaded
+from ._stream import Done, Rows, Update, stream_some
+
+
+class Ahead:
+    """One step's update of some leaves, in a thread.
+
+    Args:
+        update: all leaves; gradients of those that are stepped here are `Promised`.
+        order: the rows of each layer, in the order in which gradients come.
+        units: by unit, its layers: rows and the shape of their gradient.
+    """
+
+    def __init__(
+        self, update: Update, order: Sequence[Rows], units: Mapping[int, Sequence[tuple[Rows, torch.Size]]]
+    ) -> None:
+        self.units = units
+        self._update, self._order = update, order
+        self._unit = {(rows.leaf, rows.lo): u for u, layers in units.items() for rows, _ in layers}
+        self._coming: dict[int, _Coming] = {}
+        self._here: dict[tuple[int, int], Tensor] = {}
+        self._squares: dict[int, Tensor] = {}
+        self._change = threading.Condition()
+        self._wanted = self._over = self._stopped = False
+        self._error: BaseException | None = None
+        self._done = Done()
+        self._thread: threading.Thread | None = None
+        for column in update.grads:
+            if column is not None and isinstance(column.held, Promised):
+                column.held.ahead = self
+
+    def begin(self) -> None:
+        """Begins to read what the first gradients will be wanted for."""
+        self._thread = threading.Thread(target=self._run, name="shardfn-update", daemon=True)
+        self._thread.start()
+
+    def take(
+        self, unit: int, coming: Arriving[Tensor], before: Tensor | Stored | None, dtype: torch.dtype
+    ) -> "Arriving[None]":
+        """Takes the summed gradient of a unit, on its way to the host.
+
+        Args:
+            unit: which.
+            coming: its last part.
+            before: what that is added to, in `dtype`.
+            dtype: of the sum.
+
+        Returns:
+            Done when the gradient is in use. It does not wait for that while the update itself waits for gradients.
+        """
+        with self._change:
+            if not self._over:
+                self._coming[unit] = _Coming(coming, before, dtype)
+                self._change.notify_all()
+        return _Taken(self, unit)
+
+    def square(self, unit: int) -> Tensor:
+        """The sum of squares, [1], of a gradient that was taken; waits for it.
+
+        Raises:
+            Exception: what ended the update.
+        """
+        with self._change:
+            self._change.wait_for(lambda: unit in self._squares or self._over)
+            if unit not in self._squares:
+                raise self._error or AssertionError(unit)
+            return self._squares[unit]
+
+    def finish(self) -> Done:
+        """Waits for the end of the update; nothing if it never began, or was stopped.
+
+        Raises:
+            Exception: what ended it.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None and not isinstance(self._error, _Stopped):
+            raise self._error
+        return self._done
+
+    def stop(self) -> None:
+        """Ends an update that is of no use any more, and waits until it has ended."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self, unit: int) -> None:
+        """Waits until a gradient is in use, or the update waits for another one."""
+        with self._change:
+            self._change.wait_for(lambda: self.is_used(unit) or self._wanted)
+
+    def is_used(self, unit: int) -> bool:
+        """Whether the update has begun to use a gradient that was taken."""
+        return self._over or unit not in self._coming
+
+    def gradient(self, leaf: int, lo: int) -> Tensor:
+        """The gradient of the layer at row `lo` of a leaf; waits for it. In the thread of the update only."""
+        if (leaf, lo) not in self._here:
+            unit = self._unit[leaf, lo]
+            flat = self._await(unit).result()
+            square = sum_squares([flat])
+            sizes = [shape.numel() for _, shape in self.units[unit]]
+            for (rows, shape), piece in zip(self.units[unit], flat.split_with_sizes(sizes), strict=True):
+                self._here[rows.leaf, rows.lo] = piece.view(shape)
+            with self._change:
+                self._squares[unit] = square
+                self._change.notify_all()
+        return self._here[leaf, lo]
+
+    def drop(self, leaf: int, lo: int) -> None:
+        """Lets go of a gradient."""
+        del self._here[leaf, lo]
+
+    def _await(self, unit: int) -> "_Coming":
+        with self._change:
+            self._wanted = unit not in self._coming
+            self._change.notify_all()
+            self._change.wait_for(lambda: unit in self._coming or self._stopped)
+            self._wanted = False
+            if self._stopped:
+                raise _Stopped
+            coming = self._coming.pop(unit)
+            self._change.notify_all()
+            return coming
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._done = stream_some(self._update, self._order)
+        except BaseException as error:  # for whoever waits
+            self._error = error
+        finally:
+            with self._change:
+                self._over = True
+                self._coming.clear()
+                self._here.clear()
+                self._change.notify_all()
+
+
+class Promised:
+    """The gradient of a leaf, as far as the backward has come: on the host, layer by layer of a stacked leaf. `Stored`.
+
+    Args:
+        leaf: its index.
+        shape: of this rank's rows.
+        dtype: of the sum.
+        stacked: whether each row is a layer.
+    """
+
+    kind: MemoryKind = "host"
+
+    def __init__(self, leaf: int, shape: torch.Size, dtype: torch.dtype, stacked: bool) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.ahead: Ahead | None = None
+        self._leaf, self._stacked = leaf, stacked
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def flat(self) -> Stored:
+        """Not in one piece."""
+        raise NotImplementedError
+
+    def load(self) -> Tensor:
+        """The whole of it."""
+        return self.read().result()
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Arriving[Tensor]:
+        """Rows `lo:hi` as they are on the host; the last rows of a layer let go of it, so rows are read in order."""
+        assert out is None and self.ahead is not None
+        return _Rows(self.ahead, self._leaf, lo, hi, self._stacked)
+
+
+class _Coming:
+    """A summed gradient on its way to the host."""
+
+    def __init__(self, last: Arriving[Tensor], before: Tensor | Stored | None, dtype: torch.dtype) -> None:
+        self._last, self._before, self._dtype = last, before, dtype
+
+    def result(self) -> Tensor:
+        part = self._last.result()
+        if part.dtype != self._dtype:
+            part = host_empty(part.shape, self._dtype).copy_(part)
+        return part if self._before is None else loaded(self._before).add_(part)
+
+
+class _Taken:
+    """A gradient until the update uses it."""
+
+    def __init__(self, ahead: Ahead, unit: int) -> None:
+        self._ahead, self._unit = ahead, unit
+
+    def done(self) -> bool:
+        return self._ahead.is_used(self._unit)
+
+    def result(self) -> None:
+        self._ahead.wait(self._unit)
+
+
+class _Rows:
+    """Rows of a gradient that may not be there yet."""
+
+    def __init__(self, ahead: Ahead, leaf: int, lo: int, hi: int | None, stacked: bool) -> None:
+        self._ahead, self._leaf, self._lo, self._hi, self._stacked = ahead, leaf, lo, hi, stacked
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> Tensor:
+        if self._stacked:
+            x = self._ahead.gradient(self._leaf, self._lo)[None]
+            self._ahead.drop(self._leaf, self._lo)
+            return x
+        x = self._ahead.gradient(self._leaf, 0)
+        if self._hi is None or self._hi == x.shape[0]:
+            self._ahead.drop(self._leaf, 0)
+        return x if self._hi is None else x[self._lo : self._hi]
+
+
+class _Stopped(Exception):
+    """Nobody wants the update any more."""

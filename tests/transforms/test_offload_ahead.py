@@ -1,0 +1,125 @@
+"""Covers updates that begin before the backward ends: the bits of those that do not, what they move, and failures."""
+
+import contextlib
+import pathlib
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import assert_same, distributed, on_mesh
+from shardfn.transforms import _ahead
+
+SHAPES = {"a": (7, 6), "b": (6, 6), "c": (6,), "s": (3, 6, 6), "large": (40, 6)}
+
+
+def _params() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=draw) / 2 for name, shape in SHAPES.items()}
+
+
+def _loss(p: dict[str, Any], x: Tensor) -> Tensor:
+    h = torch.tanh(x @ p["a"]) * p["c"]
+    h, _ = sf.scan(lambda h, w: (torch.tanh(h @ w), None), h, p["s"])
+    h = h @ p["b"] * p["c"].detach()  # read by the backward after the gradient of p["c"] is complete
+    return (h @ p["large"].t() + h.mean() * p["b"].detach().sum()).square().mean()
+
+
+def _batch(n: int) -> Tensor:
+    return torch.randn(12, 7, generator=torch.Generator().manual_seed(n))
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[int]]:
+    """The units that go into an update that runs already."""
+    units: list[int] = []
+    take = _ahead.Ahead.take
+
+    def counting(self: _ahead.Ahead, unit: int, *rest: Any) -> Any:
+        units.append(unit)
+        return take(self, unit, *rest)
+
+    with mock.patch.object(_ahead.Ahead, "take", counting):
+        yield units
+
+
+@distributed(world=[1, 2])
+def test_an_update_beside_the_backward_has_the_bits_of_one_after_it(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    policy = sf.Policy.bf16(reduce=torch.bfloat16)
+    narrow = sf.accumulate(sf.mixed_precision(_loss, policy), 2)
+    optimizer, batches = sf.optim.adamw(1e-2), [_batch(n) for n in range(3)]
+    options: dict[str, Any] = {"mesh": mesh, "specs": {x: sf.Sharding(sf.P(), stacked=x == "s") for x in SHAPES}}
+    for loss, stage, params, grads in [(_loss, 3, "disk", "disk"), (narrow, 2, "device", "host")]:
+        plain = sf.Zero(stage, persist=8, bucket=64)
+        want = on_mesh(loss, optimizer, _params(), batches, zero=plain, **options)
+        with tempfile.TemporaryDirectory() as place, _counted() as units:
+            kinds: dict[str, Any] = {"params": params, "grads": grads, "optimizer": "disk", "directory": place}
+            zero = sf.Zero(stage, persist=8, bucket=64, chunk=512, **kinds)
+            got = on_mesh(loss, optimizer, _params(), batches, zero=zero, donate=stage == 3, **options)
+        assert_same(got, want, exact=True)
+        assert len(units) >= 2 * len(set(units)) > 0  # in the second step and the third
+
+
+def test_what_needs_the_whole_gradient_waits_for_it(tmp_path: pathlib.Path) -> None:
+    mesh, adamw = sf.make_mesh({"dp": 1}), sf.optim.adamw(1e-2)
+    weighted = lambda p, x: sf.WeightedMean(_loss(p, x) * len(x), torch.tensor(float(len(x))))  # noqa: E731
+    clipped = sf.optim.chain(sf.optim.clip_by_global_norm(0.5), adamw)
+    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+        (weighted, adamw, {}),
+        (_loss, clipped, {}),
+        (_loss, adamw, {"skip_nonfinite": True}),
+        (_loss, sf.optim.delayed(clipped), {}),
+    ]
+    for k, (loss, optimizer, options) in enumerate(cases):
+        zero = sf.Zero(2, persist=0, grads="host", optimizer="disk", directory=str(tmp_path / str(k)))
+        step = sf.sharded_step(loss, optimizer, mesh=mesh, zero=zero, **options)
+        with _counted() as units:
+            state = step.init(_params())
+            for n in range(2):
+                state, _ = step(state, _batch(n))
+        assert not units
+        step.close()
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ZeroDivisionError("broken")
+
+
+def test_a_backward_that_fails_ends_the_update_and_leaves_the_state(tmp_path: pathlib.Path) -> None:
+    broken: list[bool] = []
+
+    def loss(p: dict[str, Any], x: Tensor) -> Tensor:
+        h = x @ p["a"]
+        return ((_Breaks.apply(h) if broken else h) @ p["b"]).square().mean()
+
+    def run(**fields: Any) -> Any:
+        zero = sf.Zero(3, persist=0, bucket=0, **fields)
+        step = sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=sf.make_mesh({"dp": 1}), zero=zero)
+        return step, step.init({name: _params()[name] for name in ("a", "b")})
+
+    (step, state), (plain, want) = run(params="disk", grads="disk", optimizer="disk", directory=str(tmp_path)), run()
+    for n in range(3):
+        if n == 2:
+            broken.append(True)
+            with _counted() as units, pytest.raises(ZeroDivisionError, match="broken"):
+                step(state, _batch(n))
+            assert len(units) == 1 and "shardfn-update" not in {t.name for t in threading.enumerate()}
+            broken.clear()
+        state, _ = step(state, _batch(n))
+        want, _ = plain(want, _batch(n))
+    for a, b in zip(sf.core.tree_leaves(state.params), sf.core.tree_leaves(want.params), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+    step.close()
