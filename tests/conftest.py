@@ -24,7 +24,7 @@ worker_setup(__file__)
 # What these show on two ranks is shown again on others every night: (file, world).
 NIGHTLY = {(f"test_{name}.py", 4) for name in ("functional", "mixed_precision", "jit", "primitives", "zero")}
 NIGHTLY |= {("test_phases.py", 1), ("test_phases.py", 3)}
-NIGHTLY |= {("test_step_failures.py", 3), ("test_readme.py", 1), ("test_functional.py", 1)}
+NIGHTLY |= {("test_step_failures.py", 3), ("test_onebit_exact.py", 3), ("test_readme.py", 1), ("test_functional.py", 1)}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -303,11 +303,11 @@ class Step(NamedTuple):
 
     def root(self, nu: Tensor) -> Tensor:
         """`sqrt(nu / c2) + eps`; infinite where nu is 0."""
-        nu = wide(nu)
-        return (nu if self.c2 is None else nu / self.c2).sqrt().add_(self.eps).masked_fill_(nu == 0, math.inf)
+        d = torch.nn.functional.threshold(wide(nu), 0.0, math.inf)
+        return (d if self.c2 is None else d.div_(self.c2)).sqrt_().add_(self.eps)
 
     def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
         """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`; the first term is 0 where nu is."""
-        m = wide(m)
-        u = (m if self.c1 is None else m / self.c1) / self.root(nu)
+        m, d = wide(m), self.root(nu)
+        u = m / d if self.c1 is None else (m / self.c1).div_(d)
         return (u.add_(self.weight_decay * wide(p)) if decays else u).mul_(-self.lr)

@@ -400,7 +400,7 @@ def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 def _largest(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
     """The largest `d / fresh` where d is finite, 0 if it is nowhere."""
-    ratio = (d / fresh).masked_fill_(d.isinf(), 0.0)
+    ratio = torch.where(d.isinf(), 0.0, d / fresh)
     return ratio.amax() if ratio.numel() else ratio.new_zeros(())
 
 
