@@ -119,7 +119,7 @@ def _notes(s: Setup) -> tuple[str, ...]:
     if s.zero.stage == 1:
         notes.append(
             "Stage 1 keeps whole gradients by ZeRO's definition, and so they are counted. The step of shardfn frees"
-            " them as they are reduced, unless Zero(reduce='once'): it then needs what stage 2 needs."
+            " them as they are reduced, unless Zero(accumulate='once'): it then needs what stage 2 needs."
         )
     if s.axis("tp") > 1:
         notes.append(

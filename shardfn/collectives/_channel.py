@@ -51,17 +51,23 @@ class Pending:
                 work.wait()
         return self._finish()
 
+    def then(self, f: Callable[[Tensor], Tensor]) -> "Pending":
+        """The same transfer, whose value is `f` of what arrives."""
+        return Pending(self._works, lambda: f(self._finish()))
+
 
 class Channel:
     """A communicator of its own along `axes` of `mesh`. Making one is collective over the mesh.
 
     Attributes:
+        shape: axis -> size.
         size: number of ranks along the axes.
         index: this rank's index among them.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.axes = mesh.axes(axes)
+        self.shape = {a: mesh.shape[a] for a in self.axes}
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
         group = mesh.new_group(self.axes)

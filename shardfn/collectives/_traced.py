@@ -23,6 +23,7 @@ class TracedChannel:
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.axes = mesh.axes(axes)
+        self.shape = {a: mesh.shape[a] for a in self.axes}
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
         self.sums_in_one = self.size == 2 and mesh.backend in ("gloo", "fake")

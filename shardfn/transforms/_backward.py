@@ -46,7 +46,7 @@ def run_forward(
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     open_channels(comms, plan)
     blocks = plan.by_layer(blocks)
-    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
+    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers)
     with _told(gatherer, comms), torch.no_grad():
         params, _ = _enter(plan, blocks, book, None)
@@ -92,7 +92,7 @@ def run_backward(
         params, handles = _enter(plan, blocks, book, reducer)
         for k, batch in enumerate(batches):
             last = k == len(batches) - 1
-            send = last or plan.zero.reduce == "each"
+            send = last or plan.zero.accumulate == "each"
             reducer.begin(send=send, last=last)
             gatherer.begin_phase()
             comms.mark("forward")
@@ -124,7 +124,9 @@ def run_backward(
     return out
 
 
-def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder) -> Gatherer:
+def _gatherer(
+    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder, *, keep: bool = True
+) -> Gatherer:
     pieces = [b if leaf.lazy else None for leaf, b in zip(plan.layers, blocks, strict=True)]
     return Gatherer(
         plan.layers,
@@ -135,6 +137,7 @@ def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order
         order,
         plan.zero.prefetch,
         plan.mesh.device,
+        keep=keep,
     )
 
 

@@ -42,6 +42,7 @@ class LeafLayout:
         home: the memory in which the parameter is kept.
         grad_home: the memory in which its summed gradient waits for the update.
         state_home: the memory in which its optimizer state is kept.
+        near: the axes of `zero_axes`, that are near, if it is gathered and some are not; see `Zero.secondary_axis`.
         layers: of a stacked leaf, the layouts of its layers, which enter the loss and travel one by one; else empty.
     """
 
@@ -63,6 +64,7 @@ class LeafLayout:
     home: MemoryKind = "device"
     grad_home: MemoryKind = "device"
     state_home: MemoryKind = "device"
+    near: tuple[str, ...] = ()
     layers: tuple["LeafLayout", ...] = ()
 
     @functools.cached_property
@@ -176,6 +178,7 @@ def leaf_layout(
     numel = torch.Size(s.stop for s in first).numel()
     bounds = () if dim is None else _bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
     summed = tuple(a for a in batch_axes if a not in compute.axes)
+    near = tuple(a for a in zero_axes if a in zero.near)
     cut = dim is not None and set(zero_axes) <= set(summed)
     reduce_axes = zero_axes if cut else summed
     extra = tuple(a for a in summed if a not in reduce_axes)
@@ -198,6 +201,7 @@ def leaf_layout(
         home or (zero.params if large else "device"),
         zero.grads,
         zero.optimizer,
+        near if len(near) < len(zero_axes) and param != compute else (),
     )
 
 
