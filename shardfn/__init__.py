@@ -1,7 +1,7 @@
 """shardfn: training large models as pure functions over pytrees of sharded tensors."""
 
 # isort: off
-from shardfn import collectives as collectives, core as core, memory as memory
+from shardfn import collectives as collectives, core as core, kernels as kernels, memory as memory
 from shardfn import data as data, graph as graph, nn as nn, optim as optim
 from shardfn import models as models, transforms as transforms
 from shardfn import testing as testing

@@ -1,0 +1,8 @@
+"""What one device computes fast: tensors in, tensors out. A folder an op; the reference in it is the definition."""
+
+from ._dispatch import implemented_by as implemented_by
+from .signs import pack_signs as pack_signs, unpack_signs as unpack_signs
+from .sign_compress import sign_compress as sign_compress, sign_compress_ as sign_compress_
+from .sign_mean import sign_mean as sign_mean, sign_mean_ as sign_mean_
+from .quantize import dequantize as dequantize, quantize as quantize
+from .dequantize_sum import dequantize_sum as dequantize_sum, dequantize_sum_quantize as dequantize_sum_quantize

@@ -1,0 +1,44 @@
+"""What the kernels refuse."""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """Refuses what is not computed in fp32."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} is {x.dtype}; kernels compute in fp32 from fp32, bf16 or fp16: convert it")
+
+
+def check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Refuses another dtype."""
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}, must be {dtype}")
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
+    """Refuses another shape."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} is of shape {tuple(x.shape)}, must be {shape}: {why}")
+
+
+def check_written(name: str, x: Tensor) -> None:
+    """Refuses to write to memory with gaps."""
+    if not x.is_contiguous():
+        raise ValueError(f"{name} is written in place and must be contiguous, has strides {x.stride()}: copy it first")
+
+
+def check_bytes(name: str, c: int) -> None:
+    """Refuses rows that fill no whole bytes of signs."""
+    if c % 8:
+        raise ValueError(f"{name} has rows of {c} elements, no multiple of 8: pad them, 8 signs make a byte")
+
+
+def check_block(bits: int, block: int) -> None:
+    """Refuses what no quantizer has."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits is {bits}; codes have 4 or 8 bits")
+    if block < 1 or (bits == 4 and block % 2):
+        raise ValueError(f"block is {block}; blocks have at least 1 element, with 4 bits an even number")

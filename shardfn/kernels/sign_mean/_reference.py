@@ -1,0 +1,18 @@
+"""The mean of signs and what is still owed, as signs and a scale: the definition."""
+
+from torch import Tensor
+
+from shardfn.kernels.sign_compress._reference import compress_into
+from shardfn.kernels.signs import _reference as signs
+
+
+def sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 [k, b], fp32 [k], fp32 [8 b] -> uint8 [b], fp32 [1]; overwrites the error."""
+    k, b = bits.shape
+    values = error.new_empty(k, 8 * b)
+    signs.unpack_signs(bits, scale, values)
+    total = values[0].clone()
+    for i in range(1, k):
+        total += values[i]
+    packed, root = compress_into((total / k + error)[None], error[None], True)
+    return packed[0], root

@@ -1,0 +1,3 @@
+"""Signs as bits."""
+
+from ._api import pack_signs as pack_signs, unpack_signs as unpack_signs
