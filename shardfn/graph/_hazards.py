@@ -26,7 +26,7 @@ from ._values import storage_of, tensors_of, written_by
 
 _OPS = torch.ops.shardfn
 GATHERS = (_OPS.all_gather_start.default, _OPS.all_gather_into_start.default)
-REDUCTIONS = (_OPS.psum_scatter_start.default, _OPS.psum_start.default)
+REDUCTIONS = (_OPS.psum_scatter_start.default, _OPS.psum_start.default, _OPS.all_to_all_start.default)
 # Orders that no memory carries, as memories of their own.
 _GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT = -1, -2, -3, -4, -5
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannel, AnyChannels, AnyControl, Pending, TwoHops
+from shardfn.collectives import AnyChannels, AnyControl, CodedGather, Pending, TwoHops
 from shardfn.core import RankError, Stored
 
 from ._capture import capturing
@@ -19,6 +19,7 @@ from ._copies import traced_once
 from ._fetch import Fetch
 from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
 from ._order import Move, UseOrder
+from ._wires import GatherChannel, gather_channels
 
 DONE, FAILED = -1, -2
 # How much further ahead than leaves are gathered their pieces cross the far axes, and are read from the disk.
@@ -57,7 +58,8 @@ class Gatherer:
         self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep
-        self._hops = hops_of(leaves, units, channels)
+        self._wires = gather_channels(leaves, units, channels)
+        self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
         self._brought: dict[int, Pending | Tensor] = {}
         self._channels, self._control, self._order, self._window = channels, control, order, window
         self._sizes = [u.nbytes for u in units]
@@ -161,7 +163,7 @@ class Gatherer:
 
     def _bring_ahead(self) -> None:
         """Lets units set out across the far axes before they are needed; like transfers, by position alone."""
-        if self._hops.keys() <= self._brought.keys():
+        if self._hops.issubset(self._brought):
             return
         for unit in self._order.window(self._phase, self._pos, self._sizes, FAR_AHEAD * self._window):
             if unit in self._hops and unit not in self._scheduled and unit not in self._brought:
@@ -214,10 +216,9 @@ class Gatherer:
 
     def _issue(self, unit: int) -> "_Whole":
         members = [self._leaves[i] for i in self._units[unit].leaves]
-        hops = self._hops.get(unit)
-        if hops is not None:
-            return _Whole(members, [self._secondary(unit)], hops, _near_start(members, hops))
-        channel = self._channels.gather(members[0].use_axes)
+        channel = self._wires[unit]
+        if unit in self._hops:
+            return _Whole(members, [self._secondary(unit)], channel, _near_start(members, channel))
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
         return _Whole(members, pieces, channel, _start(members, channel.all_gather, channel.size))
 
@@ -231,7 +232,8 @@ class Gatherer:
         return piece
 
     def _bring(self, unit: int) -> Pending:
-        members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._hops[unit]
+        members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
+        assert isinstance(hops, TwoHops | CodedGather)
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
         start = _start(members, hops.bring, hops.size)
         if not capturing():
@@ -250,7 +252,7 @@ class _Whole:
     """The leaves of one unit, in flight or here."""
 
     def __init__(
-        self, leaves: list[LeafLayout], pieces: list[Piece], channel: AnyChannel | TwoHops, start: Start
+        self, leaves: list[LeafLayout], pieces: list[Piece], channel: GatherChannel, start: Start
     ) -> None:
         self._leaves = leaves
         self._pending: Pending | Fetch | None = None
@@ -287,20 +289,6 @@ class _Whole:
         return self._tensors[slot]
 
 
-def hops_of(leaves: Sequence[LeafLayout], units: Sequence[Unit], channels: AnyChannels) -> dict[int, TwoHops]:
-    """By unit, the hops of those that come in two. Collective the first time, as it makes channels."""
-    made: dict[object, TwoHops] = {}
-    out: dict[int, TwoHops] = {}
-    for u, unit in enumerate(units):
-        leaf = leaves[unit.leaves[0]]
-        key = leaf.use_axes, leaf.near
-        if leaf.near and key not in made:
-            made[key] = TwoHops(channels, *key)
-        if leaf.near:
-            out[u] = made[key]
-    return out
-
-
 def packed(pieces: Sequence[Tensor]) -> Tensor:
     """This rank's pieces of leaves that travel together, as they are sent."""
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
@@ -316,7 +304,7 @@ def _start(leaves: Sequence[LeafLayout], send: Callable[[Tensor, Sequence[int]],
     return start
 
 
-def _near_start(leaves: Sequence[LeafLayout], hops: TwoHops) -> Start:
+def _near_start(leaves: Sequence[LeafLayout], hops: GatherChannel) -> Start:
     """Begins to gather leaves from what has crossed the far axes."""
     return lambda own: hops.all_gather(own[0], unit_sizes(leaves, hops.size))
 

@@ -25,7 +25,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._check import is_spec
+from ._check import check_travel, is_spec
 from ._layout import (
     LeafLayout,
     Unit,
@@ -269,6 +269,7 @@ class Planner:
         ]
         leaves = with_ratio(leaves, self.zero.ratio)
         _check_disk(leaves, self.zero)
+        check_travel(leaves, self.zero, self.mesh)
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
 
 
