@@ -1,16 +1,16 @@
-"""What quantised tensors travel as: messages of bytes, one a rank, each with its scales and its codes.
+"""What quantised tensors travel as: messages of bytes, each with its scales and its codes.
 
-    encode(flat, runs)            [a, b, ...] => [message of a, message of b, ...]
-    decode(messages, runs)        the inverse
-    decode_sum(messages, num)     of num ranks, one after another: the sum, in fp32, in their order
-    decode_sum_encode             the same, encoded again
+    encode(flat, sizes, c)          blocks of up to c elements => a message each
+    decode(messages, sizes, c)      the inverse
+    decode_sum(messages, num, n)    of num messages of n elements, one after another: the sum, in fp32, in their order
+    decode_sum_encode(messages, num)  the same for several blocks at once, each sum encoded again
 
-A message is [scales, fp32][codes][0 to 3 bytes of padding], its block of elements being one row of
-`shardfn.kernels.quantize`; so no scale is shared between ranks, and an infinity or NaN stays one. The sizes of blocks
-are given as runs, see `as_runs`. In a captured graph each call is one node.
+A message is [scales, fp32][codes][0 to 3 bytes of padding], its elements, with zeros up to c, being one row of
+`shardfn.kernels.quantize`. So all messages of a transfer are of one length, no scale is shared between ranks, and an
+infinity or NaN stays one. In a captured graph each call is one node.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,11 +21,10 @@ from shardfn.kernels import dequantize, dequantize_sum, dequantize_sum_quantize,
 from ._wire_ops import as_runs
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
-_CODE = "int[] runs, int bits, int block"
-_LIBRARY.define(f"encode(Tensor flat, {_CODE}) -> Tensor")
-_LIBRARY.define(f"decode(Tensor messages, {_CODE}, ScalarType dtype) -> Tensor")
-_LIBRARY.define(f"decode_sum(Tensor messages, int num, {_CODE}) -> Tensor")
-_LIBRARY.define(f"decode_sum_encode(Tensor messages, int num, {_CODE}) -> Tensor")
+_LIBRARY.define("encode(Tensor flat, int[] runs, int c, int bits, int block) -> Tensor")
+_LIBRARY.define("decode(Tensor messages, int[] runs, int c, int bits, int block, ScalarType dtype) -> Tensor")
+_LIBRARY.define("decode_sum(Tensor messages, int num, int n, int c, int bits, int block) -> Tensor")
+_LIBRARY.define("decode_sum_encode(Tensor messages, int num, int c, int bits, int block) -> Tensor")
 _ops = torch.ops.shardfn
 
 
@@ -34,131 +33,83 @@ class Code(NamedTuple):
 
     Example:
         >>> code = Code(8, 256)
-        >>> message = code.encode(torch.tensor([-1.0, 0.5]), [2])
-        >>> message.numel(), code.decode(message, [2], torch.float32)
+        >>> message = code.encode(torch.tensor([-1.0, 0.5]), [2], 2)
+        >>> message.numel(), code.decode(message, [2], 2, torch.float32)
         (8, tensor([-1.0000,  0.5000]))
     """
 
     bits: int
     block: int
 
-    def lengths(self, sizes: Sequence[int]) -> list[int]:
-        """The bytes of messages of so many elements."""
-        known = {n: _length(n, self.bits, self.block) for n in set(sizes)}
-        return [known[n] for n in sizes]
+    def length(self, c: int) -> int:
+        """The bytes of a message of c elements."""
+        return _length(c, self.bits, self.block)
 
-    def encode(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
-        """One message for each block of `flat`, uint8."""
-        return _ops.encode(flat, as_runs(sizes), *self)
+    def encode(self, flat: Tensor, sizes: Sequence[int], c: int) -> Tensor:
+        """One message of c elements for each block of `flat`, uint8."""
+        return _ops.encode(flat, as_runs(sizes), c, *self)
 
-    def decode(self, messages: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def decode(self, messages: Tensor, sizes: Sequence[int], c: int, dtype: torch.dtype) -> Tensor:
         """The blocks that messages stand for."""
-        return _ops.decode(messages, as_runs(sizes), *self, dtype)
+        return _ops.decode(messages, as_runs(sizes), c, *self, dtype)
 
-    def sum(self, messages: Tensor, num: int, sizes: Sequence[int]) -> Tensor:
-        """The sum of the blocks of `num` ranks, fp32; the messages of each stand one after another."""
-        return _ops.decode_sum(messages, num, as_runs(sizes), *self)
+    def sum(self, messages: Tensor, num: int, n: int, c: int) -> Tensor:
+        """The sum of one block's messages from `num` ranks, fp32 [n]."""
+        return _ops.decode_sum(messages, num, n, c, *self)
 
-    def sum_again(self, messages: Tensor, num: int, sizes: Sequence[int]) -> Tensor:
-        """`encode(sum(messages))`."""
-        return _ops.decode_sum_encode(messages, num, as_runs(sizes), *self)
-
-
-def _length(n: int, bits: int, block: int) -> int:
-    return -(-(4 * -(-n // block) + -(-n * bits // 8)) // 4) * 4
+    def sum_again(self, messages: Tensor, num: int, c: int) -> Tensor:
+        """The messages of the sums of blocks, of which each of `num` ranks has sent a message, rank by rank."""
+        return _ops.decode_sum_encode(messages, num, c, *self)
 
 
-class _Run(NamedTuple):
-    """Neighbouring blocks of one size.
-
-    Attributes:
-        num: how many.
-        n: elements of one.
-        at: where their elements are.
-        place: where their messages are.
-        scales: bytes of a message that are scales.
-        end: where its padding begins.
-        length: bytes of a message.
-    """
-
-    num: int
-    n: int
-    at: slice
-    place: slice
-    scales: int
-    end: int
-    length: int
+def _length(c: int, bits: int, block: int) -> int:
+    return -(-(4 * -(-c // block) + -(-c * bits // 8)) // 4) * 4
 
 
-def _runs(runs: Sequence[int], bits: int, block: int) -> Iterator[_Run]:
-    at = place = 0
+def _encode(flat: Tensor, runs: Sequence[int], c: int, bits: int, block: int) -> Tensor:
+    rows, start = list[Tensor](), 0
     for num, n in zip(runs[::2], runs[1::2], strict=True):
-        if not n:
-            continue
-        scales, length = 4 * -(-n // block), _length(n, bits, block)
-        here, there = slice(at, at + num * n), slice(place, place + num * length)
-        yield _Run(num, n, here, there, scales, scales + -(-n * bits // 8), length)
-        at, place = here.stop, there.stop
+        x = flat[start : start + num * n].view(num, n)
+        rows.append(x if n == c else torch.nn.functional.pad(x, (0, c - n)))
+        start += num * n
+    x = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return _message(*quantize(x.float() if x.dtype == torch.float64 else x, bits=bits, block=block))
 
 
-def _totals(runs: Sequence[int], bits: int, block: int) -> tuple[int, int]:
-    """Elements, and bytes of messages."""
-    last = [(r.at.stop, r.place.stop) for r in _runs(runs, bits, block)]
-    return last[-1] if last else (0, 0)
+def _decode(messages: Tensor, runs: Sequence[int], c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
+    num, narrow = sum(runs[::2]), torch.float32 if dtype == torch.float64 else dtype
+    codes, scales = _parts(messages.view(num, -1), c, bits, block)
+    x = dequantize(codes, scales, c, bits=bits, block=block, dtype=narrow)
+    rows, start = list[Tensor](), 0
+    for num, n in zip(runs[::2], runs[1::2], strict=True):
+        rows.append(x[start : start + num, :n].reshape(-1))
+        start += num
+    return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(dtype)
 
 
-def _write(grid: Tensor, run: _Run, codes: Tensor, scales: Tensor) -> None:
-    grid[:, : run.scales] = scales.view(torch.uint8)
-    grid[:, run.scales : run.end] = codes.view(torch.uint8)
-    grid[:, run.end :] = 0
+def _decode_sum(messages: Tensor, num: int, n: int, c: int, bits: int, block: int) -> Tensor:
+    codes, scales = _parts(messages.view(num, 1, -1), c, bits, block)
+    return dequantize_sum(codes, scales, c, bits=bits, block=block).view(-1)[:n].clone()
 
 
-def _read(grid: Tensor, run: _Run, bits: int) -> tuple[Tensor, Tensor]:
-    codes = grid[..., run.scales : run.end].contiguous()
-    scales = grid[..., : run.scales].contiguous().view(torch.float32)
+def _decode_sum_encode(messages: Tensor, num: int, c: int, bits: int, block: int) -> Tensor:
+    codes, scales = _parts(messages.view(num, -1, _length(c, bits, block)), c, bits, block)
+    return _message(*dequantize_sum_quantize(codes, scales, c, bits=bits, block=block))
+
+
+def _message(codes: Tensor, scales: Tensor) -> Tensor:
+    parts = [scales.view(torch.uint8), codes.view(torch.uint8)]
+    padding = -sum(x.shape[1] for x in parts) % 4
+    if padding:
+        parts.append(codes.new_zeros(len(codes), padding, dtype=torch.uint8))
+    return torch.cat(parts, 1).view(-1)
+
+
+def _parts(messages: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    begin = 4 * -(-c // block)
+    codes = messages[..., begin : begin + -(-c * bits // 8)].contiguous()
+    scales = messages[..., :begin].contiguous().view(torch.float32)
     return codes.view(torch.int8) if bits == 8 else codes, scales
-
-
-def _encode(flat: Tensor, runs: Sequence[int], bits: int, block: int) -> Tensor:
-    out = flat.new_empty(_totals(runs, bits, block)[1], dtype=torch.uint8)
-    flat = flat.reshape(-1)
-    for run in _runs(runs, bits, block):
-        x = flat[run.at].view(run.num, run.n)
-        codes, scales = quantize(x.float() if x.dtype == torch.float64 else x, bits=bits, block=block)
-        _write(out[run.place].view(run.num, run.length), run, codes, scales)
-    return out
-
-
-def _decode(messages: Tensor, runs: Sequence[int], bits: int, block: int, dtype: torch.dtype) -> Tensor:
-    narrow = torch.float32 if dtype == torch.float64 else dtype
-    out = messages.new_empty(_totals(runs, bits, block)[0], dtype=narrow)
-    for run in _runs(runs, bits, block):
-        codes, scales = _read(messages[run.place].view(run.num, run.length), run, bits)
-        dequantize(codes, scales, run.n, bits=bits, block=block, out=out[run.at].view(run.num, run.n))
-    return out.to(dtype)
-
-
-def _decode_sum(messages: Tensor, num: int, runs: Sequence[int], bits: int, block: int) -> Tensor:
-    numel, length = _totals(runs, bits, block)
-    out = messages.new_empty(numel, dtype=torch.float32)
-    for run in _runs(runs, bits, block):
-        codes, scales = _read(_of_ranks(messages, num, length, run), run, bits)
-        out[run.at] = dequantize_sum(codes, scales, run.n, bits=bits, block=block).view(-1)
-    return out
-
-
-def _decode_sum_encode(messages: Tensor, num: int, runs: Sequence[int], bits: int, block: int) -> Tensor:
-    length = _totals(runs, bits, block)[1]
-    out = messages.new_empty(length)
-    for run in _runs(runs, bits, block):
-        codes, scales = _read(_of_ranks(messages, num, length, run), run, bits)
-        codes, scales = dequantize_sum_quantize(codes, scales, run.n, bits=bits, block=block)
-        _write(out[run.place].view(run.num, run.length), run, codes, scales)
-    return out
-
-
-def _of_ranks(messages: Tensor, num: int, length: int, run: _Run) -> Tensor:
-    return messages.view(num, length)[:, run.place].unflatten(1, (run.num, run.length))
 
 
 for _name, _impl in (
@@ -171,20 +122,21 @@ for _name, _impl in (
 
 
 @torch.library.register_fake("shardfn::encode", lib=_LIBRARY)
-def _(flat: Tensor, runs: Sequence[int], bits: int, block: int) -> Tensor:
-    return flat.new_empty(_totals(runs, bits, block)[1], dtype=torch.uint8)
+def _(flat: Tensor, runs: Sequence[int], c: int, bits: int, block: int) -> Tensor:
+    return flat.new_empty(sum(runs[::2]) * _length(c, bits, block), dtype=torch.uint8)
 
 
 @torch.library.register_fake("shardfn::decode", lib=_LIBRARY)
-def _(messages: Tensor, runs: Sequence[int], bits: int, block: int, dtype: torch.dtype) -> Tensor:
-    return messages.new_empty(_totals(runs, bits, block)[0], dtype=dtype)
+def _(messages: Tensor, runs: Sequence[int], c: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
+    total = sum(num * n for num, n in zip(runs[::2], runs[1::2], strict=True))
+    return messages.new_empty(total, dtype=dtype)
 
 
 @torch.library.register_fake("shardfn::decode_sum", lib=_LIBRARY)
-def _(messages: Tensor, num: int, runs: Sequence[int], bits: int, block: int) -> Tensor:
-    return messages.new_empty(_totals(runs, bits, block)[0], dtype=torch.float32)
+def _(messages: Tensor, num: int, n: int, c: int, bits: int, block: int) -> Tensor:
+    return messages.new_empty(n, dtype=torch.float32)
 
 
 @torch.library.register_fake("shardfn::decode_sum_encode", lib=_LIBRARY)
-def _(messages: Tensor, num: int, runs: Sequence[int], bits: int, block: int) -> Tensor:
-    return messages.new_empty(_totals(runs, bits, block)[1])
+def _(messages: Tensor, num: int, c: int, bits: int, block: int) -> Tensor:
+    return messages.new_empty(messages.numel() // num)

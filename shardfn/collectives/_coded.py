@@ -38,16 +38,20 @@ class CodedGather:
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending:
         """See `TwoHops.bring`; what it brings is in code, and so takes half the memory and the wire, or a quarter."""
         assert isinstance(self._inner, TwoHops)
-        return self._inner.bring(self._encoded(own), self._code.lengths(sizes))
+        return self._inner.bring(self._encoded(own, max(sizes)), self._lengths(sizes))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending:
         """See `Channel.all_gather`; of two hops the second, from what `bring` gave."""
-        message = own if isinstance(self._inner, TwoHops) else self._encoded(own)
-        pending = self._inner.all_gather(message, self._code.lengths(sizes))
-        return pending.then(lambda messages: self._code.decode(messages, sizes, self._dtype))
+        c = max(sizes)
+        message = own if isinstance(self._inner, TwoHops) else self._encoded(own, c)
+        pending = self._inner.all_gather(message, self._lengths(sizes))
+        return pending.then(lambda messages: self._code.decode(messages, sizes, c, self._dtype))
 
-    def _encoded(self, own: Tensor) -> Tensor:
-        return self._code.encode(own.reshape(-1), [own.numel()])
+    def _encoded(self, own: Tensor, c: int) -> Tensor:
+        return self._code.encode(own.reshape(-1), [own.numel()], c)
+
+    def _lengths(self, sizes: Sequence[int]) -> list[int]:
+        return [self._code.length(max(sizes))] * len(sizes)
 
 
 class CodedReduce:
@@ -67,27 +71,23 @@ class CodedReduce:
         self._grid = None if self._far is None else Grid(axes, self._far, self._first)
         self.axes, self.sums_in_one = axes, False
         self.size = self._first.size * (1 if self._far is None else self._far.size)
-        self.index = self._first.index
-        if self._grid is not None and self._far is not None:
-            self.index = self._grid.ranks[self._first.index][self._far.index]
+        self.index = self._first.index if self._grid is None else self._grid.index
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> "Pending | Relayed":
         """See `Channel.reduce_scatter`; the result is in fp32."""
         del reuse
-        code, lengths, own = self._code, self._code.lengths(sizes), [sizes[self.index]]
-        messages = code.encode(flat, sizes)
-        if self._grid is None or self._far is None:
-            pending = self._first.all_to_all(messages, lengths)
-            return pending.then(lambda arrived: code.sum(arrived, self.size, own))
-        grid, near, far = self._grid, self._first, self._far
-        across = grid.of_near(sizes, near.index)
-        whole = [sum(grid.of_near(lengths, g)) for g in range(near.size)]
+        code, own, c, near, far = self._code, sizes[self.index], max(sizes), self._first, self._far
+        messages, length = code.encode(flat, sizes, c), code.length(c)
+        if self._grid is None or far is None:
+            pending = near.all_to_all(messages, [length] * near.size)
+            return pending.then(lambda arrived: code.sum(arrived, near.size, own, c))
 
         def go_on(arrived: Tensor) -> Pending:
-            pending = far.all_to_all(code.sum_again(arrived, near.size, across), code.lengths(across))
-            return pending.then(lambda messages: code.sum(messages, far.size, own))
+            pending = far.all_to_all(code.sum_again(arrived, near.size, c), [length] * far.size)
+            return pending.then(lambda messages: code.sum(messages, far.size, own, c))
 
-        return Relayed(far, near.all_to_all(grid.from_ranks(messages, lengths), whole), go_on)
+        first = near.all_to_all(self._grid.from_ranks(messages), [far.size * length] * near.size)
+        return Relayed(far, first, go_on)
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Whole gradients are not quantised."""

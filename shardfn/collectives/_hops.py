@@ -5,14 +5,13 @@
     all_gather  near axes:           the secondary pieces => [A_00, A_01, A_10, A_11], in the order of ranks
 
 Both move bits and nothing else, so the whole is that of one hop. A block enters each node once, where a single hop
-sends it to every rank of the node.
+sends it to every rank of the node. All blocks travel at the size of the largest.
 
 Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023,
 https://arxiv.org/abs/2306.10209
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ._channel import Pending
 from ._traced import AnyChannel, AnyChannels
+from ._wire_ops import as_runs
 
 
 class TwoHops:
@@ -35,10 +35,8 @@ class TwoHops:
     def __init__(self, channels: AnyChannels, axes: tuple[str, ...], near: tuple[str, ...]) -> None:
         self._far: AnyChannel = channels.gather(tuple(a for a in axes if a not in near))
         self._near: AnyChannel = channels.gather(tuple(a for a in axes if a in near))
-        self.axes = axes
-        self.size = self._far.size * self._near.size
-        self.grid = Grid(axes, self._far, self._near)
-        self.index = self.grid.ranks[self._near.index][self._far.index]
+        self._grid = Grid(axes, self._far, self._near)
+        self.axes, self.size, self.index = axes, self._far.size * self._near.size, self._grid.index
 
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending:
         """Across the far axes: the blocks of the ranks that share this one's index along the near axes.
@@ -47,52 +45,55 @@ class TwoHops:
             own: this rank's block; see `Channel.all_gather`.
             sizes: number of elements of each rank's block, along all axes.
         """
-        return self._far.all_gather(own, self.grid.of_near(sizes, self._near.index))
+        c = max(sizes)
+        flat = own.reshape(-1) if own.numel() == c else torch.nn.functional.pad(own.reshape(-1), (0, c - own.numel()))
+        return self._far.all_gather(flat, [c] * self._far.size)
 
     def all_gather(self, brought: Tensor, sizes: Sequence[int]) -> Pending:
         """Along the near axes: from what `bring` gave to the blocks of all ranks, in their order."""
-        lengths = [sum(self.grid.of_near(sizes, g)) for g in range(self._near.size)]
-        return self._near.all_gather(brought, lengths).then(lambda out: self.grid.to_ranks(out, sizes))
+        pending = self._near.all_gather(brought, [brought.numel()] * self._near.size)
+        return pending.then(lambda out: _trimmed(self._grid.to_ranks(out), sizes))
 
 
 class Grid:
-    """Which rank along all axes is at (near index, far index), and blocks put in either order.
+    """Blocks of one size in the order of ranks along all axes, or of (near index, far index).
 
     Args:
         axes: all axes.
         far: a channel along the far ones.
         near: a channel along the near ones.
+
+    Attributes:
+        index: this rank's index along all axes.
     """
 
     def __init__(self, axes: tuple[str, ...], far: AnyChannel, near: AnyChannel) -> None:
         self._axes, self._shape = axes, {**near.shape, **far.shape}
-        self._num = near.size, far.size
+        at = near.index * far.size + far.index
+        coords = dict(zip(self._shape, _digits(at, tuple(self._shape.values())), strict=True))
+        self.index = functools.reduce(lambda i, a: i * self._shape[a] + coords[a], axes, 0)
 
-    @functools.cached_property
-    def ranks(self) -> list[list[int]]:
-        """For each near index, the ranks along all axes, by far index."""
-        stride = {a: math.prod(self._shape[b] for b in self._axes[i + 1 :]) for i, a in enumerate(self._axes)}
-        walks = [range(0, n * stride[a], stride[a]) for a, n in self._shape.items()]
-        flat = [sum(steps) for steps in itertools.product(*walks)]
-        return [flat[i : i + self._num[1]] for i in range(0, len(flat), self._num[1])]
-
-    def of_near(self, sizes: Sequence[int], near: int) -> list[int]:
-        """The sizes of the blocks at one near index."""
-        return [sizes[r] for r in self.ranks[near]]
-
-    def to_ranks(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    def to_ranks(self, flat: Tensor) -> Tensor:
         """Blocks by (near, far) -> by rank."""
-        if len(set(sizes)) == 1:
-            order = [list(self._shape).index(a) for a in self._axes]
-            return flat.view(*self._shape.values(), sizes[0]).permute(*order, -1).reshape(-1)
-        places = list(itertools.chain.from_iterable(self.ranks))
-        blocks = dict(zip(places, flat.split_with_sizes([sizes[r] for r in places]), strict=True))
-        return torch.cat([blocks[r] for r in range(len(places))])
+        now = list(self._shape)
+        return flat.view(*self._shape.values(), -1).permute(*(now.index(a) for a in self._axes), -1).reshape(-1)
 
-    def from_ranks(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    def from_ranks(self, flat: Tensor) -> Tensor:
         """Blocks by rank -> by (near, far)."""
-        if len(set(sizes)) == 1:
-            order = [self._axes.index(a) for a in self._shape]
-            return flat.view(*(self._shape[a] for a in self._axes), sizes[0]).permute(*order, -1).reshape(-1)
-        blocks = flat.split_with_sizes(list(sizes))
-        return torch.cat([blocks[r] for r in itertools.chain.from_iterable(self.ranks)])
+        now = flat.view(*(self._shape[a] for a in self._axes), -1)
+        return now.permute(*(self._axes.index(a) for a in self._shape), -1).reshape(-1)
+
+
+def _digits(n: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n // math.prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
+
+
+def _trimmed(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Blocks without what made them equally large."""
+    runs, c, parts, start = as_runs(sizes), max(sizes), list[Tensor](), 0
+    if len(runs) == 2:
+        return flat
+    for num, n in zip(runs[::2], runs[1::2], strict=True):
+        parts.append(flat[start : start + num * c].view(num, c)[:, :n].reshape(-1))
+        start += num * c
+    return torch.cat(parts)

@@ -135,7 +135,7 @@ class Zero:
         foreign = [a for a in self.near if a not in axes]
         if foreign or not self.near:
             hint = did_you_mean(foreign[0], axes) if foreign else ""
-            raise ValueError(f"{given}: the secondary axis must be one or more of axis, along which leaves are cut.{hint}")
+            raise ValueError(f"{given}: the secondary axis must be of those along which leaves are cut.{hint}")
         if set(self.near) == set(axes):
             raise ValueError(f"{given} has no effect: there is no other axis to spare; name the near ones alone.")
 

@@ -58,8 +58,8 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
     if zero.near and mesh.size > 1 and not 1 < mesh.axis_size(zero.near) < mesh.axis_size(zero.axis):
         problems.append(
-            f"Zero(axis={zero.axis!r}, secondary_axis={zero.secondary_axis!r}) has no effect: the mesh has {mesh.shape},"
-            " so that no leaf is cut both along the secondary axis and along another."
+            f"Zero(axis={zero.axis!r}, secondary_axis={zero.secondary_axis!r}) has no effect: the mesh is {mesh.shape};"
+            " both the secondary axis and the others must have more than one rank."
         )
     raise_all(ValueError, "the specs do not fit the mesh:", problems)
 

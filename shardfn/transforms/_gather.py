@@ -218,9 +218,12 @@ class Gatherer:
         members = [self._leaves[i] for i in self._units[unit].leaves]
         channel = self._wires[unit]
         if unit in self._hops:
-            return _Whole(members, [self._secondary(unit)], channel, _near_start(members, channel))
+            sizes, piece = unit_sizes(members, channel.size), self._secondary(unit)
+            return _Whole(members, [piece], channel, lambda near: channel.all_gather(near[0], sizes))
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        return _Whole(members, pieces, channel, _start(members, channel.all_gather, channel.size))
+        return _Whole(
+            members, pieces, channel, lambda own: start_gather(members, own, channel.all_gather, channel.size)
+        )
 
     def _secondary(self, unit: int) -> Tensor:
         """What the first hop brings of a unit."""
@@ -235,11 +238,15 @@ class Gatherer:
         members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
         assert isinstance(hops, TwoHops | CodedGather)
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        start = _start(members, hops.bring, hops.size)
+        own = _arrived(pieces)
+
+        def bring(*own: Tensor) -> Pending:
+            return start_gather(members, own, hops.bring, hops.size)
+
         if not capturing():
-            return start(_arrived(pieces))
+            return bring(*own)
         looks = *(leaf.looks for leaf in members), hops.axes
-        (piece,) = traced_once(("bring", looks), lambda *own: [start(own).result()], _arrived(pieces))
+        (piece,) = traced_once(("bring", looks), lambda *own: [bring(*own).result()], own)
         return Pending((), lambda: piece)
 
 
@@ -251,9 +258,7 @@ Start = Callable[[Sequence[Tensor]], Pending]
 class _Whole:
     """The leaves of one unit, in flight or here."""
 
-    def __init__(
-        self, leaves: list[LeafLayout], pieces: list[Piece], channel: GatherChannel, start: Start
-    ) -> None:
+    def __init__(self, leaves: list[LeafLayout], pieces: list[Piece], channel: GatherChannel, start: Start) -> None:
         self._leaves = leaves
         self._pending: Pending | Fetch | None = None
         self._out: Tensor | None = None
@@ -294,19 +299,12 @@ def packed(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def _start(leaves: Sequence[LeafLayout], send: Callable[[Tensor, Sequence[int]], Pending], size: int) -> Start:
-    """Begins to send this rank's pieces of leaves, in one message, in the dtype that the loss sees."""
-
-    def start(own: Sequence[Tensor]) -> Pending:
-        pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
-        return send(packed(pieces), unit_sizes(leaves, size))
-
-    return start
-
-
-def _near_start(leaves: Sequence[LeafLayout], hops: GatherChannel) -> Start:
-    """Begins to gather leaves from what has crossed the far axes."""
-    return lambda own: hops.all_gather(own[0], unit_sizes(leaves, hops.size))
+def start_gather(
+    leaves: Sequence[LeafLayout], own: Sequence[Tensor], send: Callable[[Tensor, Sequence[int]], Pending], size: int
+) -> Pending:
+    """Begins to send this rank's pieces of leaves to `size` ranks, in one message, in the dtype that the loss sees."""
+    pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
+    return send(packed(pieces), unit_sizes(leaves, size))
 
 
 def _arrived(pieces: Sequence[Piece]) -> list[Tensor]:

@@ -9,9 +9,7 @@ from ._layout import LeafLayout, Unit
 GatherChannel = AnyChannel | TwoHops | CodedGather
 
 
-def gather_channels(
-    leaves: Sequence[LeafLayout], units: Sequence[Unit], channels: AnyChannels
-) -> list[GatherChannel]:
+def gather_channels(leaves: Sequence[LeafLayout], units: Sequence[Unit], channels: AnyChannels) -> list[GatherChannel]:
     """For each unit, what it is gathered on. Collective the first time, as it makes channels."""
     made: dict[object, GatherChannel] = {}
     out: list[GatherChannel] = []

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 import shardfn as sf
 from shardfn.testing import (
     ODD_TRAINABLE,
