@@ -89,7 +89,8 @@ def _decode(messages: Tensor, runs: Sequence[int], c: int, bits: int, block: int
 
 def _decode_sum(messages: Tensor, num: int, n: int, c: int, bits: int, block: int) -> Tensor:
     codes, scales = _parts(messages.view(num, 1, -1), c, bits, block)
-    return dequantize_sum(codes, scales, c, bits=bits, block=block).view(-1)[:n].clone()
+    total = dequantize_sum(codes, scales, c, bits=bits, block=block).view(-1)
+    return total if n == c else total[:n].clone()
 
 
 def _decode_sum_encode(messages: Tensor, num: int, c: int, bits: int, block: int) -> Tensor:
