@@ -1,7 +1,8 @@
 """The one place that chooses which implementation of a kernel runs.
 
-Tensors on the CPU are computed by the `cpu` file of an op's folder; tensors elsewhere by `triton` where that package is
-installed, else by `reference`, which is the definition and runs wherever torch does.
+Tensors on the CPU are computed by the `native` file of an op's folder where there is one and a C++ compiler, else by
+its `cpu` file: the bits are the same. Tensors elsewhere are computed by `triton` where that package is installed, else
+by `reference`, which is the definition and runs wherever torch does.
 """
 
 import contextlib
@@ -9,11 +10,13 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-Kind = Literal["reference", "cpu", "triton"]
+from ._build import library
+
+Kind = Literal["reference", "cpu", "native", "triton"]
 
 _ASKED: list[Kind] = []
 
@@ -25,10 +28,10 @@ def implemented_by(kind: Kind) -> Iterator[None]:
     Triton's kernels take tensors of a CPU where its interpreter is on: `TRITON_INTERPRET=1` before triton is imported.
 
     Args:
-        kind: "reference", "cpu" or "triton".
+        kind: "reference", "cpu", "native" (C++; what has none runs as "cpu") or "triton".
 
     Raises:
-        ValueError: for another kind.
+        ValueError: for another kind, and for "native" where there is no compiler.
 
     Example:
         >>> from shardfn.kernels import pack_signs
@@ -36,8 +39,10 @@ def implemented_by(kind: Kind) -> Iterator[None]:
         ...     pack_signs(torch.tensor([[1.0, -1, 1, 1, -1, -1, -1, 1]]))
         tensor([[177]], dtype=torch.uint8)
     """
-    if kind not in ("reference", "cpu", "triton"):
-        raise ValueError(f"kernels are implemented by 'reference', 'cpu' and 'triton', not by {kind!r}")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kernels are implemented by {', '.join(map(repr, get_args(Kind)))}, not by {kind!r}")
+    if kind == "native" and library() is None:
+        raise ValueError("there is no C++ compiler for 'native' kernels; ask for 'cpu'")
     _ASKED.append(kind)
     try:
         yield
@@ -53,10 +58,13 @@ def implementation(folder: str, name: str, device: torch.device) -> Callable[...
 @functools.cache
 def _serving(device: str) -> Kind:
     if device == "cpu":
-        return "cpu"
+        return "native" if library() else "cpu"
     return "triton" if importlib.util.find_spec("triton") else "reference"
 
 
 @functools.cache
 def _find(folder: str, name: str, kind: Kind) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"shardfn.kernels.{folder}._{kind}"), name)
+    module = f"shardfn.kernels.{folder}._{kind}"
+    if kind == "native" and not importlib.util.find_spec(module):
+        return _find(folder, name, "cpu")
+    return getattr(importlib.import_module(module), name)

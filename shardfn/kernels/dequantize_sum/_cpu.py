@@ -1,4 +1,23 @@
-"""Sums of quantized rows, on a CPU."""
+"""Sums of quantized rows, on a CPU: the definition, on what stays in a core's cache."""
 
-from ._reference import dequantize_sum as dequantize_sum
-from ._reference import dequantize_sum_quantize as dequantize_sum_quantize
+from torch import Tensor
+
+from shardfn.kernels._cpu_blocks import BLOCK
+from shardfn.kernels.quantize import _cpu as quantizer
+from shardfn.kernels.quantize import _reference as reference
+from shardfn.kernels.quantize._slabs import slabs
+
+
+def dequantize_sum(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
+    """Writes the sum over the first dim, in its order, into fp32 [r, c]."""
+    quantizer.dequantize_into(codes[0], scales[0], bits, block, out)
+    for more, factors in zip(codes[1:], scales[1:], strict=True):
+        for part, some, these in slabs(out, more, factors, bits, block, BLOCK):
+            part += reference.dequantize(some, these, part.shape[1], bits, block)
+
+
+def dequantize_sum_quantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """[k, r, ...], [k, r, blocks] -> [r, ...], [r, blocks]."""
+    total = scales.new_empty(codes.shape[1], c)
+    dequantize_sum(codes, scales, bits, block, total)
+    return quantizer.quantize(total, bits, block)

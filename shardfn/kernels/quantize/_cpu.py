@@ -1,4 +1,24 @@
-"""Blocks of a row in codes of 8 or 4 bits, on a CPU."""
+"""Blocks of a row in codes of 8 or 4 bits, on a CPU: the definition on what stays in a core's cache."""
 
-from ._reference import dequantize_into as dequantize_into
-from ._reference import quantize as quantize
+from torch import Tensor
+
+from shardfn.kernels._cpu_blocks import BLOCK
+from shardfn.kernels.quantize._api import empty_codes
+
+from . import _reference as reference
+from ._slabs import slabs
+
+
+def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """[r, c] -> int8 [r, c] or uint8 [r, ceil(c / 2)], fp32 [r, ceil(c / block)]."""
+    codes, scales = empty_codes(x, x.shape[1], bits, block)
+    for part, some, factors in slabs(x, codes, scales, bits, block, BLOCK):
+        for into, value in zip((some, factors), reference.quantize(part, bits, block), strict=True):
+            into.copy_(value)
+    return codes, scales
+
+
+def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
+    """Writes what codes stand for, in the dtype of `out` [r, c]."""
+    for part, some, factors in slabs(out, codes, scales, bits, block, BLOCK):
+        reference.dequantize_into(some, factors, bits, block, part)

@@ -1,0 +1,98 @@
+"""Work on a CPU: numpy's loops over blocks that stay in a core's cache.
+
+A tensor is passed over once for all that is done with a block, by operations that write where they are told. numpy's
+are used because it packs, unpacks and looks up bytes several times faster than torch; they keep to one core.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._sums import LANES, SPAN, halved
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 1 << 15  # elements; a few of them in fp32 fit the second-level cache, and SPAN is a multiple of it
+
+# The eight signs of each byte.
+_SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) * 2 - 1
+
+
+def array(x: Tensor) -> Array:
+    """The memory of a tensor."""
+    return x.detach().numpy()
+
+
+def cuts(num: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """The bounds of the blocks of num elements."""
+    return ((lo, min(lo + size, num)) for lo in range(0, num, max(size, 1)))
+
+
+def room(num: int, dtype: Any) -> Array:
+    """Uninitialised memory for a block of as many elements, or a whole one if there are more."""
+    return np.empty(min(num, BLOCK), dtype)
+
+
+def table(scale: Any) -> Array:
+    """[256, 8]: +-scale of the bits of each byte."""
+    return _SIGNS * np.float32(scale)
+
+
+class Expand:
+    """Looks bytes up in tables, a block at a time."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._index = room(num_bytes, np.intp)
+
+    def __call__(self, bits: Array, signs: Array, out: Array) -> None:
+        """Writes the eight values of each byte into out [8 b]."""
+        index = self._index[: bits.size]
+        np.copyto(index, bits)
+        np.take(signs, index, axis=0, out=out.reshape(-1, 8), mode="clip")
+
+
+class Pack:
+    """Packs the signs of a block."""
+
+    def __init__(self, num: int) -> None:
+        self._flags = room(num, np.bool_)
+
+    def __call__(self, y: Array, bits: Array) -> None:
+        """Writes the bits of y >= 0."""
+        bits[...] = np.packbits(np.greater_equal(y, 0, out=self._flags[: y.size]))
+
+
+class Squares:
+    """The sum of squares of a row that comes block by block: `sum_squares`, with its bits."""
+
+    def __init__(self, num: int) -> None:
+        rows = -(-min(num, BLOCK) // LANES)
+        self._wide = np.zeros((1 + rows, LANES))  # row 0: the lanes' sums so far
+        self._lanes = np.zeros(LANES)
+        self._spans: list[Array] = []
+        self._count = 0
+
+    def add(self, y: Array) -> None:
+        """Adds the next block: `BLOCK` elements, fewer at the end of the row only."""
+        rows = -(-y.size // LANES)
+        wide = self._wide[1 : 1 + rows]
+        flat = wide.reshape(-1)
+        np.copyto(flat[: y.size], y)
+        flat[y.size :] = 0
+        np.multiply(wide, wide, out=wide)
+        if self._count % SPAN == 0:
+            self._lanes = np.empty(LANES)
+            self._spans.append(self._lanes)
+            np.add.reduce(wide, axis=0, out=self._lanes)
+        else:
+            np.copyto(self._wide[0], self._lanes)
+            np.add.reduce(self._wide[: 1 + rows], axis=0, out=self._lanes)
+        self._count += y.size
+
+    def total(self) -> Tensor:
+        """float64 []."""
+        lanes = np.stack(self._spans) if self._spans else np.zeros((0, LANES))
+        return halved(halved(torch.from_numpy(lanes)))

@@ -1,0 +1,84 @@
+"""What the kernels in Triton share.
+
+Functions of Triton's library that are themselves compiled (`tl.sum`, `tl.zeros`) are not called, so that the
+interpreter may be switched on after the package was imported; how to reduce it knows by name, and does so fast.
+Contraction of products and sums is switched off, and divisions round correctly, so that results are the reference's.
+"""
+
+import contextlib
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+
+from ._sums import LANES
+
+MAGIC: Any = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
+TINY: Any = tl.constexpr(2.0**-110)
+NOT_FINITE: Any = tl.constexpr(0x7F800000)
+
+added: Any = tl.standard._sum_combine
+greatest: Any = tl.standard._elementwise_max
+
+
+def launch(kernel: Any, num: int, device: torch.device, *args: Any, **constants: Any) -> None:
+    """Runs as many programs of a kernel on the device, if any."""
+    where = contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+    if num:
+        with where:
+            kernel[(num,)](*args, **constants, enable_fp_fusion=False)
+
+
+def tile(device: torch.device) -> int:
+    """Lanes that one program sums: the interpreter, on a CPU, takes its time for each operation, not each element."""
+    return LANES if device.type == "cpu" else 256
+
+
+def ceil(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)
+
+
+@triton.jit
+@no_type_check
+def signs_of(bits, place, scale):
+    """+-scale of the elements at places of a row of bits."""
+    byte = tl.load(bits + place // 8).to(tl.int32)
+    return tl.where((byte >> (7 - (place % 8).to(tl.int32))) & 1 == 1, scale, -scale)
+
+
+@triton.jit
+@no_type_check
+def magnitude(x):
+    """|x| as an int32 of the same order; NaN is above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+@no_type_check
+def factor_and_scale(top, HALF: tl.constexpr):
+    """S and 1 / S of a block by the magnitude of its greatest element; S = 0 where that is not finite."""
+    most = top.to(tl.float32, bitcast=True)
+    usual = (most >= TINY) & (top < NOT_FINITE)
+    factor = tl.math.div_rn(tl.where(usual, HALF * 1.0, 1.0), tl.where(usual, most, 1.0))
+    return tl.where(top < NOT_FINITE, factor, 0.0), tl.where(most < TINY, 1.0, most * (1.0 / HALF))
+
+
+@triton.jit
+@no_type_check
+def encode(x, factor, HALF: tl.constexpr):
+    """The codes of x; 0 where the factor is."""
+    code = ((tl.where(factor == 0.0, 0.0, x) * factor + MAGIC) - MAGIC).to(tl.int32)
+    return tl.where(code > HALF - 1, HALF - 1, tl.where(code < -HALF, -HALF, code))
+
+
+@triton.jit
+@no_type_check
+def decode(codes, column, mask, BITS: tl.constexpr):
+    """The codes of a row at columns, as fp32."""
+    if BITS == 8:
+        return tl.load(codes + column, mask=mask, other=0).to(tl.float32)
+    byte = tl.load(codes + column // 2, mask=mask, other=0).to(tl.int32)
+    nibble = tl.where(column % 2 == 0, byte >> 4, byte & 15)
+    return ((nibble ^ 8) - 8).to(tl.float32)

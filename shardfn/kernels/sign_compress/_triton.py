@@ -1,0 +1,63 @@
+"""A tensor and what is still owed, as signs and scales, in Triton."""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardfn.kernels._sums import LANES, SPAN, halved, root_mean
+from shardfn.kernels._triton import added, ceil, launch, tile
+
+BYTES = 128
+
+
+def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """Flat [n], fp32 [r, c] with n <= r c -> uint8 [r, c / 8], fp32 [r]; overwrites the error."""
+    r, c = error.shape
+    y = error.view(1, r * c) if whole else error
+    lanes = y.new_empty(y.shape[0], ceil(y.shape[1], SPAN), LANES, dtype=torch.float64)
+    sizes, width = (x.numel(), y.shape[1], lanes.shape[1]), tile(y.device)
+    launch(_add, lanes.numel() // width, y.device, x, y, lanes, *sizes, LANES=LANES, SPAN=SPAN, TILE=width)
+    scale = root_mean(halved(halved(lanes)), y.shape[1])
+    return subtract_signs(y, scale).view(r, c // 8), scale.expand(r).contiguous()
+
+
+def subtract_signs(y: Tensor, scale: Tensor) -> Tensor:
+    """Takes +-scale of its row from y [r, c], and returns the bits of y >= 0, uint8 [r, c / 8]."""
+    bits = torch.empty(y.shape[0], y.shape[1] // 8, dtype=torch.uint8, device=y.device)
+    num = bits.numel()
+    launch(_subtract, ceil(num, BYTES), y.device, y, scale, bits, num, bits.shape[1], BYTES=BYTES)
+    return bits
+
+
+@triton.jit
+@no_type_check
+def _add(x, y, lanes, n, c, num_spans, LANES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    span = program // (LANES // TILE)
+    lane = program % (LANES // TILE) * TILE + tl.arange(0, TILE)
+    row, first = span // num_spans, span % num_spans * SPAN
+    squares = tl.full([TILE], 0.0, tl.float64)
+    for start in range(first, tl.where(first + SPAN < c, first + SPAN, c), LANES):
+        column = start + lane
+        at = row * c + column
+        value = tl.load(y + at, mask=column < c, other=0.0)
+        value = tl.load(x + at, mask=(column < c) & (at < n), other=0.0).to(tl.float32) + value
+        tl.store(y + at, value, mask=column < c)
+        squares += value.to(tl.float64) * value.to(tl.float64)
+    tl.store(lanes + span * LANES + lane, squares)
+
+
+@triton.jit
+@no_type_check
+def _subtract(y, scale, bits, num, b, BYTES: tl.constexpr):
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    place = tl.arange(0, 8)
+    at, mask = byte[:, None] * 8 + place[None, :], byte[:, None] < num
+    value = tl.load(y + at, mask=mask, other=0.0)
+    step = tl.load(scale + byte // b, mask=byte < num, other=0.0)[:, None]
+    tl.store(y + at, value - tl.where(value >= 0, step, -step), mask=mask)
+    packed = tl.reduce((value >= 0).to(tl.int32) << (7 - place[None, :]), 1, added)
+    tl.store(bits + byte, packed.to(tl.uint8), mask=byte < num)
