@@ -25,6 +25,7 @@ DESIGN = [
     "docs/design/0005-memory.md",
     "docs/design/0006-precision.md",
     "docs/design/0007-activations.md",
+    "docs/design/0009-zero-plus-plus.md",
 ]
 DOCS = [
     "docs/index.md",
@@ -37,6 +38,7 @@ DOCS = [
     "docs/memory.md",
     "docs/optimizers.md",
     "docs/activations.md",
+    "docs/zero_plus_plus.md",
     "docs/plan.md",
     *DESIGN,
 ]
