@@ -36,6 +36,7 @@ DOCS = [
     "docs/precision.md",
     "docs/offload.md",
     "docs/memory.md",
+    "docs/kernels.md",
     "docs/optimizers.md",
     "docs/activations.md",
     "docs/zero_plus_plus.md",

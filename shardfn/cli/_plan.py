@@ -109,7 +109,7 @@ def problems(s: Setup) -> list[str]:
         known = [p for p, row in PRECISIONS.items() if row.dtype in s.cluster.device.flops]
         out.append(f"{s.cluster.device.name} does not compute in {s.bytes_of.dtype}; use {' or '.join(known)}.")
     if s.zero.gather or s.zero.near or s.zero.reduce:
-        out.append("Zero(gather=, secondary_axis=, reduce=) are not planned; lower the step on an abstract mesh instead.")
+        out.append("Zero(gather=, secondary_axis=, reduce=) are not planned; lower the step on an abstract mesh.")
     tp, heads = s.axis("tp"), s.config.num_heads
     if tp > heads:
         out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have none.")

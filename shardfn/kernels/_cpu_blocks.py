@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._sums import LANES, SPAN, halved
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 
 BLOCK = 1 << 15  # elements; a few of them in fp32 fit the second-level cache, and SPAN is a multiple of it
 

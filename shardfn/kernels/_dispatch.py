@@ -10,19 +10,19 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from ._build import library
 
-Kind = Literal["reference", "cpu", "native", "triton"]
+_KINDS = ("reference", "cpu", "native", "triton")
 
-_ASKED: list[Kind] = []
+_ASKED: list[str] = []
 
 
 @contextlib.contextmanager
-def implemented_by(kind: Kind) -> Iterator[None]:
+def implemented_by(kind: str) -> Iterator[None]:
     """Within it, kernels run in the implementation asked for, whatever the device: for tests and benchmarks.
 
     Triton's kernels take tensors of a CPU where its interpreter is on: `TRITON_INTERPRET=1` before triton is imported.
@@ -39,8 +39,8 @@ def implemented_by(kind: Kind) -> Iterator[None]:
         ...     pack_signs(torch.tensor([[1.0, -1, 1, 1, -1, -1, -1, 1]]))
         tensor([[177]], dtype=torch.uint8)
     """
-    if kind not in get_args(Kind):
-        raise ValueError(f"kernels are implemented by {', '.join(map(repr, get_args(Kind)))}, not by {kind!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"kernels are implemented by {', '.join(map(repr, _KINDS))}, not by {kind!r}")
     if kind == "native" and library() is None:
         raise ValueError("there is no C++ compiler for 'native' kernels; ask for 'cpu'")
     _ASKED.append(kind)
@@ -56,14 +56,14 @@ def implementation(folder: str, name: str, device: torch.device) -> Callable[...
 
 
 @functools.cache
-def _serving(device: str) -> Kind:
+def _serving(device: str) -> str:
     if device == "cpu":
         return "native" if library() else "cpu"
     return "triton" if importlib.util.find_spec("triton") else "reference"
 
 
 @functools.cache
-def _find(folder: str, name: str, kind: Kind) -> Callable[..., Any]:
+def _find(folder: str, name: str, kind: str) -> Callable[..., Any]:
     module = f"shardfn.kernels.{folder}._{kind}"
     if kind == "native" and not importlib.util.find_spec(module):
         return _find(folder, name, "cpu")

@@ -78,7 +78,8 @@ def encode(x, factor, HALF: tl.constexpr):
 def decode(codes, column, mask, BITS: tl.constexpr):
     """The codes of a row at columns, as fp32."""
     if BITS == 8:
-        return tl.load(codes + column, mask=mask, other=0).to(tl.float32)
-    byte = tl.load(codes + column // 2, mask=mask, other=0).to(tl.int32)
-    nibble = tl.where(column % 2 == 0, byte >> 4, byte & 15)
-    return ((nibble ^ 8) - 8).to(tl.float32)
+        code = tl.load(codes + column, mask=mask, other=0).to(tl.int32)
+    else:
+        byte = tl.load(codes + column // 2, mask=mask, other=0).to(tl.int32)
+        code = (tl.where(column % 2 == 0, byte >> 4, byte & 15) ^ 8) - 8
+    return code.to(tl.float32)

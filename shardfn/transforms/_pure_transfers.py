@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import all_gather, all_gather_invariant, psum, psum_scatter, pvary, take_own_block
-
 from shardfn.core import raise_all
 
 from ._layout import LeafLayout
@@ -36,7 +35,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
     coded = [leaf.path for leaf in plan.leaves if leaf.gather_code or leaf.reduce_code]
     raise_all(
         ValueError,
-        "step.loss, and a step or step.apply under torch.func, are exact; leave out Zero(gather=, reduce=), which rounds:",
+        "step.loss, and steps under torch.func, are exact; leave out Zero(gather=, reduce=), which rounds:",
         coded,
     )
     blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]

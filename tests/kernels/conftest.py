@@ -1,0 +1,21 @@
+"""Every implementation in turn."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from shardfn import kernels
+from shardfn.kernels import _build
+
+
+@pytest.fixture(params=["cpu", "native", "triton"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An implementation that runs during the test; Triton's under its interpreter."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if request.param == "native" and _build.library() is None:
+        pytest.skip("no C++ compiler")
+    with kernels.implemented_by(request.param), np.errstate(all="ignore"):  # the interpreter computes with numpy
+        yield request.param

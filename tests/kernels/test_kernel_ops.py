@@ -1,0 +1,109 @@
+"""Covers kernels as torch ops: one node each in a graph, torch's own checks, refusals, which implementation runs."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardfn import kernels
+from shardfn.kernels import _build, _dispatch
+
+OPS = torch.ops.shardfn_kernels
+X, ERROR, SCALES = torch.randn(2, 16), torch.randn(2, 16), torch.rand(2)
+BITS = torch.randint(0, 256, (2, 2), dtype=torch.uint8)
+CODES, FACTORS = kernels.quantize(torch.randn(3, 2, 5).view(6, 5), bits=4, block=2)
+MANY = CODES.view(3, 2, 3), FACTORS.view(3, 2, 3)
+
+# name, public function, its arguments, the op's arguments
+CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = [
+    ("pack_signs", kernels.pack_signs, (X,), (X,)),
+    ("unpack_signs", kernels.unpack_signs, (BITS, SCALES), (BITS, SCALES)),
+    ("sign_compress", kernels.sign_compress, (X, ERROR), (X, ERROR, False)),
+    ("sign_compress_", kernels.sign_compress_, (X, ERROR), (X, ERROR, True)),
+    ("sign_mean", kernels.sign_mean, (BITS, SCALES, ERROR[0]), (BITS, SCALES, ERROR[0])),
+    ("sign_mean_", kernels.sign_mean_, (BITS, SCALES, ERROR[0]), (BITS, SCALES, ERROR[0])),
+    ("quantize", kernels.quantize, (X,), (X, 4, 6)),
+    ("dequantize", lambda c, s: kernels.dequantize(c, s, 5, bits=4, block=2), (CODES, FACTORS),
+     (CODES, FACTORS, 5, 4, 2, torch.bfloat16)),
+    ("dequantize_sum", lambda c, s: kernels.dequantize_sum(c, s, 5, bits=4, block=2), MANY, (*MANY, 5, 4, 2)),
+    ("dequantize_sum_quantize", lambda c, s: kernels.dequantize_sum_quantize(c, s, 5, bits=4, block=2), MANY,
+     (*MANY, 5, 4, 2)),
+    ("unpack_signs_into", lambda b, s, out: kernels.unpack_signs(b, s, out=out), (BITS, SCALES, ERROR),
+     (BITS, SCALES, ERROR)),
+    ("dequantize_into", lambda c, s, out: kernels.dequantize(c, s, 5, bits=4, block=2, out=out),
+     (CODES, FACTORS, torch.empty(6, 5)), (CODES, FACTORS, 4, 2, torch.empty(6, 5))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, function, args, flat", CASES, ids=[case[0] for case in CASES])
+def test_one_node_and_a_well_behaved_op(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], flat: tuple[Any, ...]
+) -> None:
+    copies = [arg.clone() for arg in args]
+    graph = make_fx(lambda *xs: function(*xs), tracing_mode="fake")(*copies)
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function" and "getitem" not in node.name]
+    assert calls == [getattr(OPS, name).default]
+    again = [arg.clone() for arg in args]
+    for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (graph(*copies), function(*again))), strict=True):
+        assert torch.equal(a, b)
+    assert all(map(torch.equal, copies, again))
+    torch.library.opcheck(getattr(OPS, name).default, flat, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    "run, kind, said",
+    [
+        (lambda: kernels.pack_signs(torch.ones(1, 7)), ValueError, "rows of 7 elements"),
+        (lambda: kernels.pack_signs(torch.ones(1, 8, dtype=torch.float64)), TypeError, "float64"),
+        (lambda: kernels.sign_compress(torch.ones(9), torch.zeros(1, 8)), ValueError, "9 elements.*room for 8"),
+        (lambda: kernels.sign_compress_(torch.ones(9), torch.zeros(8, 16)[:, ::2]), ValueError, "contiguous"),
+        (lambda: kernels.sign_mean_(BITS, SCALES, torch.zeros(32)[::2]), ValueError, "contiguous"),
+        (lambda: kernels.sign_mean(BITS[:0], SCALES[:0], torch.zeros(16)), ValueError, "no row"),
+        (lambda: kernels.unpack_signs(BITS, SCALES, out=torch.zeros(16, 2).t()), ValueError, "contiguous"),
+        (lambda: kernels.quantize(X, bits=3), ValueError, "bits is 3"),
+        (lambda: kernels.quantize(X, bits=4, block=5), ValueError, "block is 5"),
+        (lambda: kernels.dequantize(CODES, FACTORS, 7, bits=4, block=2), ValueError, "c = 7"),
+        (lambda: kernels.dequantize(CODES, FACTORS, 5, bits=8, block=2), TypeError, "codes is torch.uint8"),
+        (lambda: kernels.dequantize(CODES, FACTORS, 5, bits=4, block=4), ValueError, "scales is of shape"),
+        (lambda: kernels.dequantize_sum(MANY[0][:0], MANY[1][:0], 5, bits=4, block=2), ValueError, "no row"),
+        (lambda: kernels.implemented_by("fortran").__enter__(), ValueError, "'fortran'"),
+    ],
+)
+def test_what_is_refused(run: Callable[[], Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        run()
+
+
+@pytest.fixture
+def unbuilt() -> Iterator[None]:
+    """Nothing has been built yet, nor will have been."""
+    caches = (_build.library, _dispatch._serving)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    want = kernels.pack_signs(X)
+    for cache in (_build.library, _dispatch._serving):
+        cache.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert torch.equal(kernels.pack_signs(X), want)
+    assert _dispatch._serving("cpu") == "cpu"
+    with pytest.raises(ValueError, match="no C\\+\\+ compiler"), kernels.implemented_by("native"):
+        pass
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
+    with pytest.warns(UserWarning, match="/bin/false did not build"):
+        kernels.pack_signs(X)
+    assert _dispatch._serving("cpu") == "cpu" and not list((tmp_path / "shardfn").iterdir())

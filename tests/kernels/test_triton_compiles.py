@@ -1,0 +1,52 @@
+"""Covers Triton's kernels as a GPU gets them: they compile without one, with nothing fused and divisions rounded."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from shardfn.kernels.dequantize_sum import _triton as sums
+from shardfn.kernels.quantize import _triton as quantize
+from shardfn.kernels.sign_compress import _triton as compress
+from shardfn.kernels.sign_mean import _triton as mean
+from shardfn.kernels.signs import _triton as signs
+
+LANES = dict(LANES=1024, SPAN=1 << 18, TILE=256)
+CASES = [
+    (signs._pack, "*bf16 *u8 i64", dict(BYTES=128)),
+    (signs._unpack, "*u8 *fp32 *fp32 i32 i32", dict(WIDTH=1024)),
+    (compress._add, "*fp16 *fp32 *fp64 i32 i32 i32", LANES),
+    (compress._subtract, "*fp32 *fp32 *u8 i32 i32", dict(BYTES=128)),
+    (mean._add_mean, "*u8 *fp32 *fp32 *fp64 i32 i32", LANES),
+]
+for bits, code in ((8, "*i8"), (4, "*u8")):
+    block, tile = dict(BITS=bits, WIDTH=256), dict(BITS=bits, WIDTH=1024)
+    CASES += [
+        (quantize._quantize, f"*bf16 {code} *fp32 i32 i32 i32", block),
+        (quantize._dequantize, f"{code} *fp32 *bf16 i32 i32 i32 i32", tile),
+        (sums._dequantize_sum, f"{code} *fp32 *fp32 i32 i32 i32 i32 i32 i32", tile),
+        (sums._sum_quantize, f"{code} *fp32 {code} *fp32 i32 i32 i32 i32 i32", block),
+    ]
+for kernel, types, constants in CASES:
+    for ones in (False, True):  # sizes that are 1 become constants
+        names, kinds = kernel.arg_names, types.split()
+        known = dict(constants, **{n: 1 for n, kind in zip(names, kinds) if ones and kind[0] == "i"})
+        signature = dict(zip(names, kinds), **dict.fromkeys(known, "constexpr"))
+        source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in known.items()})
+        asm = triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
+        assert not re.search(r"fma\\.rn\\.f32|div\\.(full|approx)", asm), kernel.__name__
+print("compiled", len(CASES))
+"""
+
+
+@pytest.mark.nightly
+def test_every_kernel_compiles_for_a_gpu() -> None:
+    pytest.importorskip("triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
+    assert run.stdout.split() == ["compiled", "13"], run.stderr
