@@ -26,6 +26,7 @@ DESIGN = [
     "docs/design/0006-precision.md",
     "docs/design/0007-activations.md",
     "docs/design/0008-compressed-communication.md",
+    "docs/design/0009-zero-plus-plus.md",
 ]
 DOCS = [
     "docs/index.md",
@@ -39,6 +40,7 @@ DOCS = [
     "docs/kernels.md",
     "docs/optimizers.md",
     "docs/activations.md",
+    "docs/zero_plus_plus.md",
     "docs/plan.md",
     "docs/compression.md",
     *DESIGN,

@@ -23,6 +23,9 @@ from ._channel import is_sole_owner as is_sole_owner
 from ._failure import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
+from ._hops import TwoHops as TwoHops
+from ._code import Code as Code
+from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
 from ._wire_ops import Sizes as Sizes, channel_axes as channel_axes, with_sizes as with_sizes
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines

@@ -9,8 +9,10 @@ while another transfer runs). Elsewhere the backend's native operations run.
 
 import collections
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,21 +53,29 @@ class Pending:
                 work.wait()
         return self._finish()
 
+    def then(self, f: Callable[[Tensor], Tensor]) -> "Pending":
+        """The same transfer, whose value is `f` of what arrives."""
+        return Pending(self._works, lambda: f(self._finish()))
+
 
 class Channel:
     """A communicator of its own along `axes` of `mesh`. Making one is collective over the mesh.
 
     Attributes:
+        shape: axis -> size.
         size: number of ranks along the axes.
         index: this rank's index among them.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.axes = mesh.axes(axes)
+        self.shape = {a: mesh.shape[a] for a in self.axes}
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
         group = mesh.new_group(self.axes)
         self.group = group
+        # Of a relay: transfers that wait for their turn to use it.
+        self.line: collections.deque[Any] = collections.deque()
         self._sends: collections.deque[tuple[dist.Work, Tensor]] = collections.deque()
         self._tag = 0
         self._roots = [_broadcast_from(rank) for rank in range(self.size)]
@@ -152,6 +162,28 @@ class Channel:
 
         return Pending([work], finish)
 
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+        """Sends rank r the r-th block, and gives the blocks that all ranks have for this one, in rank order.
+
+        Args:
+            flat: 1-D, contiguous; the blocks for all ranks. Not to be written until the result is taken.
+            sizes: number of elements of each rank's block, of whichever sender.
+        """
+        own = sizes[self.index]
+        record("all_to_all", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
+        group = self.group
+        if group is None:
+            return Pending((), lambda: flat)
+        out = flat.new_empty(own * self.size)
+        back = [own] * self.size
+        with _transport():
+            if self._direct:
+                work = group.alltoall_base(out, flat, back, list(sizes), _ASYNC_ALL_TO_ALL)
+            else:
+                work = dist.all_to_all_single(out, flat, back, list(sizes), group=group, async_op=True)
+        assert work is not None
+        return Pending([work], functools.partial(_last, flat, out))
+
     @property
     def sums_in_one(self) -> bool:
         """Whether `all_reduce` may stand for `reduce_scatter` and `all_gather`: a sum of two has but one order."""
@@ -228,6 +260,10 @@ class Channels:
         """The channel that reduces along `axes`."""
         return self._get("reduce", axes)
 
+    def relay(self, axes: tuple[str, ...]) -> Channel:
+        """The channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
+        return self._get("relay", axes)
+
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it."""
         for channel in self._made.values():
@@ -250,6 +286,12 @@ class Channels:
         if key not in self._made:
             self._made[key] = Channel(self._mesh, axes)
         return self._made[key]
+
+
+def _last(kept: Tensor, value: Tensor) -> Tensor:
+    """The value of a transfer that keeps alive what it sends."""
+    del kept
+    return value
 
 
 def is_sole_owner(flat: Tensor) -> bool:

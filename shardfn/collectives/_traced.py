@@ -4,7 +4,9 @@ They stand in for `Channels` and `Control`. Nothing is sent: that every rank cap
 is compared once, after the capture.
 """
 
+import collections
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +25,12 @@ class TracedChannel:
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.axes = mesh.axes(axes)
+        self.shape = {a: mesh.shape[a] for a in self.axes}
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
         self.sums_in_one = self.size == 2 and mesh.backend in ("gloo", "fake")
         self._name = ",".join(self.axes)
+        self.line: collections.deque[Any] = collections.deque()
 
     def all_gather(
         self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False
@@ -50,6 +54,13 @@ class TracedChannel:
         out = _ops.wait(_ops.psum_scatter_start.runs(flat, as_runs(sizes), self.index, self._name))
         return Pending((), lambda: out)
 
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+        """See `Channel.all_to_all`."""
+        if self.size == 1:
+            return Pending((), lambda: flat)
+        out = _ops.wait(_ops.all_to_all_start.runs(flat, as_runs(sizes), self.index, self._name))
+        return Pending((), lambda: out)
+
     def all_reduce(self, flat: Tensor) -> Pending:
         """See `Channel.all_reduce`; here the result is a new tensor."""
         out = _ops.wait(_ops.psum_start([flat], self._name))
@@ -71,6 +82,10 @@ class TracedChannels:
 
     def reduce(self, axes: tuple[str, ...]) -> TracedChannel:
         """The channel that reduces along `axes`."""
+        return TracedChannel(self._mesh, axes)
+
+    def relay(self, axes: tuple[str, ...]) -> TracedChannel:
+        """A graph's transfers start in its order, so this is the channel that reduces."""
         return TracedChannel(self._mesh, axes)
 
     def flush(self) -> None:

@@ -7,7 +7,8 @@ buffer of m bytes: `all_to_all` m less what stays at home; `ppermute` what this 
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -33,6 +34,27 @@ class Traffic:
     def bytes(self) -> int:
         """The bytes sent, over all operations and axes."""
         return sum(sent for _, sent in self.by_op.values())
+
+    def across(self, axis: str, shape: Mapping[str, int]) -> float:
+        """The bytes sent to ranks of another index along `axis`, if each collective sends as much to each rank.
+
+        So what one node sends to others is `across("node", mesh.shape)` times the ranks of a node.
+
+        Args:
+            axis: a mesh axis.
+            shape: axis -> size.
+
+        Example:
+            >>> traffic = Traffic({("all_gather", ("node", "gpu")): [1, 30], ("all_gather", ("gpu",)): [1, 8]})
+            >>> traffic.across("node", {"node": 2, "gpu": 2})
+            20.0
+        """
+        total = 0.0
+        for (_, axes), (_, sent) in self.by_op.items():
+            ranks = math.prod(shape[a] for a in axes)
+            if axis in axes and ranks > 1:
+                total += sent * (ranks - ranks // shape[axis]) / (ranks - 1)
+        return total
 
     def add(self, op: str, axes: tuple[str, ...], sent: int, dtype: torch.dtype | None) -> None:
         """Counts one collective."""

@@ -3,6 +3,7 @@
     all_gather_start(own, sizes, axes)         -> handle [sum(sizes)]      [A] [B] => [A, B]
     all_gather_into_start(into, own, sizes, axes) -> handle [0]            the same, into a tensor that exists
     psum_scatter_start(flat, sizes, index, axes)  -> handle [sizes[index]] sums in rank order, keeps the own block
+    all_to_all_start(flat, sizes, index, axes) -> handle [ranks * sizes[index]]  block r to rank r, of all one for this
     psum_start(parts, axes)                    -> handle [sum of numels]   packs, and sums whole
     wait(handle)                               -> the value
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
@@ -31,6 +32,8 @@ _LIBRARY = torch.library.Library("shardfn", "DEF")
 _LIBRARY.define("all_gather_start(Tensor own, int[] sizes, str axes) -> Tensor")
 _LIBRARY.define("all_gather_into_start(Tensor(a!) into, Tensor own, int[] sizes, str axes) -> Tensor")
 _LIBRARY.define("psum_scatter_start(Tensor flat, int[] sizes, int index, str axes) -> Tensor")
+_LIBRARY.define("all_to_all_start(Tensor flat, int[] sizes, int index, str axes) -> Tensor")
+_LIBRARY.define("all_to_all_start.runs(Tensor flat, int[] runs, int index, str axes) -> Tensor")
 _LIBRARY.define("all_gather_start.runs(Tensor own, int[] runs, str axes) -> Tensor")
 _LIBRARY.define("all_gather_into_start.runs(Tensor(a!) into, Tensor own, int[] runs, str axes) -> Tensor")
 _LIBRARY.define("psum_scatter_start.runs(Tensor flat, int[] runs, int index, str axes) -> Tensor")
@@ -101,6 +104,14 @@ def _psum_scatter_start(flat: Tensor, sizes: Sequence[int], index: int, axes: st
     return _under_way(flat.new_empty(0), pending)
 
 
+# all_to_all
+
+
+def _all_to_all_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
+    pending = _CHANNELS[-1].reduce(_axes(axes)).all_to_all(flat, sizes)
+    return _under_way(flat.new_empty(0), pending)
+
+
 # psum
 
 
@@ -131,6 +142,7 @@ for _name, _impl in (
     ("all_gather_start", _all_gather_start),
     ("all_gather_into_start", _all_gather_into_start),
     ("psum_scatter_start", _psum_scatter_start),
+    ("all_to_all_start", _all_to_all_start),
     ("psum_start", _psum_start),
     ("wait", _wait),
 ):
@@ -150,6 +162,16 @@ def _(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
 @torch.library.register_fake("shardfn::psum_scatter_start", lib=_LIBRARY)
 def _(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
     return flat.new_empty(sizes[index])
+
+
+@torch.library.register_fake("shardfn::all_to_all_start", lib=_LIBRARY)
+def _(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
+    return flat.new_empty(len(sizes) * sizes[index])
+
+
+@torch.library.register_fake("shardfn::all_to_all_start.runs", lib=_LIBRARY)
+def _(flat: Tensor, runs: Sequence[int], index: int, axes: str) -> Tensor:
+    return flat.new_empty(sum(n for n, _ in _pairs(runs)) * _size_at(runs, index))
 
 
 @torch.library.register_fake("shardfn::all_gather_start.runs", lib=_LIBRARY)
@@ -255,6 +277,7 @@ _KINDS = {
     "all_gather_start": "gather",
     "all_gather_into_start": "gather",
     "psum_scatter_start": "reduce",
+    "all_to_all_start": "reduce",
     "psum_start": "reduce",
 }
 

@@ -13,12 +13,17 @@ from ._errors import did_you_mean
 from ._mesh import Mesh
 from ._spec import MemoryKind, P
 
+BITS = {"int8": 8, "int4": 4}
+# Elements that share a scale unless the rule says otherwise.
+BLOCK = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
     """Which states are kept in pieces, over which axis and in which memory, and how they travel.
 
-    Only `stage`, `axis` and `reduce` say what is summed in which order; the others never change a bit.
+    `stage`, `axis` and `accumulate` say what is summed in which order; `gather` and `reduce` round what travels; the
+    others never change a bit.
 
     Attributes:
         stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
@@ -26,8 +31,16 @@ class Zero:
         prefetch: stage 3: bytes of gathered parameters that may be alive ahead of their use.
         persist: stage 3: leaves of at most this many elements stay gathered.
         bucket: bytes; smaller leaves travel together up to this size, larger ones alone.
-        reduce: with `accumulate`: "each" reduces every microbatch (gradients stay sharded), "once" reduces their local
-            sum at the end (fewer bytes sent, full gradients held).
+        accumulate: with `sf.accumulate`: "each" reduces every microbatch (gradients stay sharded), "once" reduces their
+            local sum at the end (fewer bytes sent, full gradients held).
+        gather: stage 3: what leaves kept in pieces travel as when they are gathered: "int8" or "int4" with a scale a
+            block (ZeRO++'s qwZ); None = in the dtype that the loss sees.
+        secondary_axis: stage 3: the axis or axes, of those in `axis`, that are near (within a node). A leaf crosses the
+            others once a step; what has come is kept until the step's end, cut over these, and the step's later gathers
+            run over these alone (ZeRO++'s hpZ).
+        reduce: what the gradients of leaves of more than `persist` elements travel as: "int8" or "int4" (ZeRO++'s
+            qgZ); with `secondary_axis` they are summed along it first. None = as the precision policy says.
+        block: with `gather` or `reduce`: elements that share a scale.
         params: the memory in which parameters of more than `persist` elements are kept: "device", "host" or "disk".
         grads: the memory in which summed gradients wait for the update.
         optimizer: the memory in which the optimizer's state is kept; the update runs on the host unless it is "device".
@@ -46,10 +59,13 @@ class Zero:
         'dp'
         >>> Zero(stage=2, grads="host", optimizer="host").params  # ZeRO-Offload
         'device'
+        >>> Zero(stage=3, axis=("node", "gpu"), gather="int8", secondary_axis="gpu", reduce="int4").near  # ZeRO++
+        ('gpu',)
 
     References:
         Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
         Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
+        Wang et al., ZeRO++, 2023, https://arxiv.org/abs/2306.10209
     """
 
     stage: int = 0
@@ -57,7 +73,11 @@ class Zero:
     prefetch: int = 32 << 20
     persist: int = 8192
     bucket: int = 1 << 20
-    reduce: str = "each"
+    accumulate: str = "each"
+    gather: str | None = None
+    secondary_axis: str | tuple[str, ...] | None = None
+    reduce: str | None = None
+    block: int = BLOCK
     params: MemoryKind = "device"
     grads: MemoryKind = "device"
     optimizer: MemoryKind = "device"
@@ -68,6 +88,11 @@ class Zero:
     durable: bool = False
 
     @property
+    def near(self) -> tuple[str, ...]:
+        """The secondary axes."""
+        return () if self.secondary_axis is None else _tuple(self.secondary_axis)
+
+    @property
     def kinds(self) -> set[MemoryKind]:
         """The memories that it uses."""
         return {self.params, self.grads, self.optimizer}
@@ -75,13 +100,46 @@ class Zero:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"Zero(stage={self.stage!r}): the stages are 0, 1, 2 and 3.")
-        if self.reduce not in ("each", "once"):
-            hint = did_you_mean(str(self.reduce), ("each", "once"))
-            raise ValueError(f"Zero(reduce={self.reduce!r}): use 'each' or 'once'.{hint}")
+        if self.accumulate not in ("each", "once"):
+            hint = did_you_mean(str(self.accumulate), ("each", "once"))
+            raise ValueError(f"Zero(accumulate={self.accumulate!r}): use 'each' or 'once'.{hint}")
         for name in ("prefetch", "persist", "bucket"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Zero({name}={getattr(self, name)}): must not be negative.")
         self._check_memory()
+        self._check_travel()
+
+    def _check_travel(self) -> None:
+        if self.reduce in ("each", "once"):
+            raise ValueError(
+                f"Zero(reduce={self.reduce!r}): reduce says in how many bits gradients travel; when those of"
+                f" microbatches do is Zero(accumulate={self.reduce!r})."
+            )
+        for name in ("gather", "reduce"):
+            how = getattr(self, name)
+            if how is not None and how not in BITS:
+                raise ValueError(f"Zero({name}={how!r}): use None or one of {tuple(BITS)}.{did_you_mean(how, BITS)}")
+        idle = [n for n in ("gather", "secondary_axis") if getattr(self, n) is not None and self.stage < 3]
+        idle += ["reduce"] if self.reduce is not None and self.stage == 0 else []
+        idle += ["block"] if self.block != BLOCK and self.gather is None and self.reduce is None else []
+        if idle:
+            given = ", ".join(f"{n}={getattr(self, n)!r}" for n in ("stage", *idle))
+            why = "no option quantises" if idle == ["block"] else "too little is kept in pieces at this stage"
+            raise ValueError(f"Zero({given}): {' and '.join(idle)} would have no effect: {why}.")
+        if self.block < 2 or self.block % 2:
+            raise ValueError(f"Zero(block={self.block}): must be even and at least 2.")
+        self._check_near()
+
+    def _check_near(self) -> None:
+        if self.secondary_axis is None:
+            return
+        axes, given = _tuple(self.axis), f"Zero(axis={self.axis!r}, secondary_axis={self.secondary_axis!r})"
+        foreign = [a for a in self.near if a not in axes]
+        if foreign or not self.near:
+            hint = did_you_mean(foreign[0], axes) if foreign else ""
+            raise ValueError(f"{given}: the secondary axis must be of those along which leaves are cut.{hint}")
+        if set(self.near) == set(axes):
+            raise ValueError(f"{given} has no effect: there is no other axis to spare; name the near ones alone.")
 
     def _check_memory(self) -> None:
         kinds = get_args(MemoryKind)
@@ -99,6 +157,10 @@ class Zero:
             raise ValueError(f"Zero(chunk={self.chunk}): must be positive.")
         if "disk" in self.kinds and self.directory is None:
             raise ValueError(f"{self!r} keeps states on disk; say where: Zero(directory='/path/to/a/fast/disk').")
+
+
+def _tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh) -> P:

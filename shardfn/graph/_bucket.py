@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered, revalue
-from ._hazards import GATHERS, REDUCTIONS, Memory, dependences, dependents, legal_order, ready_after
+from ._hazards import GATHERS, REDUCTIONS, Memory, dependences, dependents, far_gathers, legal_order, ready_after
 from ._merge import merge_gathers, merge_scatters
 from ._overlap import reduced_bytes
 from ._prefetch import gathered_bytes
@@ -51,21 +51,25 @@ def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
     """
     if limit < 0:
         raise ValueError(f"bucket(limit={limit}): a limit of bytes must not be negative.")
-    return _bucket_scatters(_bucket_gathers(gm, limit), limit)
+    memory = Memory(gm)
+    if far_gathers(memory):  # apart, as those that they bring to do not move up past them
+        gm = _bucket_gathers(memory, gm, limit, far_gathers(memory))
+        memory = Memory(gm)
+    gm = _bucket_gathers(memory, gm, limit, {n for n in memory.order if n.target is _GATHER} - far_gathers(memory))
+    return _bucket_scatters(gm, limit)
 
 
 # all_gather: up to the first
 
 
-def _bucket_gathers(gm: GraphModule, limit: int) -> GraphModule:
-    memory = Memory(gm)
+def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node]) -> GraphModule:
     before = dependences(memory, channels=False)
     ready = ready_after(memory.order, before, memory)
 
     def joins(start: Node, members: Sequence[Node]) -> bool:
         return ready[start] < memory.position[members[0]]
 
-    groups = _groups(memory, _GATHER, gathered_bytes, joins, limit)
+    groups = _groups(memory, which, gathered_bytes, joins, limit)
     head = {g[0]: g for g in groups}
     moved = {n for g in groups for n in g[1:]}
     wish = [m for n in memory.order if n not in moved for m in head.get(n, (n,))]
@@ -85,7 +89,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     def joins(start: Node, members: Sequence[Node]) -> bool:
         return memory.position[start] < min(needed[m] for m in members)
 
-    groups = _groups(memory, _SCATTER, reduced_bytes, joins, limit)
+    groups = _groups(memory, {n for n in memory.order if n.target is _SCATTER}, reduced_bytes, joins, limit)
     tail = {g[-1]: g for g in groups}
     moved = {n for g in groups for n in g[:-1]}
     lazy = waits_and_views(memory, lambda n: is_wait(n) and (start_of(n) in moved or start_of(n) in tail))
@@ -127,7 +131,7 @@ class _Open:
 
 def _groups(
     memory: Memory,
-    op: object,
+    which: set[Node],
     size: Callable[[Node], int],
     joins: Callable[[Node, Sequence[Node]], bool],
     limit: int,
@@ -136,7 +140,7 @@ def _groups(
     filling: dict[object, _Open] = {}
     total = 0
     for node in memory.order:
-        if node.target is not op or wait_of(node) is None:
+        if node not in which or wait_of(node) is None:
             continue
         key, nbytes = _key(node), size(node)
         total += nbytes

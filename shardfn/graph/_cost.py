@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import GraphModule, Node
 
+from shardfn.collectives import Traffic
+
 from ._device import Cluster, Device, Link
 from ._flops import arithmetic, node_bytes, node_flops
 from ._moves import Move, moves
@@ -53,6 +55,11 @@ class CostAnalysis:
     def sent(self) -> int:
         """Bytes sent by all collectives."""
         return sum(sent for _, sent in self.transfers.values())
+
+    @property
+    def traffic(self) -> Traffic:
+        """The transfers as `count_traffic` would have counted them; by dtype they are not told apart."""
+        return Traffic({(op, tuple(axes.split(","))): [n, sent] for (op, axes), (n, sent) in self.transfers.items()})
 
     def __str__(self) -> str:
         """A table: phases, then collectives, then moves."""

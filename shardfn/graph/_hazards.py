@@ -7,7 +7,8 @@ Nodes are vertices of a partial order; any order of the graph that keeps it comp
     in flight        what a transfer reads counts as read, and where it lands as written, until its `wait`
     stops            what writes, transfers or draws at random stays on its side of an op that may end the program
     channels         gathers among themselves, reductions among themselves and the loss's own collectives keep
-                     their order, as do random ops: so all ranks issue alike
+                     their order, as do random ops: so all ranks issue alike; a gather that brings what another one
+                     gathers further is of a line of its own, so that it may run ahead of those
 
 A view reads no memory; it is tied to the memory's values only through its readers.
 """
@@ -26,9 +27,9 @@ from ._values import storage_of, tensors_of, written_by
 
 _OPS = torch.ops.shardfn
 GATHERS = (_OPS.all_gather_start.default, _OPS.all_gather_into_start.default)
-REDUCTIONS = (_OPS.psum_scatter_start.default, _OPS.psum_start.default)
+REDUCTIONS = (_OPS.psum_scatter_start.default, _OPS.psum_start.default, _OPS.all_to_all_start.default)
 # Orders that no memory carries, as memories of their own.
-_GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT = -1, -2, -3, -4, -5
+_GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR = -1, -2, -3, -4, -5, -6
 
 
 class Memory:
@@ -174,8 +175,10 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
     last: dict[int, Node] = {}
     readers: dict[int, list[Node]] = {}
     out: dict[Node, list[Node]] = {}
+    far = far_gathers(memory)
     for node in memory.order:
-        turns = tuple(t for t in _turns(node) if channels or t not in (_GATHER, _REDUCE))
+        turns = (_FAR,) if node in far else _turns(node)
+        turns = tuple(t for t in turns if channels or t not in (_GATHER, _REDUCE, _FAR))
         before = dict.fromkeys(node.all_input_nodes)
         reads = (*memory.reads(node), *_stopped(node, memory))
         for m in (*reads, *turns):
@@ -195,6 +198,21 @@ def _stopped(node: Node, memory: Memory) -> tuple[int, ...]:
     """What is not to happen if the program stops before it, nor to be missing if it stops after it."""
     acts = memory.writes(node) or is_start(node) or _RANDOM in _turns(node)
     return (_EFFECT,) if acts else ()
+
+
+def far_gathers(memory: Memory) -> set[Node]:
+    """The gathers whose values are gathered further: the first of two hops."""
+    behind: dict[Node, set[Node]] = {}
+    out: set[Node] = set()
+    for node in memory.order:
+        found = {start for n in node.all_input_nodes for start in behind.get(n, ())}
+        if node.target in GATHERS:
+            out |= found
+        elif is_wait(node) and start_of(node).target in GATHERS:
+            behind[node] = {start_of(node)}
+        elif found and (is_copy(node) or memory.is_view(node)):
+            behind[node] = found
+    return out
 
 
 def is_stop(node: Node) -> bool:
@@ -253,23 +271,37 @@ def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: se
 
 
 def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: Memory) -> dict[Node, int]:
-    """For each node the index in `order` after which it could run, if copies, views and fetches were moved for it."""
+    """For each node the index in `order` after which it could run, if what only brings its inputs were moved for it.
+
+    That is copies, views, fetches, and the first hops of gathers in two.
+    """
     at = {n: i for i, n in enumerate(order)}
     free: dict[Node, int] = {}
     out: dict[Node, int] = {}
+    far = far_gathers(memory)
     for node in memory.order:
         out[node] = max((free[p] for p in before[node]), default=-1)
-        free[node] = out[node] if is_copy(node) or memory.is_view(node) or is_fetch(node) else at[node]
+        brings = is_copy(node) or is_fetch(node) or node in far or (is_wait(node) and start_of(node) in far)
+        free[node] = out[node] if brings or memory.is_view(node) else at[node]
     return out
 
 
 def is_copy(node: Node) -> bool:
-    """Whether the node only copies, casts or packs."""
+    """Whether the node only copies, casts, packs or encodes, which may be done where it is sent or arrives."""
     return node.target in _COPIES
 
 
 _aten = torch.ops.aten
-_COPIES = {_aten.cat.default, _aten._to_copy.default, _aten.clone.default, _aten.copy.default}
+_COPIES = {
+    _aten.cat.default,
+    _aten._to_copy.default,
+    _aten.clone.default,
+    _aten.constant_pad_nd.default,
+    _aten.copy.default,
+    _OPS.encode.default,
+    _OPS.decode_sum.default,
+    _OPS.decode_sum_encode.default,
+}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -52,7 +52,7 @@ class Updates:
 
 
 def _keeps_identity(node: Node) -> bool:
-    """Whether a gradient stays the gradient of the same leaves: cut, cast or scaled."""
+    """Whether a gradient stays the gradient of the same leaves: cut, cast, scaled or summed in code."""
     name = getattr(node.target, "__name__", "").split(".")[0]
     return node.op == "call_function" and name in _SCALES
 
@@ -69,4 +69,8 @@ _SCALES = {"view", "_unsafe_view", "reshape", "slice", "split_with_sizes", "spli
     "narrow",
     "unsqueeze",
     "squeeze",
+    "wait",
+    "all_to_all_start",
+    "decode_sum",
+    "decode_sum_encode",
 }

@@ -16,8 +16,8 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     """Starts each sum as early as its inputs allow and waits for it as late as possible: the backward covers it.
 
     A wait stands before the first use of its value; or, oldest first, before a start that would bring the whole
-    gradients in flight above `limit` bytes. A sum that is kept on the host sets out for it when the next
-    reduction starts, so that the backward covers this way, too. The reductions keep their order.
+    gradients in flight above `limit` bytes. A sum that is kept on the host, or goes on to other nodes, sets out when
+    the next reduction starts, so that the backward covers this way, too. The reductions keep their order.
 
         f = g.view(-1)                          f = g.view(-1)
         y = dy @ w                              h = psum_scatter_start(f)
@@ -77,7 +77,7 @@ def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
-    """For each reduction what it takes to send its sum to the host: copies and views of the sum, and the move."""
+    """For each reduction what it takes to send its sum on, to the host or over another hop: copies, views, the move."""
     behind: dict[Node, Node] = {}
     chains: dict[Node | None, list[Node]] = {}
     for node in memory.order:
@@ -85,12 +85,16 @@ def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
             behind[node] = start_of(node)
             continue
         follows = [behind.get(n) for n in node.all_input_nodes]
-        only = is_copy(node) or memory.is_view(node) or node.target is TO_HOST
+        only = is_copy(node) or memory.is_view(node) or _goes_on(node)
         if only and follows and follows[0] is not None and len(set(follows)) == 1:
             chains.setdefault(follows[0], []).append(node)
-            if node.target is not TO_HOST:
+            if not _goes_on(node):
                 behind[node] = follows[0]
-    return {start: chain for start, chain in chains.items() if any(n.target is TO_HOST for n in chain)}
+    return {start: chain for start, chain in chains.items() if any(map(_goes_on, chain))}
+
+
+def _goes_on(node: Node) -> bool:
+    return node.target is TO_HOST or node.target in REDUCTIONS
 
 
 def _flat(chains: Mapping[Node | None, list[Node]]) -> list[Node]:

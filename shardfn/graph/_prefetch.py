@@ -6,14 +6,14 @@ from collections.abc import Callable
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered
-from ._hazards import GATHERS, Memory, dependences, legal_order, put_off, ready_after
+from ._hazards import GATHERS, Memory, dependences, far_gathers, legal_order, put_off, ready_after
 from ._moves import READ, TO_DEVICE, is_fetch
 from ._sink import waits_and_views
 from ._transfers import is_start, is_wait, start_of
 from ._values import phases_of
 
-# How much further ahead than leaves are gathered their pieces are read from the disk.
-READ_AHEAD = 3
+# How much further ahead than leaves are gathered they make the first of two hops, and are read from the disk.
+FAR_AHEAD, READ_AHEAD = 2, 3
 
 
 def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
@@ -21,8 +21,9 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
 
     The gathers keep their order, so all ranks still issue the same transfers in the same order; what they read is read
     no earlier than it was written. Their waits go down to the first use, as in `sink_waits`; a gather that was ahead by
-    more than the budget is held back. Blocks that are kept on the host begin their way to the device as many bytes
-    before they are gathered, or used; those on disk are read three times as far ahead.
+    more than the budget is held back. Where leaves come in two hops the first runs twice as far ahead. Blocks that are
+    kept on the host begin their way to the device as many bytes before they are gathered, or used; those on disk are
+    read three times as far ahead.
 
         w1 = wait(all_gather_start(a))          h1 = all_gather_start(a)
         y = x @ w1                              h2 = all_gather_start(b)
@@ -64,7 +65,10 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
         return phases[node] != "update"
 
     order = put_off(memory.order, before, waits_and_views(memory, lambda n: _lands(n) and (used(n) or _gathers(n))))
-    stages = [(_gathers, budget)]
+    far = far_gathers(memory)
+    stages: list[tuple[Callable[[Node], bool], int]] = [(lambda n: _gathers(n) and n not in far, budget)]
+    if far:
+        stages.append((far.__contains__, FAR_AHEAD * budget))
     if any(map(is_fetch, memory.order)):
         stages += [(lambda n: n.target is TO_DEVICE and used(n), budget)]
         stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]

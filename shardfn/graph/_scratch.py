@@ -86,7 +86,12 @@ def _tile(queries: int, keys: int) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-_aten = torch.ops.aten
+def _codes(node: Node) -> int:
+    """Codes and scales apart from their messages, and, where sums are encoded, those of the sums."""
+    return _a_copy(node) + sum(num_bytes(t) for t in tensors_of(node) if t.dtype == torch.uint8)
+
+
+_aten, _shardfn = torch.ops.aten, torch.ops.shardfn
 _TABLE: dict[Any, Callable[[Node], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
@@ -94,4 +99,8 @@ _TABLE: dict[Any, Callable[[Node], int]] = {
     _aten._log_softmax: _if_strided,
     _aten.logsumexp: _a_copy,
     _aten.mean: _if_16_bit,
+    _shardfn.encode: lambda node: sum(num_bytes(t) for t in tensors_of(node)),
+    _shardfn.decode: _codes,
+    _shardfn.decode_sum: _codes,
+    _shardfn.decode_sum_encode: _codes,
 }

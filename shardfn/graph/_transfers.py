@@ -167,6 +167,11 @@ def _psum_scatter_start(node: Node, meta: Mapping[str, Any]) -> _Move:
     return _Move("psum_scatter", axes, len(lengths), sent, x.dtype, lengths, f"reduce {axes}")
 
 
+def _all_to_all_start(node: Node, meta: Mapping[str, Any]) -> _Move:
+    move = _psum_scatter_start(node, meta)
+    return dataclasses.replace(move, op="all_to_all")
+
+
 def _psum_start(node: Node, meta: Mapping[str, Any]) -> _Move:
     parts, axes = node.args[:2]
     values = [_value(p) for p in parts]  # pyright: ignore[reportOptionalIterable, reportGeneralTypeIssues]
@@ -244,6 +249,7 @@ _READERS: dict[Any, Callable[[Node, Mapping[str, Any]], _Move]] = {
     _OPS.all_gather_start.default: _all_gather_start,
     _OPS.all_gather_into_start.default: _all_gather_into_start,
     _OPS.psum_scatter_start.default: _psum_scatter_start,
+    _OPS.all_to_all_start.default: _all_to_all_start,
     _OPS.psum_start.default: _psum_start,
     _C10D.all_reduce.default: _functional_all_reduce,
     _C10D.all_gather_into_tensor.default: _functional_all_gather,

@@ -50,7 +50,7 @@ def run_forward(
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     open_channels(comms, plan)
     blocks = plan.by_layer(blocks)
-    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key))
+    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers)
     with _told(gatherer, comms), torch.no_grad():
         params, _ = _enter(plan, blocks, book, None)
@@ -98,7 +98,7 @@ def run_backward(
         params, handles = _enter(plan, blocks, book, reducer)
         for k, batch in enumerate(batches):
             last = k == len(batches) - 1
-            send = last or plan.zero.reduce == "each"
+            send = last or plan.zero.accumulate == "each"
             reducer.begin(send=send, last=last)
             gatherer.begin_phase()
             if last and ahead is not None:  # whose reads queue behind those of the first parameters
@@ -137,7 +137,9 @@ def run_backward(
     return out
 
 
-def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder) -> Gatherer:
+def _gatherer(
+    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder, *, keep: bool = True
+) -> Gatherer:
     pieces = [b if leaf.lazy else None for leaf, b in zip(plan.layers, blocks, strict=True)]
     return Gatherer(
         plan.layers,
@@ -148,6 +150,7 @@ def _gatherer(plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order
         order,
         plan.zero.prefetch,
         plan.mesh.device,
+        keep=keep,
     )
 
 

@@ -1,7 +1,7 @@
 """What can be wrong with the arguments of a step, found before anything is sent."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,41 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
         problems.append(
             f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}."
         )
+    problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
+    if zero.near and mesh.size > 1 and not 1 < mesh.axis_size(zero.near) < mesh.axis_size(zero.axis):
+        problems.append(
+            f"Zero(axis={zero.axis!r}, secondary_axis={zero.secondary_axis!r}) has no effect: the mesh is {mesh.shape};"
+            " both the secondary axis and the others must have more than one rank."
+        )
     raise_all(ValueError, "the specs do not fit the mesh:", problems)
+
+
+def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
+    """Refuses a rule for how leaves travel that applies to none of them, unless there is but one rank to travel to.
+
+    Raises:
+        ValueError: names each such option.
+    """
+    if mesh.axis_size(zero.axis) == 1:
+        return
+    kept = f"is kept in pieces along {zero.axis!r}: none has more than persist={zero.persist} elements and can be cut"
+    used = {
+        "gather": (any(leaf.gather_code for leaf in leaves), f"no leaf of floats {kept}"),
+        "secondary_axis": (any(leaf.near for leaf in leaves), f"no leaf {kept} along both these axes and others"),
+        "reduce": (
+            any(leaf.trainable and leaf.reduce_code for leaf in leaves),
+            f"no trainable leaf of more than persist={zero.persist} elements has its gradient cut along {zero.axis!r}",
+        ),
+    }
+    raise_all(
+        ValueError,
+        "options of Zero have no effect:",
+        [
+            f"{name}={getattr(zero, name)!r}: {why}; lower persist, or leave it out"
+            for name, (some, why) in used.items()
+            if getattr(zero, name) is not None and not some
+        ],
+    )
 
 
 def check_params(params: PyTree) -> None:

@@ -8,6 +8,7 @@ from shardfn.collectives import AnyChannels, AnyControl, Channels, Control, clos
 from shardfn.core import Mesh, RankError
 
 from ._plan import Plan
+from ._wires import gather_channels
 
 
 class Comms:
@@ -53,8 +54,8 @@ def comms_of(mesh: Mesh) -> Comms:
 
 def open_channels(comms: Comms, plan: Plan) -> None:
     """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then."""
-    used = [plan.layers[unit.leaves[0]].use_axes for unit in plan.gather_units]
-    for axes in [*used, *(plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units)]:
+    gather_channels(plan.layers, plan.gather_units, comms.channels)
+    for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)
     for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):
         comms.mesh.group(tuple(n for n in comms.mesh.axis_names if n in names))

@@ -2,14 +2,16 @@
 
 What is issued, and when, is a function of the position in the agreed order alone; so all ranks issue the same
 transfers in the same order whatever their own data makes them do.
+
+Where a leaf comes in two hops, what the first has brought is kept for the step: parameters do not change in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannel, AnyChannels, AnyControl, Pending
+from shardfn.collectives import AnyChannels, AnyControl, CodedGather, Pending, TwoHops
 from shardfn.core import RankError, Stored
 
 from ._capture import capturing
@@ -17,10 +19,11 @@ from ._copies import traced_once
 from ._fetch import Fetch
 from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
 from ._order import Move, UseOrder
+from ._wires import GatherChannel, gather_channels
 
 DONE, FAILED = -1, -2
-# How much further ahead than leaves are gathered their pieces are read from the disk.
-READ_AHEAD = 3
+# How much further ahead than leaves are gathered their pieces cross the far axes, and are read from the disk.
+FAR_AHEAD, READ_AHEAD = 2, 3
 
 
 class Gatherer:
@@ -35,6 +38,7 @@ class Gatherer:
         order: the agreed order of use; extended in place.
         window: bytes of whole leaves that may be alive ahead of their use.
         device: where leaves are wanted.
+        keep: whether what has crossed the far axes is kept, for other gathers of it.
     """
 
     def __init__(
@@ -47,10 +51,16 @@ class Gatherer:
         order: UseOrder,
         window: int,
         device: torch.device,
+        *,
+        keep: bool = True,
     ) -> None:
         self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
         self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
         self._reads: dict[int, list[Piece]] = {}
+        self._keep = keep
+        self._wires = gather_channels(leaves, units, channels)
+        self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
+        self._brought: dict[int, Pending | Tensor] = {}
         self._channels, self._control, self._order, self._window = channels, control, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
@@ -107,7 +117,11 @@ class Gatherer:
         """Drops everything and waits until this rank's pieces may be written again."""
         for whole in self._scheduled.values():
             whole.arrive()
+        for brought in self._brought.values():
+            if isinstance(brought, Pending):
+                brought.result()
         self._scheduled.clear()
+        self._brought.clear()
         self._reads.clear()
         self._asked = None
         self._channels.flush()
@@ -133,6 +147,7 @@ class Gatherer:
         for unit in move.drop:
             self._drop(self._scheduled.pop(unit))
         self._read_ahead()
+        self._bring_ahead()
         for unit in move.issue:
             self._scheduled[unit] = self._issue(unit)
         self._pos += 1
@@ -143,8 +158,17 @@ class Gatherer:
             return
         ahead = self._order.window(self._phase, self._pos, self._sizes, READ_AHEAD * self._window)
         for unit in ahead:
-            if unit in self._on_disk and unit not in self._scheduled and unit not in self._reads:
+            here = unit in self._scheduled or unit in self._brought or unit in self._reads
+            if unit in self._on_disk and not here:
                 self._reads[unit] = self._pieces(unit)
+
+    def _bring_ahead(self) -> None:
+        """Lets units set out across the far axes before they are needed; like transfers, by position alone."""
+        if self._hops.issubset(self._brought):
+            return
+        for unit in self._order.window(self._phase, self._pos, self._sizes, FAR_AHEAD * self._window):
+            if unit in self._hops and unit not in self._scheduled and unit not in self._brought:
+                self._brought[unit] = self._bring(unit)
 
     def _pieces(self, unit: int) -> list["Piece"]:
         """This rank's pieces of the leaves of a unit; those that are elsewhere, on their way."""
@@ -193,38 +217,68 @@ class Gatherer:
 
     def _issue(self, unit: int) -> "_Whole":
         members = [self._leaves[i] for i in self._units[unit].leaves]
+        channel = self._wires[unit]
+        if unit in self._hops:
+            sizes, piece = unit_sizes(members, channel.size), self._secondary(unit)
+            return _Whole(members, [piece], channel, lambda near: channel.all_gather(near[0], sizes))
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        return _Whole(members, pieces, self._channels.gather(members[0].use_axes))
+        return _Whole(
+            members, pieces, channel, lambda own: start_gather(members, own, channel.all_gather, channel.size)
+        )
+
+    def _secondary(self, unit: int) -> Tensor:
+        """What the first hop brings of a unit."""
+        brought = self._brought.pop(unit, None)
+        brought = self._bring(unit) if brought is None else brought
+        piece = brought.result() if isinstance(brought, Pending) else brought
+        if self._keep:
+            self._brought[unit] = piece
+        return piece
+
+    def _bring(self, unit: int) -> Pending:
+        members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
+        assert isinstance(hops, TwoHops | CodedGather)
+        pieces = self._reads.pop(unit, None) or self._pieces(unit)
+        own = _arrived(pieces)
+
+        def bring(*own: Tensor) -> Pending:
+            return start_gather(members, own, hops.bring, hops.size)
+
+        if not capturing():
+            return bring(*own)
+        looks = *(leaf.looks for leaf in members), hops.axes
+        (piece,) = traced_once(("bring", looks), lambda *own: [bring(*own).result()], own)
+        return Pending((), lambda: piece)
 
 
 Piece = Tensor | Fetch
+# From this rank's pieces to a transfer.
+Start = Callable[[Sequence[Tensor]], Pending]
 
 
 class _Whole:
     """The leaves of one unit, in flight or here."""
 
-    def __init__(self, leaves: list[LeafLayout], pieces: list[Piece], channel: AnyChannel) -> None:
+    def __init__(self, leaves: list[LeafLayout], pieces: list[Piece], channel: GatherChannel, start: Start) -> None:
         self._leaves = leaves
-        for piece in pieces:
-            if isinstance(piece, Fetch):
-                piece.move()
         self._pending: Pending | Fetch | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
         self.arrived = capturing()
         if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
+            pieces[0].move()
             self._pending = pieces[0]
             return
-        own = [p.result() if isinstance(p, Fetch) else p for p in pieces]
+        own = _arrived(pieces)
         if self.arrived:  # where nothing is sent, and each layer of a stack does the same
             looks = *(leaf.looks for leaf in leaves), channel.axes
 
             def gather(*own: Tensor) -> list[Tensor]:
-                return finish_gather(leaves, start_gather(list(zip(leaves, own, strict=True)), channel).result())
+                return finish_gather(leaves, start(own).result())
 
             self._tensors = list(traced_once(("gather", looks), gather, own))
         else:
-            self._pending = start_gather(list(zip(leaves, own, strict=True)), channel)
+            self._pending = start(own)
 
     def arrive(self) -> None:
         if self._pending is not None:
@@ -241,17 +295,24 @@ class _Whole:
         return self._tensors[slot]
 
 
-def start_gather(
-    members: Sequence[tuple[LeafLayout, Tensor]], channel: AnyChannel, *, refresh: bool = False
-) -> Pending:
-    """Begins to gather leaves from their pieces, in one message, in the dtype that the loss sees.
+def packed(pieces: Sequence[Tensor]) -> Tensor:
+    """This rank's pieces of leaves that travel together, as they are sent."""
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
-    With `refresh` in the dtype in which they are kept, and the caller waits at once.
-    """
-    leaves = [leaf for leaf, _ in members]
-    pieces = [piece if refresh else piece.to(leaf.dtypes.compute) for leaf, piece in members]
-    own = pieces[0].contiguous() if len(members) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
-    return channel.all_gather(own, unit_sizes(leaves, channel.size), idle=refresh)
+
+def start_gather(
+    leaves: Sequence[LeafLayout], own: Sequence[Tensor], send: Callable[[Tensor, Sequence[int]], Pending], size: int
+) -> Pending:
+    """Begins to send this rank's pieces of leaves to `size` ranks, in one message, in the dtype that the loss sees."""
+    pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
+    return send(packed(pieces), unit_sizes(leaves, size))
+
+
+def _arrived(pieces: Sequence[Piece]) -> list[Tensor]:
+    for piece in pieces:
+        if isinstance(piece, Fetch):
+            piece.move()
+    return [p.result() if isinstance(p, Fetch) else p for p in pieces]
 
 
 def finish_gather(leaves: Sequence[LeafLayout], out: Tensor) -> list[Tensor]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfn.core import Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
+from shardfn.collectives import Code
+from shardfn.core import BITS, Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
 
 # Bytes in which gradients that are summed whole travel together.
 WHOLE_BUCKET = 16 << 20
@@ -42,6 +43,9 @@ class LeafLayout:
         home: the memory in which the parameter is kept.
         grad_home: the memory in which its summed gradient waits for the update.
         state_home: the memory in which its optimizer state is kept.
+        near: the axes of `zero_axes`, that are near, if it is gathered and some are not; see `Zero.secondary_axis`.
+        gather_code: what it travels as when it is gathered; None = in the dtype that the loss sees.
+        reduce_code: what its gradient travels as; None = in `dtypes.reduce`.
         layers: of a stacked leaf, the layouts of its layers, which enter the loss and travel one by one; else empty.
         left_axes: the axes over which its gradient is not summed, since the optimizer averages over them itself.
     """
@@ -64,6 +68,9 @@ class LeafLayout:
     home: MemoryKind = "device"
     grad_home: MemoryKind = "device"
     state_home: MemoryKind = "device"
+    near: tuple[str, ...] = ()
+    gather_code: Code | None = None
+    reduce_code: Code | None = None
     layers: tuple["LeafLayout", ...] = ()
     left_axes: tuple[str, ...] = ()
 
@@ -115,6 +122,7 @@ class LeafLayout:
             reduce_axes=self.zero_axes if cut else rest,
             extra_axes=tuple(a for a in rest if a not in self.zero_axes) if cut else (),
             left_axes=left,
+            reduce_code=self.reduce_code if cut else None,
             layers=tuple(layer.left_to(axes) for layer in self.layers),
         )
 
@@ -198,13 +206,19 @@ def leaf_layout(
     numel = torch.Size(s.stop for s in first).numel()
     bounds = () if dim is None else _bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
     summed = tuple(a for a in batch_axes if a not in compute.axes)
+    near = tuple(a for a in zero_axes if a in zero.near)
+    dtypes = dtype if isinstance(dtype, Dtypes) else Dtypes.plain(dtype)
+
+    def code(how: str | None) -> Code | None:
+        return Code(BITS[how], zero.block) if how is not None and dtypes.compute.is_floating_point else None
+
     cut = dim is not None and set(zero_axes) <= set(summed)
     reduce_axes = zero_axes if cut else summed
     extra = tuple(a for a in summed if a not in reduce_axes)
     return LeafLayout(
         path,
         shape,
-        dtype if isinstance(dtype, Dtypes) else Dtypes.plain(dtype),
+        dtypes,
         compute,
         param,
         rule,
@@ -220,6 +234,9 @@ def leaf_layout(
         home or (zero.params if large else "device"),
         zero.grads,
         zero.optimizer,
+        near if len(near) < len(zero_axes) and param != compute else (),
+        code(zero.gather) if param != compute else None,
+        code(zero.reduce) if cut and large else None,
     )
 
 
@@ -332,7 +349,7 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 
 
 def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
-    where = leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home
+    where = leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home, leaf.reduce_code
     return leaf.dtypes.reduce, (leaf.dtypes.accum, *where)
 
 

@@ -26,7 +26,7 @@ from shardfn.core import (
 )
 from shardfn.optim import Phase
 
-from ._check import is_spec
+from ._check import check_travel, is_spec
 from ._layout import (
     LeafLayout,
     Unit,
@@ -295,6 +295,7 @@ class Planner:
         ]
         leaves = with_ratio(leaves, self.zero.ratio)
         _check_disk(leaves, self.zero)
+        check_travel(leaves, self.zero, self.mesh)
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import all_gather, all_gather_invariant, psum, psum_scatter, pvary, take_own_block
+from shardfn.core import raise_all
 
 from ._layout import LeafLayout
 from ._plan import Plan
@@ -27,7 +28,16 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
     Args:
         plan: the layout.
         blocks: this rank's piece of each parameter.
+
+    Raises:
+        ValueError: leaves or gradients are quantised on their way, which has no derivative.
     """
+    coded = [leaf.path for leaf in plan.leaves if leaf.gather_code or leaf.reduce_code]
+    raise_all(
+        ValueError,
+        "step.loss, and steps under torch.func, are exact; leave out Zero(gather=, reduce=), which rounds:",
+        coded,
+    )
     blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]
     wholes = list(blocks)
     for unit in plan.gather_units:

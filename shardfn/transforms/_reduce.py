@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels, Pending, is_sole_owner, psum
+from shardfn.collectives import AnyChannels, Pending, Relayed, is_sole_owner, psum
 from shardfn.core import MemoryKind, Stored, chunk_bounds
 from shardfn.memory import to_device
 
@@ -24,6 +24,7 @@ from ._parts import Parts, send_home
 from ._plan import Plan
 from ._pools import pool_of
 from ._stored import Slice, loaded
+from ._wires import reduce_channel
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -47,7 +48,7 @@ class Reducer:
         self._plan, self._leaves, self._units, self._device = plan, plan.layers, plan.reduce_units, plan.mesh.device
         leaves, units = self._leaves, self._units
         axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
-        self._scatter = [channels.reduce(a) for a in axes]
+        self._scatter = [reduce_channel(channels, leaves[unit.leaves[0]]) for unit in units]
         self._cut = [leaves[unit.leaves[0]].cut for unit in units]
         self._gather = {u: channels.gather(a) for u, a in enumerate(axes) if not self._cut[u]}
         # Leaves are made whole during the backward, but not while parameters use the same channel.
@@ -57,7 +58,7 @@ class Reducer:
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._missing: list[int] = []
-        self._pending: list[tuple[int, Pending]] = []
+        self._pending: list[tuple[int, Pending | Relayed]] = []
         self._pool = pool = pool_of(plan)
         self._parts = Parts(
             [self._home(u) for u in range(len(units))], [leaves[x.leaves[0]].dtypes.accum for x in units], pool
@@ -192,7 +193,7 @@ class Reducer:
                 pending = self._start(unit, members)
             self._pending.append((unit, pending))
 
-    def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending:
+    def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending | Relayed:
         channel = self._scatter[unit]
         flat, sizes = flatten_for(members, channel.size, self._cut[unit])
         members.clear()

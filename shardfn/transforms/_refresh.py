@@ -10,7 +10,7 @@ from shardfn.collectives import AnyChannels, Pending
 from shardfn.core import Stored
 from shardfn.memory import AnyPool, to_device, to_host
 
-from ._gather import start_gather
+from ._gather import packed
 from ._layout import Unit, unit_parts, unit_sizes
 from ._plan import Plan
 
@@ -125,4 +125,4 @@ def _start(
         piece = rows[i]
         assert isinstance(piece, Tensor)
         pieces.append(piece)
-    return start_gather(list(zip(leaves, pieces, strict=True)), channel, refresh=True), False
+    return channel.all_gather(packed(pieces), unit_sizes(leaves, channel.size), idle=True), False

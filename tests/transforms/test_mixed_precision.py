@@ -65,10 +65,10 @@ def test_narrow_sums_travel_narrow_and_orders_of_nesting_mean_the_same() -> None
     batches, tx = [odd_batch(0)], optim.sgd(1e-2)
     policy = sf.Policy.bf16(reduce=BF16)
     runs = {}
-    for reduce in ("each", "once"):
+    for accumulate in ("each", "once"):
         want: Any = None
         for stage in (3, 2, 0):
-            zero = sf.Zero(stage=stage, reduce=reduce, **ODD)
+            zero = sf.Zero(stage=stage, accumulate=accumulate, **ODD)
             for loss in (
                 sf.accumulate(sf.mixed_precision(odd_loss, policy), 3),
                 sf.mixed_precision(sf.accumulate(odd_loss, 3), policy),
@@ -77,7 +77,7 @@ def test_narrow_sums_travel_narrow_and_orders_of_nesting_mean_the_same() -> None
                 want = want or run
                 # Stage 0 adds up the squares of the norm in another order.
                 assert_same(run if stage else run._replace(metrics=want.metrics), want, exact=True)
-        runs[reduce] = want
+        runs[accumulate] = want
     plain = one_device(sf.mixed_precision(odd_loss, policy), tx, odd_params(), batches, parts=6)
     for run in runs.values():
         assert_same(run, plain, computed=BF16)

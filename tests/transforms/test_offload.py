@@ -81,7 +81,7 @@ def _compositions(world: int) -> dict[str, tuple[Any, ...]]:
     sizes = {"up": (7, 5), "down": (3, 7), "shift": (3,)}
     return {
         "accumulate": (sf.accumulate(sf.remat(odd_loss), 3), adamw, odd_params(), odd, {}, dp),
-        "accumulate, reduced once": (sf.accumulate(odd_loss, 3), adamw, odd_params(), odd, {"reduce": "once"}, dp),
+        "accumulate, reduced once": (sf.accumulate(odd_loss, 3), adamw, odd_params(), odd, {"accumulate": "once"}, dp),
         "lamb": (odd_loss, lamb, odd_params(), {**odd, "donate": False}, {}, dp),
         "delayed": (odd_loss, sf.optim.delayed(adamw, 1), odd_params(), odd, {}, dp),
         "rules by leaf": (odd_loss, mixed, odd_params(), {**odd, "skip_nonfinite": True}, {}, dp),

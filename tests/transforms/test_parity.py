@@ -108,7 +108,7 @@ def test_reduce_once_equals_reduce_each(world: int) -> None:
     batches = [odd_batch(n) for n in range(STEPS)]
     want = one_device(odd_loss, sf.optim.adamw(1e-2), odd_params(), batches)
     for stage in range(4):
-        zero = sf.Zero(stage=stage, reduce="once", **ODD)
+        zero = sf.Zero(stage=stage, accumulate="once", **ODD)
         got = on_mesh(sf.accumulate(odd_loss, 3), sf.optim.adamw(1e-2), odd_params(), batches, mesh=mesh, zero=zero)
         assert_same(got, want)
 

@@ -127,7 +127,7 @@ def _program(f: Any, stage: int, start: dict[str, Any]) -> tuple[list[str], list
     step = sf.sharded_step(f, optim.adamw(1e-2), mesh=mesh, specs=specs, zero=zero)
     state = step.init({k: v for k, v in start.items()})
     rows = {k: v[:6] for k, v in batch(0).items()}
-    plan, given, args = step._abstract(state, rows)
+    plan, given, args = step._abstract(state, rows, None)
     gm = capture_step(step._steps._parts, plan, given.params, given.opt_state, args, even=True).gm
     names: dict[torch.fx.Node, str] = {}
     memory: dict[int, int] = {}

@@ -154,7 +154,7 @@ def test_transforms_in_an_order_that_makes_no_sense() -> None:
         sf.accumulate(_loss, 0)
 
 
-@pytest.mark.parametrize("fields", [{"stage": 4}, {"reduce": "eech"}, {"prefetch": -1}])
+@pytest.mark.parametrize("fields", [{"stage": 4}, {"accumulate": "eech"}, {"prefetch": -1}])
 def test_zero_refuses_bad_fields(fields: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(fields)))):
         sf.Zero(**fields)

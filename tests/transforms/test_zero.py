@@ -62,8 +62,8 @@ def test_last_microbatch_is_reduced_too() -> None:
     rank = torch.distributed.get_rank()
     x = torch.tensor([[1.0, 3, 5, 7], [11, 13, 15, 17]]) + 18 * rank
     for stage in range(4):
-        for reduce in ("each", "once"):
-            zero = sf.Zero(stage=stage, persist=0, reduce=reduce)
+        for accumulate in ("each", "once"):
+            zero = sf.Zero(stage=stage, persist=0, accumulate=accumulate)
             loss = sf.accumulate(lambda w, b: (w * b[0]).sum(), 2)
             step = sf.sharded_step(loss, sf.optim.sgd(1.0), mesh=sf.make_mesh({"dp": 2}), zero=zero)
             state, _ = step(step.init(torch.zeros(4)), x)

@@ -1,0 +1,126 @@
+"""Channels whose transfers are quantised: a `Channel`'s interface, messages of a `Code` on the wire.
+
+    all_gather       own block => message; all messages => all blocks, this rank's own rounded like the others'
+    reduce_scatter   one hop:   the messages of all blocks go to their ranks, which add them up
+                     two hops:  near ranks exchange and add what belongs to the nodes at their near index, encode the
+                                sums, exchange them across the far axes and add again
+
+Every rank decodes the same bytes, so all hold the same bits. What `reduce_scatter` gives is the sum, in fp32, whatever
+the number of hops: nothing is divided on the way.
+
+Wang et al., ZeRO++, 2023, https://arxiv.org/abs/2306.10209 (qwZ, qgZ)
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ._channel import Pending
+from ._code import Code
+from ._hops import Grid, TwoHops
+from ._traced import AnyChannel, AnyChannels
+
+
+class CodedGather:
+    """An all_gather whose blocks travel in a code.
+
+    Args:
+        inner: what gathers bytes.
+        code: the code.
+        dtype: of the result.
+    """
+
+    def __init__(self, inner: AnyChannel | TwoHops, code: Code, dtype: torch.dtype) -> None:
+        self.axes, self.size, self.index = inner.axes, inner.size, inner.index
+        self._inner, self._code, self._dtype = inner, code, dtype
+
+    def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending:
+        """See `TwoHops.bring`; what it brings is in code, and so takes half the memory and the wire, or a quarter."""
+        assert isinstance(self._inner, TwoHops)
+        return self._inner.bring(self._encoded(own, max(sizes)), self._lengths(sizes))
+
+    def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending:
+        """See `Channel.all_gather`; of two hops the second, from what `bring` gave."""
+        c = max(sizes)
+        message = own if isinstance(self._inner, TwoHops) else self._encoded(own, c)
+        pending = self._inner.all_gather(message, self._lengths(sizes))
+        return pending.then(lambda messages: self._code.decode(messages, sizes, c, self._dtype))
+
+    def _encoded(self, own: Tensor, c: int) -> Tensor:
+        return self._code.encode(own.reshape(-1), [own.numel()], c)
+
+    def _lengths(self, sizes: Sequence[int]) -> list[int]:
+        return [self._code.length(max(sizes))] * len(sizes)
+
+
+class CodedReduce:
+    """A reduce_scatter whose blocks travel in a code. Making one is collective over the mesh.
+
+    Args:
+        channels: the communicators.
+        axes: all axes, in the mesh's order.
+        near: of them, those along which is summed first; none: one hop.
+        code: the code.
+    """
+
+    def __init__(self, channels: AnyChannels, axes: tuple[str, ...], near: tuple[str, ...], code: Code) -> None:
+        self._code = code
+        self._first: AnyChannel = channels.reduce(near or axes)
+        self._far: AnyChannel | None = channels.relay(tuple(a for a in axes if a not in near)) if near else None
+        self._grid = None if self._far is None else Grid(axes, self._far, self._first)
+        self.axes, self.sums_in_one = axes, False
+        self.size = self._first.size * (1 if self._far is None else self._far.size)
+        self.index = self._first.index if self._grid is None else self._grid.index
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> "Pending | Relayed":
+        """See `Channel.reduce_scatter`; the result is in fp32."""
+        del reuse
+        code, own, c, near, far = self._code, sizes[self.index], max(sizes), self._first, self._far
+        messages, length = code.encode(flat, sizes, c), code.length(c)
+        if self._grid is None or far is None:
+            pending = near.all_to_all(messages, [length] * near.size)
+            return pending.then(lambda arrived: code.sum(arrived, near.size, own, c))
+
+        def go_on(arrived: Tensor) -> Pending:
+            pending = far.all_to_all(code.sum_again(arrived, near.size, c), [length] * far.size)
+            return pending.then(lambda messages: code.sum(messages, far.size, own, c))
+
+        first = near.all_to_all(self._grid.from_ranks(messages), [far.size * length] * near.size)
+        return Relayed(far, first, go_on)
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        """Whole gradients are not quantised."""
+        raise AssertionError("a gradient that is summed whole does not travel in a code")
+
+
+class Relayed:
+    """A transfer in two hops, under way; the second starts when somebody looks, in the order of the first ones.
+
+    Args:
+        far: the channel of the second hop, used by nothing else: it starts when this rank finds the first one done.
+        first: the first hop.
+        go_on: starts the second from what the first has brought.
+    """
+
+    def __init__(self, far: AnyChannel, first: Pending, go_on: Callable[[Tensor], Pending]) -> None:
+        self._line, self._first, self._go_on = far.line, first, go_on
+        self._second: Pending | None = None
+        self._line.append(self)
+
+    def done(self) -> bool:
+        """Whether `result()` would return at once."""
+        while self._line and self._line[0]._first.done():
+            self._line[0].pass_on()
+        return self._second is not None and self._second.done()
+
+    def result(self) -> Tensor:
+        """The value; waits for it."""
+        while self._second is None:
+            self._line[0].pass_on()
+        return self._second.result()
+
+    def pass_on(self) -> None:
+        """Waits for the first hop and starts the second; called on the head of the line."""
+        self._line.popleft()
+        self._second = self._go_on(self._first.result())

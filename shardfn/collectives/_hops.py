@@ -1,0 +1,99 @@
+"""A gather in two hops: across nodes once, and within a node as often as the whole is wanted (ZeRO++'s hpZ).
+
+    block of rank (f, g)             f along the far axes, g along the near ones
+    bring       far axes:            [A_0g] [A_1g] => [A_0g, A_1g]       the secondary piece of near rank g
+    all_gather  near axes:           the secondary pieces => [A_00, A_01, A_10, A_11], in the order of ranks
+
+Both move bits and nothing else, so the whole is that of one hop. A block enters each node once, where a single hop
+sends it to every rank of the node. All blocks travel at the size of the largest.
+
+Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023,
+https://arxiv.org/abs/2306.10209
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._channel import Pending
+from ._traced import AnyChannel, AnyChannels
+from ._wire_ops import as_runs
+
+
+class TwoHops:
+    """The gather along `axes` of which `near` are near. Making one is collective over the mesh.
+
+    Attributes:
+        axes: all axes, in the mesh's order.
+        size: number of ranks along them.
+        index: this rank's index among them.
+    """
+
+    def __init__(self, channels: AnyChannels, axes: tuple[str, ...], near: tuple[str, ...]) -> None:
+        self._far: AnyChannel = channels.gather(tuple(a for a in axes if a not in near))
+        self._near: AnyChannel = channels.gather(tuple(a for a in axes if a in near))
+        self._grid = Grid(axes, self._far, self._near)
+        self.axes, self.size, self.index = axes, self._far.size * self._near.size, self._grid.index
+
+    def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending:
+        """Across the far axes: the blocks of the ranks that share this one's index along the near axes.
+
+        Args:
+            own: this rank's block; see `Channel.all_gather`.
+            sizes: number of elements of each rank's block, along all axes.
+        """
+        c = max(sizes)
+        flat = own.reshape(-1) if own.numel() == c else torch.nn.functional.pad(own.reshape(-1), (0, c - own.numel()))
+        return self._far.all_gather(flat, [c] * self._far.size)
+
+    def all_gather(self, brought: Tensor, sizes: Sequence[int]) -> Pending:
+        """Along the near axes: from what `bring` gave to the blocks of all ranks, in their order."""
+        pending = self._near.all_gather(brought, [brought.numel()] * self._near.size)
+        return pending.then(lambda out: _trimmed(self._grid.to_ranks(out), sizes))
+
+
+class Grid:
+    """Blocks of one size in the order of ranks along all axes, or of (near index, far index).
+
+    Args:
+        axes: all axes.
+        far: a channel along the far ones.
+        near: a channel along the near ones.
+
+    Attributes:
+        index: this rank's index along all axes.
+    """
+
+    def __init__(self, axes: tuple[str, ...], far: AnyChannel, near: AnyChannel) -> None:
+        self._axes, self._shape = axes, {**near.shape, **far.shape}
+        at = near.index * far.size + far.index
+        coords = dict(zip(self._shape, _digits(at, tuple(self._shape.values())), strict=True))
+        self.index = functools.reduce(lambda i, a: i * self._shape[a] + coords[a], axes, 0)
+
+    def to_ranks(self, flat: Tensor) -> Tensor:
+        """Blocks by (near, far) -> by rank."""
+        now = list(self._shape)
+        return flat.view(*self._shape.values(), -1).permute(*(now.index(a) for a in self._axes), -1).reshape(-1)
+
+    def from_ranks(self, flat: Tensor) -> Tensor:
+        """Blocks by rank -> by (near, far)."""
+        now = flat.view(*(self._shape[a] for a in self._axes), -1)
+        return now.permute(*(self._axes.index(a) for a in self._shape), -1).reshape(-1)
+
+
+def _digits(n: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n // math.prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
+
+
+def _trimmed(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Blocks without what made them equally large."""
+    runs, c, parts, start = as_runs(sizes), max(sizes), list[Tensor](), 0
+    if len(runs) == 2:
+        return flat
+    for num, n in zip(runs[::2], runs[1::2], strict=True):
+        parts.append(flat[start : start + num * c].view(num, c)[:, :n].reshape(-1))
+        start += num * c
+    return torch.cat(parts)
