@@ -16,6 +16,8 @@ from ._values import dtype_name, phases_of, sources, tensors_of, where_of
 KINDS: tuple[str, ...] = ("params", "grads", "optimizer", "gathered", "activations", "batch", "temporaries", "other")
 MEMORIES: tuple[str, ...] = ("device", "host", "disk")
 
+_DECODE, _ALL_TO_ALL = torch.ops.shardfn.decode.default, torch.ops.shardfn.all_to_all_start.default
+
 
 @dataclasses.dataclass(frozen=True)
 class Live:
@@ -224,7 +226,8 @@ def _kind(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[
     if maker.op != "call_function":
         kind = maker.meta.get("kind", "other")
         return kind if kind in KINDS else "other"
-    if any(h in gathered for h in block.holders) or (maker.target is TO_DEVICE and phases[maker] != "update"):
+    brought = maker.target is TO_DEVICE and phases[maker] != "update"
+    if brought or maker.target is _DECODE or any(h in gathered for h in block.holders):
         return "gathered"
     if block.operand or any(h in summed for h in block.holders):
         return "grads" if phases[maker] != "forward" else "temporaries"
@@ -249,7 +252,7 @@ def _moved(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
             gathered |= mine
             if move.node.target is torch.ops.shardfn.all_gather_into_start.default:
                 gathered.add(move.node.all_input_nodes[0])
-        elif move.op in ("psum_scatter", "all_reduce"):
+        elif move.op in ("psum_scatter", "all_reduce") or move.node.target is _ALL_TO_ALL:
             summed |= mine
             for operand in move.node.all_input_nodes:
                 summed.update([operand, *sources(operand)])

@@ -108,7 +108,7 @@ def axes_size(mesh_shape: Mapping[str, int], axes: str) -> int:
 
 
 def sources(node: Node) -> Iterator[Node]:
-    """Where a value's elements come from: the nodes from which it is cut, joined, cast or copied, without itself."""
+    """Where a value's elements come from: the nodes from which it is cut, joined, cast, encoded, sent or copied."""
     stack, seen = list(node.all_input_nodes) if _moves(node) else [], {node}
     while stack:
         n = stack.pop()
@@ -140,4 +140,7 @@ def _moves(node: Node) -> bool:
 _MOVES = {"cat", "clone", "_to_copy", "constant_pad_nd", "stack", "copy", "copy_", "contiguous", "wait"} | {
     "wait_tensor",
     "_foreach_copy_",
+    "all_gather_start",
+    "encode",
+    "decode",
 }

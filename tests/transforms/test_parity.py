@@ -123,6 +123,9 @@ def test_batch_over_two_axes_and_zero_over_one() -> None:
         for batch in (sf.P(("dp", "sp")), sf.P("sp")):
             got = on_mesh(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches, mesh=mesh, zero=zero, batch=batch)
             assert_same(got, want)
+    zero = sf.Zero(stage=3, axis=("dp", "sp"), secondary_axis="sp", **ODD)
+    batch = sf.P(("dp", "sp"))
+    assert_same(on_mesh(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches, mesh=mesh, zero=zero, batch=batch), want)
 
 
 def _tp_loss(params: dict, batch: dict) -> torch.Tensor:
