@@ -1,15 +1,14 @@
 """The update of states that are not all on the device: in chunks, through the memory where the update runs.
 
-While chunk k is stepped, chunk k + 1 is read and chunk k - 1 is written; so the update takes the memory of three
-chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
+While a part of a chunk is stepped, the next ones are read and the ones before are written; so the update takes the
+memory of three chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
 """
 
 import collections
 import contextlib
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ from ._stored import loaded
 
 Held = Tensor | Stored
 PAGE = 4096
-# Of how many parts of a chunk some are read, one is stepped, and some are written: three chunks together.
+# How many parts of a chunk are read while one is stepped, and how many are written: three chunks together. Of leaves
+# that are stepped whole and are larger, one is read and one is written.
 AHEAD, BEHIND = 3, 2
 PARTS = (AHEAD + 1 + BEHIND) // 3
 
@@ -159,24 +159,28 @@ class _Stream:
     def run(self, order: Sequence[Rows]) -> Any:
         """Steps rows of leaves; gives the optimizer's token of the step."""
         token = self._begin()
-        chunks = self._chunks(order)
+        chunks = list(self._chunks(order))
         coming: collections.deque[_Chunk] = collections.deque()
         leaving: collections.deque[_Chunk] = collections.deque()
-        while True:
-            coming.extend(
-                _Chunk(self, self._u.device, rows) for rows in itertools.islice(chunks, AHEAD + 1 - len(coming))
-            )
-            if not coming:
-                break
+        for k in range(len(chunks)):
+            while k + len(coming) < len(chunks) and (
+                len(coming) < 2 or self._fits(coming, chunks[k + len(coming)], AHEAD + 1)
+            ):
+                rows, nbytes = chunks[k + len(coming)]
+                coming.append(_Chunk(self, self._u.device, rows, nbytes))
             now = coming.popleft()
             now.step(token)
-            if len(leaving) == BEHIND:
+            while leaving and not self._fits(leaving, chunks[k], BEHIND):
                 leaving.popleft().settle()
             now.leave()
             leaving.append(now)
         for chunk in leaving:
             chunk.settle()
         return token
+
+    def _fits(self, held: Iterable["_Chunk"], more: tuple[list[Rows], int], parts: int) -> bool:
+        """Whether chunks and one more are no larger than so many parts of a chunk."""
+        return sum(chunk.nbytes for chunk in held) + more[1] <= parts * self._size
 
     def end(self, token: Any, state: PyTree) -> PyTree:
         """The state with its counters advanced."""
@@ -205,10 +209,10 @@ class _Stream:
             return self.kept(column)
         if not isinstance(column.held, Tensor):
             return self.writer(column).finish() if done is None else done
-        if isinstance(done, Tensor):
-            to_device(done, column.held.device, column.held).result() if column.home == "device" else column.held.copy_(
-                done
-            )
+        if isinstance(done, Tensor) and column.home == "device":
+            to_device(done, column.held.device, column.held).result()
+        elif isinstance(done, Tensor):
+            column.held.copy_(done)
         return column.held
 
     def _begin(self) -> Any:
@@ -222,20 +226,20 @@ class _Stream:
         state = tree_unflatten(u.state_treedef, counters)
         return self._pieces.begin(state, stats, specs=tree_unflatten(u.treedef, specs))
 
-    def _chunks(self, order: Sequence[Rows]) -> Iterator[list[Rows]]:
-        """Neighbouring rows that are stepped in one memory, up to the size of a chunk."""
+    def _chunks(self, order: Sequence[Rows]) -> Iterator[tuple[list[Rows], int]]:
+        """Neighbouring rows that are stepped in one memory, up to the size of a part of a chunk, and their bytes."""
         group: list[Rows] = []
         size = 0
         for rows, nbytes in self._cuts(order):
             apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
             apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
             if group and (apart or size + nbytes > self._size) and self._pieces.grain != "tree":
-                yield group
+                yield group, size
                 group, size = [], 0
             group.append(rows)
             size += nbytes
         if group:
-            yield group
+            yield group, size
 
     def _cuts(self, order: Sequence[Rows]) -> Iterator[tuple[Rows, int]]:
         for rows in order:
@@ -332,7 +336,8 @@ class _Spare:
 class _Chunk:
     """Rows on their way through the update."""
 
-    def __init__(self, stream: _Stream, device: torch.device, rows: list[Rows]) -> None:
+    def __init__(self, stream: _Stream, device: torch.device, rows: list[Rows], nbytes: int) -> None:
+        self.nbytes = nbytes
         self._stream, self._device, self._rows = stream, device, rows
         self._host = stream.on_host(rows[0].leaf)
         self._place: MemoryKind = "host" if self._host else "device"
