@@ -10,7 +10,9 @@ last bits (the gradient of each batch is summed in two halves): how far two runs
 
 import argparse
 import functools
+import json
 import pathlib
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,11 +47,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _write_tokens(pathlib.Path(folder) / "tokens.bin")
         for name in args.cases:
-            start = time.monotonic()
-            group = Group(serve, 4, (name, args, f"{folder}/tokens.bin")).ready()
-            runs[name] = group.ask(args.steps)[0]
-            group.close()
-            print(f"{name}: {runs[name]['held_out']:.4f} after {time.monotonic() - start:.0f} s", flush=True)
+            kept = pathlib.Path(args.keep or folder) / f"{re.sub('[^a-z0-9]+', '_', name.lower())}_{args.steps}.json"
+            if not kept.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                start = time.monotonic()
+                group = Group(serve, 4, (name, args, f"{folder}/tokens.bin")).ready()
+                kept.write_text(json.dumps(group.ask(args.steps)[0]))
+                group.close()
+                print(f"{name}: after {time.monotonic() - start:.0f} s", flush=True)
+            runs[name] = json.loads(kept.read_text())
     publish("Loss curves of compressed training", _body(args, runs), out=args.out, data=runs, as_json=args.json)
     if args.plot:
         _plot(args, runs)
@@ -196,6 +202,7 @@ def _arguments() -> argparse.Namespace:
     add("--b2", type=float, default=0.997)
     add("--held-out", type=int, default=32, help="batches")
     add("--seed", type=int, default=0)
+    add("--keep", default="", help="folder of finished runs, which are not run again")
     add("--plot", default="", help="beginning of the names of PNG files")
     add("--out", default="", help="Markdown file")
     add("--json", action="store_true", help="also the raw numbers")
