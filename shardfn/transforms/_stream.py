@@ -1,7 +1,8 @@
 """The update of states that are not all on the device: in chunks, through the memory where the update runs.
 
 While a part of a chunk is stepped, the next ones are read and the ones before are written; so the update takes the
-memory of three chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what it started from.
+memory of three chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what
+it started from.
 """
 
 import collections
