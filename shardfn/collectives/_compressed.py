@@ -213,10 +213,16 @@ def decoded(
     cuts = [cut_of(x.numel(), _size(between), compressor.quantum, _size(inside)) for x in leaves]
     with torch.no_grad():
         out = [
-            _decoded(part, x, cut, compressor, _memory_of(x) if donate else None) if cut.n else x
+            _apart(_decoded(part, x, cut, compressor, _memory_of(x) if donate else None), part) if cut.n else x
             for (x, part), cut in zip(pairs, cuts, strict=True)
         ]
     return tree_unflatten(treedef, out)
+
+
+def _apart(x: Tensor, codes: Codes) -> Tensor:
+    """`x`, which may be a view of the codes (identity's are), in memory of its own: they are kept."""
+    shared = any(x.untyped_storage()._cdata == part.untyped_storage()._cdata for part in codes)
+    return x.clone() if shared else x
 
 
 def _memory_of(x: Tensor) -> Tensor | None:

@@ -166,7 +166,7 @@ class _Scatter:
         """The hops of one bucket; stops where something is under way."""
         blocks = [job.cut.blocks(job.x) for job in jobs]
         if self.inside is not None:
-            sent = [_compressed(self.inner, block.flatten(1), (), donate=True)[0] for block in blocks]
+            sent = [_compressed(self.inner, block.flatten(1), (), donate=self.donate)[0] for block in blocks]
             arrived = exchange_rows(sent, self.inside, name="all_to_all")
             yield
             rows = zip(arrived(), blocks, strict=True)

@@ -57,6 +57,7 @@ class GradientTransformation(NamedTuple):
             `over`. In a phase that is `local` the gradients that it gets are whole, also where parameters are rows of
             leaves, and their mean over `over` is the gradient. A leaf of its state that is not kept as its parameter's
             rows are is made by `init` as a `GlobalTensor`; `update` is given its block.
+        last: whether the rule knows where its steps lead, so that no rule after it may change them.
 
     References:
         Babuschkin et al., The DeepMind JAX Ecosystem (optax), 2020, https://github.com/google-deepmind/optax
@@ -71,6 +72,7 @@ class GradientTransformation(NamedTuple):
     given: "Callable[..., GradientTransformation] | None" = None
     over: tuple[str, ...] = ()
     phase: Callable[[OptState], Phase] | None = None
+    last: bool = False
 
 
 class EmptyState(NamedTuple):

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shardfn.core import tree_leaves
+
 from ._base import GradientTransformation, Phase, coarsest, given, identity, inplace
 from ._types import Grain, OptState, Params, Specs, Updates
 
@@ -35,8 +37,12 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     txs = txs or (identity(),)
     last = inplace(txs[-1])
 
+    speaks = _communicates(txs)
+
     def init(params: Params) -> OptState:
-        return tuple(tx.init(params) for tx in txs)
+        states = tuple(tx.init(params) for tx in txs)
+        _check_early(states[:speaks] if speaks else ())
+        return states
 
     def through(
         rules: Sequence[Rule], updates: Updates, state: OptState, params: Params, specs: Specs
@@ -66,19 +72,19 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     measured_late = any(tx.measure is not None for tx in txs[1:])
     grain: Grain = "tree" if measured_late else coarsest(tx.grain for tx in txs)
     whole = GradientTransformation(init, update, apply, grain=grain, measure=txs[0].measure, given=on)
-    speaks = _communicates(txs)
     if speaks is None:
         return whole
     ask = txs[speaks].phase
     assert ask is not None
-    return whole._replace(over=txs[speaks].over, phase=lambda state: ask(state[speaks]))
+    return whole._replace(over=txs[speaks].over, phase=lambda state: ask(state[speaks]), last=txs[-1].last)
 
 
 def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
     """Which of the rules averages for itself.
 
     Raises:
-        ValueError: several do; or one before it needs the norm of gradients that are not averaged yet.
+        ValueError: several do; or one before it needs the norm of gradients that are not averaged yet; or one comes
+            after a rule that has to be the last.
     """
     own = [i for i, tx in enumerate(txs) if tx.phase is not None]
     if not own:
@@ -91,7 +97,26 @@ def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
             f"rules {early} of a chain need the norm of the gradient, but rule {own[0]} averages for itself, so that"
             " each rank would use the norm of its own; clip elements (optim.clip) in place of norms, or do without."
         )
+    if txs[own[0]].last and own[0] + 1 < len(txs):
+        raise ValueError(
+            f"rule {own[0]} of a chain steps each rank alone and takes ranks together again by where it has stepped to,"
+            f" so that none may change its steps; put rules {list(range(own[0] + 1, len(txs)))} before it."
+        )
     return own[0]
+
+
+def _check_early(states: Sequence[OptState]) -> None:
+    """Refuses rules before one that averages for itself, if they remember gradients.
+
+    Raises:
+        ValueError: which they are.
+    """
+    keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in tree_leaves(state))]
+    if keeping:
+        raise ValueError(
+            f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages for itself, so that each"
+            " rank would remember its own, as what is taken to be one state; put them after it, or do without."
+        )
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:

@@ -90,13 +90,18 @@ class Freeze:
             return PROBE if probes else WARMUP
         return SWITCH if switches and not int(state.begun) else COMPRESSED
 
-    def learning(self, state: FreezeState, nu: Params, specs: Specs, phase: Phase) -> FreezeState:
-        """After a step with averaged gradients. A frozen variance learns again, if more steps are asked for."""
+    def learning(
+        self, state: FreezeState, nu: Params, specs: Specs, phase: Phase, learnt: Int[Tensor, ""] | None = None
+    ) -> FreezeState:
+        """After a step with averaged gradients. A frozen variance learns again, if more steps are asked for.
+
+        `learnt`: how many gradients `nu` has averaged; None = one a step.
+        """
         count, zero = state.count + 1, torch.zeros_like(state.frozen)
         if phase != PROBE:
             return FreezeState(count, zero, zero.clone(), state.norm)
         assert isinstance(self.step, VarianceStability)
-        norm = (l1_norm(nu, specs).double() / (1 - self.b2 ** count.double())).float()
+        norm = (l1_norm(nu, specs).double() / (1 - self.b2 ** (count if learnt is None else learnt).double())).float()
         stable = (state.norm > 0) & (norm >= self.step.ratio * state.norm) & (count > self.step.after)
         return FreezeState(count, torch.where(stable, count, zero), zero, norm)
 

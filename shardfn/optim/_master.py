@@ -118,4 +118,4 @@ def master_weights(
 
     out = GradientTransformation(init, update, apply, grain=inner.grain, measure=inner.measure, given=on)
     ask = inner.phase
-    return out if ask is None else out._replace(over=inner.over, phase=lambda state: ask(state.inner))
+    return out if ask is None else out._replace(over=inner.over, phase=lambda state: ask(state.inner), last=inner.last)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.collectives import Compressor, GlobalTensor, current_mesh, local, pmax
-from shardfn.core import Axes, P, PyTree, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.core import Axes, P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._adam import moments_like
 from ._apart import Apart, add_, apart, blend, purely
@@ -299,7 +299,9 @@ class _OneBitLamb:
         scaling = self._vector(leaves, even, torch.ones_like(state.scaling))
         for fresh, nu in zip(leaves.pick(leaves.treedef.flatten_up_to(state.fresh)), nus, strict=True):
             fresh.copy_(torch.where(first, nu, fresh))
-        return state._replace(scaling=torch.where(first, scaling, state.scaling))
+        # Errors from before a return to the warm-up are of momenta that were scaled otherwise.
+        residual = tree_map(lambda e: torch.where(first, 0.0, e), state.residual)
+        return state._replace(scaling=torch.where(first, scaling, state.scaling), residual=residual)
 
     def _average(
         self, leaves: Apart, mus: list[Tensor], state: OneBitLambState, now: Phase

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Compressor, GlobalTensor, Residual, error_feedback, recut_residuals, shard, unshard
-from shardfn.core import PyTree, raise_all, tree_flatten, tree_map, tree_paths, tree_unflatten
+from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 
 from ._onebit_adam import SIGN, OneBitAdamState
 from ._onebit_lamb import OneBitLambState
@@ -26,6 +26,9 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
     at every element, and the mean of the next momentum is what it would have been. Codes of the last momentum are of
     the old ranks' chunks: the next step gathers the rows of it instead, once.
 
+    Only the number of ranks that errors are averaged over may change: how leaves are cut along other axes (those of a
+    tensor parallelism, and those along which the mean is exact) must be as it was.
+
     Args:
         opt_state: the whole state, as `unshard` gives it or a checkpoint has it; `GlobalTensor`s are gathered, which is
             collective. It may be within the states of a `chain` or of `master_weights`.
@@ -36,8 +39,9 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
         A tree like `like`.
 
     Raises:
-        ValueError: a leaf has another shape than in `like`, every one is listed; errors do not fit their leaves; or
-            ranks of `zero_one_adam` are between two rounds, where each has parameters of its own.
+        ValueError: a leaf has another shape than in `like`, every one is listed; errors do not fit their leaves, or are
+            of leaves that were cut otherwise (seen where they are `GlobalTensor`s); or ranks of `zero_one_adam` are
+            between two rounds, where each has parameters of its own.
 
     Example:
         >>> from shardfn.optim import onebit_adam
@@ -50,10 +54,30 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
         Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
         https://arxiv.org/abs/2102.02888
     """
+    _check_blocks(opt_state, like)
     states, treedef = tree_flatten(unshard(opt_state), is_leaf=_compresses)
     fitting = compressor if compressor.remembers else error_feedback(compressor)
     likes = treedef.flatten_up_to(like)
     return tree_unflatten(treedef, [_moved(x, y, fitting) for x, y in zip(states, likes, strict=True)])
+
+
+def _check_blocks(opt_state: OptState, like: OptState) -> None:
+    """Refuses errors of leaves that other axes cut into another number of blocks: elements would change places."""
+    old, new = (
+        [r.worker for r in tree_leaves(tree, is_leaf=_is_residual) if _is_residual(r)] for tree in (opt_state, like)
+    )
+    found = [tuple(map(_num_blocks, pair)) for pair in zip(old, new, strict=False)]
+    wrong = [f"residual {i}: {a} blocks became {b}" for i, (a, b) in enumerate(found) if a and b and a != b]
+    wrong += [f"{len(old)} residuals became {len(new)}"] if len(old) != len(new) else []
+    raise_all(
+        ValueError,
+        "errors of leaves that are now cut otherwise along other axes than the mean's; keep those as they were:",
+        wrong,
+    )
+
+
+def _num_blocks(worker: Any) -> int | None:
+    return worker.mesh.axis_size(worker.spec.dim_axes(1)) if isinstance(worker, GlobalTensor) else None
 
 
 def _moved(state: Any, like: Any, compressor: Compressor) -> Any:

@@ -209,7 +209,7 @@ class _ZeroOneAdam:
 
     def rule(self) -> GradientTransformation:
         return GradientTransformation(
-            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase
+            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase, last=True
         )
 
     def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
@@ -302,11 +302,13 @@ class _ZeroOneAdam:
 
     def _learnt(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
         """After a step whose gradients the variance has averaged, or which it has left out."""
-        freeze = self.freeze.learning(state.freeze, adam[0].nu, specs, PROBE if "probe" in now.name else WARMUP)
+        num_var = state.num_var + int(not now.local)
+        phase = PROBE if "probe" in now.name else WARMUP
+        freeze = self.freeze.learning(state.freeze, adam[0].nu, specs, phase, num_var)
         if now.local:
             return state._replace(adam=adam, freeze=freeze)
         grown = _counted(state.var_interval, self.var_scaler, None)
-        return state._replace(adam=adam, freeze=freeze, num_var=state.num_var + 1, var_interval=grown)
+        return state._replace(adam=adam, freeze=freeze, num_var=num_var, var_interval=grown)
 
     def _learn(
         self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, specs: Specs, now: Phase

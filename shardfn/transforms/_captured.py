@@ -138,7 +138,9 @@ class CapturedSteps:
             return program, program.gm if schedule is None else self._jitted.scheduled(program.gm, schedule)
 
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
-        report("a step", "batch", args[0], len(self._known))
+        # A phase of the optimizer has a plan, and so a graph, of its own.
+        name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
+        report(name, "batch", args[0], sum(of == id(plan) for _, (of, *_), _ in self._known))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return self._compile(dataclasses.replace(program, gm=gm), comms, None)
 

@@ -46,7 +46,8 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
     """Refuses layouts in which an optimizer's own averages would mean something else.
 
     Raises:
-        ValueError: leaf by leaf, what does not go with the axes that the optimizer averages over.
+        ValueError: leaf by leaf, what does not go with the axes that the optimizer averages over; or that
+            these have no effect.
     """
     if optimizer.phase is None:
         return
@@ -62,6 +63,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
             if over & set(leaf.compute.axes)
         ],
     )
+    raise_all(ValueError, whose, _idle(plan, over))
     raise_all(
         ValueError,
         whose,
@@ -82,6 +84,18 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
             if not leaf.at_home
         ],
     )
+
+
+def _idle(plan: Plan, over: set[str]) -> list[str]:
+    """Axes of the optimizer's along which it would average nothing, or what is averaged already."""
+    batch = tuple(a for a in plan.batch_axes if plan.mesh.axis_size(a) > 1)
+    out = [f"the batch is not cut along {a!r}, so that all ranks there have one gradient" for a in over - set(batch)]
+    if batch and not over:
+        out.append(
+            f"the mesh has no such axis of more than one rank, while the batch is cut along {batch}; pass the optimizer"
+            f" axis={(batch[0] if len(batch) == 1 else batch)!r}, or use one that does not average"
+        )
+    return sorted(out)
 
 
 def _has_no_value(x: Tensor) -> bool:

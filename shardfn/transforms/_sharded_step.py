@@ -92,8 +92,8 @@ def sharded_step(
 
     Returns:
         The step. Its metrics are 0-d tensors, the same on all ranks: "loss" (global mean), "grad_norm" (of the averaged
-        gradient, before clipping), "finite" (whether both are), "skipped", with a loss scale "loss_scale" (the one
-        that was used), and the aux.
+        gradient, before clipping; where the optimizer averages itself, the root of the mean of ranks' squared norms),
+        "finite" (whether both are), "skipped", with a loss scale "loss_scale" (the one that was used), and the aux.
 
     Raises:
         ValueError: (at `init` or first call) specs, batch or state do not fit; every failing leaf is listed by path.

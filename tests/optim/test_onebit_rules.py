@@ -104,6 +104,16 @@ def test_it_freezes_when_the_variance_is_stable(name: str) -> None:
     assert names[frozen] == ("compressed" if name == "onebit_adam" else "switch")
 
 
+def test_the_norm_of_a_variance_that_learns_ever_rarer_is_corrected_by_what_it_has_learnt() -> None:
+    tx: Any = optim.zero_one_adam(0.0, b2=0.9, var_freeze_step="auto", var_update_scaler=2)
+    params = [torch.ones(4)]
+    state, norms = tx.init(params), set()
+    while not int(state.freeze.frozen):
+        params, state = tx.apply([torch.ones(4)], state, params)
+        norms.add(round(float(state.freeze.norm), 4))
+    assert norms == {0.0, 4.0} and int(state.freeze.frozen) == 20 and int(state.num_var) == 7
+
+
 def test_more_steps_may_be_asked_for() -> None:
     params, state, _ = walk(MAKE["onebit_lamb"](freeze=2), 4)
     more: Any = MAKE["onebit_lamb"](freeze=6)
@@ -111,9 +121,12 @@ def test_more_steps_may_be_asked_for() -> None:
     params, state = more.apply(draw(5), state, params)
     assert (int(state.freeze.frozen), int(state.freeze.begun), float(state.factor.sum())) == (0, 0, 2.0)
     less: Any = MAKE["onebit_lamb"](freeze=3)
-    assert less.phase(state).name == "switch"
-    _, state = less.apply(draw(6), state, params)
+    assert less.phase(state).name == "switch" and state.residual[0].worker.any()
+    anew = state._replace(residual=tree_map(torch.zeros_like, state.residual))
+    (_, anew), (_, state) = (less.apply(draw(6), *tree_map(torch.clone, (x, params))) for x in (anew, state))
     assert int(state.freeze.frozen) == 5
+    # Errors of momenta that were scaled otherwise are of no use.
+    assert all(map(torch.equal, tree_leaves(state), tree_leaves(anew)))
 
 
 def test_feedback_can_be_left_out_and_leaves_be_exact() -> None:
@@ -163,6 +176,11 @@ def test_what_makes_no_sense_is_refused() -> None:
         tx.update([torch.ones(1)], tx.init([torch.ones(1)]))
     with pytest.raises(ValueError, match="norm of the gradient"):
         optim.chain(optim.clip_by_global_norm(1.0), optim.onebit_lamb(0.1, freeze_step=1))
+    with pytest.raises(ValueError, match=r"rules \[0\] of a chain remember gradients, but rule 1"):
+        optim.chain(optim.trace(0.9), optim.onebit_adam(0.1, freeze_step=1)).init([torch.ones(1)])
+    for wrapped in (lambda tx: tx, optim.master_weights, optim.chain):
+        with pytest.raises(ValueError, match=r"none may change its steps; put rules \[1\] before it"):
+            optim.chain(wrapped(MAKE["zero_one_adam"]()), optim.clip(1.0))
     _, state, _ = walk(MAKE["zero_one_adam"](), 9)
     assert not optim.in_round(state)
     with pytest.raises(ValueError, match="between two rounds"):

@@ -91,7 +91,6 @@ def _resumed(params: Any, opt_state: Any, world: int) -> Any:
     state = step.init(params)
     opt = optim.rebalanced(opt_state, state.opt_state, compressor=int8())
     moved = unshard(opt)
-    sf.testing.own_rows(odd_batch(4), sf.P("dp"), mesh)
     state, _ = step(state._replace(opt_state=opt), sf.testing.own_rows(odd_batch(4), sf.P("dp"), mesh))
     return moved, unshard(state.params), unshard(state.opt_state)
 
@@ -112,6 +111,18 @@ def test_other_ranks_owe_what_the_old_ones_did() -> None:
         assert_equal(moved.adam, old.adam)
         assert int(moved.freeze.begun) == 0 and int(after.freeze.begun) == 1 and int(after.freeze.frozen) == 2
         assert all(x.isfinite().all() for x in tree_leaves(stepped))
+
+
+def test_errors_of_other_cuts_are_refused() -> None:
+    tx: Any = optim.onebit_adam(1e-2, freeze_step=1)
+
+    def first(axes: Any, spec: sf.P) -> Any:
+        step = sf.sharded_step(odd_loss, tx, mesh=sf.make_mesh(axes, abstract=True), specs=spec)
+        return step.init({"w": torch.empty(8, 8, device="meta")}).opt_state
+
+    # 2 x 64 elements either way, of which those of a block of columns would go to rows.
+    with pytest.raises(ValueError, match="residual 0: 2 blocks became 1"):
+        optim.rebalanced(first({"dp": 2, "tp": 2}, sf.P(None, "tp")), first({"dp": 2}, sf.P()))
 
 
 def assert_equal(got: Any, want: Any) -> None:

@@ -149,6 +149,13 @@ def test_what_does_not_go_together_is_refused() -> None:
     cut = sf.sharded_step(lambda w, x: (w * x).sum(), tx, mesh=mesh, specs=sf.P("dp"))
     with pytest.raises(ValueError, match="over one of these axes"):
         cut.init(torch.ones(4))
+    for over, axes, why in (
+        (("tp",), {"dp": 2}, r"no such axis of more than one rank.*pass the optimizer axis='dp'"),
+        (("dp", "tp"), {"dp": 2, "tp": 2}, "the batch is not cut along 'tp'"),
+    ):
+        idle, abstract = averaging(optim.sgd(0.1), 0, over), sf.make_mesh(axes, abstract=True)
+        with pytest.raises(ValueError, match=why):
+            sf.sharded_step(odd_loss, idle, mesh=abstract).init(odd_params())
     step = sf.sharded_step(odd_loss, tx, mesh=mesh)
     rows = own_rows(odd_batch(0), sf.P("dp"), mesh)
     with pytest.raises(ValueError, match="does not say in which it is"):
