@@ -85,7 +85,7 @@ def _compositions(world: int) -> dict[str, tuple[Any, ...]]:
         "lamb": (odd_loss, lamb, odd_params(), {**odd, "donate": False}, {}, dp),
         "delayed": (odd_loss, sf.optim.delayed(adamw, 1), odd_params(), odd, {}, dp),
         "rules by leaf": (odd_loss, mixed, odd_params(), {**odd, "skip_nonfinite": True}, {}, dp),
-        "bf16": (sf.accumulate(bf16, 2), adamw, odd_params(), odd, {}, dp),
+        "bf16": (sf.accumulate(bf16, 3), adamw, odd_params(), odd, {}, dp),
         "a part stays": (odd_loss, adamw, odd_params(), odd, {"ratio": 0.5}, dp),
         "stacked": (_stacked_loss, adamw, _drawn(w=(3, 5, 5)), stacks, {}, dp),
         "tensor parallel": (_tp_loss, adamw, _drawn(**sizes), {**cut, "batch": sf.P("dp")}, {}, {"dp": 1, "tp": world}),
