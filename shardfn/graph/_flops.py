@@ -1,5 +1,7 @@
 """Floating-point operations and bytes of one node of a captured graph."""
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ._transfers import is_start, is_wait
 from ._values import is_view, num_bytes, tensors_of, written_by
@@ -26,11 +27,17 @@ def node_flops(node: Node) -> int:
         96
     """
     packet = getattr(node.target, "overloadpacket", None)
-    formula = _OWN.get(packet) or flop_registry.get(packet)
+    formula = _OWN.get(packet) or _table().flop_registry.get(packet)
     if node.op != "call_function" or formula is None:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+@functools.cache
+def _table() -> Any:
+    """Torch's own formulas; not before they are asked for, since with them comes triton, of 80 MB."""
+    return importlib.import_module("torch.utils.flop_counter")
 
 
 def node_bytes(node: Node) -> int:
@@ -61,11 +68,11 @@ def arithmetic(node: Node) -> torch.dtype:
 
 
 def _cpu_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
+    return _table().sdpa_flop_count(q.shape, k.shape, v.shape)
 
 
 def _cpu_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    return _table().sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
 def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
