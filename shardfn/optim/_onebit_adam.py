@@ -1,28 +1,23 @@
 """1-bit Adam and APMSqueeze: Adam while the variance is learnt, then momentum that travels compressed."""
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Compressor, local, sign
+from shardfn.collectives import Compressor, sign
 from shardfn.core import Axes, PyTree, tree_leaves
 
-from ._adam import adamw, bias_corrections, moments_like
+from ._adam import bias_corrections, moments_like
 from ._apart import Apart, add_, apart, blend, pieces
 from ._base import GradientTransformation, Phase, inplace
-from ._chain import chain
-from ._checks import decay_rate, not_negative
-from ._compressed import Averaging, averaging, written
-from ._decay import add_decayed_weights, decay_flags
-from ._freeze import SWITCH, Freeze, FreezeState, FreezeStep, freeze_rule
-from ._lamb import scale_by_moment_ratio
-from ._learning_rate import check_rate, scale_by_learning_rate
-from ._leaves import check_params, check_state, resolved, wide
+from ._compressed import averaging, written
+from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
+from ._leaves import wide
+from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 SIGN = sign()
@@ -112,9 +107,11 @@ def onebit_adam(
         Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
         https://arxiv.org/abs/2102.02888
     """
+    who = "onebit_adam"
     return _OneBitAdam(
-        "onebit_adam", learning_rate, b1, b2, eps, weight_decay, mask, freeze_rule("onebit_adam", freeze_step, b2),
-        averaging("onebit_adam", axis, compressor, outer, feedback), exact, bias_correction, bias_correction,
+        who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask,
+        freeze=freeze_rule(who, freeze_step, b2), averaging=averaging(who, axis, compressor, outer, feedback),
+        exact=exact, corrected=bias_correction, unbiased=bias_correction,
     ).rule()  # fmt: skip
 
 
@@ -167,59 +164,22 @@ def apmsqueeze(
         Tang et al., APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm, 2020,
         https://arxiv.org/abs/2008.11343
     """
+    who = "apmsqueeze"
     return _OneBitAdam(
-        "apmsqueeze", learning_rate, b1, b2, eps, 0.0, None, freeze_rule("apmsqueeze", freeze_step, b2),
-        averaging("apmsqueeze", axis, compressor, outer, feedback), exact, True, False,
+        who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=0.0, mask=None,
+        freeze=freeze_rule(who, freeze_step, b2), averaging=averaging(who, axis, compressor, outer, feedback),
+        exact=exact, corrected=True, unbiased=False,
     ).rule()  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _OneBitAdam:
-    """The rule, and what it knows of the tree and of the step: `whole` and `now`."""
+@dataclass(frozen=True, kw_only=True)
+class _OneBitAdam(Phased):
+    """The rule; `unbiased` says whether the momentum is corrected after the freeze, too."""
 
-    who: str
-    learning_rate: LearningRate
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    mask: Mask
-    freeze: Freeze
-    averaging: Averaging
-    exact: Mask
-    corrected: bool
+    state = OneBitAdamState
     unbiased: bool
-    whole: PyTree = None
-    now: Phase | None = None
 
-    def __post_init__(self) -> None:
-        check_rate(self.who, self.learning_rate)
-        decay_rate(self.who, b1=self.b1, b2=self.b2)
-        not_negative(self.who, eps=self.eps, weight_decay=self.weight_decay)
-
-    @functools.cached_property
-    def adam(self) -> GradientTransformation:
-        """The rule of the warm-up, and of exact leaves."""
-        if self.corrected:
-            return adamw(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
-        return chain(
-            scale_by_moment_ratio(self.b1, self.b2, self.eps),
-            add_decayed_weights(self.weight_decay, self.mask),
-            scale_by_learning_rate(self.learning_rate),
-        )
-
-    def rule(self) -> GradientTransformation:
-        return GradientTransformation(
-            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase
-        )
-
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
-        del stats
-        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
-        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
-
-    def phase(self, state: OptState) -> Phase:
-        check_state(self.who, state, OneBitAdamState)
+    def next_phase(self, state: OneBitAdamState) -> Phase:
         return self.freeze.phase(state.freeze, switches=bool(tree_leaves(state.codes)))
 
     def init(self, params: Params) -> OneBitAdamState:
@@ -229,7 +189,7 @@ class _OneBitAdam:
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        state, now = self._begin(state, params)
+        state, now = self.begin(state, params)
         if not now.local:
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
             return us, self._learnt(state, adam, specs, now)
@@ -244,7 +204,7 @@ class _OneBitAdam:
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        state, now = self._begin(state, params)
+        state, now = self.begin(state, params)
         if not now.local:
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
             return params, self._learnt(state, adam, specs, now)
@@ -256,12 +216,6 @@ class _OneBitAdam:
             add_(p, step.update(p, m, nu, decays))
         adam = leaves.joined(adam, ms, leaves.pick(nus))
         return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
-
-    def _begin(self, state: OptState, params: Params) -> tuple[OneBitAdamState, Phase]:
-        check_state(self.who, state, OneBitAdamState)
-        check_params(self.who, params)
-        state = local(state)
-        return state, self.now or self.phase(state)
 
     def _learnt(self, state: OneBitAdamState, adam: OptState, specs: Specs, now: Phase) -> OneBitAdamState:
         return state._replace(adam=adam, freeze=self.freeze.learning(state.freeze, adam[0].nu, specs, now))
@@ -275,9 +229,8 @@ class _OneBitAdam:
         at = self.freeze.frozen(state.freeze)
         c1 = bias_corrections(at.count, self.b1, self.b2)[0].float() if self.unbiased else None
         c2 = bias_corrections(at.frozen, self.b1, self.b2)[1].float() if self.corrected else None
-        lr = self.learning_rate(state.adam[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
-        decays = decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
-        return leaves, mus, nus, Step(lr, c1, c2, self.eps, self.weight_decay, decays)
+        step = Step(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
+        return leaves, mus, nus, step
 
     def _average(
         self, leaves: Apart, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import Compressor, GlobalTensor, current_mesh, local, pmax
+from shardfn.collectives import Compressor, GlobalTensor, current_mesh, pmax
 from shardfn.core import Axes, P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._adam import moments_like
@@ -16,9 +16,9 @@ from ._apart import Apart, add_, apart, blend, purely
 from ._base import GradientTransformation, Phase
 from ._chain import chain
 from ._checks import decay_rate, not_negative
-from ._compressed import Averaging, Share, averaging, written
-from ._decay import add_decayed_weights, decay_flags
-from ._freeze import SWITCH, Freeze, FreezeState, FreezeStep, freeze_rule
+from ._compressed import Share, averaging, written
+from ._decay import add_decayed_weights
+from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
 from ._lamb import (
     bias_factor,
     lamb_in_place,
@@ -28,10 +28,11 @@ from ._lamb import (
     scaled,
     trust_ratios,
 )
-from ._learning_rate import check_rate, scale_by_learning_rate
-from ._leaves import check_params, check_state, resolved, spec_leaves, wide, zeros_like
+from ._learning_rate import scale_by_learning_rate
+from ._leaves import spec_leaves, wide, zeros_like
 from ._norm import over_blocks, sum_squares
 from ._onebit_adam import SIGN, Step
+from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 
@@ -144,37 +145,26 @@ def onebit_lamb(
     who = "onebit_lamb"
     factors = (float(factor_min), float(factor_max), factor_threshold)
     return _OneBitLamb(
-        learning_rate, b1, b2, eps, weight_decay, mask, freeze_rule(who, freeze_step, b2), (min_coeff, max_coeff),
-        coeff_beta, factors, averaging(who, axis, compressor, outer, feedback), exact, bias_correction,
+        who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask,
+        freeze=freeze_rule(who, freeze_step, b2), averaging=averaging(who, axis, compressor, outer, feedback),
+        exact=exact, corrected=bias_correction, bounds=(min_coeff, max_coeff), coeff_beta=coeff_beta, factors=factors,
     ).rule()  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _OneBitLamb:
-    """The rule, and what it knows of the tree and of the step: `whole` and `now`."""
+@dataclass(frozen=True, kw_only=True)
+class _OneBitLamb(Phased):
+    """The rule."""
 
-    learning_rate: LearningRate
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    mask: Mask
-    freeze: Freeze
+    state = OneBitLambState
     bounds: tuple[float | int, float | int]
     coeff_beta: float
     factors: tuple[float, float, float]
-    averaging: Averaging
-    exact: Mask
-    corrected: bool
-    whole: PyTree = None
-    now: Phase | None = None
 
     def __post_init__(self) -> None:
-        check_rate("onebit_lamb", self.learning_rate)
-        decay_rate("onebit_lamb", b1=self.b1, b2=self.b2, coeff_beta=self.coeff_beta)
+        super().__post_init__()
         least, most, threshold = self.factors
-        not_negative("onebit_lamb", eps=self.eps, weight_decay=self.weight_decay, factor_threshold=threshold)
-        not_negative("onebit_lamb", factor_min=least, factor_max=most)
+        decay_rate(self.who, coeff_beta=self.coeff_beta)
+        not_negative(self.who, factor_threshold=threshold, factor_min=least, factor_max=most)
         if most < least:
             raise ValueError(f"onebit_lamb: factor_max={most!r} is less than factor_min={least!r}.")
         scale_by_trust_ratio(*self.bounds)
@@ -199,18 +189,7 @@ class _OneBitLamb:
         )
         return step(*args, **kwargs)
 
-    def rule(self) -> GradientTransformation:
-        return GradientTransformation(
-            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase
-        )
-
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
-        del stats
-        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
-        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
-
-    def phase(self, state: OptState) -> Phase:
-        check_state("onebit_lamb", state, OneBitLambState)
+    def next_phase(self, state: OneBitLambState) -> Phase:
         return self.freeze.phase(state.freeze, switches=True)
 
     def init(self, params: Params) -> OneBitLambState:
@@ -228,7 +207,7 @@ class _OneBitLamb:
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        state, now = self._begin(state, params)
+        state, now = self.begin(state, params)
         if now.local:
             return purely(replace(self, now=now).apply, updates, state, params, specs)
         us, before = self.before.update(updates, state.lamb[:2], params, specs=specs)
@@ -241,13 +220,13 @@ class _OneBitLamb:
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        state, now = self._begin(state, params)
+        state, now = self.begin(state, params)
         if not now.local:
             params, lamb, ratios = self.in_place(grads, state.lamb, params, specs=specs)
             return params, self._learnt(state, lamb, ratios, specs, now)
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.lamb[0], leaves.ps, leaves.treedef, "params")
-        rate = self._rate(state)
+        rate = self._corrected_rate(state)
         _, lamb = leaves.exactly(lambda *args, **kwargs: self.in_place(*args, **kwargs)[:2], state.lamb, mus, nus)
         mus, nus = leaves.pick(mus), leaves.pick(nus)
         state = self._switched(leaves, mus, nus, state) if now == SWITCH else state
@@ -260,12 +239,6 @@ class _OneBitLamb:
         factor = self._descend(leaves, ms, nus, freshs, rate, state, params, specs)
         state = state._replace(lamb=leaves.joined(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
         return params, state._replace(freeze=self.freeze.frozen(state.freeze))
-
-    def _begin(self, state: OptState, params: Params) -> tuple[OneBitLambState, Phase]:
-        check_state("onebit_lamb", state, OneBitLambState)
-        check_params("onebit_lamb", params)
-        state = local(state)
-        return state, self.now or self.phase(state)
 
     def _learnt(
         self, state: OneBitLambState, lamb: OptState, ratios: Tensor, specs: Specs, now: Phase
@@ -284,9 +257,9 @@ class _OneBitLamb:
             scaling=torch.zeros_like(state.scaling),
         )
 
-    def _rate(self, state: OneBitLambState) -> Any:
+    def _corrected_rate(self, state: OneBitLambState) -> Any:
         """The learning rate with its correction; counters are read here, before anything is written."""
-        lr = self.learning_rate(state.lamb[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
+        lr = self.rate(state.lamb)
         at = self.freeze.frozen(state.freeze)
         return lr * bias_factor(at.count, self.b1, self.b2, at.frozen).float() if self.corrected else lr
 
@@ -335,8 +308,8 @@ class _OneBitLamb:
         state: OneBitLambState, params: Params, specs: Specs,
     ) -> Tensor:  # fmt: skip
         """Steps the compressed leaves; their new factors."""
-        ps, flags = leaves.pick(leaves.ps), decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
-        decays, cuts = leaves.pick(flags), None if specs is None else leaves.pick(leaves.specs)
+        ps, decays = leaves.pick(leaves.ps), leaves.pick(self.decays(leaves, params))
+        cuts = None if specs is None else leaves.pick(leaves.specs)
         if not ps:
             return state.factor
         step = Step(1.0, None, None, self.eps, 0.0, decays)

@@ -1,6 +1,5 @@
 """0/1 Adam: a variance that is learnt at ever rarer steps, then steps on which ranks do not talk at all."""
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,18 +10,15 @@ from torch import Tensor
 from shardfn.collectives import Compressor, current_mesh, local
 from shardfn.core import Axes, P, PyTree, raise_all, tree_leaves, tree_map, tree_paths
 
-from ._adam import adamw, bias_corrections, moments_like
+from ._adam import bias_corrections, moments_like
 from ._apart import Apart, add_, apart, blend, pieces, purely
 from ._base import GradientTransformation, Phase, inplace
-from ._chain import chain
-from ._checks import decay_rate, not_negative, num_steps
-from ._compressed import Averaging, averaging, written
-from ._decay import add_decayed_weights, decay_flags
-from ._freeze import PROBE, SWITCH, WARMUP, Freeze, FreezeState, FreezeStep, freeze_rule
-from ._lamb import scale_by_moment_ratio
-from ._learning_rate import check_rate, scale_by_learning_rate
-from ._leaves import check_params, check_state, resolved, wide, zero_count, zeros_like
+from ._checks import num_steps
+from ._compressed import averaging, written
+from ._freeze import PROBE, SWITCH, WARMUP, FreezeState, FreezeStep, freeze_rule
+from ._leaves import wide, zero_count, zeros_like
 from ._onebit_adam import SIGN, Step
+from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 
@@ -154,8 +150,10 @@ def zero_one_adam(
     # One step more has the variance's gradients.
     freeze = replace(freeze, step=freeze.step + 1) if isinstance(freeze.step, int) else freeze
     return _ZeroOneAdam(
-        learning_rate, b1, b2, eps, weight_decay, mask, freeze, var_update_scaler, local_step_scaler,
-        local_step_clipper, averaging(who, axis, compressor, outer, feedback), exact, bias_correction,
+        who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask,
+        freeze=freeze, averaging=averaging(who, axis, compressor, outer, feedback), exact=exact,
+        corrected=bias_correction, var_scaler=var_update_scaler, local_scaler=local_step_scaler,
+        local_clipper=local_step_clipper,
     ).rule()  # fmt: skip
 
 
@@ -169,56 +167,21 @@ def in_round(opt_state: ZeroOneAdamState) -> bool:
     return not bool(local(opt_state.rates))
 
 
-@dataclass(frozen=True)
-class _ZeroOneAdam:
-    """The rule, and what it knows of the tree and of the step: `whole` and `now`."""
+@dataclass(frozen=True, kw_only=True)
+class _ZeroOneAdam(Phased):
+    """The rule."""
 
-    learning_rate: LearningRate
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    mask: Mask
-    freeze: Freeze
+    state, last = ZeroOneAdamState, True
     var_scaler: int
     local_scaler: int
     local_clipper: int
-    averaging: Averaging
-    exact: Mask
-    corrected: bool
-    whole: PyTree = None
-    now: Phase | None = None
 
     def __post_init__(self) -> None:
-        check_rate("zero_one_adam", self.learning_rate)
-        decay_rate("zero_one_adam", b1=self.b1, b2=self.b2)
-        not_negative("zero_one_adam", eps=self.eps, weight_decay=self.weight_decay)
-        num_steps("zero_one_adam", var_update_scaler=self.var_scaler, local_step_scaler=self.local_scaler)
-        num_steps("zero_one_adam", local_step_clipper=self.local_clipper)
+        super().__post_init__()
+        num_steps(self.who, var_update_scaler=self.var_scaler, local_step_scaler=self.local_scaler)
+        num_steps(self.who, local_step_clipper=self.local_clipper)
 
-    @functools.cached_property
-    def adam(self) -> GradientTransformation:
-        """The rule of the warm-up, and of exact leaves."""
-        if self.corrected:
-            return adamw(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
-        return chain(
-            scale_by_moment_ratio(self.b1, self.b2, self.eps),
-            add_decayed_weights(self.weight_decay, self.mask),
-            scale_by_learning_rate(self.learning_rate),
-        )
-
-    def rule(self) -> GradientTransformation:
-        return GradientTransformation(
-            self.init, self.update, self.apply, given=self.given, over=self.averaging.over, phase=self.phase, last=True
-        )
-
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
-        del stats
-        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
-        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
-
-    def phase(self, state: OptState) -> Phase:
-        check_state("zero_one_adam", state, ZeroOneAdamState)
+    def next_phase(self, state: ZeroOneAdamState) -> Phase:
         now, t = self.freeze.phase(state.freeze, switches=True), int(state.freeze.count) + 1
         if now == SWITCH:
             return now
@@ -243,7 +206,7 @@ class _ZeroOneAdam:
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        state, now = self._begin(state, params)
+        state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
             return us, self._learnt(state, adam, specs, now)
@@ -251,7 +214,7 @@ class _ZeroOneAdam:
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        state, now = self._begin(state, params)
+        state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
             return params, self._learnt(state, adam, specs, now)
@@ -264,12 +227,6 @@ class _ZeroOneAdam:
         if now.name.startswith(("full", "onebit")):
             return params, self._learn(leaves, rows, step, state, specs, now)
         return params, self._alone(leaves, rows, step, state, now)
-
-    def _begin(self, state: OptState, params: Params) -> tuple[ZeroOneAdamState, Phase]:
-        check_state("zero_one_adam", state, ZeroOneAdamState)
-        check_params("zero_one_adam", params)
-        state = local(state)
-        return state, self.now or self.phase(state)
 
     def _apart(self, grads: Updates, params: Params, specs: Specs) -> Apart:
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
@@ -296,9 +253,7 @@ class _ZeroOneAdam:
         full = int(now.name.startswith("full"))
         c1 = bias_corrections(state.freeze.count + 1, self.b1, self.b2)[0].float() if self.corrected else None
         c2 = bias_corrections(state.num_var + full, self.b1, self.b2)[1].float() if self.corrected else None
-        lr = self.learning_rate(state.adam[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
-        decays = decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
-        return Step(lr, c1, c2, self.eps, self.weight_decay, decays)
+        return Step(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
 
     def _learnt(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
         """After a step whose gradients the variance has averaged, or which it has left out."""

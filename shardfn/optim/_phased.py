@@ -1,0 +1,120 @@
+"""What rules have in common that learn a variance first, and then average for themselves."""
+
+import abc
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from shardfn.collectives import local
+from shardfn.core import PyTree
+
+from ._adam import adamw
+from ._apart import Apart
+from ._base import GradientTransformation, Phase
+from ._chain import chain
+from ._checks import decay_rate, not_negative
+from ._compressed import Averaging
+from ._decay import add_decayed_weights, decay_flags
+from ._freeze import Freeze
+from ._lamb import scale_by_moment_ratio
+from ._learning_rate import check_rate, scale_by_learning_rate
+from ._leaves import check_params, check_state, resolved
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phased(abc.ABC):
+    """Such a rule, and what it knows of the tree and of the step: `whole` and `now`.
+
+    Attributes:
+        state: the type of its state.
+        last: whether it must be the last of a chain.
+    """
+
+    state: ClassVar[type]
+    last: ClassVar[bool] = False
+
+    who: str
+    learning_rate: LearningRate
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Mask
+    freeze: Freeze
+    averaging: Averaging
+    exact: Mask
+    corrected: bool
+    whole: PyTree = None
+    now: Phase | None = None
+
+    def __post_init__(self) -> None:
+        check_rate(self.who, self.learning_rate)
+        decay_rate(self.who, b1=self.b1, b2=self.b2)
+        not_negative(self.who, eps=self.eps, weight_decay=self.weight_decay)
+
+    @abc.abstractmethod
+    def init(self, params: Params) -> OptState: ...
+
+    @abc.abstractmethod
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]: ...
+
+    @abc.abstractmethod
+    def apply(
+        self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
+    ) -> tuple[Params, OptState]: ...
+
+    @abc.abstractmethod
+    def next_phase(self, state: Any) -> Phase:
+        """The phase of the next step."""
+
+    @functools.cached_property
+    def adam(self) -> GradientTransformation:
+        """Adam, as the warm-up and exact leaves have it."""
+        if self.corrected:
+            return adamw(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
+        return chain(
+            scale_by_moment_ratio(self.b1, self.b2, self.eps),
+            add_decayed_weights(self.weight_decay, self.mask),
+            scale_by_learning_rate(self.learning_rate),
+        )
+
+    def rule(self) -> GradientTransformation:
+        return GradientTransformation(
+            self.init,
+            self.update,
+            self.apply,
+            given=self.given,
+            over=self.averaging.over,
+            phase=self.phase,
+            last=self.last,
+        )
+
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
+        del stats
+        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
+        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
+
+    def phase(self, state: OptState) -> Phase:
+        check_state(self.who, state, self.state)
+        return self.next_phase(state)
+
+    def begin(self, state: OptState, params: Params) -> tuple[Any, Phase]:
+        """This rank's blocks of the state, and the phase of the step."""
+        check_state(self.who, state, self.state)
+        check_params(self.who, params)
+        state = local(state)
+        return state, self.now or self.phase(state)
+
+    def rate(self, chained: Any) -> float | int | Tensor:
+        """The learning rate, of a chain's state that ends in its counter; to be read before anything is written."""
+        return self.learning_rate(chained[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
+
+    def decays(self, leaves: Apart, params: Params) -> Sequence[bool]:
+        """Which leaves decay."""
+        return decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
