@@ -11,7 +11,9 @@ from ._ppermute import ppermute as ppermute
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
 from ._residual import Residual as Residual, compressed_init as compressed_init
+from ._residual import check_compressor as check_compressor, cut_of as cut_of
 from ._residual import global_residuals as global_residuals, recut_residuals as recut_residuals
+from ._buckets import padded as padded
 from ._compressed import coded_pmean as coded_pmean, decoded as decoded
 from ._compressed import compressed_pmean as compressed_pmean, compressed_psum as compressed_psum
 from ._compressed_scatter import compressed_psum_scatter as compressed_psum_scatter

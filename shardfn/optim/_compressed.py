@@ -5,7 +5,6 @@ mean, a rank keeps its rows of the momentum, `A[I_axis]`, and the codes of the w
 it: at one bit an element they are 1/32 of it.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,13 +17,16 @@ from shardfn.collectives import (
     Residual,
     all_gather,
     axis_size,
+    check_compressor,
     coded_pmean,
     compressed_init,
     compressed_pmean,
     current_mesh,
+    cut_of,
     decoded,
     error_feedback,
     global_residuals,
+    padded,
     pmean,
     take_own_block,
 )
@@ -86,12 +88,9 @@ class Averaging:
         return residual, tuple(_copies(x, own) for x in self._zero_codes(share.n, device)) if share.cut else ()
 
     def _zero_codes(self, n: int, device: torch.device) -> Codes:
-        compressed = self.axis if self.outer is None else self.outer
-        ranks, size = axis_size(compressed), axis_size(self.axis)
-        unit = ranks * math.lcm(ranks, self.compressor.quantum)
-        piece = -(-n // (size // ranks))
-        c = -(-piece // unit) * unit // ranks
-        zero = torch.zeros((size, c), device=device)
+        ranks, size = axis_size(self.axis if self.outer is None else self.outer), axis_size(self.axis)
+        cut = cut_of(n, ranks, self.compressor.quantum, size // ranks)
+        zero = torch.zeros((size, cut.c), device=device)
         return self.compressor.compress(zero, self.compressor.init(zero), whole=True, donate=False)[0]
 
     def mean(
@@ -149,15 +148,8 @@ def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedbac
     Raises:
         TypeError: the compressor is none.
     """
-    if not isinstance(compressor, Compressor):
-        called = " Call it: it makes one." if callable(compressor) else ""
-        raise TypeError(f"{who}: compressor={compressor!r} is no Compressor; sign() is one.{called}")
+    check_compressor(who, compressor)
     return Averaging(axis, error_feedback(compressor) if feedback and not compressor.remembers else compressor, outer)
-
-
-def padded(flat: Tensor, size: int) -> Tensor:
-    """`flat` with zeros behind it."""
-    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
 
 def written(old: Tensor, new: Tensor) -> Tensor:

@@ -66,13 +66,10 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
 
 def _sums(of: Parts, units: list[int]) -> Tensor:
     """The sum of squares of each share; what is on disk is loaded one after another."""
-    if any(map(of.is_taken, units)):
+    parts = [x for u in units if not of.is_taken(u) and isinstance(x := of[u], Tensor)]
+    if len(parts) < len(units):
         found = [(of.square(u), u) for u in units]
         return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
-    shares = [of[u] for u in units]
-    parts = [x for x in shares if isinstance(x, Tensor)]
-    if len(parts) < len(shares):
-        return torch.cat([sum_squares([loaded(x)]) for x in shares])
     if not capturing() or all(map(is_small, parts)):
         return sum_squares(parts)
     small = [part for part in parts if is_small(part)]
