@@ -53,6 +53,9 @@ def _cases(num: int) -> Cases:
     half, server = x.bfloat16(), torch.zeros(num // 2)
     bits, scale = torch.randint(0, 256, (2, num // 16), dtype=torch.uint8), torch.rand(2)
     whole = out.view(1, num)
+    numbers = torch.tensor([1e-3, 0.9, 0.01])
+    p, mean, square = torch.randn(3, num)
+    square.square_()
     cases = {BOUND: Case(lambda: more.add_(x), 12 * num)}
     for kind in KINDS:
         cases |= {
@@ -60,6 +63,9 @@ def _cases(num: int) -> Cases:
             f"worker, {kind}": Case(lambda: kernels.sign_compress_(x, error, whole=True), (12 + 8 + 1 / 8) * num),
             f"server, {kind}": Case(lambda: kernels.sign_mean_(bits, scale, server), (16 + 3 / 8) * num / 2),
             f"decode, {kind}": Case(lambda: kernels.unpack_signs(bits, scale, out=out), (4 + 1 / 8) * num),
+            f"step, {kind}": Case(
+                lambda: kernels.preconditioned_step_(p, mean, square, *numbers, eps=1e-8, weight_decay=0.1), 16 * num
+            ),
         }
         for b in (8, 4):
             codes, factors = kernels.quantize(x[None], bits=b)

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 _SOURCE = pathlib.Path(__file__).with_name("_native.cpp")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
 @functools.cache

@@ -79,6 +79,20 @@ INLINE void decode(const uint8_t* codes, int64_t num, int64_t bits, float scale,
     }
 }
 
+// u = rate (m / c1 / d + decay p), d = sqrt(nu / c2) + eps, infinite where nu <= 0; or p + u
+template <bool DECAYS, bool ADDS>
+INLINE void step(const float* p, const float* m, const float* nu, int64_t n, float rate, float c1, float c2, float eps,
+                 float decay, float* out) {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < n; ++j) {
+        const float d = __builtin_sqrtf((nu[j] <= 0.0f ? __builtin_inff() : nu[j]) / c2) + eps;
+        float u = m[j] / c1 / d;
+        if (DECAYS) u += decay * p[j];
+        u *= rate;
+        out[j] = ADDS ? p[j] + u : u;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -171,6 +185,19 @@ CLONES void dequantize_sum(const uint8_t* from, const float* factors, int64_t k,
                        m > 0, sum);
             if (codes) quantize_block(sum, num, bits, codes + i * width + num_codes(lo, bits), scales + i * blocks + n);
         }
+}
+
+// out [n] = rate (m / c1 / (sqrt(nu / c2) + eps) + decay p); or p += it, where there is no memory for it
+CLONES void preconditioned_step(float* p, const float* m, const float* nu, int64_t n, float rate, float c1, float c2,
+                                float eps, float decay, float* out) {
+    if (out && decay != 0.0f)
+        step<true, false>(p, m, nu, n, rate, c1, c2, eps, decay, out);
+    else if (out)
+        step<false, false>(p, m, nu, n, rate, c1, c2, eps, decay, out);
+    else if (decay != 0.0f)
+        step<true, true>(p, m, nu, n, rate, c1, c2, eps, decay, p);
+    else
+        step<false, true>(p, m, nu, n, rate, c1, c2, eps, decay, p);
 }
 
 }

@@ -1,5 +1,6 @@
 """1-bit Adam and APMSqueeze: Adam while the variance is learnt, then momentum that travels compressed."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from shardfn.collectives import Compressor, sign
 from shardfn.core import Axes, PyTree, tree_leaves
+from shardfn.kernels import preconditioned_step, preconditioned_step_
 
 from ._adam import bias_corrections, moments_like
 from ._apart import Apart, add_, apart, blend, pieces
@@ -212,8 +214,8 @@ class _OneBitAdam(Phased):
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
         ms, residual, codes = self._average(leaves, mus, state, now, donate=True)
         ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
-        for p, nu, m, decays in pieces(*map(leaves.pick, (leaves.ps, nus)), ms, leaves.pick(step.decays)):
-            add_(p, step.update(p, m, nu, decays))
+        for p, m, nu, decays in zip(leaves.pick(leaves.ps), ms, *map(leaves.pick, (nus, step.decays)), strict=True):
+            step.descend(p, m, nu, decays)
         adam = leaves.joined(adam, ms, leaves.pick(nus))
         return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
 
@@ -244,7 +246,8 @@ class _OneBitAdam(Phased):
         return leaves.rows(means), residual, codes
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """The numbers of a step; corrections are None where there are none."""
 
     lr: float | int | Tensor
@@ -261,6 +264,29 @@ class Step(NamedTuple):
 
     def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
         """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`; the first term is 0 where nu is."""
-        m, d = wide(m), self.root(nu)
+        p, m, nu = wide(p), wide(m), wide(nu)
+        if _are_float([p, m, nu]):
+            return preconditioned_step(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
+        d = self.root(nu)
         u = m / d if self.c1 is None else (m / self.c1).div_(d)
-        return (u.add_(self.weight_decay * wide(p)) if decays else u).mul_(-self.lr)
+        return (u.add_(self.weight_decay * p) if decays else u).mul_(-self.lr)
+
+    def descend(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> None:
+        """Adds the update to p in place, rounded once."""
+        if _are_float([p, m, nu]) and p.is_contiguous():
+            preconditioned_step_(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
+            return
+        for part, mean, square in pieces([p], [m], [nu]):
+            add_(part, self.update(part, mean, square, decays))
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The rate and the corrections as the kernel takes them."""
+        return torch.as_tensor(self.lr).float(), self.c1, self.c2
+
+    def _decay(self, decays: bool) -> float:
+        return self.weight_decay if decays else 0.0
+
+
+def _are_float(xs: list[Tensor]) -> bool:
+    return all(x.dtype == torch.float32 for x in xs)

@@ -275,7 +275,7 @@ class _ZeroOneAdam(Phased):
             m = written(mu, blend(mu, g, self.b1, donate=True))
             if not now.local:
                 written(nu, self.b2 * wide(nu) + (1 - self.b2) * g.square())
-            add_(p, step.update(p, m, nu, decays))
+            step.descend(p, m, nu, decays)
         return self._learnt(state._replace(residual=residual), state.adam, specs, now)
 
     def _alone(self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, now: Phase) -> ZeroOneAdamState:
