@@ -78,7 +78,7 @@ def as_bytes(x: Shaped[Tensor, "..."]) -> Bytes:
     return x.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def return_freed_pages(threshold: int = 1 << 20) -> None:
+def return_freed_pages(threshold: int = 1 << 17) -> None:
     """Tells glibc to give freed blocks of `threshold` bytes or more back to the system at once, for this process.
 
     It keeps up to 32 MiB of each freed block otherwise, in heaps that large tensors of changing sizes leave full of
