@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.core import tree_leaves
+from shardfn.collectives import GlobalTensor, local
+from shardfn.core import raise_all, tree_leaves, tree_map, tree_paths
 
 from ._base import GradientTransformation, Phase, coarsest, given, identity, inplace
 from ._types import Grain, OptState, Params, Specs, Updates
@@ -67,7 +68,13 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
 
     def on(params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
         rest = [given(tx, params, phase=phase) for tx in txs[1:]]
-        return chain(given(txs[0], params, stats, phase), *rest)
+        rule = chain(given(txs[0], params, stats, phase), *rest)
+
+        def init(rows: Params) -> OptState:
+            _check_whole(txs[:speaks], params, whole.over)
+            return rule.init(rows)
+
+        return rule if speaks is None else rule._replace(init=init)
 
     measured_late = any(tx.measure is not None for tx in txs[1:])
     grain: Grain = "tree" if measured_late else coarsest(tx.grain for tx in txs)
@@ -76,7 +83,8 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         return whole
     ask = txs[speaks].phase
     assert ask is not None
-    return whole._replace(over=txs[speaks].over, phase=lambda state: ask(state[speaks]), last=txs[-1].last)
+    whole = whole._replace(over=txs[speaks].over, phase=lambda state: ask(state[speaks]), last=txs[-1].last)
+    return whole
 
 
 def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
@@ -117,6 +125,34 @@ def _check_early(states: Sequence[OptState]) -> None:
             f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages for itself, so that each"
             " rank would remember its own, as what is taken to be one state; put them after it, or do without."
         )
+
+
+def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Sequence[str]) -> None:
+    """Refuses rules before one that averages for itself, if they look at parameters of which ZeRO keeps rows.
+
+    Raises:
+        ValueError: which rules they are, and which parameters.
+    """
+    cuts = zip(tree_paths(params, "params"), tree_leaves(params), strict=True)
+    cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and set(x.mesh.axes(x.spec.axes)) & set(over)]
+    looking = [i for i, tx in enumerate(txs) if _looks_at_params(tx, local(params))] if cut else []
+    if looking:
+        raise_all(
+            ValueError,
+            f"rules {looking} of a chain look at parameters, but rule {len(txs)} averages for itself over {over}, so"
+            " that it and they get whole gradients, of parameters that ZeRO keeps in pieces over the same axes; decay"
+            " weights by its own weight_decay, put them after it, or use Zero(axis=...) with other axes. These are:",
+            cut,
+        )
+
+
+def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
+    bare = tree_map(torch.empty_like, params)
+    try:
+        tx.update(bare, tx.init(bare), None)
+    except ValueError:
+        return True
+    return False
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:

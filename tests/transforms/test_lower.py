@@ -42,20 +42,22 @@ def test_each_pass_and_all_of_them_keep_every_bit() -> None:
         assert_same(on_mesh(jitted, tx, odd_params(), batches, **options), want, exact=True)
 
 
+@pytest.mark.parametrize(
+    "stage, remat, microbatches", [(0, False, 1), (1, True, 2), (2, False, 2), (3, False, 1), (3, True, 2)]
+)
 @distributed(world=2, timeout=300)
-def test_predicted_bytes_are_the_counted_ones() -> None:
+def test_predicted_bytes_are_the_counted_ones(stage: int, remat: bool, microbatches: int) -> None:
     mesh = sf.make_mesh({"dp": 2})
-    for stage, remat, microbatches in [(0, False, 1), (1, True, 2), (2, False, 2), (3, False, 1), (3, True, 2)]:
-        wrap = sf.remat if remat else lambda f: f
-        loss = sf.jit(sf.accumulate(functools.partial(gpt.loss, CONFIG, wrap=wrap), microbatches), backend="graph")
-        step = sf.sharded_step(loss, optim.adamw(1e-2), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
-        state = step.init(functools.partial(gpt.init, CONFIG), sf.key(0))
-        predicted = step.lower(state, _tokens(0)).cost_analysis()
-        state, _ = step(state, _tokens(0))
-        with sf.count_traffic() as traffic:
-            step(state, _tokens(1))
-        counted = {(op, ",".join(axes)): tuple(entry) for (op, axes), entry in traffic.by_op.items()}
-        assert {k: tuple(v) for k, v in predicted.transfers.items()} == counted, (stage, remat, microbatches)
+    wrap = sf.remat if remat else lambda f: f
+    loss = sf.jit(sf.accumulate(functools.partial(gpt.loss, CONFIG, wrap=wrap), microbatches), backend="graph")
+    step = sf.sharded_step(loss, optim.adamw(1e-2), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+    state = step.init(functools.partial(gpt.init, CONFIG), sf.key(0))
+    predicted = step.lower(state, _tokens(0)).cost_analysis()
+    state, _ = step(state, _tokens(0))
+    with sf.count_traffic() as traffic:
+        step(state, _tokens(1))
+    counted = {(op, ",".join(axes)): tuple(entry) for (op, axes), entry in traffic.by_op.items()}
+    assert {k: tuple(v) for k, v in predicted.transfers.items()} == counted
 
 
 @distributed(world=2)

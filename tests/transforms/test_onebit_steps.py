@@ -9,11 +9,12 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import optim
 from shardfn.collectives import identity, int8, unshard
-from shardfn.core import tree_leaves, tree_map, tree_paths
+from shardfn.core import RankError, tree_leaves, tree_map, tree_paths
 from shardfn.testing import ODD_TRAINABLE, assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh
 
 ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
 BATCHES = 6
+LATE = (ValueError, RankError)  # a rank that is late learns it from the other
 
 
 def run(tx: Any, mesh: sf.Mesh, stage: int = 0, loss: Any = odd_loss, steps: int = BATCHES, **options: Any) -> Any:
@@ -47,8 +48,16 @@ def test_stages_give_the_same_bits() -> None:
     lamb: Any = optim.onebit_lamb(1e-2, weight_decay=0.01, freeze_step=3)
     same = "lamb", "coeff", "factor", "scaling", "fresh"
     assert_same(kept(run(lamb, mesh, 1), *same), kept(run(lamb, mesh), *same))
+    decayed: Any = optim.chain(optim.add_decayed_weights(0.1), optim.onebit_adam(1e-2, freeze_step=2))
+    with pytest.raises(
+        (ValueError, RankError), match=r"rules \[0\] of a chain look at parameters(.|\n)*params\['wide'\]"
+    ):
+        run(decayed, mesh, 1)
+    assert all(x.isfinite().all() for x in tree_leaves(run(decayed, mesh, steps=3).params))
     alone: Any = optim.zero_one_adam(1e-2, var_freeze_step=2)
-    with pytest.raises(ValueError, match=r"steps every rank along 'dp' alone.*another axis(.|\n)*params\['wide'\]"):
+    with pytest.raises(
+        (ValueError, RankError), match=r"steps every rank along 'dp' alone.*another axis(.|\n)*params\['wide'\]"
+    ):
         run(alone, mesh, 1)
     assert all(x.isfinite().all() for x in tree_leaves(run(alone, mesh).params))
 

@@ -47,9 +47,8 @@ def test_stages_equal_one_device_and_one_another(world: int, name: str) -> None:
     _compare_stages(world, name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "adamw" else pytest.mark.nightly) for name in OPTIMIZERS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed(world=4)
 def test_stages_equal_one_device_on_four_ranks(name: str) -> None:
     _compare_stages(4, name)
