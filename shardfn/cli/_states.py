@@ -151,10 +151,11 @@ def model_states(setup: Setup) -> States:
 @functools.lru_cache(maxsize=256)
 def _states(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str) -> States:
     size = PRECISIONS[precision]
-    leaves = _layout(config, shape, zero, getattr(torch, size.dtype))
+    mesh = Mesh(dict(shape), torch.device("cpu"))
+    leaves = _layout(config, mesh, zero, getattr(torch, size.dtype))
     gathers, reduces, refreshes = (
         gather_units(leaves, zero.bucket),
-        reduce_units(leaves, zero),
+        reduce_units(leaves, zero, mesh),
         refresh_units(leaves, zero),
     )
     whole = [u for u in reduces if not leaves[u.leaves[0]].cut]
@@ -190,10 +191,8 @@ def _rows(leaf: LeafLayout) -> int:
     return leaf.block.numel() // leaf.block[leaf.dim] * (hi - lo)
 
 
-def _layout(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, dtype: torch.dtype) -> list[LeafLayout]:
+def _layout(config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype) -> list[LeafLayout]:
     """The layout of every leaf. Equal leaves share one, since it costs a call a rank, and blocks are all alike."""
-    mesh = Mesh(dict(shape), torch.device("cpu"))
-
     axes = mesh.axes("dp")
 
     @functools.cache

@@ -107,6 +107,26 @@ CLONES void add_squares(const float* x, int64_t n, float* y, int64_t c, double* 
     }
 }
 
+// lanes [spans, LANES], overwritten: the first becomes the sum of all, by halving
+CLONES void sum_lanes(double* lanes, int64_t spans) {
+    int64_t width = 1;
+    for (int64_t i = 0; i < spans; ++i) {
+        double* row = lanes + i * LANES;
+        for (int64_t half = LANES / 2; half; half /= 2)
+            for (int64_t j = 0; j < half; ++j) row[j] += row[j + half];
+        lanes[i] = row[0];
+        while (width < spans) width *= 2;
+    }
+    while (width /= 2)
+        for (int64_t j = 0; j < width && j + width < spans; ++j) lanes[j] += lanes[j + width];
+}
+
+// m [n] = b m + a g
+CLONES void moving_average(float* m, const float* g, int64_t n, float b, float a) {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < n; ++j) m[j] = b * m[j] + a * g[j];
+}
+
 // y [8 b] += mean over k of tables [k, 256, 8] at bits [k, b]; lanes [ceil(8 b / SPAN), LANES] += y^2
 CLONES void add_mean(const uint8_t* bits, int64_t k, int64_t b, const float* tables, float* y, double* lanes) {
     float total[LANES];

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn.kernels import moving_average_
 
 from ._compressed import Averaging, Share
 from ._leaves import leaves_like, per_leaf, spec_leaves, wide
@@ -137,8 +138,11 @@ def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
     """`b1 mu + (1 - b1) g` in float32; with `donate` in the memory of `mu`, where it can be."""
     if not donate or mu.dtype != torch.float32:
         return b1 * mu.float() + (1 - b1) * g.float()
-    for m, part in pieces([mu], [g]):
-        m.mul_(b1).add_((1 - b1) * part.float())
+    if g.dtype == torch.float32 and mu.is_contiguous():
+        moving_average_(mu, g, b1)
+    else:
+        for m, part in pieces([mu], [g]):
+            m.mul_(b1).add_((1 - b1) * part.float())
     return mu
 
 

@@ -337,11 +337,17 @@ def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     return make_units(leaves, members, zero.bucket, key, math.inf)
 
 
-def reduce_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
+def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
     """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same."""
-    cut = [i for i, leaf in enumerate(leaves) if leaf.trainable and leaf.cut]
-    whole = [i for i, leaf in enumerate(leaves) if leaf.trainable and not leaf.cut]
-    units = make_units(leaves, cut, zero.bucket, _reduce_key, math.inf)
+
+    def stays(leaf: LeafLayout) -> bool:
+        return leaf.grad_home == "device" and mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1
+
+    # What goes nowhere is not packed.
+    units = [Unit((i,), x.numel * x.dtypes.reduce.itemsize) for i, x in enumerate(leaves) if x.trainable and stays(x)]
+    cut = [i for i, leaf in enumerate(leaves) if leaf.trainable and leaf.cut and not stays(leaf)]
+    whole = [i for i, leaf in enumerate(leaves) if leaf.trainable and not leaf.cut and not stays(leaf)]
+    units += make_units(leaves, cut, zero.bucket, _reduce_key, math.inf)
     # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
     return units + make_units(
         leaves, whole, max(zero.bucket, WHOLE_BUCKET) if zero.bucket else 0, _reduce_key, math.inf

@@ -85,7 +85,7 @@ class Plan:
         self.layers = self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
         # A graph holds a gather for each leaf and use; what travels together is decided when it is scheduled.
         self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.bucket)
-        self.reduce_units = reduce_units(self.layers, self.zero)
+        self.reduce_units = reduce_units(self.layers, self.zero, self.mesh)
         self.refresh_units = refresh_units(self.layers, self.zero)
 
     def for_capture(self) -> "Plan":

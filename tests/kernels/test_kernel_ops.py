@@ -36,6 +36,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (BITS, SCALES, ERROR)),
     ("dequantize_into", lambda c, s, out: kernels.dequantize(c, s, 5, bits=4, block=2, out=out),
      (CODES, FACTORS, torch.empty(6, 5)), (CODES, FACTORS, 4, 2, torch.empty(6, 5))),
+    ("moving_average_", lambda m, x: kernels.moving_average_(m, x, 0.9), (X, ERROR), (X, ERROR, 0.9)),
     ("preconditioned_step", lambda *xs: kernels.preconditioned_step(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.0)),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Covers Adam's step from its moments: against float64, every implementation with the reference's bits, no scale."""
+"""Covers moving averages and Adam's step from its moments: close to float64, and the reference's bits everywhere."""
 
 import math
 
@@ -50,3 +50,13 @@ def test_an_element_without_a_variance_only_decays(kind: str) -> None:
     assert u.tolist() == [-0.5, 0.75]
     kernels.preconditioned_step_(p, torch.ones(2), zeros, torch.tensor(0.5), eps=0.0)
     assert p.tolist() == [2, -3]
+
+
+@pytest.mark.parametrize("n", [0, 1, 8, 1023, 1025, BLOCK + 1])
+def test_moving_averages_have_the_bits_of_the_reference(n: int, kind: str) -> None:
+    m, x, _ = _moments(n)
+    want, got = m.clone(), m.clone()
+    with kernels.implemented_by("reference"):
+        kernels.moving_average_(want, x, 0.9)
+    kernels.moving_average_(got, x, 0.9)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -11,6 +11,7 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from shardfn.kernels.dequantize_sum import _triton as sums
+from shardfn.kernels.moving_average import _triton as average
 from shardfn.kernels.preconditioned_step import _triton as step
 from shardfn.kernels.quantize import _triton as quantize
 from shardfn.kernels.sign_compress import _triton as compress
@@ -24,6 +25,7 @@ CASES = [
     (compress._add, "*fp16 *fp32 *fp64 i32 i32 i32", LANES),
     (compress._subtract, "*fp32 *fp32 *u8 i32 i32", dict(BYTES=128)),
     (step._step, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 fp32 fp32 i64", dict(DECAYS=True, ADDS=True, WIDTH=1024)),
+    (average._average, "*fp32 *fp32 fp32 fp32 i32", dict(WIDTH=1024)),
     (mean._add_mean, "*u8 *fp32 *fp32 *fp64 i32 i32", LANES),
 ]
 for bits, code in ((8, "*i8"), (4, "*u8")):
@@ -51,4 +53,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "14"], run.stderr
+    assert run.stdout.split() == ["compiled", "15"], run.stderr

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from shardfn.kernels._build import call
+from shardfn.kernels._build import call, total
 from shardfn.kernels._cpu_blocks import cuts
-from shardfn.kernels._sums import LANES, SPAN, halved, root_mean
+from shardfn.kernels._sums import LANES, SPAN, root_mean
 
 
 def sign_compress(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
@@ -25,4 +25,4 @@ def _add(x: Tensor, y: Tensor, start: int) -> float:
     for lo, hi in cuts(c, c if x.dtype == torch.float32 else SPAN):
         more = x[start + lo : start + hi].float()
         call("add_squares", more, more.numel(), y[lo:], hi - lo, lanes[lo // SPAN :])
-    return float(root_mean(halved(halved(lanes)), c))
+    return float(root_mean(total(lanes), c))

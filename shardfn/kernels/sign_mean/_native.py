@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardfn.kernels._build import call
+from shardfn.kernels._build import call, total
 from shardfn.kernels._cpu_blocks import table
-from shardfn.kernels._sums import LANES, SPAN, halved, root_mean
+from shardfn.kernels._sums import LANES, SPAN, root_mean
 
 
 def sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
@@ -14,6 +14,6 @@ def sign_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tenso
     k, b = bits.shape
     lanes = torch.zeros(-(-8 * b // SPAN), LANES, dtype=torch.float64)
     call("add_mean", bits, k, b, np.stack([table(s) for s in scale.tolist()]), error, lanes)
-    root, packed = root_mean(halved(halved(lanes)), 8 * b), torch.empty(b, dtype=torch.uint8)
+    root, packed = root_mean(total(lanes), 8 * b), torch.empty(b, dtype=torch.uint8)
     call("subtract_signs", error, 8 * b, float(root), packed)
     return packed, root.reshape(1)
