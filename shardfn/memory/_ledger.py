@@ -249,10 +249,6 @@ class _Watch(TorchDispatchMode):
                 self._see(x, func, args, kwargs)
         return out
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be left out of compiled frames would import the compiler: 130 MB
-
     def _see(self, x: Tensor, func: Any, args: Any, kwargs: Any) -> None:
         storage = x.untyped_storage()
         key = storage._cdata

@@ -383,6 +383,7 @@ def _locked(directory: pathlib.Path) -> Iterator[int]:
 
 def _unlock(fd: int) -> None:
     _LOCKS.discard(fd)
+    fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked just now, and has not closed its copy yet
     os.close(fd)
 
 

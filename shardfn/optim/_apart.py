@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn.collectives import transforming
 from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shardfn.kernels import moving_average_
 
 from ._compressed import Averaging, Share
 from ._leaves import leaves_like, per_leaf, spec_leaves, wide
-from ._types import Mask, OptState, Params, Specs, Updates
+from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 _PIECE = 1 << 16  # elements: a few tensors of them stay in a core's cache
 
@@ -146,10 +147,32 @@ def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
     return mu
 
 
+def is_differentiated(tree: PyTree) -> bool:
+    """Whether a derivative may be asked for of what is computed from tensors, or another transform of torch.func."""
+    on = torch.is_grad_enabled()
+    return transforming() or any(on and isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
+
+
 def purely(
-    apply: Callable[..., tuple[Params, OptState]], grads: Updates, state: OptState, params: Params, specs: Specs
+    who: str,
+    rate: LearningRate,
+    apply: Callable[..., tuple[Params, OptState]],
+    grads: Updates,
+    state: OptState,
+    params: Params,
+    specs: Specs,
 ) -> tuple[Updates, OptState]:
-    """`update`, of an `apply`: on copies. The updates are `p' - p` in float64, in which they are exact."""
+    """`update`, of an `apply`: on copies. The updates are `p' - p` in float64, in which they are exact.
+
+    Raises:
+        NotImplementedError: a derivative is asked for, or another transform of torch.func.
+    """
+    # Not of parameters: those of a module ask for one always.
+    if is_differentiated((grads, state, rate)):
+        raise NotImplementedError(
+            f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it; detach"
+            " what it is given, or differentiate the rule that it is made from."
+        )
     copies = tree_map(torch.clone, (grads, state, params))
     new, state = apply(*copies, specs=specs)
     return tree_map(lambda x, p: x.double() - p.double(), new, params), state

@@ -1,6 +1,7 @@
 """`chain`: rules one after another."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,12 +148,31 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
 
 
 def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
-    bare = tree_map(torch.empty_like, params)
+    """Whether a rule asks for more of parameters than their shape and dtype. Tried with zeros that take no memory."""
+    zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
-        tx.update(bare, tx.init(bare), None)
-    except ValueError:
+        tx.update(zeros, tx.init(zeros), tree_map(lambda x: x.as_subclass(_Watched), zeros))
+    except _LookedAtError:
         return True
     return False
+
+
+class _LookedAtError(Exception):
+    """A rule looked at parameters."""
+
+
+class _Watched(Tensor):
+    """A parameter at which nobody may look."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") == "__get__" or func in _SHAPE:
+                return func(*args, **(kwargs or {}))
+        raise _LookedAtError
+
+
+_SHAPE = {Tensor.numel, Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:

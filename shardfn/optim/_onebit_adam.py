@@ -14,7 +14,7 @@ from shardfn.core import Axes, PyTree, tree_leaves
 from shardfn.kernels import preconditioned_step, preconditioned_step_
 
 from ._adam import bias_corrections, moments_like
-from ._apart import Apart, add_, apart, blend, pieces
+from ._apart import Apart, add_, apart, blend, is_differentiated, pieces
 from ._base import GradientTransformation, Phase, inplace
 from ._compressed import averaging, written
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
@@ -258,18 +258,19 @@ class Step:
     decays: Sequence[bool]
 
     def root(self, nu: Tensor) -> Tensor:
-        """`sqrt(nu / c2) + eps`; infinite where nu is 0."""
+        """`sqrt(nu / c2) + eps`; infinite where nu is 0. In float32 with the bits of `preconditioned_step`."""
         d = torch.nn.functional.threshold(wide(nu), 0.0, math.inf)
-        return (d if self.c2 is None else d.div_(self.c2)).sqrt_().add_(self.eps)
+        d = d if self.c2 is None else d / self.c2
+        return d.double().sqrt().to(d.dtype) + self.eps
 
     def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
         """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`; the first term is 0 where nu is."""
         p, m, nu = wide(p), wide(m), wide(nu)
-        if _are_float([p, m, nu]):
+        if _are_float([p, m, nu]) and not is_differentiated((p, m, nu, self.lr)):
             return preconditioned_step(p, m, nu, *self._numbers, eps=self.eps, weight_decay=self._decay(decays))
         d = self.root(nu)
-        u = m / d if self.c1 is None else (m / self.c1).div_(d)
-        return (u.add_(self.weight_decay * p) if decays else u).mul_(-self.lr)
+        u = (m if self.c1 is None else m / self.c1) / d
+        return (u + self.weight_decay * p if decays else u) * -self.lr
 
     def descend(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> None:
         """Adds the update to p in place, rounded once."""

@@ -209,7 +209,7 @@ class _OneBitLamb(Phased):
     ) -> tuple[Updates, OptState]:
         state, now = self.begin(state, params)
         if now.local:
-            return purely(replace(self, now=now).apply, updates, state, params, specs)
+            return purely(self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs)
         us, before = self.before.update(updates, state.lamb[:2], params, specs=specs)
         leaves, treedef = tree_flatten(us)
         cuts = None if specs is None else spec_leaves(specs, params)

@@ -210,7 +210,7 @@ class _ZeroOneAdam(Phased):
         if now.name.startswith("warmup"):
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
             return us, self._learnt(state, adam, specs, now)
-        return purely(replace(self, now=now).apply, updates, state, params, specs)
+        return purely(self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs)
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:

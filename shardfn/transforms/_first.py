@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfn.core import (
     PyTree,
@@ -57,8 +58,9 @@ class _FirstState:
     def __init__(self, plan: Plan, optimizer: GradientTransformation) -> None:
         self._plan, self._optimizer, self._pool = plan, optimizer, pool_of(plan)
         self._train = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
-        rows = [_no_rows(plan, i) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)]
-        self._like = optimizer.init(tree_unflatten(plan.treedef, rows))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            rows = [_no_rows(plan, i) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)]
+            self._like = optimizer.init(tree_unflatten(plan.treedef, rows))
         self._owners = state_owners(self._like, tree_unflatten(plan.treedef, rows))
         self._entries = tree_entries(self._like)
         none = tree_unflatten(plan.treedef, [None] * len(plan.leaves))
@@ -98,7 +100,7 @@ class _FirstState:
 
 
 def _no_rows(plan: Plan, i: int) -> Tensor:
-    """Rows of a leaf as the optimizer gets them, without data. Fake tensors would import a compiler: 130 MB."""
+    """Rows of a leaf as the optimizer gets them, without data."""
     leaf = plan.leaves[i]
     shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.shard_shapes[plan.zero_rank(leaf)]
-    return torch.empty(shape, dtype=leaf.dtypes.master, device="meta")
+    return torch.empty(shape, dtype=leaf.dtypes.master, device=plan.mesh.device)

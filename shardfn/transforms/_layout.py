@@ -322,10 +322,13 @@ def make_units(
 
 
 def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
-    """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small."""
-    members = [i for i, leaf in enumerate(leaves) if leaf.gathered]
+    """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small.
+
+    What travels in a code travels alone: leaves of unlike scales would share blocks, and so a scale.
+    """
+    members = [i for i, leaf in enumerate(leaves) if leaf.gathered and leaf.gather_code is None]
     units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket)
-    alone = [i for i, leaf in enumerate(leaves) if leaf.lazy and not leaf.gathered]
+    alone = [i for i, leaf in enumerate(leaves) if leaf.lazy and not (leaf.gathered and leaf.gather_code is None)]
     units += [Unit((i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize) for i in alone]
     return sorted(units, key=lambda u: u.leaves[0])
 
@@ -338,15 +341,19 @@ def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 
 
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
-    """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same."""
+    """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same.
 
-    def stays(leaf: LeafLayout) -> bool:
-        return leaf.grad_home == "device" and mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1
+    What the optimizer averages itself and goes nowhere else is not packed, nor what travels in a code, whose blocks are
+    of one leaf each.
+    """
 
-    # What goes nowhere is not packed.
-    units = [Unit((i,), x.numel * x.dtypes.reduce.itemsize) for i, x in enumerate(leaves) if x.trainable and stays(x)]
-    cut = [i for i, leaf in enumerate(leaves) if leaf.trainable and leaf.cut and not stays(leaf)]
-    whole = [i for i, leaf in enumerate(leaves) if leaf.trainable and not leaf.cut and not stays(leaf)]
+    def alone(leaf: LeafLayout) -> bool:
+        left = mesh.axis_size(leaf.left_axes) > 1 and mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1
+        return left or leaf.reduce_code is not None
+
+    units = [Unit((i,), x.numel * x.dtypes.reduce.itemsize) for i, x in enumerate(leaves) if x.trainable and alone(x)]
+    cut = [i for i, leaf in enumerate(leaves) if leaf.trainable and leaf.cut and not alone(leaf)]
+    whole = [i for i, leaf in enumerate(leaves) if leaf.trainable and not leaf.cut and not alone(leaf)]
     units += make_units(leaves, cut, zero.bucket, _reduce_key, math.inf)
     # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
     return units + make_units(

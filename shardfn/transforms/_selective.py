@@ -209,10 +209,6 @@ class Forward(TorchDispatchMode):
         if error[0] is None:
             self._results.end()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be left out of compiled frames would import the compiler: 130 MB
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         out = func(*args, **(kwargs or {}))
@@ -232,10 +228,6 @@ class Replay(TorchDispatchMode):
         self._number = 0
         self._results.fetch_ahead(0)
         return super().__enter__()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be left out of compiled frames would import the compiler: 130 MB
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardfn import optim
 from shardfn.collectives import identity, local, sign
 from shardfn.core import tree_leaves, tree_map, tree_structure
+from shardfn.optim._chain import _looks_at_params
 
 MAKE: dict[str, Any] = {
     "onebit_adam": lambda **k: optim.onebit_adam(1e-2, freeze_step=k.pop("freeze", 2), **k),
@@ -189,3 +191,50 @@ def test_what_makes_no_sense_is_refused() -> None:
         old = MAKE["onebit_adam"](compressor=identity()).init({"w": torch.ones(11)})
         new = MAKE["onebit_adam"](compressor=identity()).init({"w": torch.ones(12)})
         optim.rebalanced(old, new, compressor=identity())
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "apmsqueeze"])
+def test_updates_have_a_derivative_in_the_learning_rate(name: str) -> None:
+    params, steps = {"w": torch.tensor([0.3, -0.5, 0.7])}, 3
+
+    def after(lr: Any) -> Tensor:
+        draw = torch.Generator().manual_seed(0)
+        tx = getattr(optim, name)(lr, freeze_step=1, compressor=identity())
+        p, state = params, tx.init(params)
+        for _ in range(steps):
+            u, state = tx.update({"w": torch.randn(3, generator=draw)}, state, p)
+            p = {"w": p["w"] + u["w"]}
+        return p["w"].sum()
+
+    lr = torch.tensor(0.1, requires_grad=True)
+    value = after(lr)
+    (slope,) = torch.autograd.grad(value, lr)
+    assert torch.equal(value, after(0.1))  # the kernel and what stands in for it have the same bits
+    torch.testing.assert_close(slope, (after(0.11) - after(0.09)) / 0.02, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["zero_one_adam", "onebit_lamb"])
+def test_updates_without_a_derivative_say_so(name: str) -> None:
+    tx = MAKE[name]()
+    params, state, _ = walk(tx, 9)
+    grads = tree_map(lambda x: x.requires_grad_(), draw(10))
+    with pytest.raises(NotImplementedError, match=f"{name}: the update has no derivative"):
+        tx.update(grads, state, params)
+
+
+def test_which_rules_look_at_parameters() -> None:
+    def skips_nan(updates: Any, params: Any, specs: Any) -> Any:
+        del params, specs
+        if not all(x.isfinite().all() for x in tree_leaves(updates)):
+            raise ValueError("not finite")
+        return updates
+
+    def decays_if_it_can(updates: Any, params: Any, specs: Any) -> Any:
+        del specs
+        return updates if params is None else tree_map(lambda u, p: u + 0.1 * p, updates, params)
+
+    tree = {"w": torch.empty(3, 2, device="meta")}
+    looking = [optim.add_decayed_weights(0.1), optim.stateless(decays_if_it_can), optim.scale_by_trust_ratio()]
+    for tx in (optim.clip(1.0), optim.stateless(skips_nan)):
+        assert not _looks_at_params(tx, tree)
+    assert all(_looks_at_params(tx, tree) for tx in looking)

@@ -195,6 +195,26 @@ def test_quantised_steps_equal_an_explicit_simulation_and_train_as_well() -> Non
 
 
 @distributed(world=4)
+def test_leaves_of_unlike_scales_have_scales_of_their_own() -> None:
+    draw = torch.Generator().manual_seed(0)
+    start, x = torch.randn(2, 7, 7, generator=draw), torch.randn(8, 7, generator=draw)
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (batch @ params[0]).square().mean() + (batch @ params[1]).square().mean()
+
+    def run(scale: float, loss: Any = loss, **options: Any) -> Run:
+        params = [start[0], start[1] * scale]
+        zero = sf.Zero(**AXES, persist=2, **options)
+        return on_mesh(loss, sf.optim.sgd(0.1), params, [x], mesh=_mesh(), batch=ROWS, zero=zero)
+
+    for options in ({"gather": "int8"}, {"reduce": "int4"}, ALL):
+        even, uneven = (run(scale, **options) for scale in (1.0, 1e4))
+        assert torch.equal(uneven.params[0], even.params[0])
+        captured = run(1e4, sf.jit(loss, backend="graph"), **options)
+        assert_same(captured, uneven, exact=True)
+
+
+@distributed(world=4)
 def test_bytes_across_nodes() -> None:
     mesh, g, num = _mesh(), torch.Generator().manual_seed(0), 8
     params = {"scale": torch.ones(64)} | {f"w{i}": torch.randn(64, 64, generator=g) / 8 for i in range(num)}
