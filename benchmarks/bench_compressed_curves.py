@@ -109,20 +109,27 @@ def _optimizer(name: str, args: argparse.Namespace) -> Any:
     lamb = sf.optim.warmup_cosine_decay_schedule(0.0, args.lamb_lr, args.steps // 20, args.steps, args.lamb_lr / 10)
     # A variance of the last 20 steps at the freeze would be a poor one to keep: b2 is such that it is of the last 300.
     how: dict[str, Any] = {"b2": args.b2}
+    # 0/1 Adam takes fewer gradients into it: with the same b2 those of the first steps would still be most of it.
+    rare: dict[str, Any] = {"b2": args.rare_b2, "var_update_scaler": max(1, frozen // args.rare)}
     return {
         "onebit_adam": lambda: sf.optim.onebit_adam(rate, freeze_step=frozen, feedback="no" not in name, **how),
         "zero_one_adam": lambda: sf.optim.zero_one_adam(
             rate,
             var_freeze_step=frozen,
-            var_update_scaler=max(1, frozen // 8),
             local_step_scaler=args.steps // 4,
             local_step_clipper=4,
-            **how,
+            **rare,
         ),
         "apmsqueeze": lambda: sf.optim.apmsqueeze(rate, freeze_step=frozen, compressor=int4(), **how),
         "lamb": lambda: sf.optim.lamb(lamb, **how),
-        "onebit_lamb": lambda: sf.optim.onebit_lamb(lamb, freeze_step=frozen, **how),
+        "onebit_lamb": lambda: sf.optim.onebit_lamb(lamb, freeze_step=frozen, exact=_is_small, **how),
     }.get(name.split(",")[0], lambda: sf.optim.adam(rate, **how))()
+
+
+def _is_small(params: Any) -> Any:
+    import shardfn as sf
+
+    return sf.core.tree_map(lambda p: p.ndim < 2, params)
 
 
 def _zero(name: str) -> Any:
@@ -200,6 +207,10 @@ def _arguments() -> argparse.Namespace:
     add("--lr", type=float, default=3e-3)
     add("--lamb-lr", type=float, default=1e-2)
     add("--b2", type=float, default=0.997)
+    add("--rare-b2", type=float, default=0.99, help="of 0/1 Adam, whose variance is of fewer gradients")
+    add(
+        "--rare", type=int, default=2, help="1 / of the steps before the freeze after which 0/1 Adam halves its updates"
+    )
     add("--held-out", type=int, default=32, help="batches")
     add("--seed", type=int, default=0)
     add("--keep", default="", help="folder of finished runs, which are not run again")
