@@ -122,14 +122,8 @@ def _optimizer(name: str, args: argparse.Namespace) -> Any:
         ),
         "apmsqueeze": lambda: sf.optim.apmsqueeze(rate, freeze_step=frozen, compressor=int4(), **how),
         "lamb": lambda: sf.optim.lamb(lamb, **how),
-        "onebit_lamb": lambda: sf.optim.onebit_lamb(lamb, freeze_step=frozen, exact=_is_small, **how),
+        "onebit_lamb": lambda: sf.optim.onebit_lamb(lamb, freeze_step=frozen, coeff_beta=args.coeff_beta, **how),
     }.get(name.split(",")[0], lambda: sf.optim.adam(rate, **how))()
-
-
-def _is_small(params: Any) -> Any:
-    import shardfn as sf
-
-    return sf.core.tree_map(lambda p: p.ndim < 2, params)
 
 
 def _zero(name: str) -> Any:
@@ -211,6 +205,7 @@ def _arguments() -> argparse.Namespace:
     add(
         "--rare", type=int, default=2, help="1 / of the steps before the freeze after which 0/1 Adam halves its updates"
     )
+    add("--coeff-beta", type=float, default=0.99, help="of 1-bit LAMB: its trust ratios are means of 100 steps")
     add("--held-out", type=int, default=32, help="batches")
     add("--seed", type=int, default=0)
     add("--keep", default="", help="folder of finished runs, which are not run again")
