@@ -34,15 +34,20 @@ NIGHTLY = re.compile(
             r"test_compressed\.py::test_equals_the_formula_of_all_ranks\[4\]",
             r"test_failure_graph\.py::\w+\[\w+-3\]",
             r"test_parity\.py::test_stages_equal_one_device_and_one_another\[(2-(adam|lion|sgd)|1-(?!adamw)\w+)\]",
-            r"test_parity\.py::test_(remat_is|thresholds_never|reduce_once)\w+\[[24]\]",
+            r"test_parity\.py::test_(remat_is|reduce_once)\w+\[[24]\]",
+            r"test_parity\.py::test_thresholds_never_change_a_bit\[3\]",
             r"test_lower\.py::test_predicted_bytes_are_the_counted_ones\[([01]|3-False)",
             r"test_parity\.py::test_dropout\w+\[[12]\]",
             r"test_offload\.py::test_placements_have_the_bits_of_none\[(2-1|1-2|1-3)\]",
             r"test_offload\.py::test_compositions_have_the_bits_of_none\[1\]",
             r"test_functional\.py::test_hypergradients_of_other_optimizers\b.*",
+            r"test_functional\.py::test_tensor_parallel_leaves_and_other_axes",
+            r"test_scan\.py::test_the_graph_is_that_of_a_python_loop",
+            r"test_offload_jit\.py::test_(each_pass_and_all|what_is_fetched_comes_early)\w+",
+            r"test_onebit_steps\.py::test_other_ranks_owe_what_the_old_ones_did",
             r"test_inductor\.py::test_a_second_process_finds_the_code_on_disk_and_no_worker_is_left",
             r"test_readme\.py::test_python_runs_on_ranks\[2-docs/jit\.md\]",
-            r"test_huggingface\.py::test_the_example_prints_the_plain_loop_s_losses\[gpt2\]",
+            r"test_huggingface\.py::test_the_example_prints_the_plain_loop_s_losses\b.*",
         ]
     )
 )
