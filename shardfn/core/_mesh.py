@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,8 +52,9 @@ class Mesh:
         self.device_mesh = device_mesh
         self.timeout = timeout or _default_timeout(device)
         self.rank = dist.get_rank() if device_mesh is not None else 0
-        grid = torch.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
-        where = (grid == self.rank).nonzero()[0].tolist()
+        # Not a tensor: groups are made while a step is captured, too, when tensors have no values.
+        grid = np.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
+        where = np.argwhere(grid == self.rank)[0].tolist()
         self.coords = dict(zip(self.shape, where, strict=False))
         self.resources: dict[str, Any] = {}
         self._grid = grid
@@ -168,7 +170,7 @@ class Mesh:
             raise ValueError(f"axes {names} are not in the mesh's order; use {ordered}.")
         dims = [self.axis_names.index(n) for n in names]
         rest = [d for d in range(len(self.shape)) if d not in dims]
-        rows = self._grid.permute(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))
+        rows = self._grid.transpose(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))
         mine = None
         for ranks in rows.tolist():
             group = dist.new_group(ranks, backend=backend, timeout=self.timeout)

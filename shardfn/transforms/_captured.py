@@ -14,7 +14,7 @@ from shardfn.core import PyTree, RankError, Stored, tree_flatten, tree_leaves, t
 from shardfn.graph import Choice, Compiled, Events, Schedule, Transfer, collective_events, compare_events
 from shardfn.memory import bind_pool, stored_of, token_of
 
-from ._comms import Comms, open_channels
+from ._comms import Comms
 from ._jit import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
 from ._plan import Plan
 from ._pools import disk_of
@@ -125,7 +125,6 @@ class CapturedSteps:
     ) -> "_Ready":
         start = time.perf_counter()
         params, opt, scale = state.params, state.opt_state, scale_of(state)
-        open_channels(comms, plan)  # in a capture tensors have no values, and groups are made of such
         comms.control.agree("how jit chooses the schedule", self._jitted.chooses_by())
 
         def make() -> tuple[StepProgram, GraphModule]:
