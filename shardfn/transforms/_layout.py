@@ -328,7 +328,7 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     """
     members = [i for i, leaf in enumerate(leaves) if leaf.gathered and leaf.gather_code is None]
     units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket)
-    alone = [i for i, leaf in enumerate(leaves) if leaf.lazy and not (leaf.gathered and leaf.gather_code is None)]
+    alone = {i for i, leaf in enumerate(leaves) if leaf.lazy} - set(members)
     units += [Unit((i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize) for i in alone]
     return sorted(units, key=lambda u: u.leaves[0])
 
@@ -351,9 +351,10 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
         left = mesh.axis_size(leaf.left_axes) > 1 and mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1
         return left or leaf.reduce_code is not None
 
-    units = [Unit((i,), x.numel * x.dtypes.reduce.itemsize) for i, x in enumerate(leaves) if x.trainable and alone(x)]
-    cut = [i for i, leaf in enumerate(leaves) if leaf.trainable and leaf.cut and not alone(leaf)]
-    whole = [i for i, leaf in enumerate(leaves) if leaf.trainable and not leaf.cut and not alone(leaf)]
+    trainable = [i for i, leaf in enumerate(leaves) if leaf.trainable]
+    units = [Unit((i,), leaves[i].numel * leaves[i].dtypes.reduce.itemsize) for i in trainable if alone(leaves[i])]
+    shared = [i for i in trainable if not alone(leaves[i])]
+    cut, whole = ([i for i in shared if leaves[i].cut == on] for on in (True, False))
     units += make_units(leaves, cut, zero.bucket, _reduce_key, math.inf)
     # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
     return units + make_units(

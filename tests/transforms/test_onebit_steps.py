@@ -49,15 +49,11 @@ def test_stages_give_the_same_bits() -> None:
     same = "lamb", "coeff", "factor", "scaling", "fresh"
     assert_same(kept(run(lamb, mesh, 1), *same), kept(run(lamb, mesh), *same))
     decayed: Any = optim.chain(optim.add_decayed_weights(0.1), optim.onebit_adam(1e-2, freeze_step=2))
-    with pytest.raises(
-        (ValueError, RankError), match=r"rules \[0\] of a chain look at parameters(.|\n)*params\['wide'\]"
-    ):
+    with pytest.raises(LATE, match=r"rules \[0\] of a chain look at parameters(.|\n)*params\['wide'\]"):
         run(decayed, mesh, 1)
     assert all(x.isfinite().all() for x in tree_leaves(run(decayed, mesh, steps=3).params))
     alone: Any = optim.zero_one_adam(1e-2, var_freeze_step=2)
-    with pytest.raises(
-        (ValueError, RankError), match=r"steps every rank along 'dp' alone.*another axis(.|\n)*params\['wide'\]"
-    ):
+    with pytest.raises(LATE, match=r"steps every rank along 'dp' alone.*another axis(.|\n)*params\['wide'\]"):
         run(alone, mesh, 1)
     assert all(x.isfinite().all() for x in tree_leaves(run(alone, mesh).params))
 
