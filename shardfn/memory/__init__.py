@@ -1,6 +1,7 @@
 """How values cross device, host and disk: transfers with a wait, identities, and a ledger that counts them."""
 
 from ._transfer import Transfer as Transfer, arrived as arrived, to_device as to_device, to_host as to_host
+from ._threads import background as background
 from ._put import put as put
 from ._host import host_empty as host_empty, return_freed_pages as return_freed_pages
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host

@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import mmap
 
 import numpy as np
 import torch
@@ -10,13 +9,14 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ._ledger import on_host, record_tensor
+from ._mappings import Mappings
 from ._traced import capturing, traced_host_empty
 
 PAGE = 4096
 # From here on a mapping of its own is worth a system call: it is page-aligned, as direct I/O needs it.
 _SMALL = 64 << 10
-_HUGE = 4 << 20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
+_MAPPINGS = Mappings(keep=256 << 20)  # what a step with large chunks has in use
 
 Bytes = np.ndarray  # one-dimensional, uint8
 
@@ -64,7 +64,7 @@ def aligned_window(
     if torch.cuda.is_available():
         whole = _torch_empty((nbytes,), torch.uint8)
         return whole[before : nbytes - after].view(dtype).view(shape), whole.numpy()
-    area = _map(nbytes)
+    area = _MAPPINGS.lend(nbytes)
     # The storage is exactly the tensor's bytes and keeps the mapping alive.
     x = torch.frombuffer(area, dtype=dtype, count=numel, offset=before).view(shape)
     record_tensor(x, "host")
@@ -94,13 +94,6 @@ def return_freed_pages(threshold: int = 1 << 17) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, threshold)
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)  # a large page is faulted in at a tenth of the cost of its small ones
-    return area
 
 
 def _torch_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,8 @@ import pathlib
 import queue
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from shardfn.core import raise_all
 from ._errors import DamagedError
 from ._host import PAGE, Bytes, aligned_window, as_bytes
 from ._slots import FULL, Slot, no_room
-from ._threads import submit
+from ._threads import Threads, in_background
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _WORKER = threading.local()
@@ -57,16 +58,13 @@ class Io:
 
     def __init__(self, threads: int, piece: int, buffers: int, grain: int, direct: bool) -> None:
         self.direct, self.piece, self.grain = direct, piece, grain
-        self._threads = concurrent.futures.ThreadPoolExecutor(threads, "shardfn-disk", _mark_worker)
+        self._threads = Threads(threads, "shardfn-disk", _mark_worker)
         self._staging = _Staging(piece, min(threads, buffers))
 
     def write(self, slot: Slot, offset: int, source: Bytes, sums: Sums | None) -> list[concurrent.futures.Future[None]]:
         """Starts to write `source` at `offset`, both in whole grains."""
         spans = _spans(offset, offset + len(source), self.piece)
-        return [
-            submit(self._threads, self._write_piece, slot, lo, source[lo - offset : hi - offset], sums)
-            for lo, hi in spans
-        ]
+        return [self._submit(self._write_piece, slot, lo, source[lo - offset : hi - offset], sums) for lo, hi in spans]
 
     def read(
         self, slot: Slot, start: int, into: Bytes, grain: int, sums: Sums | None
@@ -79,13 +77,16 @@ class Io:
         futures = []
         for lo, hi in _spans(first, last, max(self.piece // grain, 1) * grain):
             own = into[max(lo, start) - start : min(hi, stop) - start]
-            futures.append(submit(self._threads, self._read_piece, slot, lo, hi, own, max(start - lo, 0), grain, sums))
+            futures.append(self._submit(self._read_piece, slot, lo, hi, own, max(start - lo, 0), grain, sums))
         return futures
 
     def close(self) -> None:
         """Waits for what is under way and ends the threads."""
         # The garbage collector may get here in one of the threads, which cannot wait for itself.
-        self._threads.shutdown(wait=not getattr(_WORKER, "here", False))
+        self._threads.close(wait=not getattr(_WORKER, "here", False))
+
+    def _submit(self, work: Callable[..., None], *args: Any) -> concurrent.futures.Future[None]:
+        return self._threads.submit(work, *args, later=in_background())
 
     def _write_piece(self, slot: Slot, offset: int, source: Bytes, sums: Sums | None) -> None:
         if sums is not None:

@@ -31,7 +31,7 @@ from ._transfer import Transfer
 
 _LOG = logging.getLogger("shardfn.memory")
 _SUMMED_GRAIN = 64 << 10
-_PIECE = 4 << 20
+_PIECE = 2 << 20
 _LOCK = "owner"
 _LOCKS: set[int] = set()
 

@@ -1,25 +1,90 @@
 """Work for other threads, which lets go of what it worked on before it says that it is done."""
 
+import collections
 import concurrent.futures
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+_REGION = threading.local()
 
 
-def submit(
-    threads: concurrent.futures.ThreadPoolExecutor, work: Callable[..., None], *args: Any
-) -> concurrent.futures.Future[None]:
-    """Runs `work(*args)` on one of `threads`.
+@contextlib.contextmanager
+def background() -> Iterator[None]:
+    """Says that what this thread asks of a disk inside is served when nothing else waits for that disk.
+
+    Example:
+        >>> with background():
+        ...     in_background()
+        True
+    """
+    before = in_background()
+    _REGION.background = True
+    try:
+        yield
+    finally:
+        _REGION.background = before
+
+
+def in_background() -> bool:
+    """Whether `background()` is open on this thread."""
+    return getattr(_REGION, "background", False)
+
+
+class Threads:
+    """A few threads that do what waits, in its order; what may wait longer when nothing else does.
 
     An executor alone drops the arguments some time after the future is done. Then memory and files would seem to be in
     use a little longer than they are, and a file that is free would not be found.
 
+    Args:
+        count: how many.
+        name: what their names begin with.
+        initializer: called in each of them first.
+
     Example:
-        >>> with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        ...     submit(threads, print, "hello").result()
-        hello
+        >>> threads = Threads(1, "example")
+        >>> threads.submit(len, "hello").result()
+        5
+        >>> threads.close(wait=True)
     """
-    return threads.submit(_run, work, [args])
+
+    def __init__(self, count: int, name: str, initializer: Callable[[], None] | None = None) -> None:
+        self._executor = concurrent.futures.ThreadPoolExecutor(count, name, initializer)
+        self._first: collections.deque[_Job[Any]] = collections.deque()
+        self._later: collections.deque[_Job[Any]] = collections.deque()
+
+    def submit(self, work: Callable[..., T], *args: Any, later: bool = False) -> concurrent.futures.Future[T]:
+        """Runs `work(*args)` on one of the threads; if `later`, behind all that is not."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        (self._later if later else self._first).append(_Job(future, work, [args]))
+        self._executor.submit(self._next)
+        return future
+
+    def close(self, *, wait: bool) -> None:
+        """Ends the threads when all is done, and waits for that if told to."""
+        self._executor.shutdown(wait=wait)
+
+    def _next(self) -> None:
+        """Does one job; it is called as often as there are jobs."""
+        try:
+            job = self._first.popleft()
+        except IndexError:
+            job = self._later.popleft()
+        job.run()
 
 
-def _run(work: Callable[..., None], job: list[tuple[Any, ...]]) -> None:
-    work(*job.pop())
+class _Job(NamedTuple, Generic[T]):
+    future: concurrent.futures.Future[T]
+    work: Callable[..., T]
+    args: list[tuple[Any, ...]]
+
+    def run(self) -> None:
+        try:
+            out = self.work(*self.args.pop())
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(out)

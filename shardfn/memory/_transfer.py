@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._host import host_empty
 from ._ledger import default_device, record_move
-from ._threads import submit
+from ._threads import Threads
 from ._traced import TracedTransfer, capturing, traced_to_device, traced_to_host
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
     record_move("device", "host", x.nbytes)
     if x.is_cuda:
         return _copy_cuda(out, x, x.device, "down")
-    return of_futures(out, [submit(_thread("down"), _copy, out, x)])
+    return of_futures(out, [_thread("down").submit(_copy, out, x)])
 
 
 def to_device(
@@ -138,7 +138,7 @@ def to_device(
     record_move("host", "device", x.nbytes)
     if out.is_cuda:
         return _copy_cuda(out, x, out.device, "up")
-    return of_futures(out, [submit(_thread("up"), _copy, out, x)])
+    return of_futures(out, [_thread("up").submit(_copy, out, x)])
 
 
 def _check_out(x: Tensor, out: Tensor, device: torch.device) -> None:
@@ -184,9 +184,9 @@ def _stream(index: int, way: str) -> "torch.cuda.Stream":
 
 
 @functools.cache
-def _thread(way: str) -> concurrent.futures.ThreadPoolExecutor:
+def _thread(way: str) -> Threads:
     """One thread a direction: copies of one direction keep their order, as on a stream."""
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"shardfn-{way}")
+    return Threads(1, f"shardfn-{way}")
 
 
 def _nothing() -> None:

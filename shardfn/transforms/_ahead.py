@@ -6,13 +6,14 @@ and new host memory. So a step that fails leaves the state that it was given. Th
 """
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shardfn.core import Arriving, MemoryKind, Stored
-from shardfn.memory import host_empty
+from shardfn.memory import background, host_empty
 from shardfn.optim import sum_squares
 
 from ._stored import loaded
@@ -44,7 +45,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
         for column in update.grads:
             if column is not None and isinstance(column.held, Promised):
-                column.held.ahead = self
+                column.held.ahead = weakref.proxy(self)  # in a cycle, the states would outlive the step
 
     def begin(self) -> None:
         """Begins to read what the first gradients will be wanted for."""
@@ -144,7 +145,7 @@ class Ahead:
 
     def _run(self) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), background():
                 self._done = stream_some(self._update, self._order)
         except BaseException as error:  # for whoever waits
             self._error = error

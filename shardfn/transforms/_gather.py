@@ -148,6 +148,8 @@ class Gatherer:
             self._drop(self._scheduled.pop(unit))
         self._read_ahead()
         self._bring_ahead()
+        for whole in self._scheduled.values():
+            whole.move_if_ready()
         for unit in move.issue:
             self._scheduled[unit] = self._issue(unit)
         self._pos += 1
@@ -266,8 +268,8 @@ class _Whole:
         self._tensors: list[Tensor] = []
         self.arrived = capturing()
         if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
-            pieces[0].move()
             self._pending = pieces[0]
+            self.move_if_ready()
             return
         own = _arrived(pieces)
         if self.arrived:  # where nothing is sent, and each layer of a stack does the same
@@ -279,6 +281,11 @@ class _Whole:
             self._tensors = list(traced_once(("gather", looks), gather, own))
         else:
             self._pending = start(own)
+
+    def move_if_ready(self) -> None:
+        """Lets what has come from the disk go on to the device."""
+        if isinstance(self._pending, Fetch):
+            self._pending.move_if_ready()
 
     def arrive(self) -> None:
         if self._pending is not None:

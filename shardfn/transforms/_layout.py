@@ -343,13 +343,11 @@ def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
     """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same.
 
-    What the optimizer averages itself and goes nowhere else is not packed, nor what travels in a code, whose blocks are
-    of one leaf each.
+    What goes nowhere is not packed, nor what travels in a code, whose blocks are of one leaf each.
     """
 
     def alone(leaf: LeafLayout) -> bool:
-        left = mesh.axis_size(leaf.left_axes) > 1 and mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1
-        return left or leaf.reduce_code is not None
+        return mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1 or leaf.reduce_code is not None
 
     trainable = [i for i, leaf in enumerate(leaves) if leaf.trainable]
     units = [Unit((i,), leaves[i].numel * leaves[i].dtypes.reduce.itemsize) for i in trainable if alone(leaves[i])]

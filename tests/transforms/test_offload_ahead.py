@@ -1,6 +1,7 @@
 """Covers updates that begin before the backward ends: the bits of those that do not, what they move, and failures."""
 
 import contextlib
+import gc
 import pathlib
 import tempfile
 import threading
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.memory import _io
 from shardfn.testing import assert_same, distributed, on_mesh
 from shardfn.transforms import _ahead
 
@@ -122,4 +124,58 @@ def test_a_backward_that_fails_ends_the_update_and_leaves_the_state(tmp_path: pa
         want, _ = plain(want, _batch(n))
     for a, b in zip(sf.core.tree_leaves(state.params), sf.core.tree_leaves(want.params), strict=True):
         assert torch.equal(a.full_tensor(), b.full_tensor())
+    step.close()
+
+
+def _deep(p: list[Any], x: Tensor) -> Tensor:
+    for w in p:
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def _on_disk(loss: Any, place: pathlib.Path) -> Any:
+    kinds: dict[str, Any] = {"params": "disk", "grads": "disk", "optimizer": "disk", "directory": str(place)}
+    zero = sf.Zero(3, persist=0, bucket=0, prefetch=1 << 20, **kinds)
+    return sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=sf.make_mesh({"dp": 1}), zero=zero)
+
+
+def test_steps_leave_no_files_to_the_garbage_collector(tmp_path: pathlib.Path) -> None:
+    step = _on_disk(_deep, tmp_path)
+    state = step.init([torch.randn(32, 32) / 8 for _ in range(4)])
+    files: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            state, _ = step(state, torch.ones(8, 32))
+            files.append(len(list(tmp_path.glob("*/slot-*.bin"))))
+    finally:
+        gc.enable()
+    assert len(set(files[2:])) == 1  # two commits, and the step's own
+    step.close()
+
+
+def test_leaves_ahead_of_their_use_are_not_waited_for(tmp_path: pathlib.Path) -> None:
+    used: list[threading.Event] = []
+
+    def loss(p: list[Any], x: Tensor) -> Tensor:
+        x = torch.tanh(x @ p[0])
+        for event in used:
+            event.set()
+        return (x @ p[1] @ p[2]).square().mean()
+
+    step = _on_disk(loss, tmp_path)
+    state = step.init([torch.randn(32, 32) / 8 for _ in range(3)])
+    want = step.apply(loss, state, torch.ones(8, 32))  # learns the order
+    first, read, waited = state.params[0].held.slot, _io.Io._read_piece, []
+    used.append(threading.Event())
+
+    def reads(self: _io.Io, slot: Any, *rest: Any) -> None:
+        if slot is not first:
+            waited.append(used[0].wait(10))
+        read(self, slot, *rest)
+
+    with mock.patch.object(_io.Io, "_read_piece", reads):
+        assert torch.equal(step.apply(loss, state, torch.ones(8, 32)), want)
+    assert waited == [True, True]
     step.close()

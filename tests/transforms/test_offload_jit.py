@@ -6,6 +6,7 @@ import functools
 import itertools
 import pathlib
 import tempfile
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -153,7 +154,7 @@ class _Late(concurrent.futures.Future[None]):
 
 @distributed(world=[1, 2])
 def test_analyses_say_what_the_ledger_counts(world: int) -> None:
-    late = mock.patch.object(_transfer, "submit", lambda thread, copy, *args: _Late(copy, *args))
+    late = mock.patch.object(_transfer, "_thread", lambda way: types.SimpleNamespace(submit=_Late))
     with late, mock.patch.object(_parts, "LEAVING_BYTES", LEAF):
         _compare_books(sf.make_mesh({"dp": world}))
 
