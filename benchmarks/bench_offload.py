@@ -7,6 +7,7 @@ The step may be skipped, so nothing of the update runs beside the backward.
 (compute), beside the bytes that they moved at the plain rate of the same run (I/O; what is read at the rate of reading,
 what is written at that of writing), and beside the floor: the steps in memory with a thread that moves those bytes,
 until both have ended. On a machine with few cores, compute and I/O share them, and the floor is above their maximum.
+`--optimizer`: AdamW; AdamW behind a clip by the global norm, which forbids an update beside the backward; both delayed.
 `memory`: examples/bigger_than_memory.py under RLIMIT_DATA and without, and the largest model that trains under
 that limit in memory.
 """
@@ -32,6 +33,12 @@ import shardfn as sf
 from shardfn.transforms import _update
 
 MIB = 1 << 20
+CLIPPED = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(1e-4))
+OPTIMIZERS = {
+    "adamw": lambda: sf.optim.adamw(1e-4),
+    "clipped": lambda: CLIPPED,
+    "delayed": lambda: sf.optim.delayed(CLIPPED),
+}
 WARM = 2  # turns that do not count: files are made, orders learnt
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "bigger_than_memory.py"
 
@@ -56,7 +63,7 @@ def _loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 def _step(args: argparse.Namespace, zero: sf.Zero, policy: sf.Policy | None, **options: Any) -> tuple[Any, Any]:
     loss = _loss if policy is None else sf.mixed_precision(_loss, policy)
-    step = sf.sharded_step(loss, sf.optim.adamw(1e-4), mesh=sf.make_mesh({"dp": 1}), zero=zero, **options)
+    step = sf.sharded_step(loss, OPTIMIZERS[args.optimizer](), mesh=sf.make_mesh({"dp": 1}), zero=zero, **options)
     draw = torch.Generator().manual_seed(0)
     width = args.width
     params = [torch.randn(width, width, generator=draw) / width**0.5 for _ in range(args.layers)]
@@ -205,6 +212,7 @@ def _arguments() -> argparse.Namespace:
     add("--width", type=int, default=1024)
     add("--chunk", type=int, default=16, help="MiB")
     add("--batches", default="64,512,2048", help="rows, for `overlap`")
+    add("--optimizer", default="adamw", choices=OPTIMIZERS, help="for `overlap`")
     add("--rounds", type=int, default=6)
     add("--threads", type=int, default=1, help="of compute; a rank has one")
     add("--memory", type=int, default=700, help="MB, for `memory`")

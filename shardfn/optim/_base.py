@@ -52,6 +52,9 @@ class GradientTransformation(NamedTuple):
             rule with a phase has `given(params, stats, phase)`, the rule for steps in that phase (None = in any; the
             rule then asks the state). `params` are then the whole blocks, and as `GlobalTensor`s without data, where
             it is known how the rows are cut out of leaves.
+        additive: whether `given` looks at no more of `stats` than their sum.
+        measures_ahead: `measures_ahead(state) -> bool`: whether the step that comes next only keeps its measures, for a
+            later one; so it can begin before they are known. None = it never does. Read on the host.
         over: the mesh axes over which the rule averages for itself.
         phase: `phase(state) -> Phase`, of the step that comes next; the same on all ranks. A rule has it if it has
             `over`. In a phase that is `local` the gradients that it gets are whole, also where parameters are rows of
@@ -70,6 +73,8 @@ class GradientTransformation(NamedTuple):
     grain: Grain = "tree"
     measure: Callable[[Tensor], Tensor] | None = None
     given: "Callable[..., GradientTransformation] | None" = None
+    additive: bool = False
+    measures_ahead: Callable[[OptState], bool] | None = None
     over: tuple[str, ...] = ()
     phase: Callable[[OptState], Phase] | None = None
     last: bool = False

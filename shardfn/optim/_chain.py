@@ -79,7 +79,12 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
 
     measured_late = any(tx.measure is not None for tx in txs[1:])
     grain: Grain = "tree" if measured_late else coarsest(tx.grain for tx in txs)
-    whole = GradientTransformation(init, update, apply, grain=grain, measure=txs[0].measure, given=on)
+    first = txs[0]
+    whole = GradientTransformation(
+        init, update, apply, grain=grain, measure=first.measure, given=on, additive=first.additive
+    )
+    if (ahead := first.measures_ahead) is not None:
+        whole = whole._replace(measures_ahead=lambda state: ahead(state[0]))
     if speaks is None:
         return whole
     ask = txs[speaks].phase

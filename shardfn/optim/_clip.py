@@ -89,4 +89,4 @@ def _scaled_to(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor
         del params
         return _scaled_to(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
 
-    return stateless(update, "element")._replace(rewrite=rewrite, measure=block_squares, given=on)
+    return stateless(update, "element")._replace(rewrite=rewrite, measure=block_squares, given=on, additive=True)

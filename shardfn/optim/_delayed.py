@@ -12,7 +12,8 @@ from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unfla
 
 from ._base import GradientTransformation, apply_updates, given, inplace, refuse_phases
 from ._kernels import foreach_copy_
-from ._leaves import check_shapes, check_state, leaves_like, zero_count, zeros_like
+from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
+from ._norm import over_blocks
 from ._types import Grain, OptState, Params, Specs, Updates
 
 
@@ -23,11 +24,13 @@ class DelayedState(NamedTuple):
         pending: tree like params: the gradients of the last step; zeros where there are none that wait.
         count: int32, 0-d: steps seen. Nothing waits while `count <= warmup`.
         inner: the state of the rule.
+        measured: float32, 0-d: the sum of the measures of what waits, where the rule takes any; else nothing.
     """
 
     pending: PyTree
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # as in all states
     inner: OptState
+    measured: Any = ()
 
 
 def delayed(tx: GradientTransformation, warmup: int = 0) -> GradientTransformation:
@@ -38,8 +41,9 @@ def delayed(tx: GradientTransformation, warmup: int = 0) -> GradientTransformati
     Step t = `warmup` moves nothing, inner counters included: g_{t-1} is spent (or there was none), and g_t begins to
     wait. So after T > `warmup` steps `tx` has run T - 1 times, and the last gradient is unused.
 
-    What waits is kept in the dtype of the parameters. Put clipping before, in `chain(clip_by_global_norm(c),
-    delayed(adamw(lr)))`: inside, its norm is of gradients that are not at hand in pieces, so the grain is "tree".
+    What waits is kept in the dtype of the parameters. Put clipping inside, `delayed(chain(clip_by_global_norm(c),
+    adamw(lr)))`: the norm is taken of gradients as they come and kept with them, so that a step knows it beforehand.
+    Before it, in `chain(clip_by_global_norm(c), delayed(adamw(lr)))`, a step waits for the norm of its own gradients.
 
     Args:
         tx: the rule.
@@ -66,43 +70,79 @@ def delayed(tx: GradientTransformation, warmup: int = 0) -> GradientTransformati
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"delayed: warmup={warmup!r} must be an int >= 0.")
     refuse_phases("delayed", tx)
+    return _delayed(tx, warmup)
+
+
+def _delayed(
+    tx: GradientTransformation, warmup: int, whole: Params = None, stats: Tensor | None = None
+) -> GradientTransformation:
+    """The rule; for parts of the tree `whole`, if that is given, in a step whose measures are `stats`."""
+    measures = tx.measure is not None and tx.additive
+    own = tx if whole is None else given(tx, whole)
+
+    def rule(like: PyTree, total: Any) -> GradientTransformation:
+        """`tx` for gradients whose measures add up to `total`."""
+        return given(tx, like if whole is None else whole, total.view(1)) if measures else own
+
+    def total(updates: Updates, specs: Specs) -> Tensor | None:
+        """The sum of the measures; None where it is not known yet, or nobody asks."""
+        if not measures or (whole is not None and stats is None):
+            return None
+        return _sum_measures(tx.measure, updates, specs) if stats is None else stats.sum()
 
     def init(params: Params) -> DelayedState:
-        return DelayedState(zeros_like(params), zero_count(params), tx.init(params))
+        kept = torch.zeros((), device=zero_count(params).device) if measures else ()
+        return DelayedState(zeros_like(params), zero_count(params), own.init(params), kept)
 
     def update(
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         gs, waiting = _columns(updates, state, "updates")
-        plain, moves = state.count < warmup, state.count != warmup
+        plain, moves, now = state.count < warmup, state.count != warmup, total(updates, specs)
         used = [torch.where(plain, g.to(w.dtype), w) for g, w in zip(gs, waiting, strict=True)]
+        norm = state.measured if now is None else torch.where(plain, now, state.measured)
         like = tree_flatten(updates)[1]
-        us, inner = tx.update(tree_unflatten(like, used), state.inner, params, specs=specs)
+        us, inner = rule(updates, norm).update(tree_unflatten(like, used), state.inner, params, specs=specs)
         us = tree_map(lambda u: torch.where(moves, u, 0.0).to(u.dtype), us)
         inner = tree_map(lambda new, old: torch.where(moves, new, old), inner, state.inner)
         kept = [torch.where(plain, 0.0, g).to(w.dtype) for g, w in zip(gs, waiting, strict=True)]
-        return us, DelayedState(tree_unflatten(like, kept), state.count + 1, inner)
+        after = state.measured if now is None else torch.where(plain, 0.0, now)
+        return us, DelayedState(tree_unflatten(like, kept), state.count + 1, inner, after)
 
     @torch.no_grad()
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
             return _through(update, grads, state, params, specs)  # nobody can read the counter
         gs, waiting = _columns(grads, state, "grads")
-        inner, count = state.inner, int(state.count)
+        inner, count, now = state.inner, int(state.count), total(grads, specs)
         if count < warmup:
-            params, inner = inplace(tx)(grads, inner, params, specs=specs)
+            params, inner = inplace(rule(grads, now if now is not None else state.measured))(
+                grads, inner, params, specs=specs
+            )
         elif count > warmup:
-            params, inner = inplace(tx)(state.pending, inner, params, specs=specs)
+            params, inner = inplace(rule(grads, state.measured))(state.pending, inner, params, specs=specs)
         if count >= warmup and gs:
             foreach_copy_(waiting, gs)
-        return params, DelayedState(state.pending, state.count.add_(1), inner)
+        if count >= warmup and now is not None:
+            state.measured.copy_(now)
+        return params, DelayedState(state.pending, state.count.add_(1), inner, state.measured)
 
     def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        del stats
-        return delayed(given(tx, params), warmup)
+        return _delayed(tx, warmup, params, stats)
 
-    grain: Grain = "tree" if tx.measure is not None else tx.grain
-    return GradientTransformation(init, update, apply, grain=grain, given=on)
+    grain: Grain = "tree" if tx.measure is not None and not measures else tx.grain
+    out = GradientTransformation(init, update, apply, grain=grain, given=on)
+    if not measures:
+        return out
+    return out._replace(measure=tx.measure, additive=True, measures_ahead=lambda state: int(state.count) >= warmup)
+
+
+def _sum_measures(measure: Any, updates: Updates, specs: Specs) -> Tensor:
+    leaves = tree_leaves(updates)
+    if not leaves:
+        return torch.zeros(())
+    local = torch.stack([measure(g) for g in leaves])
+    return (local if specs is None else over_blocks(local, spec_leaves(specs, updates))).sum()
 
 
 def _columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list[Any]]:

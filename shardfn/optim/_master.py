@@ -116,6 +116,10 @@ def master_weights(
     def on(params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
         return master_weights(given(inner, params, stats, phase), dtype, kept=kept)
 
-    out = GradientTransformation(init, update, apply, grain=inner.grain, measure=inner.measure, given=on)
+    out = GradientTransformation(
+        init, update, apply, grain=inner.grain, measure=inner.measure, given=on, additive=inner.additive
+    )
+    if (ahead := inner.measures_ahead) is not None:
+        out = out._replace(measures_ahead=lambda state: ahead(state.inner))
     ask = inner.phase
     return out if ask is None else out._replace(over=inner.over, phase=lambda state: ask(state.inner), last=inner.last)

@@ -47,7 +47,8 @@ class Pieces(NamedTuple):
             whole). None = it wants nothing.
         begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
             measures in the order of the leaves; of `state`, whole or a part, it reads the counters. It does the one
-            `psum`.
+            `psum`. With `stats=None`, where the rule `measures_ahead`, there is none; the token is good for `apply`
+            only, and `end` is for one of another `begin` of the same step, with the measures.
         apply: `apply(token, grads, state, params, *, specs=None) -> (params, state)`: steps one part. It may overwrite
             the buffers of the last three arguments, so parts must not share memory; the counters in `state` are
             neither read nor advanced.
@@ -112,8 +113,8 @@ def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
     entries, skeleton = _counters(given(tx, whole), whole)
 
     @torch.no_grad()
-    def begin(state: OptState, stats: Sequence[Tensor] = (), *, specs: Specs = None) -> Token:
-        rule = given(tx, whole, _together(tx, whole, list(stats), specs))
+    def begin(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
+        rule = given(tx, whole, _together(tx, whole, stats, specs))
         old = tuple(c.clone() for c in _read(state, entries))
         nothing = tree_map(lambda p: None, whole)
         advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
@@ -136,7 +137,7 @@ def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
 
 
 def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:
-    def begin(state: OptState, stats: Sequence[Tensor] = (), *, specs: Specs = None) -> Token:
+    def begin(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
         del state, stats, specs
         return Token(tx, (), ())
 
@@ -154,17 +155,18 @@ def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Piece
 
 
 def _together(
-    tx: GradientTransformation, whole: PyTree, stats: list[Tensor], specs: Specs
+    tx: GradientTransformation, whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs
 ) -> Float[Tensor, " num_leaves"] | None:
     """The measures of all leaves, over all their blocks."""
-    if tx.measure is None:
+    if tx.measure is None or (stats is None and tx.measures_ahead is not None):
         return None
     num = len(tree_leaves(whole))
-    if len(stats) != num:
+    if stats is None or len(stats) != num:
         raise ValueError(
-            f"begin was given {len(stats)} measures for {num} leaves; give it pieces.measure(grad) of each, in order."
+            f"begin was given {len(stats or ())} measures for {num} leaves; give it pieces.measure(grad) of each, in"
+            " order."
         )
-    local = torch.stack(stats) if stats else torch.zeros(0)
+    local = torch.stack(list(stats)) if stats else torch.zeros(0)
     return local if specs is None or not stats else over_blocks(local, spec_leaves(specs, whole))
 
 

@@ -38,6 +38,7 @@ class Ahead:
         self._coming: dict[int, _Coming] = {}
         self._here: dict[tuple[int, int], Tensor] = {}
         self._squares: dict[int, Tensor] = {}
+        self._measures: dict[int, Tensor] = {}
         self._change = threading.Condition()
         self._wanted = self._over = self._stopped = False
         self._error: BaseException | None = None
@@ -121,7 +122,9 @@ class Ahead:
             square = sum_squares([flat])
             sizes = [shape.numel() for _, shape in self.units[unit]]
             for (rows, shape), piece in zip(self.units[unit], flat.split_with_sizes(sizes), strict=True):
-                self._here[rows.leaf, rows.lo] = piece.view(shape)
+                self._here[rows.leaf, rows.lo] = piece = piece.view(shape)
+                if self._update.optimizer.measure is not None:  # before a step overwrites it
+                    self._measures[rows.leaf] = self._update.optimizer.measure(piece)
             with self._change:
                 self._squares[unit] = square
                 self._change.notify_all()
@@ -147,6 +150,7 @@ class Ahead:
         try:
             with torch.no_grad(), background():
                 self._done = stream_some(self._update, self._order)
+                self._done.measures.update(self._measures)
         except BaseException as error:  # for whoever waits
             self._error = error
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from shardfn.collectives import local
 from shardfn.core import tree_leaves
 from shardfn.optim import GradientTransformation
 
@@ -35,8 +36,8 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     ahead = None
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece.
     decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
-    if decided and plan.reduce_order and optimizer.grain == "element" and optimizer.measure is None:
-        units = _units(plan)
+    if decided and plan.reduce_order and optimizer.grain == "element" and _knows_its_measures(optimizer, state):
+        units = _units(plan, measures=optimizer.measure is not None)
         ahead = _ahead(plan, optimizer, state, units) if units else None
     try:
         yield ahead
@@ -70,10 +71,22 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
     return Ahead(update, [rows for own in layers.values() for rows, _ in own], layers)
 
 
-def _units(plan: Plan) -> list[int]:
-    """The units whose leaves can be stepped early, in the order in which they are complete."""
+def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) -> bool:
+    """Whether the next step needs no measure of its own gradients."""
+    if optimizer.measure is None:
+        return True
+    return optimizer.measures_ahead is not None and optimizer.measures_ahead(local(state.opt_state))
+
+
+def _units(plan: Plan, *, measures: bool) -> list[int]:
+    """The units whose leaves can be stepped early, in the order in which they are complete.
+
+    Args:
+        plan: the layout.
+        measures: whether whole leaves are measured, so that a stacked one must not come layer by layer.
+    """
     where = [rows.leaf for rows in _where(plan)]
-    able = [_is_able(leaf, plan.zero.persist) for leaf in plan.leaves]
+    able = [_is_able(leaf, plan.zero.persist) and not (measures and leaf.layers) for leaf in plan.leaves]
     while True:
         units = [u for u in plan.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
         reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)

@@ -103,10 +103,11 @@ class Update:
 
 @dataclasses.dataclass
 class Done:
-    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state."""
+    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state; and its measures."""
 
     params: dict[int, Held] = dataclasses.field(default_factory=dict)
     state: dict[int, Held] = dataclasses.field(default_factory=dict)
+    measures: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
@@ -120,7 +121,8 @@ def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
         For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
     """
     out = _Stream(update)
-    token = out.run([Rows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params])
+    order = [Rows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params]
+    token = out.run(order, out.measures(done))
     params = [None if c is None else out.finished(c, done.params.get(i)) for i, c in enumerate(update.params)]
     state = [out.finished(c, done.state.get(k)) for k, c in enumerate(update.state)]
     return params, out.end(token, tree_unflatten(update.state_treedef, state))
@@ -129,12 +131,14 @@ def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
 def stream_some(update: Update, order: Sequence[Rows]) -> Done:
     """Steps some leaves, whose new values are new files and new host memory; counters stay as they are.
 
+    No measure is known, so the rule takes none, or `measures_ahead`.
+
     Args:
         update: all leaves; gradients of those in `order` only.
         order: which rows, in this order; cut further where they can be.
     """
     out = _Stream(update)
-    out.run(order)
+    out.run(order, None)
     leaves = list(dict.fromkeys(rows.leaf for rows in order))
     params = [(i, update.params[i]) for i in leaves]
     state = [(k, update.state[k]) for i in leaves for k in out.owned(i)]
@@ -157,9 +161,9 @@ class _Stream:
         self._size = max(update.chunk // PARTS, 1)
         self.spare = _Spare()
 
-    def run(self, order: Sequence[Rows]) -> Any:
-        """Steps rows of leaves; gives the optimizer's token of the step."""
-        token = self._begin()
+    def run(self, order: Sequence[Rows], measures: Sequence[Tensor] | None) -> Any:
+        """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
+        token = self._begin(measures)
         chunks = list(self._chunks(order))
         coming: collections.deque[_Chunk] = collections.deque()
         leaving: collections.deque[_Chunk] = collections.deque()
@@ -216,16 +220,26 @@ class _Stream:
             column.held.copy_(done)
         return column.held
 
-    def _begin(self) -> Any:
-        u, stats = self._u, []
-        for column in u.grads:
-            if column is not None and self._pieces.measure is not None:
-                x = loaded(column.held)
-                stats.append(self._pieces.measure(x if u.scale is None else x * u.scale.to(x.device)))
+    def measures(self, done: Done) -> list[Tensor]:
+        """What the optimizer asks of each gradient; of leaves that have been stepped it is known."""
+        u, measure = self._u, self._pieces.measure
+        out: list[Tensor] = []
+        for i, (param, grad) in enumerate(zip(u.params, u.grads, strict=True)):
+            if param is None or measure is None:
+                continue
+            if i not in done.measures:
+                assert grad is not None
+                x = loaded(grad.held)
+                done.measures[i] = measure(x if u.scale is None else x * u.scale.to(x.device))
+            out.append(done.measures[i].to(u.device))
+        return out
+
+    def _begin(self, measures: Sequence[Tensor] | None) -> Any:
+        u = self._u
         counters = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
         specs = [None if c is None else s for c, s in zip(u.params, u.specs, strict=True)]
         state = tree_unflatten(u.state_treedef, counters)
-        return self._pieces.begin(state, stats, specs=tree_unflatten(u.treedef, specs))
+        return self._pieces.begin(state, measures, specs=tree_unflatten(u.treedef, specs))
 
     def _chunks(self, order: Sequence[Rows]) -> Iterator[tuple[list[Rows], int]]:
         """Neighbouring rows that are stepped in one memory, up to the size of a part of a chunk, and their bytes."""

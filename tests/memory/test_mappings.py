@@ -38,7 +38,7 @@ def test_what_was_given_back_is_lent_again() -> None:
         lambda area: memoryview(area)[3:].cast("B")[2:],
         lambda area: torch.from_numpy(np.frombuffer(area, np.uint8).reshape(2, -1)[1]),
         lambda area: torch.frombuffer(area, dtype=torch.uint8).untyped_storage(),
-        lambda area: torch.utils.dlpack.from_dlpack(torch.frombuffer(area, dtype=torch.uint8)[1:]),
+        lambda area: torch.from_dlpack(torch.frombuffer(area, dtype=torch.uint8)[1:]),
     ],
 )
 def test_a_view_of_a_view_keeps_memory_from_being_lent(view: Any) -> None:

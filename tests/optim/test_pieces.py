@@ -44,6 +44,8 @@ ELEMENT: dict[str, Callable[[], GradientTransformation]] = {
     ),
     "trace": lambda: optim.chain(optim.trace(0.9), optim.scale_by_lion(), optim.scale_by_learning_rate(0.01)),
     "delayed": lambda: optim.chain(CLIP, optim.delayed(optim.adamw(SCHEDULE, mask=large), warmup=1)),
+    "delayed norm": lambda: optim.delayed(optim.chain(CLIP, optim.adamw(SCHEDULE, mask=large)), warmup=1),
+    "delayed at once": lambda: optim.delayed(optim.chain(CLIP, optim.sgd(0.1))),
 }  # fmt: skip
 LEAF: dict[str, Callable[[], GradientTransformation]] = {
     "lamb": lambda: optim.lamb(SCHEDULE, weight_decay=0.1, mask=large),
@@ -57,7 +59,7 @@ LEAF: dict[str, Callable[[], GradientTransformation]] = {
 TREE: dict[str, Callable[[], GradientTransformation]] = {
     "own": lambda: optim.stateless(lambda updates, params, specs: tree_map(torch.neg, updates)),
     "late norm": lambda: optim.chain(optim.scale_by_adam(), CLIP),
-    "delayed norm": lambda: optim.delayed(optim.chain(CLIP, optim.sgd(0.1))),
+    "delayed norm of some": lambda: optim.delayed(optim.masked(optim.chain(CLIP, optim.sgd(0.1)), large)),
 }
 
 
