@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ PAGE = 4096
 _SMALL = 64 << 10
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MAPPINGS = Mappings(keep=256 << 20)  # what a step with large chunks has in use
+
+os.register_at_fork(after_in_child=_MAPPINGS.forked)
 
 Bytes = np.ndarray  # one-dimensional, uint8
 

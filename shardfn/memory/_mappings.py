@@ -44,9 +44,8 @@ class Mappings:
     @property
     def waiting(self) -> int:
         """Bytes of the mappings that wait."""
-        with self._lock:
-            self._take_back()
-            return self._waiting
+        self._settle()
+        return self._waiting
 
     def lend(self, nbytes: int) -> Any:
         """At least so many bytes, but one, of any content: a writable ctypes array, until its last view is garbage.
@@ -61,6 +60,7 @@ class Mappings:
             self._lent += size
             self._most = max(self._most, self._lent)
             self._drop()
+        self._settle()
         if area is None:
             area = self._map(size)
         lent = _bytes(size).from_buffer(area)
@@ -85,9 +85,17 @@ class Mappings:
                 self._lent -= size
             raise
 
+    def forked(self) -> None:
+        """Makes a child usable whose parent was forked while one of its threads was in here."""
+        self._lock = threading.Lock()
+
     def _give_back(self, area: mmap.mmap) -> None:
         """Called wherever a reference ends: in any thread, and by the garbage collector while the lock is held too."""
         self._returned.append(area)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Takes note of what was given back; if somebody holds the lock, he does when he has given it up."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 self._take_back()

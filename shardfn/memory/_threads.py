@@ -58,22 +58,26 @@ class Threads:
 
     def submit(self, work: Callable[..., T], *args: Any, later: bool = False) -> concurrent.futures.Future[T]:
         """Runs `work(*args)` on one of the threads; if `later`, behind all that is not."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        (self._later if later else self._first).append(_Job(future, work, [args]))
-        self._executor.submit(self._next)
-        return future
+        lane = self._later if later else self._first
+        job = _Job(concurrent.futures.Future(), work, [args])
+        lane.append(job)
+        try:
+            self._executor.submit(self._next)
+        except BaseException:  # closed, or interrupted: then nobody may come for the job
+            with contextlib.suppress(ValueError):
+                lane.remove(job)
+            raise
+        return job.future
 
     def close(self, *, wait: bool) -> None:
         """Ends the threads when all is done, and waits for that if told to."""
         self._executor.shutdown(wait=wait)
 
     def _next(self) -> None:
-        """Does one job; it is called as often as there are jobs."""
-        try:
-            job = self._first.popleft()
-        except IndexError:
-            job = self._later.popleft()
-        job.run()
+        """Does one job, if there is one; it is called at least as often as there are jobs."""
+        for lane in (self._first, self._later):
+            with contextlib.suppress(IndexError):
+                return lane.popleft().run()
 
 
 class _Job(NamedTuple, Generic[T]):
@@ -82,9 +86,12 @@ class _Job(NamedTuple, Generic[T]):
     args: list[tuple[Any, ...]]
 
     def run(self) -> None:
+        future = self.future
         try:
             out = self.work(*self.args.pop())
         except BaseException as error:
-            self.future.set_exception(error)
+            del self  # the error knows this frame: in a cycle with its future, what was worked on would live on
+            future.set_exception(error)
+            del future
         else:
-            self.future.set_result(out)
+            future.set_result(out)

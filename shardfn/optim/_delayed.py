@@ -116,9 +116,7 @@ def _delayed(
         gs, waiting = _columns(grads, state, "grads")
         inner, count, now = state.inner, int(state.count), total(grads, specs)
         if count < warmup:
-            params, inner = inplace(rule(grads, now if now is not None else state.measured))(
-                grads, inner, params, specs=specs
-            )
+            params, inner = inplace(rule(grads, now))(grads, inner, params, specs=specs)
         elif count > warmup:
             params, inner = inplace(rule(grads, state.measured))(state.pending, inner, params, specs=specs)
         if count >= warmup and gs:

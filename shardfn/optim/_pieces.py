@@ -68,12 +68,12 @@ class Token(NamedTuple):
     Attributes:
         rule: the rule for parts of the tree, in this step.
         old: the counters before the step.
-        new: the counters after it.
+        new: the counters after it; None where the measures are not known.
     """
 
     rule: GradientTransformation
     old: tuple[Tensor, ...]
-    new: tuple[Tensor, ...]
+    new: tuple[Tensor, ...] | None
 
 
 def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
@@ -114,11 +114,13 @@ def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
 
     @torch.no_grad()
     def begin(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
+        if stats is None and tx.measure is not None and not (tx.measures_ahead and tx.measures_ahead(state)):
+            raise ValueError("begin was given no measures, but the rule needs those of this step's gradients.")
         rule = given(tx, whole, _together(tx, whole, stats, specs))
         old = tuple(c.clone() for c in _read(state, entries))
         nothing = tree_map(lambda p: None, whole)
         advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
-        return Token(rule, old, _read(advanced, entries))
+        return Token(rule, old, None if tx.measure is not None and stats is None else _read(advanced, entries))
 
     @torch.no_grad()
     def apply(
@@ -131,6 +133,8 @@ def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
         return params, _write(state, entries, own)
 
     def end(token: Token, state: OptState) -> OptState:
+        if token.new is None:
+            raise ValueError("this token was begun without measures; end with one of a `begin` that was given them.")
         return _write(state, entries, token.new)
 
     return Pieces(tx.grain, tx.measure, begin, apply, end)
@@ -158,13 +162,12 @@ def _together(
     tx: GradientTransformation, whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs
 ) -> Float[Tensor, " num_leaves"] | None:
     """The measures of all leaves, over all their blocks."""
-    if tx.measure is None or (stats is None and tx.measures_ahead is not None):
+    if tx.measure is None or stats is None:
         return None
     num = len(tree_leaves(whole))
-    if stats is None or len(stats) != num:
+    if len(stats) != num:
         raise ValueError(
-            f"begin was given {len(stats or ())} measures for {num} leaves; give it pieces.measure(grad) of each, in"
-            " order."
+            f"begin was given {len(stats)} measures for {num} leaves; give it pieces.measure(grad) of each, in order."
         )
     local = torch.stack(list(stats)) if stats else torch.zeros(0)
     return local if specs is None or not stats else over_blocks(local, spec_leaves(specs, whole))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from shardfn.collectives import local
 from shardfn.core import tree_leaves
 from shardfn.optim import GradientTransformation
 
@@ -75,7 +74,8 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
     """Whether the next step needs no measure of its own gradients."""
     if optimizer.measure is None:
         return True
-    return optimizer.measures_ahead is not None and optimizer.measures_ahead(local(state.opt_state))
+    ahead = optimizer.measures_ahead
+    return ahead is not None and ahead(take_state(state, donated=False, copied=False)[1])  # looked at, not loaded
 
 
 def _units(plan: Plan, *, measures: bool) -> list[int]:

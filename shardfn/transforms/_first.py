@@ -61,7 +61,7 @@ class _FirstState:
         with FakeTensorMode(allow_non_fake_inputs=True):
             rows = [_no_rows(plan, i) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)]
             self._like = optimizer.init(tree_unflatten(plan.treedef, rows))
-        self._owners = state_owners(self._like, tree_unflatten(plan.treedef, rows))
+        self._owners = state_owners(self._like, tree_unflatten(plan.treedef, rows), optimizer)
         self._entries = tree_entries(self._like)
         none = tree_unflatten(plan.treedef, [None] * len(plan.leaves))
         self._found: dict[Any, Tensor | Stored] = self._named(optimizer.init(none))

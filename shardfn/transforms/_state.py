@@ -5,7 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import DonatedError, PyTree, tree_entries, tree_leaves, tree_paths
+from shardfn.core import DonatedError, PyTree, tree_entries, tree_leaves, tree_map, tree_paths
+from shardfn.optim import GradientTransformation
 
 
 class TrainState(NamedTuple):
@@ -55,7 +56,9 @@ def check_alive(state: TrainState) -> None:
         )
 
 
-def state_owners(opt_state: PyTree, params: PyTree) -> list[int | None]:
+def state_owners(
+    opt_state: PyTree, params: PyTree, optimizer: GradientTransformation | None = None
+) -> list[int | None]:
     """For each leaf of an optimizer's state the leaf of params that it belongs to; None for a counter.
 
     A leaf belongs to the parameter whose path ends its own path and whose local shape it has; the others are 0-d, or
@@ -64,6 +67,8 @@ def state_owners(opt_state: PyTree, params: PyTree) -> list[int | None]:
     Args:
         opt_state: the state, initialised on local blocks.
         params: tree of the local blocks; of all leaves only shapes count.
+        optimizer: the rule, where its state is kept elsewhere than on the device: what it also makes for a tree without
+            leaves is a counter, whatever its path (position 1 of a state is not the 0-d parameter at position 1).
 
     Raises:
         ValueError: a leaf is neither.
@@ -71,12 +76,14 @@ def state_owners(opt_state: PyTree, params: PyTree) -> list[int | None]:
     by_path = {
         path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))
     }
+    nothing = None if optimizer is None else optimizer.init(tree_map(lambda x: None, params))
+    counters = set(tree_entries(nothing)) if optimizer is not None else set()
     out: list[int | None] = []
     for path, name, leaf in zip(
         tree_entries(opt_state), tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True
     ):
         owner = next((by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path), None)
-        if isinstance(leaf, GlobalTensor):
+        if isinstance(leaf, GlobalTensor) or path in counters:
             out.append(None)
         elif owner is not None and owner[1] == leaf.shape:
             out.append(owner[0])

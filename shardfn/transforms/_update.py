@@ -142,7 +142,7 @@ def whole_update(
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
     homes: list[MemoryKind] = [leaf.state_home for leaf in plan.leaves if leaf.trainable]
     index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
-    owners = state_owners(opt_state, held)
+    owners = state_owners(opt_state, held, optimizer)
     state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
     return Update(
         optimizer=optimizer,

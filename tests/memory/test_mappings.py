@@ -2,8 +2,11 @@
 
 import gc
 import mmap
+import os
 import random
+import signal
 import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from shardfn import memory
-from shardfn.memory import _mappings
+from shardfn.memory import _host, _mappings
 from shardfn.memory._mappings import Mappings
 
 PAGE = 4096
@@ -119,3 +122,18 @@ def test_threads_never_share_what_they_were_lent() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_a_child_is_usable_though_a_thread_was_in_here_when_it_was_forked() -> None:
+    with _host._MAPPINGS._lock:
+        child = os.fork()
+        if not child:
+            memory.host_empty((1 << 16,)).fill_(1.0)
+            os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)

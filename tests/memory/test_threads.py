@@ -1,5 +1,6 @@
 """Covers the order in which threads do what waits, what they let go of, and how errors come back."""
 
+import gc
 import pathlib
 import threading
 import weakref
@@ -64,3 +65,33 @@ def test_reads_in_the_background_wait_for_the_others(tmp_path: pathlib.Path) -> 
         assert held.result(timeout=10)
         assert float(late.result().sum()) == 0 and float(soon.result().sum()) == 5000
         assert order == [second.slot, first.slot]
+
+
+def test_a_job_that_is_refused_takes_no_other_ones_place() -> None:
+    gate, done, threads = threading.Event(), [], Threads(1, "test")
+    held = threads.submit(gate.wait, 10)
+    accepted = threads.submit(done.append, "accepted", later=True)
+    threads.close(wait=False)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        threads.submit(done.append, "refused")
+    gate.set()
+    assert held.result(timeout=10) and accepted.result(timeout=10) is None
+    assert done == ["accepted"]
+
+
+def test_an_error_keeps_nothing_alive_when_it_is_gone() -> None:
+    def fail(x: torch.Tensor) -> None:
+        raise ZeroDivisionError(f"{len(x)} elements")
+
+    threads = Threads(1, "test")
+    gc.disable()
+    try:
+        x = torch.ones(2)
+        alive, future = weakref.ref(x), threads.submit(fail, x)
+        del x
+        assert str(future.exception(timeout=10)) == "2 elements"
+        threads.close(wait=True)
+        del future
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -121,3 +121,23 @@ def test_what_is_refused() -> None:
         optim.inplace(tx)([torch.ones(1)], optim.EmptyState(), [torch.ones(1)])
     with pytest.raises(ValueError, match=r"pending\[0\] has shape \(1,\)"):
         optim.inplace(tx)([torch.ones(2)], tx.init([torch.ones(1)]), [torch.ones(2)])
+
+
+def test_a_clip_inside_begins_without_measures_after_the_warm_up_only() -> None:
+    tx, params = optim.delayed(optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(1.0)), 1), [torch.zeros(2)]
+    pieces, state, grad = optim.in_pieces(tx, params), tx.init(params), torch.tensor([3.0, 4.0])
+    with pytest.raises(ValueError, match="given no measures, but the rule needs those of this step's gradients"):
+        pieces.begin(state, None)
+    for _ in range(3):  # a plain step, one that moves nothing, one along what waits
+        assert pieces.measure is not None
+        token = pieces.begin(state, [pieces.measure(grad)])
+        if int(state.count) > 0:
+            early = pieces.begin(state, None)
+            _ = pieces.apply(early, [grad.clone()], state, params)
+            with pytest.raises(ValueError, match="begun without measures"):
+                pieces.end(early, state)
+        else:
+            _ = pieces.apply(token, [grad.clone()], state, params)
+        state = pieces.end(token, state)
+    torch.testing.assert_close(params[0], torch.tensor([-0.12, -0.16]))
+    assert state.measured == 25

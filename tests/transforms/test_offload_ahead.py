@@ -141,10 +141,11 @@ def _deep(p: list[Any], x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-def _on_disk(loss: Any, place: pathlib.Path) -> Any:
+def _on_disk(loss: Any, place: pathlib.Path, optimizer: Any = None) -> Any:
     kinds: dict[str, Any] = {"params": "disk", "grads": "disk", "optimizer": "disk", "directory": str(place)}
     zero = sf.Zero(3, persist=0, bucket=0, prefetch=1 << 20, **kinds)
-    return sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=sf.make_mesh({"dp": 1}), zero=zero)
+    optimizer = sf.optim.adamw(1e-2) if optimizer is None else optimizer
+    return sf.sharded_step(loss, optimizer, mesh=sf.make_mesh({"dp": 1}), zero=zero)
 
 
 def test_steps_leave_no_files_to_the_garbage_collector(tmp_path: pathlib.Path) -> None:
@@ -187,3 +188,33 @@ def test_leaves_ahead_of_their_use_are_not_waited_for(tmp_path: pathlib.Path) ->
         assert torch.equal(step.apply(loss, state, torch.ones(8, 32)), want)
     assert waited == [True, True]
     step.close()
+
+
+def test_a_clip_of_what_waits_moves_no_more_than_what_waits(tmp_path: pathlib.Path) -> None:
+    adamw, moved = sf.optim.adamw(1e-2), []
+    for k, rule in enumerate((adamw, sf.optim.chain(sf.optim.clip_by_global_norm(0.5), adamw))):
+        step = _on_disk(_deep, tmp_path / str(k), sf.optim.delayed(rule))
+        state = step.init([torch.randn(64, 64) / 8 for _ in range(4)])
+        for _ in range(2):
+            state, _ = step(state, torch.ones(8, 64))
+        with sf.memory.ledger() as book:
+            state, _ = step(state, torch.ones(8, 64))
+        moved.append((book.moved("disk", "host"), book.moved("host", "disk")))
+        step.close()
+    assert moved[0] == moved[1]
+
+
+@pytest.mark.parametrize("place", [1, 3])  # of the counter of a DelayedState, and of what it measured
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_counter_is_not_taken_for_the_state_of_a_scalar(tmp_path: pathlib.Path, kind: Any, place: int) -> None:
+    def loss(p: list[Tensor], x: Tensor) -> Tensor:
+        return ((x @ p[0]) * p[1] + p[2] * p[3]).square().mean()
+
+    params = [torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), *(torch.ones(4) for _ in range(3))]
+    params[place] = torch.tensor(1.5)
+    optimizer = sf.optim.delayed(sf.optim.chain(sf.optim.clip_by_global_norm(0.1), sf.optim.sgd(0.1)))
+    options: dict[str, Any] = {"mesh": sf.make_mesh({"dp": 1})}
+    batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    want = on_mesh(loss, optimizer, params, batches, zero=sf.Zero(2, persist=0), **options)
+    zero = sf.Zero(2, persist=0, grads="host", optimizer=kind, directory=str(tmp_path) if kind == "disk" else None)
+    assert_same(on_mesh(loss, optimizer, params, batches, zero=zero, **options), want, exact=True)
