@@ -1,6 +1,5 @@
 """Covers the order in which threads do what waits, what they let go of, and how errors come back."""
 
-import gc
 import pathlib
 import threading
 import weakref
@@ -77,21 +76,3 @@ def test_a_job_that_is_refused_takes_no_other_ones_place() -> None:
     gate.set()
     assert held.result(timeout=10) and accepted.result(timeout=10) is None
     assert done == ["accepted"]
-
-
-def test_an_error_keeps_nothing_alive_when_it_is_gone() -> None:
-    def fail(x: torch.Tensor) -> None:
-        raise ZeroDivisionError(f"{len(x)} elements")
-
-    threads = Threads(1, "test")
-    gc.disable()
-    try:
-        x = torch.ones(2)
-        alive, future = weakref.ref(x), threads.submit(fail, x)
-        del x
-        assert str(future.exception(timeout=10)) == "2 elements"
-        threads.close(wait=True)
-        del future
-        assert alive() is None
-    finally:
-        gc.enable()
