@@ -12,7 +12,7 @@ import contextlib
 import numbers
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,8 @@ class LeafBook:
             yield
 
     def _pack(self, x: Tensor) -> Any:
+        if type(x) is LazyLeaf:  # saved by a Function that was given the leaf itself
+            return _Saved(x._layers or (x,), bool(x._layers))
         known = self._known.get(x.untyped_storage()._cdata)
         if known is None:
             return x
@@ -96,6 +98,9 @@ class LeafBook:
             )
 
     def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is _Saved:
+            layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
+            return torch.stack(layers) if saved.stacked else layers[0]
         if type(saved) is not tuple:
             return saved
         leaf, size, stride, offset = saved
@@ -117,6 +122,13 @@ def packs_leaves(pack: Any) -> bool:
     return isinstance(getattr(pack, "__self__", None), LeafBook)
 
 
+class _Saved(NamedTuple):
+    """A lazy leaf that autograd saved, by its layers."""
+
+    layers: tuple[Any, ...]
+    stacked: bool
+
+
 class LazyLeaf(torch.Tensor):
     """A parameter that arrives when it is used. Behaves as the tensor it stands for; must not be written to.
 
@@ -134,7 +146,7 @@ class LazyLeaf(torch.Tensor):
     @staticmethod
     def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
         """The lazy leaf of `handle`'s shape, dtype and device."""
-        leaf = _wrapper(handle.shape, handle)
+        leaf = _linked(handle)
         leaf.number, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
         leaf._layers = ()
         return leaf
@@ -142,14 +154,15 @@ class LazyLeaf(torch.Tensor):
     @staticmethod
     def stack(path: str, layers: Sequence[Tensor]) -> "LazyLeaf":
         """The stack of `layers`, lazy leaves or tensors of one shape."""
-        leaf = _wrapper((len(layers), *layers[0].shape), layers[0])
+        handles = [x.handle if type(x) is LazyLeaf else x for x in layers]
+        leaf = _linked(*handles, stacked=True)
         leaf._path, leaf._layers = path, tuple(layers)
-        leaf.handle = layers[0].handle if type(layers[0]) is LazyLeaf else layers[0]
+        leaf.handle = handles[0]
         return leaf
 
     def with_handle(self, handle: Tensor) -> "LazyLeaf":
         """The same leaf, whose gradient arrives at another handle."""
-        leaf = _wrapper(self.shape, self.handle)
+        leaf = _linked(handle)
         leaf.number, leaf._path, leaf.handle, leaf._book, leaf._layers = self.number, self._path, handle, self._book, ()
         return leaf
 
@@ -248,6 +261,24 @@ def _taken(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> 
     if func in (_TENSOR.unbind, torch.unbind):
         return layers
     return layers[args[1] if len(args) > 1 else kwargs["index"]]
+
+
+class _Link(torch.autograd.Function):
+    """handles -> lazy leaf: gradients of what takes it past `__torch_function__`, as a Function's `apply`, end here."""
+
+    @staticmethod
+    def forward(ctx: Any, stacked: bool, *handles: Tensor) -> Tensor:
+        ctx.stacked = stacked
+        shape = handles[0].shape
+        return _wrapper((len(handles), *shape) if stacked else shape, handles[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *(grads[0].unbind(0) if ctx.stacked else grads)
+
+
+def _linked(*handles: Tensor, stacked: bool = False) -> Any:
+    return _Link.apply(stacked, *handles)
 
 
 def _wrapper(shape: Sequence[int], like: Tensor) -> Any:

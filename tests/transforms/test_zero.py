@@ -1,6 +1,7 @@
 """Covers ZeRO's known cases with exact numbers: analytic gradients, means, accumulation, traffic, layout, init."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -310,3 +311,41 @@ def test_ranks_that_draw_or_return_different_things_are_told() -> None:
     )
     _, metrics = step(step.init(torch.ones(3)), torch.ones(1))
     assert metrics["a"] == 1 and metrics["b"] == 100
+
+
+class _Scaled(torch.autograd.Function):
+    """sum(w * x), by hand; `apply` passes its arguments on without `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(w, x)
+        return (w * x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        w, x = ctx.saved_tensors
+        return grads[0] * x, grads[0] * w
+
+
+@distributed(world=[1, 2])
+def test_a_function_of_ones_own_has_the_gradients_of_one_device(world: int) -> None:
+    def loss(p: dict[str, Any], x: Tensor) -> Tensor:
+        out = (
+            _Scaled.apply(p["w"], x[0])
+            + _Scaled.apply(p["stack"], x[0].expand(2, 6))
+            + _Scaled.apply(p["stack"][1], x[0])
+        )
+        return out + (p["w"] ** 2).sum()  # and taken the usual way, too
+
+    params = {"w": torch.arange(6.0), "stack": torch.ones(2, 6)}
+    specs = {"w": sf.Sharding(sf.P()), "stack": sf.Sharding(sf.P(), stacked=True)}
+    x = torch.arange(1.0, 7.0)
+    want = {"w": params["w"] - 0.5 * (x + 2 * params["w"]), "stack": 1 - 0.5 * torch.stack([x, 2 * x])}
+    for run in (loss, sf.jit(loss, backend="graph"), sf.remat(loss)):
+        placed: list[dict[str, Any]] = [{}, {"params": "host", "grads": "host", "optimizer": "host"}]
+        for kinds in placed:
+            zero = sf.Zero(3, persist=0, **kinds)
+            step = sf.sharded_step(run, sf.optim.sgd(0.5), mesh=sf.make_mesh({"dp": world}), zero=zero, specs=specs)
+            state, _ = step(step.init(params), x[None])
+            got = sf.unshard(state.params)
+            assert all(torch.equal(got[name], want[name]) for name in want), (got, want)
