@@ -67,3 +67,15 @@ def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     if not transforming():
         return x.sqrt()
     return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)
+
+
+def rounded_root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The square root, of float32 the nearest number to it.
+
+    torch's own, on a CPU, is MKL's: on some processors it is off by the last bit for one number in six.
+
+    Example:
+        >>> rounded_root(torch.tensor([0.25]))
+        tensor([0.5000])
+    """
+    return x.double().sqrt().to(x.dtype)

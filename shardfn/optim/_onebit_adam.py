@@ -18,6 +18,7 @@ from ._apart import Apart, add_, apart, blend, is_differentiated, pieces
 from ._base import GradientTransformation, Phase, inplace
 from ._compressed import averaging, written
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
+from ._hyper import rounded_root
 from ._leaves import wide
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
@@ -261,7 +262,7 @@ class Step:
         """`sqrt(nu / c2) + eps`; infinite where nu is 0. In float32 with the bits of `preconditioned_step`."""
         d = torch.nn.functional.threshold(wide(nu), 0.0, math.inf)
         d = d if self.c2 is None else d / self.c2
-        return d.double().sqrt().to(d.dtype) + self.eps
+        return rounded_root(d) + self.eps
 
     def update(self, p: Tensor, m: Tensor, nu: Tensor, decays: bool) -> Tensor:
         """`-lr (m / c1 / (sqrt(nu / c2) + eps) + weight_decay p)`; the first term is 0 where nu is."""

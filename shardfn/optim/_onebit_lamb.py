@@ -19,6 +19,7 @@ from ._checks import decay_rate, not_negative
 from ._compressed import Share, averaging, written
 from ._decay import add_decayed_weights
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
+from ._hyper import rounded_root
 from ._lamb import (
     bias_factor,
     lamb_in_place,
@@ -314,9 +315,9 @@ class _OneBitLamb(Phased):
             return state.factor
         step = Step(1.0, None, None, self.eps, 0.0, decays)
         ds = [step.root(nu) for nu in nus]
-        ratios = torch.stack(
-            [_largest(d, wide(fresh).sqrt().add_(self.eps)) for d, fresh in zip(ds, freshs, strict=True)]
-        )
+        # Roots of one kind: where fresh is still nu, their ratio is 1.
+        pairs = zip(ds, freshs, strict=True)
+        ratios = torch.stack([_largest(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
         f = (ratios if cuts is None else over_blocks(ratios, cuts, pmax)).to(state.factor.device)
         us = [wide(m) / d for m, d in zip(ms, ds, strict=True)]
         if any(decays):

@@ -13,7 +13,7 @@ from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights
 from ._even import even
 from ._hyper import beside, is_zero, number
-from ._kernels import fused_sgd_
+from ._kernels import foreach_add_, foreach_mul_, fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zeros_like
 from ._types import LearningRate, Number, OptState, Params, Specs, Updates
@@ -124,15 +124,27 @@ def sgd(
         lr = next_rate(learning_rate, state[-1])
         for (_, device, _), (p, *t, g) in grouped(columns, [g.dtype for g in columns[-1]]).items():
             for q, *u, h in even([p, *t, g]):
-                fused_sgd_(
-                    q, h, u[0] if u else [], lr=on_device(lr, device), momentum=number(momentum or 0.0),
-                    nesterov=nesterov, weight_decay=number(weight_decay), dampening=0.0, maximize=False,
-                    is_first_step=False,
-                )  # fmt: skip
+                _step(q, u[0] if u else [], h, on_device(lr, device), momentum, nesterov, number(weight_decay))
         unstage(copies)
         return params, state
 
     return GradientTransformation(pure.init, pure.update, apply, grain="element")
+
+
+def _step(
+    p: list[Tensor], t: list[Tensor], g: list[Tensor], lr: float | Tensor, momentum: Number | None, nesterov: bool,
+    decay: float,
+) -> None:  # fmt: skip
+    by = number(momentum or 0.0)
+    if t and not by:  # torch's kernel takes a trace only with a momentum; this one is the gradient, kept
+        foreach_mul_(t, by)
+        foreach_add_(t, g)
+        foreach_add_(t, p, alpha=decay)
+        t, g, decay = [], t, 0.0
+    fused_sgd_(
+        p, g, t, lr=lr, momentum=by, nesterov=nesterov, weight_decay=decay, dampening=0.0, maximize=False,
+        is_first_step=False,
+    )  # fmt: skip
 
 
 def _on_cpu(param: Tensor) -> bool:

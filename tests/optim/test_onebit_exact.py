@@ -1,6 +1,7 @@
 """Covers the compressed optimizers where they are exact: the warm-up's bits, and steps through the identity compressor.
 
-The references are the uncompressed rules in plain code, for all ranks at once.
+The references are the uncompressed rules in plain code, for all ranks at once. Rules and references round each
+operation once, roots too, so that their bits are equal on every processor.
 """
 
 from collections.abc import Callable
@@ -85,6 +86,11 @@ def average(ranks: list[Tensor]) -> Tensor:
     return total / len(ranks)
 
 
+def root(x: Tensor) -> Tensor:
+    """The nearest float32; which torch's own root is not, on some processors."""
+    return x.double().sqrt().float()
+
+
 def corrections(t: int, frozen: int) -> tuple[Tensor, Tensor]:
     t64, f64 = torch.tensor(t).double(), torch.tensor(frozen).double()
     return (1 - torch.pow(0.9, t64)).float(), (1 - torch.pow(0.999, f64)).float()
@@ -93,7 +99,7 @@ def corrections(t: int, frozen: int) -> tuple[Tensor, Tensor]:
 def frozen_adam(p: Tensor, mu: Tensor, nu: Tensor, ranks: list[Tensor], t: int, wd: float) -> tuple[Tensor, Tensor]:
     c1, c2 = corrections(t, FREEZE)
     mu = average([0.9 * mu + (1 - 0.9) * g for g in ranks])
-    return p + ((mu / c1) / ((nu / c2).sqrt() + 1e-8) + wd * p) * -SCHEDULE(torch.tensor(t - 1)), mu
+    return p + ((mu / c1) / (root(nu / c2) + 1e-8) + wd * p) * -SCHEDULE(torch.tensor(t - 1)), mu
 
 
 class Reference:
@@ -174,18 +180,18 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
                 mu = 0.9 * mu + (1 - 0.9) * average(ranks)
                 if phase.name == "full":
                     nu, num_var = 0.999 * nu + (1 - 0.999) * average(ranks).square(), num_var + 1
-                p = p + ((mu / c1) / ((nu / corrections(1, num_var)[1]).sqrt() + 1e-8) + WD * p) * -lr
+                p = p + ((mu / c1) / (root(nu / corrections(1, num_var)[1]) + 1e-8) + WD * p) * -lr
             else:
                 if phase.name == "switch":
                     start, mus, drifts = p, [mu, mu], [torch.zeros(6)] * 2
                 mus = [0.9 * m + (1 - 0.9) * g for m, g in zip(mus, ranks, strict=True)]
-                rate, root = lr / c1, (nu / corrections(1, num_var)[1]).sqrt() + 1e-8
+                rate, scale = lr / c1, root(nu / corrections(1, num_var)[1]) + 1e-8
                 rates, decays = rates + rate, decays + lr
                 drifts = [s + rate * m for s, m in zip(drifts, mus, strict=True)]
-                p = p - rate * mus[rank] / root
+                p = p - rate * mus[rank] / scale
                 if phase.name != "local":
                     total = average(drifts)
-                    start = p = start * (1 - WD * decays) - total / root
+                    start = p = start * (1 - WD * decays) - total / scale
                     mus, drifts = [total / rates] * 2, [torch.zeros(6)] * 2
                     rates, decays = torch.zeros(()), torch.zeros(())
             assert_equal(params, [p])
@@ -227,8 +233,8 @@ def test_onebit_lamb_through_the_identity_compressor_is_exact() -> None:
                 0.999 * f + (1 - 0.999) * ((n - 0.9 * m) / (1 - 0.9)).square()
                 for f, n, m in zip(freshs, news, mus, strict=True)
             ]
-            mus, ds = news, [nu.sqrt() + 1e-8 for nu in nus]
-            f = torch.stack([(d / (x.sqrt() + 1e-8)).amax() for d, x in zip(ds, freshs, strict=True)])
+            mus, ds = news, [root(nu) + 1e-8 for nu in nus]
+            f = torch.stack([(d / (root(x) + 1e-8)).amax() for d, x in zip(ds, freshs, strict=True)])
             ws = [m / d for m, d in zip(mus, ds, strict=True)]
             us = [w + WD * p for w, p in zip(ws, ps, strict=True)]
             r = (optim.sum_squares(ws).sqrt() / optim.sum_squares(us).sqrt()).clamp(max=1.0)
