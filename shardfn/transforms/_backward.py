@@ -15,10 +15,10 @@ from ._accumulate import microbatches
 from ._ahead import Ahead
 from ._comms import Comms, described, open_channels
 from ._copies import alias, traced_once
-from ._gather import Gatherer
+from ._gather import DONE, IDLE, Gatherer
 from ._layout import LeafLayout
 from ._lazy import LazyLeaf, LeafBook
-from ._loss import Loss, Value, WeightedMean, evaluate
+from ._loss import Loss, NoGradientError, Value, WeightedMean, evaluate
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
@@ -92,6 +92,7 @@ def run_backward(
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     reducer = Reducer(plan, comms.channels, plan.reduce_order)
     values: list[Value] = []
+    idle = False
     with _told(gatherer, comms), torch.enable_grad():
         inner, batches = microbatches(loss, args[0])
         book = LeafBook(gatherer.whole, plan.layers)
@@ -124,10 +125,12 @@ def run_backward(
             comms.mark("backward")
             _differentiate(value, handles, plan.num_left / (ranks * len(batches)), loss_scale)
             del value
-            gatherer.end_phase(ask=send)
+            idle = gatherer.end_phase(ask=send, says=IDLE if last and handles and not reducer.received else DONE)
             reducer.end()
             book.forget_dead()
         gatherer.close()
+        if idle and not plan.captured:  # ranks that capture agree on it afterwards
+            raise NoGradientError(plan.trained)
         comms.mark("update")
         out = _outcome(values, reducer, plan)
         if not plan.reduce_order:

@@ -113,6 +113,11 @@ class Plan:
         return Plan(**(same | own | changes))
 
     @property
+    def trained(self) -> list[str]:
+        """The paths of the trainable leaves."""
+        return [leaf.path for leaf in self.leaves if leaf.trainable]
+
+    @property
     def num_left(self) -> int:
         """How many ranks' gradients the optimizer averages itself."""
         return self.mesh.axis_size(self.left_axes)

@@ -179,7 +179,7 @@ class ShardedStep:
         step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
         with bind_mesh(self.mesh), losing_no_peer(comms):
             state = TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
-            begin(plan, state)
+            begin(plan, state, comms.control)
             _together(plan, comms)
         return state
 
