@@ -43,6 +43,7 @@ from ._loss import Loss
 from ._lower import Lowered
 from ._metrics import measure
 from ._mixed_precision import check_scaled, with_masters
+from ._module_dtypes import computing_in
 from ._phases import check_phases, in_phase
 from ._plan import Plan, Planner
 from ._pools import begin, close_pool, commit, forget
@@ -384,7 +385,7 @@ class ShardedStep:
         rank's. Passing the same function again reuses the order of gathers learnt the first time.
         """
         if transforming():
-            with bind_mesh(self.mesh):
+            with bind_mesh(self.mesh), computing_in(self._compute):
                 return pure_apply(self._planner.plan_of(state), state.params, f, args)
         f = unwrap(f).loss  # leaves are gathered one by one, which a graph of f alone would not do
         comms = comms_of(self.mesh)
@@ -396,7 +397,7 @@ class ShardedStep:
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
             plan.use_orders.pop(("apply", f), None)
-        with bind_mesh(self.mesh), losing_no_peer(comms):
+        with bind_mesh(self.mesh), losing_no_peer(comms), computing_in(self._compute):
             out = run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
         plan.forget_orders(MAX_APPLIED)
         return out
@@ -407,6 +408,10 @@ class ShardedStep:
         plan = self._planner.plan(treedef, leaves)
         kept = [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves]
         return tree_unflatten(treedef, kept)
+
+    @property
+    def _compute(self) -> torch.dtype | None:
+        return None if self._planner.policy is None else self._planner.policy.compute
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
