@@ -32,7 +32,7 @@ NIGHTLY = re.compile(
             r"test_(offload_jit|offload_ledger|offload_faults|activations)\.py::\w+\[1\]",
             r"test_offload_ahead\.py::\w+\[(1-|2-(adamw, disk|delayed, host))",
             r"test_(phases|readme|functional)\.py::\w+\[1\b",
-            r"test_(phases|step_failures|onebit_exact)\.py::\w+\[3\b",
+            r"test_(phases|step_failures|step_waits|onebit_exact)\.py::\w+\[3\b",
             r"test_primitives\.py::test_rows_mean_what_the_slow_spec_says\[3\]",
             r"test_compressed\.py::test_equals_the_formula_of_all_ranks\[4\]",
             r"test_failure_graph\.py::\w+\[\w+-3\]",

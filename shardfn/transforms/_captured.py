@@ -127,7 +127,6 @@ class CapturedSteps:
     ) -> "_Ready":
         start = time.perf_counter()
         params, opt, scale = state.params, state.opt_state, scale_of(state)
-        comms.control.agree("how jit chooses the schedule", self._jitted.chooses_by())
 
         def make() -> tuple[StepProgram, GraphModule]:
             choice = None

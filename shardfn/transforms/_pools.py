@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Stored, raise_all, tree_leaves, tree_paths
+from shardfn.core import Mesh, Stored, raise_all, tree_leaves, tree_paths
 from shardfn.memory import AnyPool, Pool, TracedPool
 
 from ._origin import check_origins, origin_of
@@ -36,10 +36,19 @@ def disk_of(plan: Plan) -> Pool | None:
     """The pool of a plan, opened on first use; None if it keeps nothing on disk."""
     if plan.zero.directory is None:
         return None
-    pools = plan.mesh.resources.setdefault("pools", {})
+    pools = _pools(plan.mesh)
     if plan.zero.directory not in pools:
         pools[plan.zero.directory] = Pool(_place(plan), checksum=plan.zero.checksum)
     return pools[plan.zero.directory]
+
+
+def _pools(mesh: Mesh) -> dict[str, Pool]:
+    """The pools of a mesh's steps by directory; they are closed with the mesh."""
+    if "pools" not in mesh.resources:
+        pools: dict[str, Pool] = {}
+        mesh.resources["pools"] = pools
+        mesh.at_close("pools", lambda why: [pool.close() for pool in pools.values()].clear())
+    return mesh.resources["pools"]
 
 
 def close_pool(planner: Planner) -> None:
@@ -123,7 +132,7 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
         had = [f"rank {r}: {f'numbers {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]
         raise_all(FileNotFoundError, f"no commit under {plan.zero.directory} is there on all ranks:", had)
     opened = Pool.open(place, max(common), checksum=plan.zero.checksum)
-    plan.mesh.resources.setdefault("pools", {})[plan.zero.directory] = opened.pool
+    _pools(plan.mesh)[plan.zero.directory] = opened.pool
     _commits(plan)[plan.zero.directory] = opened.step
     _runs(plan)[plan.zero.directory] = told.get("run", "")
     return opened.values, told
