@@ -47,8 +47,13 @@ def _pools(mesh: Mesh) -> dict[str, Pool]:
     if "pools" not in mesh.resources:
         pools: dict[str, Pool] = {}
         mesh.resources["pools"] = pools
-        mesh.at_close("pools", lambda why: [pool.close() for pool in pools.values()].clear())
+        mesh.at_close("pools", lambda why: _close_all(pools))
     return mesh.resources["pools"]
+
+
+def _close_all(pools: dict[str, Pool]) -> None:
+    for pool in pools.values():
+        pool.close()
 
 
 def close_pool(planner: Planner) -> None:
