@@ -6,6 +6,7 @@ the same on any number of ranks, when a part of the forward runs again, and in a
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfn import nn as sfnn
 from shardfn.core import fold_in, uniform
+from shardfn.nn import dropout
 
 from ._lazy import LazyLeaf
 from ._module_undrawn import Undrawn
 
+# A function that draws by key within itself, which a module around the one that called it sees as well.
+_INSIDE = threading.local()
 _aten: Any = torch.ops.aten
 _SELU_ALPHA = 1.7580993408473766
 KEYED = (
@@ -52,7 +55,7 @@ class Draws:
 
     def handler(self, name: str) -> Callable[..., Any] | None:
         """What runs in place of the torch function of that name, called with it and its arguments."""
-        if name in _DROPOUTS:
+        if name in _DROPOUTS and not getattr(_INSIDE, "on", False):
             return functools.partial(_DROPOUTS[name], self)
         if name in _DRAWS or name in _DRAWS_IN_TRAINING:
             return functools.partial(self.refuse, name)
@@ -76,7 +79,7 @@ class Draws:
                 f" is not the {len(index_B)} row(s) that index_B numbers, so its elements belong to no sample. Put the"
                 " batch first (batch_first=True), or set this dropout to 0."
             )
-        return x * 0 if p == 1 else sfnn.dropout(key, x, p, index_B)
+        return x * 0 if p == 1 else dropout(key, x, p, index_B)
 
     def scales(self, what: str, like: Tensor, shape: Sequence[int], p: float) -> Tensor:
         """`drop` of ones of a shape."""
@@ -207,8 +210,12 @@ def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _inside(what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False) -> Any:
     """Runs a function that drops within itself, in the form that is made of plain operations."""
-    with sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
-        return func(*args, **kwargs)
+    _INSIDE.on = True
+    try:
+        with sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
+            return func(*args, **kwargs)
+    finally:
+        _INSIDE.on = False
 
 
 _DROPOUTS: dict[str, Callable[..., Any]] = {

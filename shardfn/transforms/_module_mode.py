@@ -84,7 +84,8 @@ def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `x.to(...)` is x."""
     if kwargs.pop("copy", False):
         return False
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    parse: Any = getattr(torch._C, "_nn")._parse_to  # noqa: B009  # as nn.Module.to does; it has no type
+    device, dtype, _, memory_format = parse(*args, **kwargs)
     return dtype in (None, x.dtype) and device in (None, x.device) and memory_format is None
 
 

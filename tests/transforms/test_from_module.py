@@ -45,9 +45,9 @@ class Wrapped(nn.Module):
 
 
 def hooked(kind: str) -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 2))
-    getattr(module[0].weight, kind)(lambda g: None)
-    return module
+    layer = nn.Linear(3, 2)
+    getattr(layer.weight, kind)(lambda g: None)
+    return nn.Sequential(layer)
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -69,7 +69,8 @@ def test_what_a_step_cannot_do_is_refused_by_name(name: str) -> None:
 
 def test_the_remedies() -> None:
     module = hooked("register_hook")
-    module[0].weight._backward_hooks.clear()
+    hooks: Any = module.get_parameter("0.weight")._backward_hooks
+    hooks.clear()
     lazy = nn.LazyLinear(3)
     lazy(torch.zeros(1, 2))
     for each in (module, nn.Embedding(4, 3, max_norm=None), lazy):
@@ -77,11 +78,12 @@ def test_the_remedies() -> None:
 
 
 def test_memory_that_is_shared_without_being_tied() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].weight.data = module[0].weight.data
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    module = nn.Sequential(first, second)
+    second.weight.data = first.weight.data
     with pytest.raises(ValueError, match=r"1\.weight shares the memory of 0\.weight.*assign the parameter itself"):
         sf.from_module(module)
-    module[1].weight = module[0].weight
+    second.weight = first.weight
     params, _ = sf.from_module(module)
     assert "1.weight" not in params
     module = nn.Linear(2, 2)
@@ -136,8 +138,9 @@ def test_parameters_that_the_forward_assigns_or_has_by_another_way(jit: bool) ->
     with pytest.raises(ValueError, match=r"assigns its parameters lin\.weight"):
         step_on(module, torch.ones(4, 3), jit=jit)
     assert module.lin.weight is before
-    module = Wrapped(lambda self, x: x @ self.listed[0].T)
-    module.listed = [module.lin.weight]
+    listed: list[Tensor] = []
+    module = Wrapped(lambda self, x: x @ listed[0].T)
+    listed.append(module.lin.weight)
     with pytest.raises(ValueError, match=r"its own parameter 'lin\.weight' in place of the one that the step trains"):
         step_on(module, torch.ones(4, 3), jit=jit)
 
