@@ -15,6 +15,7 @@ from ._lazy import LazyLeaf
 from ._module_buffers import Buffers, tensors_of, writes
 from ._module_checks import BY_FREQUENCY, MAX_NORM
 from ._module_draws import Draws
+from ._module_dropouts import dropout_of
 from ._module_parts import Placed
 
 
@@ -50,7 +51,7 @@ class ModuleMode(TorchFunctionMode):
             self._buffers.check_write(name, (args[0] if writes(name) else (), kwargs.get("out", ())))
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
-        handler = _HANDLERS.get(name) or self._draws.handler(name)
+        handler = _HANDLERS.get(name) or dropout_of(self._draws, name) or self._draws.handler(name)
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         if args:
             self._buffers.converted(name, args[0], out)
