@@ -162,8 +162,8 @@ def from_module(
     its forward; the reentrant kind runs as the other. Dropout needs a key: `apply.keyed(key, index_B)(params, ...)`.
 
     Where parameters come in another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of
-    their dtype next to them, as with `module.to(dtype)`. Submodules whose parameters all come in another dtype than
-    most, as exceptions of a policy do, compute in it, and give back the dtype of their input.
+    their dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy
+    compute in the dtype of these, and give back that of their input.
 
     Args:
         module: any module, in the mode (train or eval) it should run in.
@@ -197,6 +197,6 @@ def _cast(parts: Parts, given: Given, found: Casts) -> dict[str, Tensor]:
     out = {}
     for name, dtype in found.buffers.items():
         slot = parts.buffers[name]
-        own: Any = slot.owner._buffers[slot.name]
-        out[name] = given.buffers.get(name, own).to(dtype)
+        x: Any = given.buffers.get(name, slot.owner._buffers[slot.name])
+        out[name] = x.to(dtype)
     return out

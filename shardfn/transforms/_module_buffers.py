@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ._lazy import LazyLeaf
 from ._module_parts import Placed
 
 WRITES_WHOLE = frozenset({"copy_", "fill_", "zero_"})
@@ -35,7 +35,7 @@ class Buffers:
         self._tensors = {n: x for n, s in placed.parts.buffers.items() if (x := s.owner._buffers[s.name]) is not None}
         self._known = {id(x): name for name, x in self._tensors.items()}
         self._storages = {x.untyped_storage()._cdata: name for name, x in self._tensors.items() if _has_storage(x)}
-        self._versions = {name: x._version for name, x in self._tensors.items()}
+        self._versions = {name: _version(x) for name, x in self._tensors.items()}
         self._read: dict[str, str] = {}
         self._shown: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that is known
@@ -104,7 +104,7 @@ class Buffers:
                 raise ValueError(
                     self._refusal(path, f"reads it ({self._read[path]}) and then assigns another value to it")
                 )
-            if x._version != self._versions[path]:
+            if _version(x) != self._versions[path]:
                 raise ValueError(
                     self._refusal(path, "has written to it, past torch's functions, so that it has another value now")
                 )
@@ -154,7 +154,11 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
 
 
 def _has_storage(x: Tensor) -> bool:
-    return x.layout == torch.strided and type(x) is not LazyLeaf
+    return x.layout == torch.strided and type(x) in (Tensor, nn.Parameter, FakeTensor)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 def _equal(a: Any, b: Tensor) -> bool:

@@ -1,27 +1,22 @@
-"""Random numbers of a module: torch's dropouts, drawn by a key and by sample.
+"""Random numbers of one call of a module: by a key, or refused.
 
 A mask is a function of (key, number of the draw in the forward, global number of the sample, position in the sample):
 the same on any number of ranks, when a part of the forward runs again, and in a captured step.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfn import nn as sfnn
 from shardfn.core import fold_in, uniform
+from shardfn.nn import dropout
 
 from ._lazy import LazyLeaf
 from ._module_undrawn import Undrawn
 
-_aten: Any = torch.ops.aten
-_SELU_ALPHA = 1.7580993408473766
 KEYED = (
     "apply.keyed(key, index_B)(params, ...), with the key that sharded_step(key=) gives the loss and the global numbers"
     " of this rank's rows"
@@ -51,9 +46,7 @@ class Draws:
         self._module, self._key, self._index_B = module, key, index_B
 
     def handler(self, name: str) -> Callable[..., Any] | None:
-        """What runs in place of the torch function of that name, called with it and its arguments."""
-        if name in _DROPOUTS:
-            return functools.partial(_DROPOUTS[name], self)
+        """What runs in place of a torch function that draws, called with it and its arguments."""
         if name in _DRAWS or name in _DRAWS_IN_TRAINING:
             return functools.partial(self.refuse, name)
         return None
@@ -76,7 +69,7 @@ class Draws:
                 f" is not the {len(index_B)} row(s) that index_B numbers, so its elements belong to no sample. Put the"
                 " batch first (batch_first=True), or set this dropout to 0."
             )
-        return x * 0 if p == 1 else sfnn.dropout(key, x, p, index_B)
+        return x * 0 if p == 1 else dropout(key, x, p, index_B)
 
     def scales(self, what: str, like: Tensor, shape: Sequence[int], p: float) -> Tensor:
         """`drop` of ones of a shape."""
@@ -106,10 +99,9 @@ class Draws:
         if name == "rand" and kwargs.get("generator") is None and _is_scalar(args, kwargs):
             return self._scalar(kwargs)
         raise ValueError(
-            f"the forward of the module draws from torch's generator ({name}), so its results would depend on the"
-            " number of ranks, and what runs again in the backward would draw other numbers. Draw outside and pass the"
-            " numbers with the batch, or turn off what draws (module.eval(), or its option in the model's"
-            " configuration)."
+            f"the forward of the module draws random numbers ({name}) without a key, so its results would depend on the"
+            " number of ranks, and what runs again in the backward would draw others. Draw outside and pass the numbers"
+            " with the batch, or turn off what draws (module.eval(), or its option in the model's configuration)."
         )
 
     def _scalar(self, kwargs: dict[str, Any]) -> Any:
@@ -128,136 +120,3 @@ def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _is_scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     size = kwargs.get("size", args[0] if len(args) == 1 else args)
     return isinstance(size, list | tuple) and len(size) == 0
-
-
-# What takes the place of torch's functions; each is called as the function is.
-
-
-def _dropout(
-    draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if not training or p == 0 or not 0 <= p <= 1:
-        return func(input, p, training)
-    return _kept(input, draws.drop("dropout", input, p), inplace)
-
-
-def _channels(name: str, dims: int) -> Callable[..., Any]:
-    """Drops whole channels of [B, C, *dims]."""
-
-    def drop(
-        draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Any:
-        if not training or p == 0 or not 0 <= p <= 1:
-            return func(input, p, training)
-        shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
-        if dims and input.dim() != dims + 2:
-            raise ValueError(f"{name}(p={p}) takes [B, C{', *' * dims}] inside apply, got shape {tuple(input.shape)}.")
-        return _kept(input, input * draws.scales(name, input, shape, p), inplace)
-
-    return drop
-
-
-def _alpha(name: str, channels: bool) -> Callable[..., Any]:
-    """Keeps mean and variance of what a SELU gives (Klambauer et al., 2017, https://arxiv.org/abs/1706.02515)."""
-
-    def drop(
-        draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-    ) -> Any:
-        if not training or p == 0 or not 0 <= p <= 1:
-            return func(input, p, training)
-        if p == 1:
-            return _kept(input, input * 0, inplace)
-        shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if channels else input.shape
-        keep = (draws.scales(name, input, shape, p) != 0).to(input.dtype)
-        a = 1 / math.sqrt((_SELU_ALPHA**2 * p + 1) * (1 - p))
-        return _kept(input, input * (keep * a) + (keep - 1) * (_SELU_ALPHA * a) + _SELU_ALPHA * a * p, inplace)
-
-    return drop
-
-
-def _kept(x: Tensor, out: Tensor, inplace: bool) -> Tensor:
-    return x.copy_(out) if inplace else out
-
-
-def _attention(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
-    p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    return func(*args, **kwargs) if p == 0 else _inside("scaled_dot_product_attention", draws, func, args, kwargs)
-
-
-def _multi_head(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
-    p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
-    training = kwargs.get("training", args[13] if len(args) > 13 else True)
-    if p == 0 or not training:
-        return func(*args, **kwargs)
-    return _inside("multi_head_attention_forward", draws, func, args, kwargs, parts=True)
-
-
-def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
-    packed = isinstance(args[3], list | tuple)
-    p, training, layers = (args[6], args[7], args[5]) if packed else (args[5], args[6], args[4])
-    if p == 0 or not training or layers < 2:
-        return func(*args, **kwargs)
-    if packed:
-        raise ValueError(
-            f"{func.__name__}(dropout={p}) of a packed sequence drops from rows that belong to no sample; pad the"
-            " sequences in place of packing them, or set dropout=0."
-        )
-    return _inside(func.__name__, draws, func, args, kwargs, dim=1)
-
-
-def _inside(what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False) -> Any:
-    """Runs a function that drops within itself, in the form that is made of plain operations."""
-    with sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
-        return func(*args, **kwargs)
-
-
-_DROPOUTS: dict[str, Callable[..., Any]] = {
-    "dropout": _dropout,
-    "dropout1d": _channels("dropout1d", 1),
-    "dropout2d": _channels("dropout2d", 2),
-    "dropout3d": _channels("dropout3d", 3),
-    "feature_dropout": _channels("feature_dropout", 0),
-    "alpha_dropout": _alpha("alpha_dropout", channels=False),
-    "feature_alpha_dropout": _alpha("feature_alpha_dropout", channels=True),
-    "scaled_dot_product_attention": _attention,
-    "multi_head_attention_forward": _multi_head,
-    "lstm": _recurrent,
-    "gru": _recurrent,
-    "rnn_tanh": _recurrent,
-    "rnn_relu": _recurrent,
-}
-
-
-class _KeyedNoise(TorchDispatchMode):
-    """Gives a function of torch keyed noise where it draws its own.
-
-    Args:
-        what: the function.
-        draws: where the noise comes from.
-        dim: which dim of the noise is the rows.
-        parts: whether dim 0 is rows times something (heads), rows first.
-    """
-
-    def __init__(self, what: str, draws: Draws, dim: int, parts: bool) -> None:
-        super().__init__()
-        self._what, self._draws, self._dim, self._parts = what, draws, dim, parts
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func is _aten.bernoulli_.float:
-            return args[0].copy_(self._scales(args[0], 1 - args[1]) * args[1])
-        if func is _aten.native_dropout.default and args[2]:
-            x, p, _ = args
-            scales = self._scales(x, p)
-            return x * scales, scales != 0
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws.refuse(f"{func} in {self._what}", func)
-        return func(*args, **(kwargs or {}))
-
-    def _scales(self, x: Tensor, p: float) -> Tensor:
-        shape = list(x.shape)
-        shape.insert(0, shape.pop(self._dim))
-        rows = self._draws.num_rows
-        if self._parts and rows and shape[0] % rows == 0:
-            return self._draws.scales(self._what, x, (rows, shape[0] // rows, *shape[1:]), p).reshape(x.shape)
-        return self._draws.scales(self._what, x, shape, p).movedim(0, self._dim)

@@ -59,7 +59,7 @@ def casts(
 
     A floating-point buffer changes as the parameters of its dtype do that are nearest to it, as by `module.to(dtype)`;
     those whose name a pattern of `keep` is found in do not. A submodule all of whose parameters come in a dtype other
-    than `compute` (most of the module's, where that is not known) computes in it.
+    than `compute` (the narrowest, where that is not known) computes in it.
     """
     floating = {n: (own[n], d) for n, d in given.items() if own[n].is_floating_point and d.is_floating_point}
     if all(a == b for a, b in floating.values()):
@@ -73,8 +73,8 @@ def casts(
         size = max(1, slot.owner._parameters[slot.name].numel())  # pyright: ignore[reportOptionalMemberAccess]
         for path in _ancestors(owner):
             moves[path][move] += size
-    sizes = collections.Counter({d: sum(n for (_, to), n in moves[""].items() if to == d) for _, d in moves[""]})
-    main = compute or sizes.most_common(1)[0][0]
+    # Exceptions are wider than the rest, but for a policy that says otherwise, which is then known.
+    main = compute or min((to for _, to in moves[""]), key=lambda d: d.itemsize)
     buffers = {}
     for name, slot in parts.buffers.items():
         dtype = slot.owner._buffers[slot.name].dtype  # pyright: ignore[reportOptionalMemberAccess]

@@ -15,6 +15,7 @@ from ._lazy import LazyLeaf
 from ._module_buffers import Buffers, tensors_of, writes
 from ._module_checks import BY_FREQUENCY, MAX_NORM
 from ._module_draws import Draws
+from ._module_dropouts import dropout_of
 from ._module_parts import Placed
 
 
@@ -50,7 +51,7 @@ class ModuleMode(TorchFunctionMode):
             self._buffers.check_write(name, (args[0] if writes(name) else (), kwargs.get("out", ())))
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
-        handler = _HANDLERS.get(name) or self._draws.handler(name)
+        handler = _HANDLERS.get(name) or dropout_of(self._draws, name) or self._draws.handler(name)
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         if args:
             self._buffers.converted(name, args[0], out)
@@ -84,7 +85,8 @@ def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `x.to(...)` is x."""
     if kwargs.pop("copy", False):
         return False
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    parse: Any = getattr(torch._C, "_nn")._parse_to  # noqa: B009  # as nn.Module.to does; it has no type
+    device, dtype, _, memory_format = parse(*args, **kwargs)
     return dtype in (None, x.dtype) and device in (None, x.device) and memory_format is None
 
 

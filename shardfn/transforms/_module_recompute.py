@@ -105,7 +105,7 @@ def _reentrant(original: Any) -> Any:
         def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             if not _stack():
                 return original.apply(f, preserve_rng_state, *args)
-            options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
             return torch_checkpoint.checkpoint(f, *args, **options)
 
     return CheckpointFunction

@@ -120,6 +120,14 @@ def test_means_are_kept(name: str) -> None:
     assert y.mean().item() == pytest.approx(1.0, abs=0.03)
 
 
+def test_a_module_inside_a_module_draws_by_its_own_key() -> None:
+    heads = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)
+    params, inner = sf.from_module(heads)
+    x, keyed = torch.ones(3, 5, 4), (sf.key(0), torch.arange(3))
+    _, outer = sf.from_module(Draws(lambda x: inner.keyed(*keyed)(params, x, x, x)[0]))
+    assert torch.equal(outer({}, x), inner.keyed(*keyed)(params, x, x, x)[0])
+
+
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
     _, apply = sf.from_module(nn.AlphaDropout(0.25))
     x = F.selu(torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)))
@@ -196,7 +204,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
 def test_other_draws_are_refused_by_name(name: str) -> None:
     _, apply = sf.from_module(Draws(OTHERS[name]))
     for f in (apply, apply.keyed(sf.key(0), torch.arange(4))):
-        with pytest.raises(ValueError, match=rf"torch's generator \({name}\).*pass the numbers with the batch"):
+        with pytest.raises(ValueError, match=rf"draws random numbers \({name}\).*pass the numbers\s+with the batch"):
             f({}, torch.ones(4, 3))
 
 
