@@ -58,12 +58,14 @@ def main() -> None:
             states = 12 * gpt.num_params(config)
             limit = f"{args.memory_mb / 1e3:.2f} GB" if args.memory_mb else "no limit"
             print(f"{gpt.num_params(config):,} parameters, {states / 1e9:.2f} GB of states, {limit} of memory")
-            bar = tqdm(range(int(state.step), args.steps), initial=int(state.step), total=args.steps, unit="step")
+            first = int(state.step)
+            # `disable=None` draws no bar where stderr is no terminal; there each step, which takes seconds, is a line.
+            bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", disable=None)
             for n in bar:
                 batch = {"tokens": rows[n * args.batch : (n + 1) * args.batch].long()}
                 state, metrics = step(state, batch)
                 bar.set_postfix(loss=f"{metrics['loss']:.4f}", resident=f"{resident('VmHWM'):,} MB")
-                if args.verbose:
+                if args.verbose or bar.disable:
                     tqdm.write(f"step {n + 1} loss {metrics['loss'].item():.9g}")
         print(book.table())
         print(f"most resident memory: {resident('VmHWM'):,} MB; states: {states >> 20:,} MB")

@@ -41,7 +41,8 @@ def main() -> None:
     state = step.init(functools.partial(gpt.init, config), sf.key(0))
     if rank == 0:
         print(f"{gpt.num_params(config):,} parameters on {world} ranks", flush=True)
-    with tqdm(total=args.steps, disable=rank > 0, unit="step") as bar:
+    # `disable=None` draws no bar where stderr is no terminal: a log gets lines alone.
+    with tqdm(total=args.steps, disable=None if rank == 0 else True, unit="step") as bar:
         for n in range(args.steps):
             first = (n * world + rank) * args.batch
             start = time.perf_counter()
@@ -51,6 +52,8 @@ def main() -> None:
                 tqdm.write(f"step {n + 1}: {traffic.bytes:,} bytes sent, {time.perf_counter() - start:.2f} s")
             bar.set_postfix(loss=f"{metrics['loss']:.4f}")
             bar.update()
+    if rank == 0:
+        print(f"step {args.steps}: loss {metrics['loss']:.4f}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

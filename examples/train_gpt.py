@@ -36,6 +36,8 @@ OPTIMIZERS = {  # name -> (optimizer of a learning rate, learning rate)
     "sgd": (functools.partial(sf.optim.sgd, momentum=0.9), 0.3),
 }
 
+SECONDS_BETWEEN_LINES = 5.0
+
 NORMS = {"norm": torch.float32}  # leaves whose path has "norm" in it
 PRECISIONS = {  # name -> (policy, loss scale)
     "fp32": None,
@@ -97,7 +99,9 @@ def main() -> None:
     log.say(f"ZeRO-{args.zero} over {world} x {mesh.device.type}")
     batches = sf.data.prefetch(train.iterate(0, args.steps, rank=rank, world=world))
     begin = time.monotonic()
-    with closing(batches), tqdm(total=args.steps, disable=rank > 0, unit="step", dynamic_ncols=True) as bar:
+    # `disable=None` draws no bar where stderr is no terminal; there the log says a line every few seconds.
+    off = None if rank == 0 else True
+    with closing(batches), tqdm(total=args.steps, disable=off, unit="step", dynamic_ncols=True) as bar:
         for n, batch in enumerate(batches):
             late = args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
             batch["stop"] = torch.full((len(batch["tokens"]),), float(stop.is_set() or late))
@@ -113,6 +117,8 @@ def main() -> None:
             log.write(n + 1, row)
             bar.set_postfix(loss=f"{metrics['loss']:.3f}", tokens_per_s=f"{rate:,.0f}", refresh=False)
             bar.update()
+            if bar.disable:
+                log.progress(n + 1)
             if last:
                 break
     log.close()
@@ -151,7 +157,7 @@ class Log:
     """metrics.jsonl, TensorBoard events, a curve and the terminal; on other ranks than the first it does nothing."""
 
     def __init__(self, args, enabled):
-        self.out, self.enabled, self.rows = args.out, enabled, []
+        self.out, self.enabled, self.rows, self.said = args.out, enabled, [], 0.0
         if enabled:
             for old in self.out.glob("events.out.tfevents.*"):  # TensorBoard would join two runs in one curve
                 old.unlink()
@@ -166,6 +172,13 @@ class Log:
             self.lines.flush()
             for name, value in row.items():
                 self.events.add_scalar(name, value, step)
+
+    def progress(self, step):
+        """A line every few seconds."""
+        if self.enabled and (step == 1 or time.monotonic() - self.said > SECONDS_BETWEEN_LINES):
+            self.said = time.monotonic()
+            row = self.rows[-1]
+            self.say(f"step {step}: loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s")
 
     def close(self):
         if not self.enabled:

@@ -1,9 +1,11 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
+import argparse
 import os
 import pathlib
 import re
 import subprocess
+import zlib
 from collections.abc import Iterator
 
 import jaxtyping
@@ -30,7 +32,7 @@ NIGHTLY = re.compile(
             r"test_(offload_jit|offload_ledger|offload_faults|activations)\.py::\w+\[1\]",
             r"test_offload_ahead\.py::\w+\[(1-|2-(adamw, disk|delayed, host))",
             r"test_(phases|readme|functional)\.py::\w+\[1\b",
-            r"test_(phases|step_failures|onebit_exact)\.py::\w+\[3\b",
+            r"test_(phases|step_failures|step_waits|onebit_exact)\.py::\w+\[3\b",
             r"test_primitives\.py::test_rows_mean_what_the_slow_spec_says\[3\]",
             r"test_compressed\.py::test_equals_the_formula_of_all_ranks\[4\]",
             r"test_failure_graph\.py::\w+\[\w+-3\]",
@@ -59,12 +61,32 @@ NIGHTLY = re.compile(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--share 3/12`: of the tests that are left, those of one part of twelve."""
+    parser.addoption("--share", metavar="K/N", type=_share, help="only part K of N (0 <= K < N) of the tests")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts off to the night what takes long and seldom finds what the day does not."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts off to the night what takes long and seldom finds what the day does not; then takes the share asked for."""
     for item in items:
         if NIGHTLY.match(f"{item.path.name}::{item.name}"):
             item.add_marker(pytest.mark.nightly)
+    share = config.getoption("--share")
+    if share is not None:
+        part, parts = share
+        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
+        taken = set(mine)
+        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+        items[:] = mine
+
+
+def _share(text: str) -> tuple[int, int]:
+    """The part of a test depends on its name alone, so that tests keep their parts when others are added."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: K/N with 0 <= K < N, as in 3/12")
+    return int(part), int(parts)
 
 
 @pytest.fixture

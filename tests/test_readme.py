@@ -34,6 +34,7 @@ DOCS = [
     "docs/scan.md",
     "docs/passes.md",
     "docs/transforms.md",
+    "docs/modules.md",
     "docs/precision.md",
     "docs/offload.md",
     "docs/memory.md",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.core import Mesh
 
-from ._failure import TransportError, close
+from ._failure import EndedGroup, TransportError, close
 from ._traffic import record
 
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
@@ -73,10 +73,12 @@ class Channel:
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
         group = mesh.new_group(self.axes)
-        self.group = group
+        self.group: Any = group
         # Of a relay: transfers that wait for their turn to use it.
         self.line: collections.deque[Any] = collections.deque()
         self._sends: collections.deque[tuple[dist.Work, Tensor]] = collections.deque()
+        self._made = mesh.made
+        self._made.watch(self._sends)
         self._tag = 0
         self._roots = [_broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
@@ -207,8 +209,11 @@ class Channel:
 
     def close(self) -> None:
         """Ends the channel; what is under way fails, here and on the other ranks."""
-        close(self.group)
+        if self.group is not None and not isinstance(self.group, EndedGroup):
+            close(self.group)
+            self.group = EndedGroup()
         self._sends.clear()
+        self._made.unwatch(self._sends)
 
     def _exchange(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
         assert self.group is not None

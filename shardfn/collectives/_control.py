@@ -6,17 +6,39 @@ An exchange is one all_reduce of two integers when the ranks agree. A failing pe
 import hashlib
 import pickle
 import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError
 
-from ._failure import COURTESY, Board, close, is_of_the_wire
+from ._failure import COURTESY, Board, EndedGroup, close, is_of_the_wire
+from ._presence import Presence
 
-# Seconds to wait for others to report a failure, and the tag of the messages that try a connection.
-GRACE = 3.0
-_PROBE = 1 << 29
+# Seconds to wait for others to report a failure; and in which one that waited, too, is woken and reports it.
+GRACE, WAKING = 3.0, 1.0
+# Lines of what a rank passes that an error shows.
+_SHOWN = 20
+
+
+class Constant(NamedTuple):
+    """A part of what ranks agree on that stays the same from call to call.
+
+    Attributes:
+        text: one line a fact.
+        code: its hash.
+    """
+
+    text: str
+    code: int
+
+    @staticmethod
+    def of(text: str) -> "Constant":
+        """A text, hashed once."""
+        return Constant(text, text_hash(text))
 
 
 class Control:
@@ -26,14 +48,23 @@ class Control:
         size: the number of ranks.
         rank: this rank.
         lost: whether a peer was lost, so that nothing can be agreed on any more.
+        wake: closes everything else at which another rank may wait for this one.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.size = mesh.size
         self.rank = mesh.rank
-        self._group = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
+        self._group: Any = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
         self.lost = False
+        self.wake: Callable[[], None] = lambda: None
+        # What this rank does: the last thing that it wanted to agree on, and whether all ranks came to it.
+        self._call, self._met = "the first agreement", False
+        self._timeout = mesh.timeout
         self._board = Board(self._new_name(), self.rank, self.size)
+        if self._group is not None:
+            self._presence = Presence(mesh)
+            this = weakref.ref(self)
+            mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
         """Every rank's value (63 bits), in rank order.
@@ -65,35 +96,59 @@ class Control:
             raise self.failure(error) from error
         return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]
 
-    def agree(self, what: str, text: str) -> None:
-        """Raises the same error on all ranks unless all pass the same `text`.
+    def agree(self, what: str, text: str, constant: Constant | None = None, sizes: tuple[int, ...] = ()) -> bool:
+        """Raises the same error on all ranks unless all pass the same texts; one exchange if they do.
+
+        Args:
+            what: what is agreed on, for the error.
+            text: one line a fact; the first line says what this rank is about to do.
+            constant: what else must be the same.
+            sizes: what may differ.
+
+        Returns:
+            Whether all ranks pass the same sizes.
 
         Raises:
             RankError: lists what each rank passed.
         """
-        codes = self.exchange(text_hash(text))
+        code = constant.code if constant else 0
+        codes = self.exchange(text_hash(f"{text}\n{code}\n{sizes}"))
+        self._met = True
         if len(set(codes)) == 1:
-            return
-        texts = [str(t) for t in self.gather(text)]
-        raise RankError(f"ranks disagree on {what}:\n" + _differences(texts))
+            return True
+        told: list[Any] = self.gather((text, code))
+        if len({text for text, _ in told}) == 1 < len({code for _, code in told}):
+            rests = self.gather(constant.text if constant else "")
+            told = [(f"{text}\n{rest}", code) for (text, code), rest in zip(told, rests, strict=True)]
+        texts = [text for text, _ in told]
+        if len(set(texts)) > 1:
+            raise RankError(f"ranks disagree on {what}:\n" + _differences(texts))
+        return False
+
+    def begin(self, call: str) -> None:
+        """Says what this rank is about to do, for those that may wait for it in vain."""
+        self._call, self._met = call, False
 
     def failure(self, error: BaseException) -> RankError:
-        """The error to raise when a transfer failed: says which ranks failed and how, or which do not answer."""
+        """The error to raise when a transfer failed: says which ranks failed and how, or which are missing."""
         self.lost = True
         self._board.leave()
-        told = self._board.read() or self._lost(error)
         self.close()  # wakes those that wait for this rank in turn
-        return RankError(
-            f"another rank failed while rank {self.rank} was waiting for it. The state passed in is as it was, unless"
-            f" its update had begun.\n{told}"
-        )
+        self.wake()
+        told = self._board.read() or self._look_around(error)
+        if any(self.rank in about for _, about in told):
+            title = f"the other ranks have given up waiting for this one, rank {self.rank}."
+        else:
+            title = f"another rank failed while rank {self.rank} was waiting for it."
+        lines = [f"{title} The state passed in is as it was, unless its update had begun."]
+        return RankError("\n".join([*lines, *(f"  - {text}" for text, _ in told)]))
 
     def is_theirs(self, error: BaseException) -> bool:
         """Whether an error of this rank only says that another one failed."""
         if self._group is None:
             return False
         in_torch = isinstance(error, dist.DistError)
-        return is_of_the_wire(error) or (in_torch and bool(self._board.read() or self._closed()))
+        return is_of_the_wire(error) or (in_torch and bool(self._board.read() or self._presence.gone()))
 
     def tell(self, what: str) -> None:
         """Leaves word of an error of this rank alone; then lets ranks with errors of their own leave, for a moment."""
@@ -108,34 +163,49 @@ class Control:
     def close(self) -> None:
         """Ends the control plane: whoever waits for this rank is woken, and finds what it left word of."""
         self.lost = self._group is not None
-        close(self._group)
+        if self._group is not None and not isinstance(self._group, EndedGroup):
+            close(self._group)
+            self._group = EndedGroup()
 
-    def _lost(self, error: BaseException) -> str:
-        """Which ranks went without a word; that is left as word for the others, unless they were quicker."""
-        silent = self._closed(patience=1.0) or self._board.absent(GRACE)
-        names = ", ".join(f"rank {r}" for r in silent) or "a rank"
-        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        line = f"{names} died, or left the step without a word ({what}); restart the job from the last checkpoint."
-        if not (told := self._board.read()):
-            self._board.post(line)
-        return told or f"  - {line}"
+    def _look_around(self, error: BaseException) -> list[tuple[str, list[int]]]:
+        """Finds out who is missing, and leaves word of it for the others, unless they were quicker.
 
-    def _closed(self, patience: float = 0.0) -> list[int]:
-        """The ranks whose connection is closed: a send to them fails, at once or as soon as the end is noticed."""
-        deadline = time.monotonic() + patience
+        Who waited is woken, and leaves at once; who does not, or comes later, is who was waited for.
+        """
+        start, came = time.monotonic(), dict[int, float]()
         while True:
-            closed = [r for r in range(self.size) if r != self.rank and not self._reaches(r)]
-            if closed or time.monotonic() >= deadline:
-                return closed
-            time.sleep(0.1)
+            told, gone, absent = self._board.read(), self._presence.gone(), self._board.absent()
+            if told:
+                return told
+            after = time.monotonic() - start
+            for rank in range(self.size):
+                if rank != self.rank and rank not in absent:
+                    came.setdefault(rank, after)
+            late = absent or [rank for rank, seconds in came.items() if seconds > WAKING]
+            if gone or (late and not absent) or after > GRACE:
+                break
+            time.sleep(0.05)
+        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if gone:
+            text = f"{_ranks(gone)} died without a word ({what}); restart the job from the last checkpoint."
+        elif late:
+            text = self._missing(late)
+        else:
+            text = f"a connection between ranks broke, though all of them are there ({what})."
+        late = [] if gone else late
+        self._board.post(text, late)
+        return [(text, late)]
 
-    def _reaches(self, rank: int) -> bool:
-        assert self._group is not None
-        try:
-            self._group.send([torch.zeros(1)], rank, _PROBE)
-        except RuntimeError:
-            return False
-        return True
+    def _missing(self, absent: list[int]) -> str:
+        """Says of ranks that are there what the others wait for."""
+        here = _ranks([r for r in range(self.size) if r not in absent])
+        seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
+        more = "" if self._timeout is None else f", now make_mesh(timeout={self._timeout.total_seconds():g})"
+        did = "came to {0}, but did not go on in it" if self._met else "did not come to {0}"
+        return (
+            f"{_ranks(absent)} {did.format(self._call)}; {here} waited{seconds}. The process is there: it is slow,"
+            f" stopped, or at another call. If it is slow, give it a longer timeout{more}."
+        )
 
     def _new_name(self) -> str:
         """A name that all ranks have, and that no other control plane has had while the store has been there."""
@@ -157,11 +227,22 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
+def _say_goodbye(control: Control | None, why: str) -> None:
+    """Leaves word that a rank goes for good, in case that another one waits for it."""
+    if control is not None and not control.lost:
+        control._board.post(f"rank {control.rank} {why}, while another one waited for it.")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _differences(texts: list[str]) -> str:
     lines = [t.splitlines() for t in texts]
     same = set(lines[0]).intersection(*lines[1:])
     out = []
     for rank, mine in enumerate(lines):
         own = [line for line in mine if line not in same] or ["(nothing that the others lack)"]
-        out.append("\n".join(f"  - rank {rank}: {line}" for line in own[:20]))
+        own = [*own[:_SHOWN], *([f"... and {len(own) - _SHOWN} lines more"] if len(own) > _SHOWN else [])]
+        out.append("\n".join(f"  - rank {rank}: {line}" for line in own))
     return "\n".join(out)

@@ -6,11 +6,15 @@ and reads why; it closes its own in turn, which wakes those that wait for it.
 
 import contextlib
 import datetime
+import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardfn.core import is_known
 
 # Seconds that a failing rank gives the others to leave by an error of their own, before it wakes them.
 COURTESY = 0.2
@@ -33,17 +37,18 @@ class Board:
     def __init__(self, name: str, rank: int, size: int) -> None:
         self._key, self._rank, self._size = f"shardfn/failure/{name}", rank, size
 
-    def post(self, text: str) -> None:
-        """Leaves word for all."""
+    def post(self, text: str, about: Sequence[int] = ()) -> None:
+        """Leaves word for all; `about` are the ranks that others have waited for in vain."""
         with contextlib.suppress(RuntimeError):
-            _store().append(f"{self._key}/told", f"  - {text}\n")
+            _store().append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n")
 
-    def read(self) -> str:
-        """What has been posted, a line a rank; empty if nothing was."""
+    def read(self) -> list[tuple[str, list[int]]]:
+        """What has been posted."""
         with contextlib.suppress(RuntimeError):
             if _store().check([f"{self._key}/told"]):
-                return _store().get(f"{self._key}/told").decode(errors="replace").rstrip("\n")
-        return ""
+                lines = _store().get(f"{self._key}/told").decode(errors="replace").splitlines()
+                return [tuple(json.loads(line)) for line in dict.fromkeys(lines)]  # two may have found out the same
+        return []
 
     def leave(self) -> None:
         """Notes that this rank has left the step by an error."""
@@ -53,22 +58,15 @@ class Board:
     def wait_for_all(self, seconds: float) -> None:
         """Waits until every rank has left, so long at most."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline and not _store().check(self._keys(range(self._size))):
-                time.sleep(0.02)
+        while time.monotonic() < deadline and self.absent():
+            time.sleep(0.02)
 
-    def absent(self, seconds: float) -> list[int]:
-        """The ranks that do not leave within so many seconds."""
+    def absent(self) -> list[int]:
+        """The other ranks that have not left; all of them where the store cannot tell."""
         absent = [r for r in range(self._size) if r != self._rank]
-        deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
-            while absent and time.monotonic() < deadline:
-                absent = [r for r in absent if not _store().check(self._keys([r]))]
-                time.sleep(0.05)
+            return [r for r in absent if not _store().check([f"{self._key}/{r}"])]
         return absent
-
-    def _keys(self, ranks: "range | list[int]") -> list[str]:
-        return [f"{self._key}/{r}" for r in ranks]
 
 
 def close(group: "dist.ProcessGroup | None") -> None:
@@ -77,7 +75,7 @@ def close(group: "dist.ProcessGroup | None") -> None:
     gloo has no call for it (its `abort` and `shutdown` do nothing), but closes every connection of a communicator in
     which a wait times out. Other backends are left as they are, and so is what has ended already.
     """
-    if group is None or group not in dist.distributed_c10d._world.pg_map or dist.get_backend(group) != "gloo":
+    if group is None or not is_known(group) or dist.get_backend(group) != "gloo":
         return
     for rank in range(group.size()):
         if rank != group.rank():
@@ -85,6 +83,13 @@ def close(group: "dist.ProcessGroup | None") -> None:
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], rank, _NOBODY).wait(_INSTANT)
     dist.destroy_process_group(group)
+
+
+class EndedGroup:
+    """In the place of a communicator that has ended, so that nothing keeps its connections and threads."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TransportError(f"this communicator has ended; {name!r} was asked of it.")
 
 
 def is_of_the_wire(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.core import Mesh
 
 from ._channel import Channel, Channels, Pending
-from ._control import Control
+from ._control import Constant, Control
 from ._wire_ops import as_runs
 
 _ops = torch.ops.shardfn
@@ -107,9 +107,13 @@ class TracedControl:
         """This rank's value, for all."""
         return [value] * self.size
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str, constant: Constant | None = None, sizes: tuple[int, ...] = ()) -> bool:
         """Agrees."""
-        del what, text
+        del what, text, constant, sizes
+        return True
+
+    def begin(self, call: str) -> None:
+        """Nobody waits."""
 
 
 # What the engine takes: the wire, or its stand-in while the step is captured.

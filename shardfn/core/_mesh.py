@@ -6,12 +6,12 @@ program without torch.distributed are the same thing: the identity.
 
 import atexit
 import datetime
-import gc
 import itertools
 import math
 import os
+import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import did_you_mean
+from ._groups import MadeGroups, end_lost, end_with
 
 HOUSE_AXES = ("dp", "tp", "sp", "ep", "pp")
 Axes = str | tuple[str, ...] | None
@@ -27,6 +28,9 @@ Axes = str | tuple[str, ...] | None
 
 class Mesh:
     """Ranks in a grid with named axes. Build one with `make_mesh`.
+
+    A mesh keeps connections and threads once something has been sent on it. They end with `close`, or with the block
+    `with make_mesh(...) as mesh:`, or, if nobody has the mesh any more, when the next one is made.
 
     Attributes:
         shape: axis name -> size, in order (row-major over ranks: the last axis varies fastest).
@@ -36,6 +40,8 @@ class Mesh:
         timeout: how long a collective may wait for a peer: by default as long as in the default process group.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from rank 0, but not run.
         resources: what other rooms keep for as long as the mesh lives (communicators, say).
+        made: the process groups that it has made.
+        closed: whether it has been closed: nothing can be sent on it any more.
     """
 
     def __init__(
@@ -57,10 +63,69 @@ class Mesh:
         where = np.argwhere(grid == self.rank)[0].tolist()
         self.coords = dict(zip(self.shape, where, strict=False))
         self.resources: dict[str, Any] = {}
+        self.made, self.closed = MadeGroups(), False
+        # Of a `device_mesh` that was made with this mesh, and ends with it.
+        self._made_by_grid: MadeGroups | None = None
+        self._at_close: dict[str, Callable[[str], None]] = {}
         self._grid = grid
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         # Of groups that this mesh has made: the first one's name, which captured graphs hold.
         self._names: dict[tuple[str, ...], Any] = {}
+        if device_mesh is not None:
+            end_with(self, self.made)
+            _ALIVE.add(self)
+
+    def close(self) -> None:
+        """Ends what the mesh keeps: connections and threads, and the disks of its steps. Every rank closes it.
+
+        Values on it stay readable where they are (`GlobalTensor.local`); steps and collectives on it are errors from
+        then on. The program's own process groups stay, those of a `DeviceMesh` that was passed in included. Waits until
+        the other ranks have received what this one has sent them. Closing it again does nothing.
+
+        Example:
+            >>> with make_mesh({"dp": 1}, device="cpu") as mesh:
+            ...     mesh.size
+            1
+            >>> mesh.closed
+            True
+        """
+        self._close("closed its mesh")
+
+    def _close(self, why: str) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        for end in self._at_close.values():
+            end(why)
+        self._at_close.clear()
+        self.resources.clear()
+        self._groups.clear()
+        self.made.end()
+        if self._made_by_grid is not None:
+            self._made_by_grid.end()
+            self.device_mesh = None
+
+    def at_close(self, name: str, end: Callable[[str], None]) -> None:
+        """Has the end of the mesh call a function, with what this rank did; it replaces one of the same name."""
+        self._at_close[name] = end
+
+    def check_open(self) -> None:
+        """Refuses to go on with a mesh that is closed.
+
+        Raises:
+            ValueError: it is.
+        """
+        if self.closed:
+            raise ValueError(
+                f"{self!r} is closed: nothing can be sent on it any more. Make another mesh, and the step on it anew;"
+                " or close this one later."
+            )
+
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -116,6 +181,7 @@ class Mesh:
             return None
         if self.abstract:
             return AbstractGroup(names, self.backend)
+        self.check_open()
         if names not in self._groups:
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])
@@ -161,6 +227,7 @@ class Mesh:
         """
         if self.abstract:
             raise ValueError(f"{self!r} is abstract: its ranks do not exist, so a step can be lowered for it, not run.")
+        self.check_open()
         names = self.axes(axes)
         return self._make_group(names, backend) if names else None
 
@@ -177,11 +244,17 @@ class Mesh:
             if self.rank in ranks and isinstance(group, dist.ProcessGroup):
                 mine = group
         assert mine is not None
+        self.made.add(mine)
         return mine
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{k}={v}" for k, v in self.shape.items())
         return f"Mesh({axes}; {'abstract' if self.abstract else f'rank {self.rank}'} on {self.device})"
+
+
+# Whose communicators must end before the interpreter does; and of DeviceMeshes that were passed in, by identity.
+_ALIVE: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
+_WRAPPED: "weakref.WeakValueDictionary[int, Mesh]" = weakref.WeakValueDictionary()
 
 
 class AbstractGroup:
@@ -198,6 +271,7 @@ def make_mesh(
     device: torch.device | str | None = None,
     timeout: float | None = None,
     abstract: bool = False,
+    alone: bool = False,
 ) -> Mesh:
     """A mesh over all ranks of the program.
 
@@ -209,6 +283,10 @@ def make_mesh(
         device: where this rank computes; default CUDA if there is one, else CPU.
         timeout: seconds that a collective may wait for a peer; default torch's (30 minutes for gloo).
         abstract: a mesh of ranks that do not exist, for `step.lower`: any sizes, no process group, nothing can run.
+        alone: a mesh of this rank alone, whatever others there are: for a computation that each does for itself.
+
+    Returns:
+        The mesh; `close` it, or use it in a `with`, where a program makes many.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks.
@@ -224,21 +302,33 @@ def make_mesh(
     shape = dict(axes if axes is not None else {"dp": -1})
     dev = _local_device(device)
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
-    started = False
-    launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if launched and not dist.is_initialized():
+    if alone:
+        return Mesh(_fill(shape, 1), dev)
+    if num_launched() > 1 and not dist.is_initialized():
         if dev.type == "cuda":
             torch.cuda.set_device(dev)
         dist.init_process_group("nccl" if dev.type == "cuda" else "gloo", timeout=limit)
-        started = True
+        atexit.register(_leave)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # runs first: what is registered last is called first
     world = dist.get_world_size() if dist.is_initialized() else 1
     shape = _fill(shape, world)
     if world == 1:
         return Mesh(shape, dev)
+    end_lost()
     grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    mesh = Mesh(shape, dev, grid, limit)
-    atexit.register(_release, weakref.ref(mesh), started)
+    mesh, own = Mesh(shape, dev, grid, limit), MadeGroups()
+    for group in grid.get_all_groups():
+        if group is not dist.group.WORLD:
+            own.add(group)
+    end_with(grid, own)
+    mesh._made_by_grid = own
     return mesh
+
+
+def num_launched() -> int:
+    """The number of processes of the program, whether or not they are connected yet."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _rename(group: dist.ProcessGroup, name: Any) -> None:
@@ -264,24 +354,33 @@ def _default_timeout(device: torch.device) -> datetime.timedelta | None:
     return dist.distributed_c10d._get_default_group()._get_backend(torch.device(device.type)).options._timeout
 
 
-def _release(mesh: "weakref.ref[Mesh]", started: bool) -> None:
+def _close_all() -> None:
     """At exit: communicators end before the interpreter does, whose end their threads would not survive."""
-    alive = mesh()
-    if alive is not None:
-        alive.resources.clear()
-        alive._groups.clear()
-        alive.device_mesh = None
-    gc.collect()
-    if started and dist.is_initialized():
+    error = getattr(sys, "last_value", None)  # what ends the program, if something does
+    how = "its script came to an end" if error is None else f"{type(error).__name__}: {error}"
+    for mesh in list(_ALIVE):
+        mesh._close(f"left the program ({how})")
+    end_lost()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
-    """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, None is the mesh of one rank and no axes."""
+    """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, always in the same one, None is the mesh of one rank and no axes.
+
+    Raises:
+        ValueError: the program has more ranks than one, and there is no mesh; or a DeviceMesh has no names.
+    """
     if mesh is None:
-        return Mesh({}, _local_device(None))
+        return _of_one_rank()
     if isinstance(mesh, Mesh):
         return mesh
+    known = _WRAPPED.get(id(mesh))
+    if known is not None and not known.closed:
+        return known
     names = mesh.mesh_dim_names
     if not names:
         raise ValueError("the DeviceMesh has no axis names; pass mesh_dim_names to init_device_mesh.")
@@ -289,7 +388,19 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    return Mesh(dict(zip(names, sizes, strict=True)), device, mesh)
+    end_lost()
+    _WRAPPED[id(mesh)] = wrapped = Mesh(dict(zip(names, sizes, strict=True)), device, mesh)
+    return wrapped
+
+
+def _of_one_rank() -> Mesh:
+    if (world := num_launched()) > 1:
+        raise ValueError(
+            f"there is no mesh, so this would be one of {world} runs that know nothing of one another: the program has"
+            f" {world} ranks. Pass mesh=sf.make_mesh(); or, for a computation of this rank alone, mesh=sf.make_mesh("
+            "alone=True)."
+        )
+    return Mesh({}, _local_device(None))
 
 
 def all_coords(shape: Mapping[str, int]) -> list[dict[str, int]]:

@@ -23,10 +23,16 @@ _FORMAT = 1
 
 
 def save(
-    directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable: bool, keep_before: bool = False
+    directory: pathlib.Path,
+    step: int,
+    entries: dict[str, Any],
+    *,
+    durable: bool,
+    keep_before: bool = False,
+    about: dict[str, Any] | None = None,
 ) -> None:
     """Writes the manifest beside the old one and renames it over; the old one is first renamed if it is to be kept."""
-    body = json.dumps({"format": _FORMAT, "step": step, "values": entries})
+    body = json.dumps({"format": _FORMAT, "step": step, "values": entries, "about": about or {}})
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
     path, new = directory / NAME, directory / f"{NAME}.new"
     try:
@@ -84,6 +90,17 @@ def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
     Raises:
         DamagedError: the file is not what was written.
     """
+    content = _content(path)
+    return content["step"], content["values"]
+
+
+def about(directory: pathlib.Path) -> dict[str, Any]:
+    """What the last commit says of itself; empty where there is none, or one that says nothing."""
+    found = commits(directory)
+    return _content(found[0]).get("about", {}) if found else {}
+
+
+def _content(path: pathlib.Path) -> dict[str, Any]:
     try:
         outer = json.loads(path.read_text())
         body = outer["body"]
@@ -95,7 +112,7 @@ def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
         raise DamagedError(f"{path} has changed since it was written. Start from a checkpoint in an empty directory.")
     if content["format"] != _FORMAT:
         raise DamagedError(f"{path} has format {content['format']}; this version reads {_FORMAT}.")
-    return content["step"], content["values"]
+    return content
 
 
 def stored_entry(x: DiskTensor) -> dict[str, Any]:

@@ -184,6 +184,15 @@ class Pool:
         """
         return tuple(manifest.read(path)[0] for path in manifest.commits(pathlib.Path(directory)))
 
+    @staticmethod
+    def about(directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """What the last commit was told to say of itself, read without opening the pool; empty if nothing.
+
+        Raises:
+            DamagedError: the manifest is not what was written.
+        """
+        return manifest.about(pathlib.Path(directory))
+
     def write(self, x: Shaped[Tensor, "..."]) -> Transfer[DiskTensor]:
         """Starts to write a host tensor, which must stay as it is until the transfer is done.
 
@@ -221,7 +230,15 @@ class Pool:
         slot = self._slots.take(grains * grain, nbytes) if nbytes else None
         return DiskWriter(shape, dtype, slot, self.io, Sums.blank(grains) if self._checksum else None, self)
 
-    def commit(self, values: Mapping[str, Any], step: int, *, durable: bool = False, keep_before: bool = False) -> None:
+    def commit(
+        self,
+        values: Mapping[str, Any],
+        step: int,
+        *,
+        durable: bool = False,
+        keep_before: bool = False,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         """Makes `values` what `Pool.open` finds, atomically; files of the commit before are free from then on.
 
         Several processes that commit together may end between the first one's commit and the last one's. With
@@ -236,6 +253,7 @@ class Pool:
             step: a number of the caller's, given back by `Pool.open`.
             durable: fsync files, manifest and directory.
             keep_before: whether the commit before stays as well.
+            about: what JSON can hold, for `Pool.about`: whose values these are, say.
 
         Raises:
             ValueError: a value is another pool's.
@@ -254,7 +272,8 @@ class Pool:
             for slot in slots:
                 manifest.sync(slot.path)
         with self._commit_lock:
-            manifest.save(self._directory, step, entries, durable=durable, keep_before=keep_before)
+            how = {"durable": durable, "keep_before": keep_before, "about": dict(about or {})}
+            manifest.save(self._directory, step, entries, **how)
             self._before, self._committed = self._committed if keep_before else [], slots
 
     def forget_before(self) -> None:

@@ -30,7 +30,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.optim import GradientTransformation, LossScale, MasterState, apply_updates
-from shardfn.transforms import Mixed, WeightedMean, sharded_step
+from shardfn.transforms import Mixed, WeightedMean, default_batch, sharded_step
 
 # Relative to the largest element of a leaf. Written once; no test loosens it.
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -165,7 +165,7 @@ def on_mesh(
     batches: Sequence[PyTree],
     *,
     mesh: Mesh | None,
-    batch: PyTree = P("dp"),
+    batch: PyTree = None,
     **options: Any,
 ) -> Run:
     """Runs `sharded_step` on global batches, of which each rank takes its rows. Collective.
@@ -176,9 +176,10 @@ def on_mesh(
         params: tree of whole tensors, the same on all ranks.
         batches: one global batch a step.
         mesh: the mesh.
-        batch: the batch's specs.
+        batch: the batch's specs; default that of `sharded_step`.
         **options: of `sharded_step`.
     """
+    batch = default_batch(options.get("specs", P()), as_mesh(mesh)) if batch is None else batch
     step = sharded_step(loss, optimizer, mesh=mesh, batch=batch, **options)
     state = step.init(tree_map(torch.clone, params))
     metrics = []

@@ -10,19 +10,22 @@ from torch import Tensor
 
 from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_unflatten
+from shardfn.graph import storage_of
 
 from ._accumulate import microbatches
 from ._ahead import Ahead
+from ._capture import recorder
 from ._comms import Comms, described, open_channels
 from ._copies import alias, traced_once
-from ._gather import Gatherer
+from ._gather import DONE, IDLE, Gatherer
 from ._layout import LeafLayout
 from ._lazy import LazyLeaf, LeafBook
-from ._loss import Loss, Value, WeightedMean, evaluate
+from ._loss import Loss, NoGradientError, Value, WeightedMean, evaluate
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
 from ._splice import taking_early
+from ._writes import Watch, check_graph
 
 # How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
 WEIGHTED = "a WeightedMean"
@@ -49,13 +52,15 @@ def run_forward(
 ) -> Any:
     """`f(params)` without gradients, with the leaves as a loss sees them."""
     open_channels(comms, plan)
-    blocks = plan.by_layer(blocks)
+    kept, blocks = blocks, plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
-    book = LeafBook(gatherer.whole, plan.layers)
+    watch = _watch(plan, kept)
+    book = LeafBook(gatherer.whole, plan.layers, watch)
     with _told(gatherer, comms), torch.no_grad():
         params, _ = _enter(plan, blocks, book, None)
         gatherer.begin_phase()
         out = f(params)
+        watch.check("the function")
         gatherer.end_phase(ask=True)
     gatherer.close()
     return out
@@ -88,13 +93,14 @@ def run_backward(
     """
     open_channels(comms, plan)
     ranks = plan.mesh.axis_size(plan.batch_axes)
-    blocks = plan.by_layer(blocks)
+    watch, blocks = _watch(plan, blocks), plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     reducer = Reducer(plan, comms.channels, plan.reduce_order)
     values: list[Value] = []
+    idle = False
     with _told(gatherer, comms), torch.enable_grad():
         inner, batches = microbatches(loss, args[0])
-        book = LeafBook(gatherer.whole, plan.layers)
+        book = LeafBook(gatherer.whole, plan.layers, watch)
         params, handles = _enter(plan, blocks, book, reducer)
         for k, batch in enumerate(batches):
             last = k == len(batches) - 1
@@ -106,6 +112,7 @@ def run_backward(
             comms.mark("forward")
             with book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
                 value = evaluate(inner, params, (batch, *args[1:]), has_aux)
+            watch.check("the loss")
             if not even and value.weight is None:
                 raise ValueError(
                     "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
@@ -124,10 +131,14 @@ def run_backward(
             comms.mark("backward")
             _differentiate(value, handles, plan.num_left / (ranks * len(batches)), loss_scale)
             del value
-            gatherer.end_phase(ask=send)
+            watch.check("the backward of the loss")
+            idle = gatherer.end_phase(ask=send, says=IDLE if last and handles and not reducer.received else DONE)
             reducer.end()
             book.forget_dead()
         gatherer.close()
+        _check_capture(plan, blocks, book)
+        if idle and not plan.captured:  # ranks that capture agree on it afterwards
+            raise NoGradientError(plan.trained)
         comms.mark("update")
         out = _outcome(values, reducer, plan)
         if not plan.reduce_order:
@@ -162,6 +173,8 @@ def _enter(
     handles: list[Tensor] = []
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         handle = _handle(plan, leaf) if leaf.lazy else _resident(leaf, block)
+        if isinstance(block, Tensor) and not leaf.lazy and not _as_it_is(leaf, block):
+            book.look_after(leaf.path, handle)
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
             handle.register_hook(_taker(reducer, i, alias(handle)))
@@ -169,10 +182,34 @@ def _enter(
         entered.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle)
     layers = iter(entered)
     tree = [
-        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers]) if leaf.layers else next(layers)
+        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)
         for leaf in plan.leaves
     ]
     return tree_unflatten(plan.treedef, tree), handles
+
+
+def _watch(plan: Plan, blocks: Sequence[Tensor | Stored]) -> Watch:
+    """What sees writes to the blocks that the loss is given as they are."""
+    watch = Watch()
+    for leaf, block in zip(plan.leaves, blocks, strict=True):
+        if isinstance(block, Tensor) and _as_it_is(leaf, block) and not plan.captured:
+            watch.add(leaf.path, block, kept=True)
+    return watch
+
+
+def _check_capture(plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook) -> None:
+    """Refuses a captured loss that writes to parameters."""
+    notes = recorder()
+    if notes is None:
+        return
+    here = [(leaf.path, x) for leaf, x in zip(plan.layers, blocks, strict=True) if isinstance(x, Tensor)]
+    leaves = {storage_of(x): path for path, x in here} | {k: path for k, (path, _) in book.captured.items()}
+    check_graph(notes.tracer.graph, leaves)
+
+
+def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
+    """Whether the loss sees the state's own memory."""
+    return not leaf.lazy and block.dtype == leaf.dtypes.compute
 
 
 def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
@@ -188,8 +225,7 @@ def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
 def _resident(leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
     """A leaf that is there, in the dtype that the loss sees."""
     assert isinstance(block, Tensor)
-    dtype = leaf.dtypes.compute
-    return alias(block if block.dtype == dtype else block.to(dtype))
+    return alias(block if _as_it_is(leaf, block) else block.to(leaf.dtypes.compute))
 
 
 def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:

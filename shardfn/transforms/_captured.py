@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from shardfn.memory import bind_pool, stored_of, token_of
 
 from ._comms import Comms
 from ._jit import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
+from ._loss import NoGradientError
 from ._plan import Plan
 from ._pools import disk_of
 from ._state import TrainState, scale_of
@@ -67,6 +68,7 @@ class CapturedSteps:
         """
         start = time.perf_counter()
         program = capture_step(self._parts, plan, params, opt, args, scale, even=True)
+        _refuse_no_gradient(program, [program.differentiated])
         choice = self._jitted.choose(program.gm)
         gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
@@ -125,7 +127,6 @@ class CapturedSteps:
     ) -> "_Ready":
         start = time.perf_counter()
         params, opt, scale = state.params, state.opt_state, scale_of(state)
-        comms.control.agree("how jit chooses the schedule", self._jitted.chooses_by())
 
         def make() -> tuple[StepProgram, GraphModule]:
             choice = None
@@ -138,6 +139,7 @@ class CapturedSteps:
             return program, program.gm if schedule is None else self._jitted.scheduled(program.gm, schedule)
 
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
+        _refuse_no_gradient(program, comms.control.exchange(int(program.differentiated)))
         # A phase of the optimizer has a plan, and so a graph, of its own.
         name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
         report(name, "batch", args[0], sum(of == id(plan) for _, (of, *_), _ in self._known))
@@ -166,6 +168,12 @@ class _Ready(NamedTuple):
     program: StepProgram
     run: Compiled
     of_the_loss: list[Transfer]
+
+
+def _refuse_no_gradient(program: StepProgram, differentiated: Sequence[int]) -> None:
+    """Refuses a step whose loss has a gradient on none of the ranks; where some have none, theirs count as zeros."""
+    if not any(differentiated):
+        raise NoGradientError(program.plan.trained)
 
 
 def signature(plan: Plan, args: tuple[Any, ...]) -> Any:

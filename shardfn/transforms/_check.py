@@ -1,13 +1,14 @@
 """What can be wrong with the arguments of a step, found before anything is sent."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyControl, text_hash
+from shardfn.collectives import AnyControl, Constant
 from shardfn.core import (
     HOUSE_AXES,
     Draw,
@@ -53,7 +54,8 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in axes if not _known(a, mesh)]
     if zero.stage and mesh.size > 1 and not any(a in mesh.shape for a in axes):
         problems.append(
-            f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}."
+            f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}; pass"
+            f" Zero(axis={max(mesh.shape, key=lambda a: mesh.shape[a])!r}), say."
         )
     problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
     if zero.near and mesh.size > 1 and not 1 < mesh.axis_size(zero.near) < mesh.axis_size(zero.axis):
@@ -128,6 +130,45 @@ def check_replicas(leaves: list[Tensor], plan: Any, control: AnyControl) -> None
     )
 
 
+def default_batch(specs: PyTree, mesh: Mesh) -> P:
+    """How a batch is cut where nothing is said: along "dp", and along all axes that no spec uses.
+
+    Example:
+        >>> default_batch(P(None, "tp"), Mesh({"data": 2, "tp": 2}, torch.device("cpu")))
+        P('data')
+    """
+    trees = [s.spec if isinstance(s, Sharding) else s for s in tree_leaves(specs, is_leaf=is_spec)]
+    used = {axis for s in trees if isinstance(s, P) for axis in s.axes} - {"dp"}
+    free = tuple(a for a in mesh.axis_names if a not in used)
+    return P(free[0] if len(free) == 1 else free or "dp")
+
+
+def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
+    """Refuses ranks that do not see the same rows along axes that the batch is not cut along. Collective.
+
+    Their parameters would drift apart, each rank's by the gradients of its own rows. Compared is the loss of the first
+    step, to three digits: what computes it twice need not round it alike.
+
+    Raises:
+        RankError: the losses differ; says each rank's.
+    """
+    rows: list[Any] = control.gather(float(loss))
+    finite = [x for x in rows if math.isfinite(x)]
+    if max(finite, default=0.0) - min(finite, default=0.0) <= 1e-3 * max(map(abs, finite), default=0.0):
+        return
+    cut = plan.batch_axes
+    free = tuple(a for a in plan.mesh.axes(plan.mesh.axis_names) if a not in cut)
+    both = tuple(a for a in plan.mesh.axis_names if a in (*cut, *free))
+    raise_all(
+        RankError,
+        f"ranks that should have one loss have different ones: the batch is cut along {cut or 'no axis'}, so along"
+        f" {free} all ranks must pass the same rows. If each has rows of its own, pass"
+        f" batch={P(both[0] if len(both) == 1 else both)!r}; if not, check what else differs, such as random numbers"
+        " without a key. The losses are:",
+        [f"rank {r}: {x:.6g}" for r, x in enumerate(rows)],
+    )
+
+
 @contextlib.contextmanager
 def told_before(control: AnyControl) -> Iterator[None]:
     """Raises an error of the preparations on all ranks, not on this one alone: the others wait in `agree_on_step`."""
@@ -136,29 +177,30 @@ def told_before(control: AnyControl) -> Iterator[None]:
     except Exception as error:
         text = f"raised {type(error).__name__}: {error}"
         with contextlib.suppress(RankError):
-            agree_on_step(control, text, ("", ()))
+            agree_on_step(control, text)
         raise
 
 
-def agree_on_step(control: AnyControl, what: str, batch: tuple[str, tuple[int, ...]]) -> bool:
+def agree_on_step(
+    control: AnyControl, what: str, batch: tuple[str, tuple[int, ...]] = ("", ()), constant: Constant | None = None
+) -> bool:
     """Compares what the ranks are about to run, before the first transfer.
 
     Args:
         control: the control plane.
         what: the call, in words.
         batch: what `describe_batch` said.
+        constant: what the call is made of, and the same for all calls.
 
     Returns:
         Whether all ranks pass batches of the same shapes.
 
     Raises:
-        RankError: they differ in the call, the step's number, or the batch's structure; or a rank has failed already.
+        RankError: they differ in the call, the step's number, the batch's structure, or in how the step was built; or a
+            rank has failed already.
     """
-    text, sizes = f"{what}\n{batch[0]}", batch[1]
-    if len(set(control.exchange(text_hash(f"{text}{sizes}")))) == 1:
-        return True
-    control.agree("what to run", text)
-    return False
+    control.begin(what)
+    return control.agree("what to run", f"{what}\n{batch[0]}", constant, batch[1])
 
 
 def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:

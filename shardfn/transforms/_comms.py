@@ -2,6 +2,7 @@
 
 import contextlib
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 
 from shardfn.collectives import AnyChannels, AnyControl, Channels, Control, close
@@ -40,6 +41,7 @@ def comms_of(mesh: Mesh) -> Comms:
 
     All steps on a mesh share them, as they run one after another, in the same order on all ranks.
     """
+    mesh.check_open()
     comms: Comms | None = mesh.resources.get("comms")
     if comms is not None and not comms.broken and not _live(comms)[1].lost:
         return comms
@@ -47,9 +49,11 @@ def comms_of(mesh: Mesh) -> Comms:
     if comms is not None:  # as all ranks are here now, none waits any more for what it agreed on before
         _close(comms)
     channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
-    comms = mesh.resources["comms"] = Comms(mesh, channels, control)
+    fresh = mesh.resources["comms"] = Comms(mesh, channels, control)
+    this = weakref.ref(fresh)  # in a cycle, what is closed would live on
+    control.wake = lambda: None if (of := this()) is None else _close(of)
     mesh.make_own_groups()
-    return comms
+    return fresh
 
 
 def open_channels(comms: Comms, plan: Plan) -> None:
@@ -77,8 +81,6 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
         _, control = _live(comms)
         if isinstance(error, RankError):
             control.leave()
-            if control.lost:
-                _close(comms)
             raise
         try:
             if control.is_theirs(error):
@@ -111,3 +113,4 @@ def _close(comms: Comms) -> None:
     for group in comms.mesh.own_groups().values():
         close(group)
     comms.mesh.drop_own_groups()
+    comms.mesh.made.forget_ended()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_get_level
 from torch.func import grad_and_value
 
 from shardfn.collectives import GlobalTensor, local, psum
@@ -21,7 +22,7 @@ from shardfn.core import PyTree, tree_leaves, tree_map, tree_unflatten
 from shardfn.optim import GradientTransformation, LossScale, apply_updates, sum_squares
 
 from ._accumulate import microbatches
-from ._loss import Loss, Value, evaluate
+from ._loss import Loss, Value, called, refuse_gradient_of
 from ._plan import Plan
 from ._pure_transfers import enter, own_rows, reduce, refresh
 from ._state import TrainState, scale_of
@@ -132,6 +133,8 @@ def _differentiated(
         for i, handle in zip(train, handles, strict=True):
             leaves[i] = handle
         value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), has_aux)
+        if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):
+            refuse_gradient_of(value.weight)
         seen.append(value)
         seed = value.total if scale is None else value.total * scale.to(value.total)
         return seed, tuple(_row(value))
@@ -152,7 +155,7 @@ def _differentiated(
 
 def _evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
     try:
-        return evaluate(loss, params, args, has_aux)
+        return called(loss, params, args, has_aux)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
@@ -160,6 +163,11 @@ def _evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) 
             "the loss uses saved-tensor hooks (torch.utils.checkpoint, or another offload of activations), which"
             " torch.func.grad and vjp refuse; use the loss without them inside a torch.func transform."
         ) from error
+
+
+def _level(x: Tensor) -> int:
+    """The transform of torch.func that a tensor is of; those around it do not count."""
+    return maybe_get_level(x)
 
 
 def _row(value: Value) -> list[Tensor]:

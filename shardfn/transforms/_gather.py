@@ -21,7 +21,9 @@ from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
 from ._order import Move, UseOrder
 from ._wires import GatherChannel, gather_channels
 
-DONE, FAILED = -1, -2
+# What a rank says in a round where it wants no unit: that it is done; that it failed; that it is done with the step's
+# backwards, and none has given a gradient.
+DONE, FAILED, IDLE = -1, -2, -3
 # How much further ahead than leaves are gathered their pieces cross the far axes, and are read from the disk.
 FAR_AHEAD, READ_AHEAD = 2, 3
 
@@ -83,20 +85,25 @@ class Gatherer:
         unit, slot = self._slot[leaf]
         return self._need(unit).leaf(slot)
 
-    def end_phase(self, *, ask: bool) -> None:
+    def end_phase(self, *, ask: bool, says: int = DONE) -> bool:
         """Issues what the phase still owes to other ranks and serves those that ask for more.
 
         Args:
             ask: whether to ask the other ranks if all is well even where no leaf is gathered: before waiting for them.
+            says: what this rank says of itself: `DONE` or `IDLE`.
+
+        Returns:
+            Whether all ranks have said `IDLE`; the same on all of them.
 
         Raises:
             RankError: another rank failed.
         """
         if not self._units and not ask:
-            return
+            return False
         self._catch_up()
-        while self._ask(DONE):
-            pass
+        wants = self._ask(says)
+        while any(w >= 0 for w in wants):
+            wants = self._ask(says)
         if self._served:
             self._order.extend(self._phase, self._served)
             self._schedule = None
@@ -104,6 +111,7 @@ class Gatherer:
         for whole in self._unused:
             whole.arrive()
         self._unused.clear()
+        return all(w == IDLE for w in wants)
 
     def fail(self, what: str) -> None:
         """Tells the other ranks that this one cannot go on; they raise `RankError` at their next agreement."""
@@ -198,19 +206,19 @@ class Gatherer:
             self._ask(unit)
         return self._asked[1]
 
-    def _ask(self, want: int) -> bool:
-        """One round of asking: gathers what any rank wants. False once nobody wants anything."""
+    def _ask(self, want: int) -> list[int]:
+        """One round of asking: gathers what any rank wants. What each has said: units, or what is below 0."""
         wants = self._control.exchange(want)
         if FAILED in wants:
             _raise_failed(self._control, wants)
-        for unit in dict.fromkeys(w for w in wants if w != DONE):
+        for unit in dict.fromkeys(w for w in wants if w >= 0):
             whole = self._issue(unit)
             self._served.append(unit)
             if unit == want:
                 self._asked = (unit, whole)
             else:
                 self._drop(whole)
-        return any(w != DONE for w in wants)
+        return wants
 
     def _drop(self, whole: "_Whole") -> None:
         """Lets go of a unit; one that was never used must still arrive, since other ranks may wait for its transfer."""

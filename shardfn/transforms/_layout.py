@@ -152,13 +152,18 @@ class LeafLayout:
         return parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
     @functools.cached_property
+    def shard_rows(self) -> list[int]:
+        """How many rows, along `dim`, each ZeRO rank's part has; 1 where it is not cut."""
+        return [1] if self.dim is None else [hi - lo for lo, hi in self.bounds]
+
+    @functools.cached_property
     def shard_sizes(self) -> list[int]:
         """The number of elements of each ZeRO rank's part."""
         return [s.numel() for s in self.shard_shapes]
 
 
 class Run(NamedTuple):
-    """Neighbouring ZeRO ranks whose parts have the same sizes: there are few runs, however many ranks.
+    """Neighbouring ZeRO ranks whose parts have the same shapes: there are few runs, however many ranks.
 
     Attributes:
         first: the first rank.
@@ -374,8 +379,10 @@ def unit_sizes(leaves: Sequence[LeafLayout], size: int) -> list[int]:
 def unit_runs(leaves: Sequence[LeafLayout]) -> list[Run]:
     """The ranks that share leaves which travel together, as runs; ranks that hold nothing are left out."""
     runs, first = [], 0
-    for sizes, same in itertools.groupby(zip(*(leaf.shard_sizes for leaf in leaves), strict=True)):
+    # Not by sizes: the parts of a leaf without elements have equal ones, and may yet differ in shape.
+    for _, same in itertools.groupby(zip(*(leaf.shard_rows for leaf in leaves), strict=True)):
         count = len(list(same))
+        sizes = tuple(leaf.shard_sizes[first] for leaf in leaves)
         if sum(sizes):
             runs.append(Run(first, count, sizes))
         first += count

@@ -18,9 +18,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardfn.collectives import transforming
+
+from ._capture import capturing
 from ._copies import alias
 from ._layout import LeafLayout
 from ._plumbing import plumbing
+from ._writes import DATA, Watch
 
 Source = Callable[[int], Tensor]
 _FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
@@ -46,10 +50,15 @@ class LeafBook:
     Args:
         source: gives the whole tensor of leaf i.
         leaves: the layout.
+        watch: is told of the whole tensors, which a loss must not write to.
+
+    Attributes:
+        captured: in a capture, by storage, the path of the leaf that it is of, and the storage.
     """
 
-    def __init__(self, source: Source, leaves: Sequence[LeafLayout]) -> None:
-        self._source, self.leaves = source, leaves
+    def __init__(self, source: Source, leaves: Sequence[LeafLayout], watch: Watch | None = None) -> None:
+        self._source, self.leaves, self.watch = source, leaves, watch or Watch()
+        self.captured: dict[int, tuple[str, Any]] = {}
         self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}
 
     def fetch(self, leaf: int) -> Tensor:
@@ -68,12 +77,22 @@ class LeafBook:
         known = self._known.get(storage._cdata)
         if known is None:
             self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
+            self.look_after(self.leaves[leaf].path, whole)
         else:
             self._check(known, whole)
+
+    def look_after(self, path: str, whole: Tensor) -> None:
+        """Lets writes to a tensor of a leaf be seen."""
+        if capturing():
+            self.captured[whole.untyped_storage()._cdata] = path, whole.untyped_storage()
+        elif not transforming():  # where tensors cannot be emptied, and are checked when they are saved alone
+            with plumbing():
+                self.watch.add(path, whole, kept=False)
 
     def forget_dead(self) -> None:
         """Drops the entries of tensors that are gone."""
         self._known = {k: v for k, v in self._known.items() if not v[2].expired()}
+        self.watch.forget_dead()
 
     @contextlib.contextmanager
     def keep_out_of_graph(self) -> Iterator[None]:
@@ -152,11 +171,11 @@ class LazyLeaf(torch.Tensor):
         return leaf
 
     @staticmethod
-    def stack(path: str, layers: Sequence[Tensor]) -> "LazyLeaf":
+    def stack(path: str, layers: Sequence[Tensor], book: LeafBook) -> "LazyLeaf":
         """The stack of `layers`, lazy leaves or tensors of one shape."""
         handles = [x.handle if type(x) is LazyLeaf else x for x in layers]
         leaf = _linked(*handles, stacked=True)
-        leaf._path, leaf._layers = path, tuple(layers)
+        leaf._path, leaf._layers, leaf._book = path, tuple(layers), weakref.proxy(book)
         leaf.handle = handles[0]
         return leaf
 
@@ -169,7 +188,9 @@ class LazyLeaf(torch.Tensor):
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
         if self._layers:
-            return torch.stack([_whole(x) for x in self._layers])
+            out = torch.stack([_whole(x) for x in self._layers])
+            self._book.look_after(self._path, out)
+            return out
         book, index = self._book, self.number
         if self.handle.requires_grad and torch.is_grad_enabled():
             return _Whole.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
@@ -188,6 +209,8 @@ class LazyLeaf(torch.Tensor):
             if taken is not None:
                 return taken
         _refuse_writes(func, args)
+        if func == DATA:  # which would hide what is written to it
+            return _whole(args[0]).detach()
         args = tuple(_whole(a) for a in args)
         kwargs = {k: _whole(v) for k, v in kwargs.items()} if kwargs else {}
         return func(*args, **kwargs)

@@ -13,6 +13,7 @@ from shardfn.optim import GradientTransformation, LossScale, master_weights
 from ._accumulate import Accumulated
 from ._jit import Jitted
 from ._loss import Loss, WeightedMean
+from ._module_dtypes import computing_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Mixed:
         # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
         cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
         batch = tree_map(self._cast, args[:1])
-        return self._output(self.inner(tree_unflatten(treedef, cast), *batch, *args[1:], **kwargs))
+        with computing_in(self.policy.compute):
+            return self._output(self.inner(tree_unflatten(treedef, cast), *batch, *args[1:], **kwargs))
 
     def _computed(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
         key = treedef, *(x.dtype for x in leaves)

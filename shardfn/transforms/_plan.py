@@ -57,6 +57,7 @@ class Plan:
         use_orders: by kind of call, the order in which leaves are gathered.
         reduce_order: the order in which gradients become ready; empty until a step has run.
         outcome: what the loss returns; None until a step has run.
+        compared: whether the ranks' losses have been compared where the batch is not cut.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
         phase: what the optimizer does in the steps that the plan is for; None where it has no phases.
@@ -76,6 +77,7 @@ class Plan:
     use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
     reduce_order: list[int] = dataclasses.field(default_factory=list)
     outcome: str | None = None
+    compared: bool = False
     captured: bool = False
     whole: bool = False
     phase: Phase | None = None
@@ -113,6 +115,11 @@ class Plan:
         same = {"treedef": self.treedef, "zero": self.zero, "mesh": self.mesh, "batch_axes": self.batch_axes}
         own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes, "rules": self.rules}
         return Plan(**(same | own | changes))
+
+    @property
+    def trained(self) -> list[str]:
+        """The paths of the trainable leaves."""
+        return [leaf.path for leaf in self.leaves if leaf.trainable]
 
     @property
     def num_left(self) -> int:

@@ -6,14 +6,16 @@ have this one. So whenever the ranks end, there is a commit that all of them hav
 
 import logging
 import pathlib
+import secrets
 from typing import Any
 
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Stored, raise_all, tree_leaves, tree_paths
+from shardfn.core import Mesh, Stored, raise_all, tree_leaves, tree_paths
 from shardfn.memory import AnyPool, Pool, TracedPool
 
+from ._origin import check_origins, origin_of
 from ._plan import Plan, Planner
 from ._state import TrainState
 
@@ -34,22 +36,37 @@ def disk_of(plan: Plan) -> Pool | None:
     """The pool of a plan, opened on first use; None if it keeps nothing on disk."""
     if plan.zero.directory is None:
         return None
-    pools = plan.mesh.resources.setdefault("pools", {})
+    pools = _pools(plan.mesh)
     if plan.zero.directory not in pools:
         pools[plan.zero.directory] = Pool(_place(plan), checksum=plan.zero.checksum)
     return pools[plan.zero.directory]
+
+
+def _pools(mesh: Mesh) -> dict[str, Pool]:
+    """The pools of a mesh's steps by directory; they are closed with the mesh."""
+    if "pools" not in mesh.resources:
+        pools: dict[str, Pool] = {}
+        mesh.resources["pools"] = pools
+        mesh.at_close("pools", lambda why: _close_all(pools))
+    return mesh.resources["pools"]
+
+
+def _close_all(pools: dict[str, Pool]) -> None:
+    for pool in pools.values():
+        pool.close()
 
 
 def close_pool(planner: Planner) -> None:
     """Gives a directory up, if it is open."""
     pool = planner.mesh.resources.get("pools", {}).pop(planner.zero.directory, None)
     planner.mesh.resources.get("commits", {}).pop(planner.zero.directory, None)
+    planner.mesh.resources.get("runs", {}).pop(planner.zero.directory, None)
     if pool is not None:
         pool.close()
 
 
-def begin(plan: Plan, state: TrainState) -> None:
-    """Commits the first state of a run.
+def begin(plan: Plan, state: TrainState, control: AnyControl) -> None:
+    """Commits the first state of a run. Collective, where there is a directory.
 
     Raises:
         ValueError: the directory has the states of another `init` of this process.
@@ -65,6 +82,7 @@ def begin(plan: Plan, state: TrainState) -> None:
     if lost:
         where = plan.zero.directory
         log.warning("states under %s cannot be resumed; these are kept in memory only: %s", where, ", ".join(lost))
+    _runs(plan)[plan.zero.directory] = str(control.gather(secrets.token_hex(4))[0])
     commit(plan, state)
 
 
@@ -79,13 +97,20 @@ def commit(plan: Plan, state: TrainState) -> None:
         return
     number = _commits(plan).get(plan.zero.directory, -1) + 1
     values = {path: _value(x) for path, x, _ in leaves if _is_held(plan, x)}
-    pool.commit(values, number, durable=plan.zero.durable, keep_before=True)
+    run = _runs(plan).get(plan.zero.directory, "")
+    about = origin_of(plan.mesh, run, ("params", state.params), ("opt_state", state.opt_state))
+    pool.commit(values, number, durable=plan.zero.durable, keep_before=True, about=about)
     _commits(plan)[plan.zero.directory] = number
 
 
 def _commits(plan: Plan) -> dict[str | None, int]:
     """By directory, the number of the last commit."""
     return plan.mesh.resources.setdefault("commits", {})
+
+
+def _runs(plan: Plan) -> dict[str | None, str]:
+    """By directory, what tells its run from others: the same on all ranks, and after a `resume`."""
+    return plan.mesh.resources.setdefault("runs", {})
 
 
 def forget(plan: Plan) -> None:
@@ -95,24 +120,27 @@ def forget(plan: Plan) -> None:
         pool.forget_before()
 
 
-def reopen(plan: Plan, control: AnyControl) -> dict[str, Any]:
-    """The values of the last commit that all ranks have, by path.
+def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of the last commit that all ranks have, by path; and what it says of itself.
 
     Raises:
-        ValueError: the plan keeps nothing on disk.
+        ValueError: the plan keeps nothing on disk; or a directory is another rank's, mesh's or run's.
         FileNotFoundError: the ranks have no commit in common; says which each of them has.
     """
     if plan.zero.directory is None:
         raise ValueError("resume() reads what the step left on disk, but nothing is kept there: Zero(directory=...).")
-    steps: list[Any] = control.gather(Pool.steps(_place(plan)))
+    place, told = _place(plan), Pool.about(_place(plan))
+    check_origins(plan.mesh, control, place, told if Pool.steps(place) else None)
+    steps: list[Any] = control.gather(Pool.steps(place))
     common = set(steps[0]).intersection(*steps[1:])
     if not common:
         had = [f"rank {r}: {f'numbers {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]
         raise_all(FileNotFoundError, f"no commit under {plan.zero.directory} is there on all ranks:", had)
-    opened = Pool.open(_place(plan), max(common), checksum=plan.zero.checksum)
-    plan.mesh.resources.setdefault("pools", {})[plan.zero.directory] = opened.pool
+    opened = Pool.open(place, max(common), checksum=plan.zero.checksum)
+    _pools(plan.mesh)[plan.zero.directory] = opened.pool
     _commits(plan)[plan.zero.directory] = opened.step
-    return opened.values
+    _runs(plan)[plan.zero.directory] = told.get("run", "")
+    return opened.values, told
 
 
 def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:

@@ -42,6 +42,7 @@ class Reducer:
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
+        received: whether any leaf has got a gradient on this rank, in any backward so far.
     """
 
     def __init__(self, plan: Plan, channels: AnyChannels, order: Sequence[int]) -> None:
@@ -69,6 +70,7 @@ class Reducer:
         self._patience = PATIENCE
         self._send = self._last = True
         self.seen: list[int] = []
+        self.received = False
 
     def begin(self, *, send: bool, last: bool) -> None:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
@@ -85,6 +87,7 @@ class Reducer:
 
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        self.received = True
         before = self._local.pop(leaf, None)
         if before is not None or not self._send:
             grad = grad.to(self._leaves[leaf].dtypes.accum)

@@ -11,6 +11,7 @@ from shardfn.core import PyTree, Stored, raise_all, tree_flatten, tree_leaves, t
 from shardfn.memory import on_host
 from shardfn.optim import MasterState
 
+from ._origin import cuts_of
 from ._parts import send_home
 from ._plan import Plan
 from ._pools import pool_of, reopen
@@ -32,8 +33,8 @@ def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainS
     Raises:
         ValueError: the commit is of another model, optimizer or mesh; every leaf is listed.
     """
-    values = reopen(plan, control)
-    problems: list[str] = []
+    values, told = reopen(plan, control)
+    problems = _cut_otherwise(plan, like, told)
     opt_state = _filled(plan, "opt_state", like.opt_state, values, problems)
     rest = _filled(plan, "state", like._replace(params=(), opt_state=()), values, problems)
     casts = _casts(plan, opt_state, values)
@@ -42,6 +43,18 @@ def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainS
     raise_all(ValueError, "the commit on disk is not this step's state:", problems)
     blocks = _whole(plan, channels, [x.held for x in params], casts)
     return rest._replace(params=wrap(plan, blocks), opt_state=opt_state)
+
+
+def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[str]:
+    """The leaves that this step cuts along other axes than the one that wrote them: blocks may have equal shapes."""
+    if "cut" not in told:
+        return []
+    here, there = cuts_of(plan.mesh, ("params", like.params), ("opt_state", like.opt_state)), told["cut"]
+    return [
+        f"{path} is cut along {here.get(path, [])} here, but along {there.get(path, [])} on disk"
+        for path in sorted({*here, *there})
+        if here.get(path, []) != there.get(path, [])
+    ]
 
 
 def _filled(

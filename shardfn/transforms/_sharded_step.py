@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
-from shardfn.collectives import bind_mesh, transforming
+from shardfn.collectives import Constant, bind_mesh, transforming
 from shardfn.core import (
     Mesh,
     P,
@@ -26,14 +27,26 @@ from shardfn.core import (
     fold_in,
     tree_flatten,
     tree_leaves,
+    tree_structure,
     tree_unflatten,
 )
 from shardfn.optim import GradientTransformation, Phase
 
 from ._backward import run_backward, run_forward
+from ._capture import capturing
 from ._captured import CapturedSteps, signature
-from ._check import agree_on_step, check_params, check_replicas, check_specs, describe_batch, told_before
+from ._check import (
+    agree_on_step,
+    check_params,
+    check_replicas,
+    check_same_loss,
+    check_specs,
+    default_batch,
+    describe_batch,
+    told_before,
+)
 from ._comms import Comms, comms_of, losing_no_peer
+from ._constant import describe_step
 from ._early import early
 from ._eval_shape import abstract_init, abstract_leaves, as_state, is_abstract
 from ._first import first_state
@@ -43,6 +56,7 @@ from ._loss import Loss
 from ._lower import Lowered
 from ._metrics import measure
 from ._mixed_precision import check_scaled, with_masters
+from ._module_dtypes import computing_in
 from ._phases import check_phases, in_phase
 from ._plan import Plan, Planner
 from ._pools import begin, close_pool, commit, forget
@@ -62,7 +76,7 @@ def sharded_step(
     *,
     mesh: Mesh | DeviceMesh | None = None,
     specs: PyTree = P(),
-    batch: PyTree = P("dp"),
+    batch: PyTree = None,
     zero: Zero | None = None,
     key: Tensor | None = None,
     has_aux: bool = False,
@@ -80,9 +94,10 @@ def sharded_step(
         loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
             `WeightedMean`. `jit`, `accumulate` and `mixed_precision` around it, in any order, speak of the whole step.
         optimizer: an (init, update) pair of `shardfn.optim`.
-        mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device.
+        mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
-        batch: how the global batch is cut: a prefix tree of `P`; each rank passes its own rows.
+        batch: how the global batch is cut: a prefix tree of `P`; each rank passes its own rows. Default: along "dp" and
+            all axes of the mesh that no spec uses. Along axes that do not cut it ranks pass the same rows.
         zero: the ZeRO rule; default stage 0.
         key: when given, the loss gets `fold_in(key, step)`, the same on all ranks.
         has_aux: whether the loss returns `(loss, aux)`; aux is a dict of scalars, averaged into the metrics.
@@ -97,8 +112,10 @@ def sharded_step(
 
     Raises:
         ValueError: (at `init` or first call) specs, batch or state do not fit; every failing leaf is listed by path.
+            Or there is no mesh, in a program of several processes.
         DonatedError: (when called) the state was consumed by an earlier step.
-        RankError: (when called) ranks disagree on what to run, or another rank failed.
+        RankError: (when called) ranks disagree on what to run, or pass other rows where all must be the same; or
+            another rank failed.
         FloatingPointError: (when called) gradients overflow with the loss scale at its floor.
 
     Example:
@@ -113,6 +130,7 @@ def sharded_step(
         Rajbhandari et al., ZeRO, 2019, https://arxiv.org/abs/1910.02054
     """
     on, rule = as_mesh(mesh), zero or Zero()
+    batch = default_batch(specs, on) if batch is None else batch
     check_specs(specs, batch, rule, on)
     unwrapped = unwrap(loss)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
@@ -141,7 +159,9 @@ class ShardedStep:
         if mixed is not None:
             check_scaled(mixed)
             optimizer = with_masters(optimizer, mixed.policy)
-        self._optimizer, self._planner = optimizer, planner
+        self._optimizer, self._planner, self._unwrapped = optimizer, planner, loss
+        self._constants: dict[Any, Constant] = {}
+        self._agreed: set[tuple[int, str]] = set()
         self._key, self._has_aux, self._donate = key, has_aux, donate
         self._skip_nonfinite, self._skip = skip_nonfinite, skip_nonfinite or self._loss_scale is not None
         parts = StepParts(self._loss, optimizer, has_aux, self._skip)
@@ -166,7 +186,7 @@ class ShardedStep:
         if self.mesh.abstract or is_abstract(leaves):
             return abstract_init(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
-        comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
+        agree_on_step(comms.control, "init", constant=self._constant(plan, None))
         check_replicas(leaves, plan, comms.control)
         del params
 
@@ -179,7 +199,7 @@ class ShardedStep:
         step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
         with bind_mesh(self.mesh), losing_no_peer(comms):
             state = TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
-            begin(plan, state)
+            begin(plan, state, comms.control)
             _together(plan, comms)
         return state
 
@@ -215,7 +235,7 @@ class ShardedStep:
         """
         _, plan = self._drawn(params, args)
         comms = comms_of(self.mesh)
-        comms.control.agree("the parameters or the configuration of the step", self._describe(plan))
+        agree_on_step(comms.control, "resume", constant=self._constant(plan, None))
         like = abstract_init(plan, self._optimizer, self._key, self._first_scale())
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
@@ -293,6 +313,7 @@ class ShardedStep:
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
+            constant = self._constant(plan, state)
             args = self._args_of(state, batch)
             self._check_scale(state)
             if only is not None and signature(plan, args) != only:
@@ -301,8 +322,8 @@ class ShardedStep:
                     " loss."
                 )
         in_phase_of = "" if plan.phase is None else f", {plan.phase.name}"
-        what = f"step {number} of {len(plan.leaves)} leaves{in_phase_of}"
-        even = agree_on_step(comms.control, what, described)
+        what = f"step {number}{in_phase_of}"
+        even = agree_on_step(comms.control, what, described, constant)
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):
             new, metrics = run(plan, comms, state, args, even)
@@ -313,6 +334,9 @@ class ShardedStep:
         with losing_no_peer(comms):
             commit(plan, new)
             _together(plan, comms)
+            if not plan.compared and self.mesh.size > self.mesh.axis_size(plan.batch_axes):
+                check_same_loss(metrics["loss"], plan, comms.control)
+            plan.compared = True
         return new, metrics
 
     def _run(
@@ -344,6 +368,7 @@ class ShardedStep:
             )
         self._check_scale(state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)
+        self._agree_once(plan, "a step in a transform")
         how: dict[str, Any] = {"has_aux": self._has_aux, "loss_scale": self._loss_scale}
         with bind_mesh(self.mesh):
             return pure_step(plan, state, self._loss, self._optimizer, args, **how)
@@ -370,6 +395,7 @@ class ShardedStep:
             tensor(2.)
         """
         plan = self._planner.plan_of(TrainState(params, (), torch.zeros((), dtype=torch.int64)))
+        self._agree_once(plan, "the loss of a step")
         with bind_mesh(self.mesh):
             return pure_loss(plan, params, self._loss, (batch, *key), has_aux=self._has_aux)
 
@@ -384,7 +410,7 @@ class ShardedStep:
         rank's. Passing the same function again reuses the order of gathers learnt the first time.
         """
         if transforming():
-            with bind_mesh(self.mesh):
+            with bind_mesh(self.mesh), computing_in(self._compute):
                 return pure_apply(self._planner.plan_of(state), state.params, f, args)
         f = unwrap(f).loss  # leaves are gathered one by one, which a graph of f alone would not do
         comms = comms_of(self.mesh)
@@ -392,11 +418,11 @@ class ShardedStep:
             check_alive(state)
             plan = self._planner.plan_of(state)
             blocks = [g.held for g in tree_leaves(state.params)]
-        agree_on_step(comms.control, f"apply on {len(plan.leaves)} leaves", ("", ()))
+        agree_on_step(comms.control, "apply", constant=self._constant(plan, state))
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
             plan.use_orders.pop(("apply", f), None)
-        with bind_mesh(self.mesh), losing_no_peer(comms):
+        with bind_mesh(self.mesh), losing_no_peer(comms), computing_in(self._compute):
             out = run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
         plan.forget_orders(MAX_APPLIED)
         return out
@@ -407,6 +433,10 @@ class ShardedStep:
         plan = self._planner.plan(treedef, leaves)
         kept = [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves]
         return tree_unflatten(treedef, kept)
+
+    @property
+    def _compute(self) -> torch.dtype | None:
+        return None if self._planner.policy is None else self._planner.policy.compute
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
@@ -427,11 +457,26 @@ class ShardedStep:
                 f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
             )
 
-    def _describe(self, plan: Plan) -> str:
-        key = None if self._key is None else self._key.tolist()
-        flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux} key {key}"
-        flags += f" {self._planner.policy!r} loss scale {self._loss_scale is not None}"
-        return f"{flags}\n{plan.describe()}"
+    def _agree_once(self, plan: Plan, what: str) -> None:
+        """Compares how the step was built before the first of calls that are pure functions, and agree on no more."""
+        if self.mesh.size == 1 or self.mesh.abstract or capturing() or (id(plan), what) in self._agreed:
+            return
+        with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
+            comms = comms_of(self.mesh)
+            agree_on_step(comms.control, what, constant=self._constant(plan, None))
+        self._agreed.add((id(plan), what))
+
+    def _constant(self, plan: Plan, state: TrainState | None) -> Constant:
+        """What calls with this plan have in common, hashed once; with a state, how its optimizer state is made, too."""
+        treedef = None if state is None else tree_structure(state.opt_state)
+        key = id(plan), treedef
+        if key not in self._constants:
+            flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux}"
+            seed = f"key {None if self._key is None else self._key.tolist()}"
+            lines = [flags, seed, describe_step(self._unwrapped, self._optimizer), plan.describe()]
+            kept = [] if treedef is None else [f"the state of the optimizer: {treedef}"]
+            self._constants[key] = Constant.of("\n".join([*lines, *kept]))
+        return self._constants[key]
 
 
 def _together(plan: Plan, comms: Comms) -> None:

@@ -51,6 +51,7 @@ class StepProgram:
         opt_treedef: structure of the optimizer state.
         metrics: their names, in order.
         outcome: what the loss returns; the same on all ranks.
+        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
     """
 
     gm: GraphModule
@@ -59,6 +60,7 @@ class StepProgram:
     opt_treedef: Any
     metrics: tuple[str, ...]
     outcome: str
+    differentiated: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,7 @@ def capture_step(
     num = len(plan.leaves)
     arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
     names: list[str] = []
+    received: list[bool] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
         state, rest = [_entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
@@ -109,7 +112,7 @@ def capture_step(
         with bind_mesh(plan.mesh), looping(copied_loop):
             out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even, loss_scale=by)
             metrics, unscale = measure(plan, out, by)
-            names[:] = metrics
+            names[:], received[:] = metrics, [out.reducer.received or not plan.trained]
             if parts.skip_nonfinite:
                 torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
             with torch.no_grad():
@@ -123,7 +126,9 @@ def capture_step(
     paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
     paths += [] if scale is None else [("loss_scale", "other")]
     _annotate(gm, plan.mesh, paths, held)
-    return StepProgram(gm, plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), plan.outcome or "")
+    return StepProgram(
+        gm, plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), plan.outcome or "", *received
+    )
 
 
 def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:

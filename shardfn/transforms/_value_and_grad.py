@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.core import PyTree, tree_flatten, tree_paths, tree_unflatten
 
 from ._accumulate import microbatches
-from ._loss import Loss, evaluate
+from ._loss import Loss, NoGradientError, evaluate
 
 
 def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -29,6 +29,7 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
 
     Raises:
         TypeError: (when called) a leaf of params is no floating-point tensor; all are listed.
+        ValueError: (when called) the loss depends on no leaf at all, or a weight of its mean requires a gradient.
 
     Example:
         >>> import torch
@@ -52,6 +53,8 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
             total = total + value.total.detach()
             weight = weight + (1.0 if value.weight is None else value.weight)
             auxes.append(value.aux)
+        if handles and all(g is None for g in grads):
+            raise NoGradientError(tree_paths(params, "params"))
         scaled = [torch.zeros_like(x) if g is None else g / weight for g, x in zip(grads, handles, strict=True)]
         out: Any = total / weight
         if has_aux:

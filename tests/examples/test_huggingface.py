@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -91,6 +92,48 @@ def test_unmodified_models_equal_one_device(world: int, name: str) -> None:
             zero=sf.Zero(stage=stage, persist=0, bucket=1000),
         )
         torch.testing.assert_close(run.params, want, rtol=1e-9, atol=1e-12)
+
+
+def _dropping() -> torch.nn.Module:
+    """GPT-2 as its configuration has it: dropout 0.1 in four places."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32, "loss_type": "ForCausalLM"}
+    off = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, **sizes, **off)).double()
+
+
+@pytest.mark.parametrize("how", ["eager", pytest.param("jit", marks=pytest.mark.nightly)])
+@distributed(world=2)
+def test_dropout_by_key_and_checkpoints_inside_the_model(world: int, how: str) -> None:
+    def loss_of(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
+        params, apply = sf.from_module(model)
+
+        def loss(params: dict[str, Tensor], batch: dict[str, Tensor], key: Tensor) -> Tensor:
+            tokens = batch["tokens"]
+            return apply.keyed(key, batch["index"])(params, input_ids=tokens, labels=tokens).loss
+
+        return params, loss
+
+    model = _dropping()
+    model.activation_checkpointing_enable()
+    params, loss = loss_of(model)
+    assert_parity(
+        sf.jit(loss, backend="graph") if how == "jit" else loss,
+        sf.optim.sgd(LR),
+        params,
+        [batch | {"index": torch.arange(4) + 4 * n} for n, batch in enumerate(_batches()[:2])],
+        mesh=sf.make_mesh({"dp": world}),
+        reference=loss_of(_dropping())[1],
+        zero=sf.Zero(stage=3, persist=0),
+        key=sf.key(0),
+    )
+
+
+def test_dropout_without_a_key_is_refused_by_name() -> None:
+    params, apply = sf.from_module(_dropping())
+    tokens = _batches()[0]["tokens"]
+    with pytest.raises(ValueError, match=r"dropout\(p=0.1\) in the forward of the module \(transformer\.drop"):
+        apply(params, input_ids=tokens, labels=tokens)
 
 
 @distributed(world=2)

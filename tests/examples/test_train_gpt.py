@@ -69,6 +69,10 @@ def test_one_process_and_two_that_run_a_graph_agree(text: pathlib.Path, tmp_path
         assert_complete(out)
         runs[name] = rows(out), (out / "sample.txt").read_text()
         assert (out / "sample.txt").read_text() in said
+        # No terminal: lines, and no control characters of a progress bar.
+        log = said.partition("--- sample ---")[0]
+        assert "\nstep 1: loss 5." in log
+        assert not {"\r", "\x1b"} & set(log)
     (one, sample), (two, same_sample) = runs.values()
     assert [row["step"] for row in one] == list(range(1, 31))
     assert [row["step"] for row in one if "validation_loss" in row] == [10, 20, 30]

@@ -1,0 +1,40 @@
+"""Which processes of the program are there: asked of connections that nobody waits on, so that nothing ends them.
+
+A process that has ended, however it ended, has closed its connections. One that is slow, or stopped, has not; neither
+has one whose other communicators have been closed after a failure.
+"""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from shardfn.core import Mesh, is_known
+
+# The tags of messages that nobody takes.
+_TAGS = itertools.count(1 << 20)
+# One for the process: it outlives meshes, as closing one says nothing of the process.
+_GROUPS: list[dist.ProcessGroup] = []
+
+
+class Presence:
+    """Whether the other ranks of a mesh are there. Making one is collective over the mesh, which spans the program."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        if not _GROUPS or not is_known(_GROUPS[-1]):
+            made = dist.new_group(backend="gloo", timeout=mesh.timeout)
+            assert isinstance(made, dist.ProcessGroup)
+            _GROUPS[:] = [made]
+        self._others = [r for r in range(mesh.size) if r != mesh.rank]
+        self._group = _GROUPS[-1]
+
+    def gone(self) -> list[int]:
+        """The ranks whose process is known to have ended. It may take a moment until that is noticed."""
+        return [r for r in self._others if not self._reaches(r)] if is_known(self._group) else []
+
+    def _reaches(self, rank: int) -> bool:
+        try:
+            self._group.send([torch.zeros(1)], rank, next(_TAGS))
+        except RuntimeError:
+            return False
+        return True

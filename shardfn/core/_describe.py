@@ -1,0 +1,205 @@
+"""`describe`: what a value is made of, in lines that are the same in every process that has made it the same way.
+
+A function says where it was defined, and what it has closed over. So everything that is built of functions, as
+optimizers are, describes itself, however it is composed, and no wrapper has to pass anything on.
+"""
+
+import dataclasses
+import functools
+import os
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.Size)
+# Each rank may have a disk of its own.
+_OWN = {"directory"}
+# Of a number's schedule its values count, at these steps.
+_RATES, _COUNTS = ("learning_rate", "schedule", "schedules", "rate"), (0, 1, 10, 100, 1000, 10000, 100000)
+_PACKAGE = __name__.partition(".")[0]
+
+
+def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
+    """One line a fact, each with the path at which it is.
+
+    Numbers, dtypes and texts are told as they are; tensors of a few elements by their values, larger ones by shape and
+    dtype; tuples, dicts, dataclasses and this package's functions part by part. A function from elsewhere is told by
+    its name and line, and of what it has closed over only what is made of this package's functions, since the rest may
+    be this rank's affair; of a schedule of the learning rate some values are told, too. Of other objects there is the
+    type.
+
+    Args:
+        value: what to describe.
+        path: what to call it.
+        strangers: whether functions from elsewhere, and the values of tensors, are told at all.
+
+    Example:
+        >>> describe({"decay": 0.5, "dtype": torch.float16}, "x")
+        ["x['decay'] = 0.5", "x['dtype'] = torch.float16"]
+    """
+    return list(_lines(value, path, _Seen(strangers)))
+
+
+class _Seen:
+    """What has been told, and is kept so that its identity stays its own; and whether strangers are told."""
+
+    def __init__(self, strangers: bool) -> None:
+        self.strangers = strangers
+        self._kept: dict[int, Any] = {}
+
+    def __contains__(self, x: Any) -> bool:
+        return id(x) in self._kept
+
+    def add(self, x: Any) -> None:
+        """Notes that something has been told."""
+        self._kept[id(x)] = x
+
+
+def _lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
+    if isinstance(x, _PLAIN):
+        yield f"{path} = {x!r}"
+    elif isinstance(x, torch.device):
+        yield f"{path} = {x.type}"  # the index is this rank's
+    elif isinstance(x, Tensor):
+        yield f"{path} = {_tensor(x, seen.strangers)}"
+    elif isinstance(x, set | frozenset):
+        yield f"{path} = {sorted(map(repr, x))}"
+    elif isinstance(x, type):
+        yield f"{path} = {x.__module__}.{x.__qualname__}"
+    elif x not in seen:
+        seen.add(x)
+        yield from _parts(x, path, seen)
+
+
+def _parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
+    if isinstance(x, functools.partial | types.MethodType | types.FunctionType):
+        yield from _function(x, path, seen)
+    elif fields := _fields(x):
+        functions = [f for f in fields.values() if isinstance(f, types.FunctionType)]
+        if functions:  # a noun made of functions, such as a rule of an optimizer
+            yield from _made_of(functions, path, seen)
+        else:
+            yield f"{path}: {type(x).__qualname__}"
+        for name, value in fields.items():
+            if not isinstance(value, types.FunctionType) and not (functions and (value is None or value is False)):
+                yield from _lines(value, f"{path}.{name}", seen)
+    elif isinstance(x, Mapping):
+        for key in sorted(x, key=repr):
+            yield from _lines(x[key], f"{path}[{key!r}]", seen)
+    elif isinstance(x, list | tuple):
+        for i, value in enumerate(x):
+            yield from _lines(value, f"{path}[{i}]", seen)
+    else:
+        yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"
+
+
+def _function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
+    if isinstance(f, functools.partial):
+        yield from _lines(f.func, path, seen)
+        if is_own(f.func):
+            yield from _lines([f.args, f.keywords], f"{path} of", seen)
+    elif isinstance(f, types.MethodType):
+        yield from _lines(f.__func__, path, seen)
+        yield from _lines(f.__self__, f"{path} of", seen)
+    elif seen.strangers or is_own(f):
+        yield from _made_of([f], path, seen)
+        if not is_own(f) and any(path.endswith(f".{name}") for name in _RATES):
+            yield from _rates(f, path)
+
+
+def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Iterator[str]:
+    """Functions that were defined together are told together: by the one that has made them, and its variables."""
+    names: dict[str, None] = {}
+    found: dict[str, Any] = {}
+    queue, known = [plain(f) for f in functions], list[Any]()
+    if len(queue) > 1 and all(f in seen for f in queue):
+        return
+    while queue:
+        f = queue.pop(0)
+        if any(f is x for x in known):
+            continue
+        known.append(f)
+        names[_maker(f)] = None
+        for name, value in closed_over(f).items():
+            if isinstance(value, types.FunctionType) and _maker(plain(value)) == _maker(f) and "<locals>" in _name(f):
+                queue.append(plain(value))
+            elif (is_own(f) or _is_own_value(value)) and name not in _OWN:
+                found[name if found.get(name, value) is value else f"{f.__name__}.{name}"] = value
+    for f in known:
+        seen.add(f)
+    yield f"{path}: {' + '.join(names)}"
+    for name, value in sorted(found.items()):
+        yield from _lines(value, f"{path}.{name}", seen)
+
+
+def _fields(x: Any) -> dict[str, Any]:
+    """The fields of a NamedTuple, or of a dataclass as far as they are shown; none of anything else."""
+    if dataclasses.is_dataclass(x):
+        shown = [f.name for f in dataclasses.fields(x) if f.repr and f.compare]
+    else:
+        shown = getattr(x, "_fields", ())
+    return {name: getattr(x, name) for name in shown if name not in _OWN}
+
+
+def _rates(f: Callable[..., Any], path: str) -> Iterator[str]:
+    try:
+        values = [float(f(torch.tensor(n, dtype=torch.int32))) for n in _COUNTS]
+    except Exception:  # it is no schedule; if it should be one, the optimizer will say so
+        return
+    yield f"{path} = {values} at {list(_COUNTS)}"
+
+
+def _tensor(x: Tensor, values: bool) -> str:
+    look = f"{x.dtype} {tuple(x.shape)}"
+    small = values and type(x) is Tensor and x.numel() <= 16 and x.device.type != "meta"
+    return f"{x.tolist()} {look}" if small else look
+
+
+def plain(f: types.FunctionType) -> types.FunctionType:
+    """A function without torch's decorators, such as `torch.no_grad()`."""
+    while f.__globals__.get("__name__", "").startswith("torch.") and isinstance(
+        wrapped := getattr(f, "__wrapped__", None), types.FunctionType
+    ):
+        f = wrapped
+    return f
+
+
+def closed_over(f: types.FunctionType) -> dict[str, Any]:
+    """The variables of a closure that have a value, and a function's defaults."""
+    defaults = f.__defaults__ or ()
+    names = f.__code__.co_varnames[f.__code__.co_argcount - len(defaults) : f.__code__.co_argcount]
+    given = dict(zip(names, defaults, strict=True)) | (f.__kwdefaults__ or {})
+    cells = {k: v for k, v in given.items() if v is not None}
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+        try:
+            cells[name] = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    return cells
+
+
+def is_own(f: Any) -> bool:
+    """Whether a function is this package's; a copied name does not count."""
+    return isinstance(f, types.FunctionType) and f.__globals__.get("__name__", "").partition(".")[0] == _PACKAGE
+
+
+def _is_own_value(x: Any) -> bool:
+    """Whether a value is made of this package's functions."""
+    if isinstance(x, types.FunctionType):
+        return is_own(plain(x))
+    parts = list(_fields(x).values()) if hasattr(x, "_fields") else x if isinstance(x, list | tuple) else []
+    return any(isinstance(part, types.FunctionType | tuple) and _is_own_value(part) for part in parts)
+
+
+def _name(f: types.FunctionType) -> str:
+    return f.__code__.co_qualname
+
+
+def _maker(f: types.FunctionType) -> str:
+    """Of this package's functions the one that has defined them, of others their place."""
+    if is_own(f):
+        return _name(f).partition(".<locals>")[0]
+    return f"{_name(f)}, line {f.__code__.co_firstlineno} of {os.path.basename(f.__code__.co_filename)}"

@@ -1,0 +1,76 @@
+"""The process groups that a mesh has made, and how they end: with the mesh, not with the process.
+
+torch keeps every group that it has made until it is told to destroy it, with its connections and threads. So a mesh
+writes down what it makes; when it is closed that is destroyed. The collector finds a mesh at another time on each rank,
+and perhaps on another thread, where nothing may be waited for; so what a lost mesh has made is only put on a list, and
+is destroyed when the next mesh is made, or at the end of the program.
+"""
+
+import collections
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+# A queue of transfers that this rank has sent and not waited for: pairs of the work and what it sends.
+Sends = collections.deque[tuple[dist.Work, Any]]
+
+
+class MadeGroups:
+    """The groups that one mesh has made and may end. It does not know the mesh, so that it can outlive it.
+
+    A peer may still be receiving what this rank has sent last, from a group's own memory. So its end waits for `sends`
+    first; everything else has been waited for by those who use the groups.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[dist.ProcessGroup] = []
+        self._sends: list[Sends] = []
+
+    def add(self, group: dist.ProcessGroup) -> None:
+        """Writes down a group."""
+        self._groups.append(group)
+
+    def forget_ended(self) -> None:
+        """Lets go of groups that have been destroyed: the last reference ends their threads."""
+        self._groups = [*filter(is_known, self._groups)]
+
+    def watch(self, sends: Sends) -> None:
+        """Has the end wait for what is in a queue then."""
+        self._sends.append(sends)
+
+    def unwatch(self, sends: Sends) -> None:
+        """Forgets a queue."""
+        self._sends = [x for x in self._sends if x is not sends]
+
+    def end(self) -> None:
+        """Destroys the groups, when this rank's last transfers have left it, or failed."""
+        for sends in self._sends:
+            while sends:
+                with contextlib.suppress(RuntimeError):  # the peer is gone
+                    sends.popleft()[0].wait()
+        for group in filter(is_known, self._groups):
+            dist.destroy_process_group(group)
+        self._groups, self._sends = [], []
+
+
+_LOST: list[MadeGroups] = []
+
+
+def end_with(owner: object, made: MadeGroups) -> None:
+    """Has groups end some time after `owner` is gone: see `end_lost`."""
+    weakref.finalize(owner, _LOST.append, made).atexit = False
+
+
+def end_lost() -> None:
+    """Ends the groups of meshes that nobody has any more."""
+    gc.collect()  # a mesh and its communicators know one another
+    while _LOST:
+        _LOST.pop().end()
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether a group has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map

@@ -1,0 +1,42 @@
+"""What a step is made of, in lines: everything that decides what its ranks send, and that stays as it is.
+
+Ranks compare it, hashed, in the exchange with which a call begins. So steps that differ never meet in a transfer, and
+the lines in which they differ are what the error says.
+"""
+
+import torch
+
+from shardfn.core import describe
+from shardfn.optim import GradientTransformation
+
+from ._accumulate import Accumulated
+from ._jit import Jitted
+from ._mixed_precision import Mixed
+from ._unwrap import Unwrapped
+
+
+def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> str:
+    """The loss's transforms, how the step is captured, and the optimizer's rules and numbers, a line a fact.
+
+    Of the function that they are around nothing is said: each rank may have one of its own, whose leaves and gradients
+    are agreed on as it runs.
+    """
+    lines = [f"torch {torch.__version__}", *_captured(loss.jitted)]
+    inner, cuts = loss.loss, []
+    while isinstance(inner, Accumulated | Mixed):
+        if isinstance(inner, Accumulated):
+            cuts.append(inner.num_microbatches)
+        else:
+            lines += describe((inner.policy, inner.loss_scale), "mixed_precision")
+        inner = inner.inner
+    lines.append(f"accumulate {' x '.join(map(str, cuts))}" if cuts else "no accumulate")
+    lines += describe(inner, "loss", strangers=False)
+    return "\n".join([*lines, *describe(optimizer, "optimizer")])
+
+
+def _captured(jitted: Jitted | None) -> list[str]:
+    if jitted is None:
+        return ["eager, without jit"]
+    if jitted.cluster is not None:  # each rank may have measured its own, and bounded its memory; rank 0 chooses
+        return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}"]
+    return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}", *describe(jitted.schedule, "jit.schedule")]

@@ -1,0 +1,167 @@
+"""The buffers of a module while its forward runs: constants, which it may read and overwrite for this call alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ._module_parts import Placed
+
+WRITES_WHOLE = frozenset({"copy_", "fill_", "zero_"})
+# The same values, perhaps elsewhere or in another dtype.
+_CONVERTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as", "type"})
+_METADATA = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"}
+    | {"element_size", "storage_offset", "__len__", "__hash__", "is_tensor"}
+)
+_NO_WRITES = frozenset({"__index__", "__int__", "__invert__", "__init__", "requires_grad_", "share_memory_"})
+
+
+class Buffers:
+    """Finds out what a forward does to buffers; must be told of each function before it runs.
+
+    A forward may read a buffer, and it may give one another value for the rest of the call if that does not come of
+    the old one: a cache, such as rotary frequencies for a longer text. A value that comes of the old one is a state,
+    which the next step would need: that is refused.
+
+    Invariant: `_read` holds the buffers whose own values were used while they were in their place; the module's own
+    tensors are never written to by a function that this class was told of.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+        self._tensors = {n: x for n, s in placed.parts.buffers.items() if (x := s.owner._buffers[s.name]) is not None}
+        self._known = {id(x): name for name, x in self._tensors.items()}
+        self._storages = {x.untyped_storage()._cdata: name for name, x in self._tensors.items() if _has_storage(x)}
+        self._versions = {name: _version(x) for name, x in self._tensors.items()}
+        self._read: dict[str, str] = {}
+        self._shown: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that is known
+
+    def see(self, name: str, x: Tensor) -> None:
+        """Takes note that a function of that name is given `x`."""
+        path = self._known.get(id(x))
+        if path is None or name in _METADATA or name in _CONVERTS:
+            return
+        if self._now(path) is self._tensors[path]:
+            self._read.setdefault(path, name)
+        elif x is self._tensors[path]:
+            raise ValueError(
+                f"the forward gives {name} the value that the buffer {path!r} had before it gave it another; take it"
+                " by its name again."
+            )
+
+    def converted(self, name: str, x: Any, out: Any) -> None:
+        """Takes note of what a function of that name has made of `x`."""
+        path = self._known.get(id(x))
+        if path is not None and name in _CONVERTS and isinstance(out, Tensor) and out is not x:
+            self._kept.append(out)
+            self._known[id(out)] = path
+
+    def shown(self, x: Any, out: Tensor) -> None:
+        """Takes note that `out` is an attribute of `x`, in the same memory."""
+        path = self._known.get(id(x))
+        if path is not None and x is self._tensors[path]:
+            self._kept.append(out)
+            self._shown[id(out)] = path
+
+    def check_write(self, name: str, where: Any) -> None:
+        """Refuses to write to a buffer or to a view of one.
+
+        Raises:
+            ValueError: names it, and what to do.
+        """
+        for x in tensors_of(where):
+            path = self._path(x)
+            if path is not None:
+                raise ValueError(self._refusal(path, f"writes to it ({name})"))
+
+    def overwrites(self, name: str, x: Any) -> bool:
+        """Whether a function writes a buffer whole."""
+        return name in WRITES_WHOLE and id(x) in self._known and x is self._tensors[self._known[id(x)]]
+
+    def overwrite(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The value that the buffer has from here to the end of the call; its own stays as it is."""
+        path = self._known[id(x)]
+        if path in self._read:
+            raise ValueError(self._refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})"))
+        slot = self._placed.parts.buffers[path]
+        new = func(torch.empty_like(x), *args, **kwargs)
+        slot.owner._buffers[slot.name] = new
+        return new
+
+    def check(self) -> None:
+        """Refuses what was assigned of old values, and what was written behind the back of torch's functions.
+
+        Raises:
+            ValueError: names the buffer, and what to do.
+        """
+        for path, x in self._tensors.items():
+            now = self._now(path)
+            if path in self._read and now is not x and not _equal(now, x):
+                raise ValueError(
+                    self._refusal(path, f"reads it ({self._read[path]}) and then assigns another value to it")
+                )
+            if _version(x) != self._versions[path]:
+                raise ValueError(
+                    self._refusal(path, "has written to it, past torch's functions, so that it has another value now")
+                )
+
+    def _now(self, path: str) -> Any:
+        slot = self._placed.parts.buffers[path]
+        return slot.owner._buffers.get(slot.name)
+
+    def _path(self, x: Tensor) -> str | None:
+        """The buffer whose memory `x` shows."""
+        for y in (x, x if x._base is None else x._base):
+            if id(y) in self._shown:
+                return self._shown[id(y)]
+            known = self._known.get(id(y))
+            if known is not None and y is self._tensors[known]:
+                return known
+        return self._storages.get(x.untyped_storage()._cdata) if _has_storage(x) else None
+
+    def _refusal(self, path: str, what: str) -> str:
+        where, _, name = path.rpartition(".")
+        sub = self._placed.parts.buffers[path].owner
+        evaluated = f"module.get_submodule({where!r}).eval()" if where else "module.eval()"
+        return (
+            f"the forward of {where or 'the module'} ({type(sub).__name__}) changes its buffer {name!r}: it {what}. A"
+            " step has no place for such a state: ranks would change it each by its own rows, and a recomputation would"
+            f" change it twice. If it changes in training only, {evaluated} makes it a constant; or use a layer that"
+            " keeps no statistics, such as LayerNorm or GroupNorm."
+        )
+
+
+def writes(name: str) -> bool:
+    """Whether a function of that name writes to its first argument."""
+    if name in _NO_WRITES:
+        return False
+    if name.startswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
+
+
+def tensors_of(x: Any) -> Iterator[Tensor]:
+    """The tensors among arguments and in lists and tuples of them."""
+    if isinstance(x, Tensor):
+        yield x
+    elif type(x) in (list, tuple):
+        for y in x:
+            yield from tensors_of(y)
+
+
+def _has_storage(x: Tensor) -> bool:
+    return x.layout == torch.strided and type(x) in (Tensor, nn.Parameter, FakeTensor)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _equal(a: Any, b: Tensor) -> bool:
+    if type(a) is not Tensor or type(b) is not Tensor or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b)

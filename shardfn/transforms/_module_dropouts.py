@@ -1,0 +1,165 @@
+"""torch's dropouts, drawn by key: what runs in their place, each called as the function of torch is."""
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._module_draws import Draws
+
+# A function that draws by key within itself, which a module around the one that called it sees as well.
+_INSIDE = threading.local()
+_aten: Any = torch.ops.aten
+_SELU_ALPHA = 1.7580993408473766
+
+
+def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
+    """What runs in place of torch's dropout of that name; None if it is none.
+
+    Args:
+        draws: where its masks come from.
+        name: of the function.
+    """
+    if name not in _DROPOUTS or getattr(_INSIDE, "on", False):
+        return None
+    return functools.partial(_DROPOUTS[name], draws)
+
+
+def _dropout(
+    draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if not training or p == 0 or not 0 <= p <= 1:
+        return func(input, p, training)
+    return _kept(input, draws.drop("dropout", input, p), inplace)
+
+
+def _channels(name: str, dims: int) -> Callable[..., Any]:
+    """Drops whole channels of [B, C, *dims]."""
+
+    def drop(
+        draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        if not training or p == 0 or not 0 <= p <= 1:
+            return func(input, p, training)
+        shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
+        if dims and input.dim() != dims + 2:
+            raise ValueError(f"{name}(p={p}) takes [B, C{', *' * dims}] inside apply, got shape {tuple(input.shape)}.")
+        return _kept(input, input * draws.scales(name, input, shape, p), inplace)
+
+    return drop
+
+
+def _alpha(name: str, channels: bool) -> Callable[..., Any]:
+    """Keeps mean and variance of what a SELU gives (Klambauer et al., 2017, https://arxiv.org/abs/1706.02515)."""
+
+    def drop(
+        draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> Any:
+        if not training or p == 0 or not 0 <= p <= 1:
+            return func(input, p, training)
+        if p == 1:
+            return _kept(input, input * 0, inplace)
+        shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if channels else input.shape
+        keep = (draws.scales(name, input, shape, p) != 0).to(input.dtype)
+        a = 1 / math.sqrt((_SELU_ALPHA**2 * p + 1) * (1 - p))
+        return _kept(input, input * (keep * a) + (keep - 1) * (_SELU_ALPHA * a) + _SELU_ALPHA * a * p, inplace)
+
+    return drop
+
+
+def _kept(x: Tensor, out: Tensor, inplace: bool) -> Tensor:
+    return x.copy_(out) if inplace else out
+
+
+def _attention(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return func(*args, **kwargs) if p == 0 else _inside("scaled_dot_product_attention", draws, func, args, kwargs)
+
+
+def _multi_head(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
+    training = kwargs.get("training", args[13] if len(args) > 13 else True)
+    if p == 0 or not training:
+        return func(*args, **kwargs)
+    return _inside("multi_head_attention_forward", draws, func, args, kwargs, parts=True)
+
+
+def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    packed = isinstance(args[3], list | tuple)
+    p, training, layers = (args[6], args[7], args[5]) if packed else (args[5], args[6], args[4])
+    if p == 0 or not training or layers < 2:
+        return func(*args, **kwargs)
+    if packed:
+        raise ValueError(
+            f"{func.__name__}(dropout={p}) of a packed sequence drops from rows that belong to no sample; pad the"
+            " sequences in place of packing them, or set dropout=0."
+        )
+    return _inside(func.__name__, draws, func, args, kwargs, dim=1)
+
+
+def _inside(what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False) -> Any:
+    """Runs a function that drops within itself, in the form that is made of plain operations."""
+    _INSIDE.on = True
+    try:
+        with sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
+            return func(*args, **kwargs)
+    finally:
+        _INSIDE.on = False
+
+
+class _KeyedNoise(TorchDispatchMode):
+    """Gives a function of torch keyed noise where it draws its own.
+
+    Args:
+        what: the function.
+        draws: where the noise comes from.
+        dim: which dim of the noise is the rows.
+        parts: whether dim 0 is rows times something (heads), rows first.
+    """
+
+    def __init__(self, what: str, draws: Draws, dim: int, parts: bool) -> None:
+        super().__init__()
+        self._what, self._draws, self._dim, self._parts = what, draws, dim, parts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is _aten.bernoulli_.float:
+            return args[0].copy_(self._scales(args[0], 1 - args[1]) * args[1])
+        if func is _aten.native_dropout.default and args[2]:
+            x, p, _ = args
+            scales = self._scales(x, p)
+            return x * scales, scales != 0
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws.refuse(f"{func} in {self._what}", func)
+        return func(*args, **(kwargs or {}))
+
+    def _scales(self, x: Tensor, p: float) -> Tensor:
+        shape = list(x.shape)
+        shape.insert(0, shape.pop(self._dim))
+        rows = self._draws.num_rows
+        if self._parts and rows and shape[0] % rows == 0:
+            return self._draws.scales(self._what, x, (rows, shape[0] // rows, *shape[1:]), p).reshape(x.shape)
+        return self._draws.scales(self._what, x, shape, p).movedim(0, self._dim)
+
+
+_DROPOUTS: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "dropout1d": _channels("dropout1d", 1),
+    "dropout2d": _channels("dropout2d", 2),
+    "dropout3d": _channels("dropout3d", 3),
+    "feature_dropout": _channels("feature_dropout", 0),
+    "alpha_dropout": _alpha("alpha_dropout", channels=False),
+    "feature_alpha_dropout": _alpha("feature_alpha_dropout", channels=True),
+    "scaled_dot_product_attention": _attention,
+    "multi_head_attention_forward": _multi_head,
+    "lstm": _recurrent,
+    "gru": _recurrent,
+    "rnn_tanh": _recurrent,
+    "rnn_relu": _recurrent,
+}

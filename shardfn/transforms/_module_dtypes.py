@@ -1,0 +1,126 @@
+"""In which dtypes the parts of a module compute, where its parameters come in others than its own."""
+
+import collections
+import contextlib
+import contextvars
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.core import tree_leaves, tree_map
+
+from ._module_parts import Parts
+
+_COMPUTE: contextvars.ContextVar[torch.dtype | None] = contextvars.ContextVar("compute", default=None)
+# (own dtype, dtype it comes in) -> number of elements.
+_Moves = collections.Counter[tuple[torch.dtype, torch.dtype]]
+
+
+class Casts(NamedTuple):
+    """What goes with a change of the parameters' dtypes.
+
+    Attributes:
+        buffers: the dtype of each buffer that changes.
+        apart: the submodules that compute in a dtype of their own, and which.
+        main: the dtype of everything else; None where that does not matter.
+    """
+
+    buffers: dict[str, torch.dtype]
+    apart: dict[str, torch.dtype]
+    main: torch.dtype | None
+
+
+@contextlib.contextmanager
+def computing_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Says in which dtype the loss computes, but for exceptions; None = that is not known."""
+    token = _COMPUTE.set(dtype)
+    try:
+        yield
+    finally:
+        _COMPUTE.reset(token)
+
+
+def compute_dtype() -> torch.dtype | None:
+    """What `computing_in` says."""
+    return _COMPUTE.get()
+
+
+def casts(
+    parts: Parts,
+    own: Mapping[str, torch.dtype],
+    given: Mapping[str, torch.dtype],
+    keep: Sequence[str],
+    compute: torch.dtype | None,
+) -> Casts:
+    """Works out what goes with parameters that come in dtypes `given` where the module's own have `own`.
+
+    A floating-point buffer changes as the parameters of its dtype do that are nearest to it, as by `module.to(dtype)`;
+    those whose name a pattern of `keep` is found in do not. A submodule all of whose parameters come in a dtype other
+    than `compute` (the narrowest, where that is not known) computes in it.
+    """
+    floating = {n: (own[n], d) for n, d in given.items() if own[n].is_floating_point and d.is_floating_point}
+    if all(a == b for a, b in floating.values()):
+        return Casts({}, {}, compute)
+    moves: dict[str, _Moves] = collections.defaultdict(collections.Counter)
+    direct: dict[str, set[torch.dtype]] = collections.defaultdict(set)
+    for name, move in floating.items():
+        owner = name.rpartition(".")[0]
+        direct[owner].add(move[1])
+        slot = parts.params[name]
+        size = max(1, slot.owner._parameters[slot.name].numel())  # pyright: ignore[reportOptionalMemberAccess]
+        for path in _ancestors(owner):
+            moves[path][move] += size
+    # Exceptions are wider than the rest, but for a policy that says otherwise, which is then known.
+    main = compute or min((to for _, to in moves[""]), key=lambda d: d.itemsize)
+    buffers = {}
+    for name, slot in parts.buffers.items():
+        dtype = slot.owner._buffers[slot.name].dtype  # pyright: ignore[reportOptionalMemberAccess]
+        if dtype.is_floating_point and not any(re.search(p, name) for p in keep):
+            to = _nearest(moves, name.rpartition(".")[0], dtype)
+            if to not in (None, dtype):
+                buffers[name] = to
+    wide = {path: max(dtypes, key=lambda d: d.itemsize) for path, dtypes in direct.items() if main not in dtypes}
+    return Casts(buffers, wide, main)
+
+
+def forwards(parts: Parts, found: Casts) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The forwards of the submodules that compute in a dtype of their own: of inputs in it, back to what came."""
+    assert found.main is not None or not found.apart
+    unique = {id(parts.modules[path]): (parts.modules[path], dtype) for path, dtype in found.apart.items()}
+    return [(sub, _computing_in(dtype, found.main, sub.forward)) for sub, dtype in unique.values()]
+
+
+def _computing_in(dtype: torch.dtype, main: torch.dtype | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        came = next((x.dtype for x in tensors if x.is_floating_point()), main)
+        if not tensors or came is None:
+            return forward(*args, **kwargs)
+        args, kwargs = tree_map(lambda x: _to(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
+        return tree_map(lambda x: _to(x, came), forward(*args, **kwargs))
+
+    return computed
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _ancestors(path: str) -> list[str]:
+    out = [path]
+    while path:
+        path = path.rpartition(".")[0]
+        out.append(path)
+    return out
+
+
+def _nearest(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype) -> torch.dtype | None:
+    """What parameters of a dtype come in, next to a place."""
+    for above in _ancestors(path):
+        to = {b: n for (a, b), n in moves.get(above, _Moves()).items() if a == dtype}
+        if to:
+            return max(to, key=lambda d: to[d])
+    return None

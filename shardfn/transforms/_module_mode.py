@@ -1,0 +1,161 @@
+"""What a module calls while it runs by parameters from outside: each function of torch, seen before it runs.
+
+A forward must be a function of parameters, inputs and key, and mean the same on every number of ranks. What is not is
+refused by name, in eager steps and in captures alike; dropout is drawn by the key; the rest goes through as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ._lazy import LazyLeaf
+from ._module_buffers import Buffers, tensors_of, writes
+from ._module_checks import BY_FREQUENCY, MAX_NORM
+from ._module_draws import Draws
+from ._module_dropouts import dropout_of
+from ._module_parts import Placed
+
+
+class ModuleMode(TorchFunctionMode):
+    """Sees each function of torch that a module's forward calls.
+
+    Args:
+        placed: the module.
+        draws: where random numbers come from.
+    """
+
+    def __init__(self, placed: Placed, draws: Draws) -> None:
+        super().__init__()
+        self._own, self._buffers, self._draws = placed.own(), Buffers(placed), draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function, unless a forward must not."""
+        del types
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__":
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor):  # x.T, x.data
+                self._see("a view", args)
+                self._buffers.shown(args[0], out)
+            return out
+        if name == "__set__":
+            return None if _sets_its_own(args) else func(*args, **kwargs)
+        overwrites = bool(args) and self._buffers.overwrites(name, args[0])
+        self._see(name, (args[1:] if overwrites else args, tuple(kwargs.values())))
+        if overwrites:
+            return self._buffers.overwrite(func, *args, **kwargs)
+        if kwargs.get("out") is not None or writes(name):
+            self._buffers.check_write(name, (args[0] if writes(name) else (), kwargs.get("out", ())))
+        if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
+            return args[0]
+        handler = _HANDLERS.get(name) or dropout_of(self._draws, name) or self._draws.handler(name)
+        out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
+        if args:
+            self._buffers.converted(name, args[0], out)
+        return out
+
+    def check(self) -> None:
+        """Refuses what the forward has left in buffers; call it when it is over.
+
+        Raises:
+            ValueError: names the buffer, and what to do.
+        """
+        self._buffers.check()
+
+    def _see(self, name: str, given: Any) -> None:
+        for x in tensors_of(given):
+            if id(x) in self._own:
+                raise ValueError(
+                    f"the forward of the module gives {name} its own parameter {self._own[id(x)]!r} in place of the one"
+                    " that the step trains, so it has that by another way than its name (a list, a function, a hook);"
+                    " take it by its name."
+                )
+            self._buffers.see(name, x)
+
+
+def _sets_its_own(args: tuple[Any, ...]) -> bool:
+    """`x.data = x`."""
+    return len(args) == 2 and args[0] is args[1]
+
+
+def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether `x.to(...)` is x."""
+    if kwargs.pop("copy", False):
+        return False
+    parse: Any = getattr(torch._C, "_nn")._parse_to  # noqa: B009  # as nn.Module.to does; it has no type
+    device, dtype, _, memory_format = parse(*args, **kwargs)
+    return dtype in (None, x.dtype) and device in (None, x.device) and memory_format is None
+
+
+def _embedding(
+    func: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Gives a dense gradient, of the same values, where a sparse one is asked for."""
+    del sparse
+    _check_embedding("embedding", max_norm, scale_grad_by_freq)
+    return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)
+
+
+def _embedding_bag(
+    func: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    del sparse
+    _check_embedding("embedding_bag", max_norm, scale_grad_by_freq)
+    return func(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, *args, **kwargs)
+
+
+def _check_embedding(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    if max_norm is not None:
+        raise ValueError(f"{name}(max_norm={max_norm}) in the forward of the module: {MAX_NORM}.")
+    if scale_grad_by_freq:
+        raise ValueError(f"{name}(scale_grad_by_freq=True) in the forward of the module: {BY_FREQUENCY}.")
+
+
+def _batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    training = kwargs.get("training", args[5] if len(args) > 5 else False)
+    if training:
+        raise ValueError(
+            "batch_norm in training normalises by the mean and the variance of this rank's rows, which depend on the"
+            " number of ranks. Let it use its statistics as constants: eval() of that layer (which has some, if"
+            " track_running_stats=True); or use a layer that normalises each sample, such as GroupNorm or LayerNorm."
+        )
+    return func(*args, **kwargs)
+
+
+def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    used = kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)
+    if running is not None and used:
+        raise ValueError(
+            "instance_norm in training changes its running statistics, by this rank's rows; build the layer with"
+            " track_running_stats=False, or make the statistics constants: eval() of that layer."
+        )
+    return func(*args, **kwargs)
+
+
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    "embedding": _embedding,
+    "embedding_bag": _embedding_bag,
+    "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
+}

@@ -1,0 +1,123 @@
+"""Parts of a module's forward that run again in the backward, with the parameters and the draws of the forward.
+
+`torch.utils.checkpoint` calls its function a second time when the call of the module is over and its own weights are
+back. Whoever calls `checkpoint`, and however they have bound it, it looks up two names of its file when it runs: these
+are what is replaced while a module runs, for the thread that runs it.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_HERE = threading.local()
+_LOCK = threading.Lock()
+_PATCHED: list[Callable[[], None]] = []
+_num_running = 0
+
+
+@runtime_checkable
+class Running(Protocol):
+    """A call of a module that is under way."""
+
+    def again(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """`f` as it is to be run again: as from here."""
+        ...
+
+    def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
+        """Whether `sub` is a part of the module, which `convert` leaves as it is."""
+        ...
+
+
+@contextlib.contextmanager
+def running_module(run: Running) -> Iterator[None]:
+    """Lets what is recomputed later run as a part of `run`. Calls nest: the innermost is entered last."""
+    stack = _stack()
+    stack.append(run)
+    _patch()
+    try:
+        yield
+    finally:
+        stack.pop()
+        _unpatch()
+
+
+def _stack() -> list[Running]:
+    if not hasattr(_HERE, "stack"):
+        _HERE.stack = []
+    return _HERE.stack
+
+
+def _patch() -> None:
+    global _num_running
+    with _LOCK:
+        _num_running += 1
+        if _num_running > 1:
+            return
+        # Another file of torch has a name of its own for the generator.
+        others = [m for n, m in sys.modules.items() if n == "torch.distributed._composable.checkpoint_activation"]
+        for where in (torch_checkpoint, *others):
+            _replace(where, _GENERATOR, _generator(getattr(where, _GENERATOR)))
+        _replace(torch_checkpoint, "CheckpointFunction", _reentrant(torch_checkpoint.CheckpointFunction))
+        _replace(nn.Module, "_apply", _conversion(nn.Module._apply))
+
+
+def _unpatch() -> None:
+    global _num_running
+    with _LOCK:
+        _num_running -= 1
+        while not _num_running and _PATCHED:
+            _PATCHED.pop()()
+
+
+def _replace(where: Any, name: str, new: Any) -> None:
+    _PATCHED.append(functools.partial(setattr, where, name, getattr(where, name)))
+    setattr(where, name, new)
+
+
+def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What drives a checkpoint that is not reentrant: it is given the function to run again."""
+
+    @functools.wraps(original)
+    def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for run in reversed(_stack()):
+            f = run.again(f)
+        return original(f, *args, **kwargs)
+
+    return generator
+
+
+def _reentrant(original: Any) -> Any:
+    """Runs what asks for the reentrant kind by the other, which means the same.
+
+    The reentrant kind adds gradients to the `.grad` of leaves, past the step, and drops those of the function's
+    parameters where none of its arguments needs a gradient.
+    """
+
+    class CheckpointFunction(original):
+        @classmethod
+        def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            if not _stack():
+                return original.apply(f, preserve_rng_state, *args)
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+            return torch_checkpoint.checkpoint(f, *args, **options)
+
+    return CheckpointFunction
+
+
+def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`nn.Module.to` and its kin: inside a forward they may ask for what there is, and change nothing."""
+
+    @functools.wraps(original)
+    def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        if any(run.converted(self, fn) for run in reversed(_stack())):
+            return self
+        return original(self, fn, recurse)
+
+    return _apply

@@ -1,0 +1,57 @@
+"""A random number that a forward asks for and, more often than not, never needs."""
+
+from typing import Any
+
+
+class Undrawn:
+    """A uniform number in [0, 1) that there is no key to draw by.
+
+    Models ask for one per layer whatever their configuration, and compare it with the rate at which layers are skipped,
+    most often 0. What any number in [0, 1) would give is known; anything else is an error.
+
+    Args:
+        remedy: how to give a key.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+
+    def __lt__(self, other: Any) -> bool:
+        return self._known("<", other)
+
+    def __ge__(self, other: Any) -> bool:
+        return not self._known(">=", other)
+
+    def _known(self, sign: str, other: Any) -> bool:
+        """Whether it is less than `other`, if that is the same for all numbers in [0, 1)."""
+        if isinstance(other, int | float) and not 0 < other < 1:
+            return other >= 1
+        return self._refuse(f"asks whether it {sign} {other!r}")
+
+    def __gt__(self, other: Any) -> bool:
+        return self._refuse(f"asks whether it > {other!r}")
+
+    def __le__(self, other: Any) -> bool:
+        return self._refuse(f"asks whether it <= {other!r}")
+
+    def _refuse(self, what: str) -> Any:
+        raise ValueError(
+            f"the forward of the module draws a number from torch's generator (rand) and {what}: ranks, or a"
+            f" recomputation, would get different ones. Draw by a key: {self._remedy}; or turn off what draws"
+            " (module.eval(), or its option in the model's configuration)."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse(f"takes its {name}")
+
+    def __bool__(self) -> bool:
+        return self._refuse("branches on it")
+
+    def __float__(self) -> float:
+        return self._refuse("takes its value")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Undrawn))
+        return found._refuse(f"gives it to {getattr(func, '__name__', func)}")

@@ -1,0 +1,104 @@
+"""Whose values a directory holds: the rank, mesh and run that wrote it, which a resumed rank must be again.
+
+A rank's blocks are told by their place alone: those of another rank have the same shapes, as a rule. So a commit says
+where it was made, and directories that were exchanged, of another mesh, or of different runs are refused.
+"""
+
+import logging
+import math
+import pathlib
+import re
+from typing import Any
+
+from shardfn.collectives import AnyControl, GlobalTensor
+from shardfn.core import Mesh, P, PyTree, raise_all, tree_leaves, tree_paths
+
+log = logging.getLogger("shardfn.memory")
+
+
+def origin_of(mesh: Mesh, run: str, *named: tuple[str, PyTree]) -> dict[str, Any]:
+    """What a commit says of itself.
+
+    Args:
+        mesh: the mesh.
+        run: what tells the runs apart.
+        *named: parts of the state, each with the name that its paths begin with.
+    """
+    shape, coords = _shape(mesh), {a: mesh.coords[a] for a in _shape(mesh)}
+    return {"run": run, "rank": mesh.rank, "mesh": shape, "coords": coords, "cut": cuts_of(mesh, *named)}
+
+
+def cuts_of(mesh: Mesh, *named: tuple[str, PyTree]) -> dict[str, list[list[str]]]:
+    """By path, the axes that cut each dim of a leaf; leaves that are whole are left out."""
+    leaves = [pair for name, tree in named for pair in zip(tree_paths(tree, name), tree_leaves(tree), strict=True)]
+    cuts = {path: _cut(mesh, x.spec) for path, x in leaves if isinstance(x, GlobalTensor)}
+    return {path: cut for path, cut in cuts.items() if any(cut)}
+
+
+def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: dict[str, Any] | None) -> None:
+    """Refuses directories that are not each rank's own, of this mesh and of one run. Collective.
+
+    Args:
+        mesh: the mesh.
+        control: agreement between ranks.
+        place: this rank's directory.
+        told: what its last commit says of itself, empty if it is from before commits did; None where there is none.
+
+    Raises:
+        ValueError: another number of ranks wrote them; or lists every rank whose directory is another one's.
+    """
+    mine = {k: told[k] for k in ("run", "rank", "mesh", "coords")} if told else {}
+    beyond = _ranks_beside(place) if told == {} else -1
+    mine |= {"here": mesh.rank, "at": mesh.coords, "place": str(place), "beyond": beyond}
+    rows: list[Any] = control.gather(mine)
+    known, shape = [row for row in rows if "rank" in row], _shape(mesh)
+    worlds = {_size(row["mesh"]) for row in known} | {row["beyond"] + 1 for row in rows if row["beyond"] >= mesh.size}
+    if worlds - {mesh.size}:
+        there = max(worlds - {mesh.size})
+        raise ValueError(
+            f"the state under {place.parent} was written by {there} ranks, this job has {mesh.size}. A rank's directory"
+            f" holds that rank's blocks alone: resume it on {there} ranks."
+        )
+    raise_all(
+        ValueError,
+        "ranks find what others have written; give each rank the directory that it wrote:",
+        [problem for row in known if (problem := _problem(row, shape))],
+    )
+    several = len({row["run"] for row in known}) > 1
+    raise_all(
+        ValueError,
+        "the ranks' directories are of different runs; put those of one run together:",
+        [f"rank {row['here']}: {row['place']} is of run {row['run']}" for row in known] if several else [],
+    )
+    if told == {}:
+        log.warning("%s does not say which rank wrote it; that it is this rank's own was not checked.", place)
+
+
+def _problem(row: dict[str, Any], shape: dict[str, int]) -> str:
+    """What is wrong with a rank's directory, or nothing."""
+    if row["mesh"] != shape:
+        return f"rank {row['here']}: {row['place']} was written on the mesh {row['mesh']}, this one is {shape}"
+    at = {a: row["at"][a] for a in shape}
+    if row["coords"] == at:
+        return ""
+    where = "" if len(at) < 2 else f" at {row['coords']}; this rank is at {at}"
+    return f"rank {row['here']}: {row['place']} was written by rank {row['rank']}{where}"
+
+
+def _ranks_beside(place: pathlib.Path) -> int:
+    """The highest rank that has a directory beside this one; -1 if there is none."""
+    found = [re.fullmatch(r"rank(\d+)", p.name) for p in place.parent.glob("rank*") if any(p.glob("manifest*.json"))]
+    return max([int(match[1]) for match in found if match], default=-1)
+
+
+def _cut(mesh: Mesh, spec: P) -> list[list[str]]:
+    return [list(mesh.axes(spec.dim_axes(d))) for d in range(len(spec))]
+
+
+def _shape(mesh: Mesh) -> dict[str, int]:
+    """The axes that there are more than one of; the others cut nothing."""
+    return {a: n for a, n in mesh.shape.items() if n > 1}
+
+
+def _size(shape: dict[str, int]) -> int:
+    return math.prod(shape.values())

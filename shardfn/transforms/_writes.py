@@ -1,0 +1,116 @@
+"""Writes to parameters inside a loss: no value may change there, and one that does is named.
+
+Tensors that share memory share a count of writes, their version. `.data` is the exception: that of a lazy leaf is made
+to share it, that of a leaf which enters as a plain tensor is not, as torch.compile takes no other kind. In a capture
+the ops of the graph say what they write, through `.data` too.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardfn.core import raise_all
+from shardfn.graph import storage_of, tensors_in
+
+DATA: Any = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_REMEDY = "Parameters are immutable there: write to a clone(), or return the new value as aux."
+
+
+class Watch:
+    """Tensors that must not be written to for as long as a loss and its backward run.
+
+    `check` compares versions with those at `add`; who adds a tensor must not write to it before the last `check`.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[_Watched] = []
+
+    def add(self, path: str, x: Tensor, *, kept: bool) -> None:
+        """Watches a tensor, whose memory it does not keep alive.
+
+        Args:
+            path: the leaf that it is of.
+            x: the tensor.
+            kept: whether it is the state's own memory.
+        """
+        witness = torch.Tensor._make_subclass(torch.Tensor, x.detach())
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(witness):
+            witness.set_()  # pyright: ignore[reportCallIssue]  # empty; the version is still that of `x`
+        self._seen.append(_Watched(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
+
+    def check(self, where: str) -> None:
+        """Compares.
+
+        Args:
+            where: what has run since: "the loss", say.
+
+        Raises:
+            ValueError: lists every leaf that was written to.
+        """
+        written = [x for x in self._seen if x.witness._version != x.version]
+        lost = any(x.kept for x in written)
+        state = (
+            "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"
+            " checkpoint, or from init."
+            if lost
+            else "The state passed in is as it was."
+        )
+        raise_all(
+            ValueError,
+            f"parameters are written to inside {where}. {_REMEDY} {state}",
+            [f"{path} is written to inside {where}" for path in sorted({x.path for x in written})],
+        )
+
+    def forget_dead(self) -> None:
+        """Drops tensors that are gone; what was written to them, `check` has seen."""
+        self._seen = [x for x in self._seen if not x.memory.expired()]
+
+
+class _Watched(NamedTuple):
+    """A tensor that is watched: by an empty one that shares its version."""
+
+    path: str
+    witness: Tensor
+    version: int
+    kept: bool
+    memory: StorageWeakRef
+
+
+def check_graph(graph: Graph, leaves: Mapping[int, str]) -> None:
+    """Refuses ops that write to parameters.
+
+    Args:
+        graph: what has been captured of the step so far: forward and backward.
+        leaves: by storage, the path of a leaf.
+
+    Raises:
+        ValueError: lists every such op, with its line.
+    """
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        for x in _written(node):
+            if storage_of(x) in leaves:
+                where = node.meta.get("where", "a line outside of the loss's own")
+                found[f"{leaves[storage_of(x)]} is written to inside the loss: {where} ({node.target})"] = None
+    raise_all(
+        ValueError,
+        f"parameters are written to inside the loss. {_REMEDY} Nothing has run; the state passed in is as it was.",
+        list(found),
+    )
+
+
+def _written(node: Node) -> Iterable[Tensor]:
+    """The tensors that an op writes to."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or not schema.is_mutable:
+        return
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    for a in schema.arguments:
+        x = given.get(a.name)
+        if a.alias_info is not None and a.alias_info.is_write and x is not None:
+            for n in x if isinstance(x, (list, tuple)) else (x,):
+                yield from tensors_in(n.meta["val"]) if isinstance(n, Node) else ()

@@ -1,0 +1,123 @@
+"""Covers what a mesh keeps: its connections and threads end with it, however it ends; a closed one says so."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import distributed
+
+
+def _loss(params: dict, x: Tensor) -> Tensor:
+    return (x @ params["w"]).square().mean()
+
+
+def _kept() -> tuple[int, int, int]:
+    """Descriptors, threads and process groups of this process."""
+    groups = dist.distributed_c10d._world.pg_map
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(groups)
+
+
+def _trained(mesh: "sf.Mesh | dist.DeviceMesh", loss=_loss, *, axis: str = "dp") -> tuple:
+    zero = sf.Zero(stage=3, persist=0, axis=axis)
+    step = sf.sharded_step(loss, sf.optim.adam(0.1), mesh=mesh, batch=sf.P(axis), zero=zero)
+    state, _ = step(step.init({"w": torch.ones(4, 3)}), torch.ones(2, 4))
+    return step, state
+
+
+def _idle() -> tuple[int, int, int]:
+    """As `_kept`, with nothing left of the test before, and with what a process keeps for all meshes."""
+    with sf.make_mesh() as mesh:
+        _trained(mesh)
+    return _kept()
+
+
+@distributed(world=2, timeout=240)
+@pytest.mark.parametrize("num", [5, pytest.param(40, marks=pytest.mark.nightly)])
+def test_meshes_that_are_dropped_leave_nothing(num: int) -> None:
+    kept = []
+    for _ in range(num):
+        _trained(sf.make_mesh({"dp": -1}))
+        kept.append(_kept())
+    assert set(kept) == {kept[0]}, kept
+    for _ in range(num):
+        with sf.make_mesh({"dp": -1, "tp": 1}) as mesh:
+            _trained(mesh)
+        kept.append(_kept())
+    assert set(kept[num:]) == {kept[-1]}, kept
+    assert kept[-1][0] < kept[0][0] and kept[-1][2] == 2
+
+
+@distributed(world=2, timeout=240)
+@pytest.mark.parametrize("num", [3, pytest.param(20, marks=pytest.mark.nightly)])
+def test_failures_that_are_recovered_from_leave_nothing(num: int) -> None:
+    failing, before, after = [False], [], []
+
+    def loss(params: dict, x: Tensor) -> Tensor:
+        y = _loss(params, x)
+        if failing[0] and dist.get_rank() == 1:
+            raise ValueError("over")
+        return y
+
+    idle = _idle()
+    step, state = _trained(sf.make_mesh({"dp": -1}), loss)
+    for _ in range(num):
+        before.append(_kept())
+        failing[0] = True
+        with pytest.raises((ValueError, sf.RankError), match="over"):
+            step(state, torch.ones(2, 4))
+        failing[0] = False
+        after.append(_kept())
+        state, _ = step(state, torch.ones(2, 4))
+    assert set(before) == {before[0]} and set(after) == {idle}, (idle, before, after)
+
+
+@distributed(world=3)
+def test_a_closed_mesh_says_so() -> None:
+    idle = _idle()
+    with sf.make_mesh({"dp": -1}) as mesh:
+        step, state = _trained(mesh)
+    assert _kept() == idle and mesh.closed
+    mesh.close()
+    assert state.params["w"].local.numel() < 12
+    for use in (
+        lambda: step(state, torch.ones(2, 4)),
+        lambda: step.init({"w": torch.ones(4, 3)}),
+        lambda: step.apply(_loss, state, torch.ones(2, 4)),
+        lambda: state.params["w"].full_tensor(),
+        lambda: sf.shard_map(lambda x: sf.psum(x, "dp"), mesh=mesh, in_specs=sf.P(), out_specs=sf.P())(torch.ones(1)),
+    ):
+        with pytest.raises(ValueError, match=r"Mesh\(dp=\d; rank \d on cpu\) is closed.*Make another mesh"):
+            use()
+    step, state = _trained(sf.make_mesh({"dp": -1}))  # the remedy
+    state.params["w"].full_tensor()
+
+
+@distributed(world=4)
+def test_groups_of_several_axes_end_too_and_those_of_a_device_mesh_stay() -> None:
+    idle = _idle()
+    with sf.make_mesh({"dp": 2, "tp": 2}) as mesh:
+        total = sf.shard_map(lambda x: sf.psum(x, ("dp", "tp")), mesh=mesh, in_specs=sf.P(), out_specs=sf.P())
+        assert total(torch.ones(1)) == 4
+        assert _kept() != idle
+    assert _kept() == idle
+    grid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    outside = _kept()
+    step, _ = _trained(grid)
+    inside = _kept()
+    again, _ = _trained(grid)  # steps on one DeviceMesh share what it takes
+    assert again.mesh is step.mesh and _kept() == inside
+    step.mesh.close()
+    assert _kept() == outside
+    dist.all_reduce(torch.ones(1), group=grid.get_group("tp"))
+    _trained(grid)
+
+
+def test_one_rank_is_closed_by_the_same_words() -> None:
+    with sf.make_mesh({"dp": 1}) as mesh:
+        step, state = _trained(mesh)
+    with pytest.raises(ValueError, match="is closed"):
+        step(state, torch.ones(2, 4))

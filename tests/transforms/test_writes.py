@@ -1,0 +1,155 @@
+"""Covers writes to parameters inside a loss: each is named, wherever the leaf lives, and nothing is said untruly."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import assert_same, distributed, on_mesh, one_device
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+Write = Callable[[Tensor], object]
+
+
+def _detached(w: Tensor) -> None:
+    w.detach().mul_(0.5)
+
+
+def _in_no_grad(w: Tensor) -> None:
+    with torch.no_grad():
+        w[0].mul_(0.5)
+
+
+def _data(w: Tensor) -> None:
+    w.data.add_(1)
+
+
+def _in_backward(w: Tensor) -> None:
+    w.register_hook(lambda g: w.detach().mul_(0.5) * 0 + g)
+
+
+COUNTED: dict[str, Write] = {"detach": _detached, "no_grad": _in_no_grad}
+WRITES: dict[str, Write] = COUNTED | {"data": _data}
+
+
+def _params() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {k: torch.randn(6, 6, generator=draw) for k in ("a", "b")}
+
+
+def _mean(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (torch.tanh(x @ params["a"]) @ params["b"]).square().mean()
+
+
+def _loss_that(write: Write) -> Callable[..., Tensor]:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        write(params["a"])
+        return _mean(params, x)
+
+    return loss
+
+
+def _to_a_clone(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What the message says to do; `.data` can be read."""
+    a = params["a"].data.clone()
+    a.mul_(0.5)
+    return _mean(params, x) + a.sum()
+
+
+def _said(step: Any, x: Tensor) -> tuple[str, bool]:
+    """What a step says, and whether the state is as it was."""
+    state = step.init(_params())
+    try:
+        step(state, x)
+    except (ValueError, TypeError, sf.RankError) as error:
+        return str(error), torch.equal(state.params["a"].full_tensor(), _params()["a"])
+    return "", True
+
+
+def _check(step: Any, x: Tensor, how: Any) -> None:
+    said, same = _said(step, x)
+    assert "params['a'] is written to inside" in said and "params['b']" not in said, (how, said)
+    assert "clone()" in said, (how, said)
+    assert same == ("The state passed in has changed" not in said), (how, said)
+    assert not same or "as it was" in said or "(by " in said or "through a view" in said, (how, said)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_write_to_a_leaf_that_is_there_is_named(donate: bool) -> None:
+    for name, write in {**COUNTED, "backward": _in_backward}.items():
+        step = sf.sharded_step(_loss_that(write), sf.optim.sgd(0.1), donate=donate)
+        _check(step, X, name)
+        assert "has changed with it" in _said(step, X)[0]
+
+
+def test_functions_that_are_applied_do_not_write_either() -> None:
+    step = sf.sharded_step(_mean, sf.optim.sgd(0.1))
+    state = step.init(_params())
+    with pytest.raises(ValueError, match=r"params\['a'\] is written to inside the function"):
+        step.apply(lambda p: _detached(p["a"]), state)
+
+
+@distributed(world=2)
+def test_writes_are_named_wherever_a_leaf_lives(tmp_path: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    kinds: dict[str, Any] = {"params": "disk", "optimizer": "disk"}
+    places = {
+        "whole": sf.Zero(stage=2),
+        "small": sf.Zero(stage=3, persist=100),
+        "gathered": sf.Zero(stage=3, persist=0),
+        "far ahead": sf.Zero(stage=3, persist=0, prefetch=0, bucket=0),
+        "host": sf.Zero(stage=3, persist=0, params="host"),
+        "disk": sf.Zero(stage=3, persist=0, directory=str(tmp_path / "a"), **kinds),
+    }
+    for place, zero in places.items():
+        for name, write in WRITES.items():
+            step = sf.sharded_step(_loss_that(write), sf.optim.sgd(0.1), mesh=mesh, zero=zero)
+            if place == "disk" and name != "data":
+                continue  # one state a directory
+            if name == "data" and place in ("whole", "small"):
+                continue  # PyTorch does not count it
+            _check(step, X.chunk(2)[mesh.rank], (place, name))
+            step.close()
+    loss = sf.mixed_precision(_loss_that(_detached), sf.Policy.bf16())
+    _check(sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh), X.chunk(2)[mesh.rank], "a cast")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world=2)
+def test_a_captured_write_is_named_with_its_line(stage: int) -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    for name, write in WRITES.items():
+        loss = sf.jit(_loss_that(write), backend="graph")
+        step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        said, same = _said(step, X.chunk(2)[mesh.rank])
+        assert "params['a'] is written to inside the loss" in said and same, (name, said)
+        assert "test_writes.py:" in said or "through a view" in said or "(by " in said, (name, said)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world=2)
+def test_a_write_to_a_stack_is_named(stage: int) -> None:
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=stage, persist=0)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        w.detach()[1].mul_(0.5)
+        return sf.scan(lambda h, w: (torch.tanh(h @ w), None), x, w)[0].square().mean()
+
+    specs = sf.Sharding(sf.P(), stacked=True)
+    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=zero, specs=specs)
+    with pytest.raises(ValueError, match=r"params is written to inside the loss"):
+        step(step.init(torch.randn(3, 6, 6) / 3), X.chunk(2)[mesh.rank])
+
+
+@distributed(world=2)
+def test_a_clone_may_be_written_to_and_data_read() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    want = one_device(_to_a_clone, sf.optim.sgd(0.1), _params(), [X, X])
+    for stage in (0, 3):
+        for wrap in (lambda f: f, lambda f: sf.jit(f, backend="graph")):
+            zero = sf.Zero(stage=stage, persist=0)
+            assert_same(on_mesh(wrap(_to_a_clone), sf.optim.sgd(0.1), _params(), [X, X], mesh=mesh, zero=zero), want)
