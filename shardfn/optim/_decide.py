@@ -51,15 +51,15 @@ class Resolved:
     """What a prefix says of each leaf of a whole tree, for parts of that tree in which absent leaves are None.
 
     Attributes:
-        values: one entry for each leaf of the whole tree and each None in it.
+        says: by path, of each leaf of the whole tree and each None in it, in order.
     """
 
-    values: tuple[Any, ...]
+    says: dict[str, Any]
 
     def of(self, part: PyTree) -> tuple[Any, ...]:
         """The values of the leaves that are present."""
         slots = tree_flatten(part, none_is_leaf=True)[0]
-        return tuple(v for v, x in zip(self.values, slots, strict=True) if x is not None)
+        return tuple(v for v, x in zip(self.says.values(), slots, strict=True) if x is not None)
 
 
 def resolved(prefix: Any, params: PyTree, kind: type, name: str) -> Any:
@@ -75,7 +75,10 @@ def resolved(prefix: Any, params: PyTree, kind: type, name: str) -> Any:
         return None
     leaves, treedef = tree_flatten(params)
     values = iter(per_leaf(prefix, kind, name)(params, leaves, treedef))
-    return Resolved(tuple(None if x is None else next(values) for x in tree_flatten(params, none_is_leaf=True)[0]))
+    slots = tree_flatten(params, none_is_leaf=True)[0]
+    paths = tree_paths(params, "params", is_leaf=lambda x: x is None) if None in slots else tree_paths(params, "params")
+    pairs = zip(paths, slots, strict=True)
+    return Resolved({path: None if x is None else next(values) for path, x in pairs})
 
 
 class _Shape(Tensor):

@@ -64,7 +64,7 @@ from ._resume import resumed
 from ._state import TrainState, check_alive, scale_of
 from ._traced_step import StepParts
 from ._unwrap import Unwrapped, unwrap
-from ._update import update
+from ._update import decided_on, update
 
 # Functions whose order of gathers a step remembers.
 MAX_APPLIED = 16
@@ -186,7 +186,7 @@ class ShardedStep:
         if self.mesh.abstract or is_abstract(leaves):
             return abstract_init(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
-        agree_on_step(comms.control, "init", constant=self._constant(plan, None))
+        self._agree(comms, "init", plan, None)
         check_replicas(leaves, plan, comms.control)
         del params
 
@@ -235,7 +235,7 @@ class ShardedStep:
         """
         _, plan = self._drawn(params, args)
         comms = comms_of(self.mesh)
-        agree_on_step(comms.control, "resume", constant=self._constant(plan, None))
+        self._agree(comms, "resume", plan, None)
         like = abstract_init(plan, self._optimizer, self._key, self._first_scale())
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
@@ -418,7 +418,7 @@ class ShardedStep:
             check_alive(state)
             plan = self._planner.plan_of(state)
             blocks = [g.held for g in tree_leaves(state.params)]
-        agree_on_step(comms.control, "apply", constant=self._constant(plan, state))
+        self._agree(comms, "apply", plan, state)
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
             plan.use_orders.pop(("apply", f), None)
@@ -462,9 +462,14 @@ class ShardedStep:
         if self.mesh.size == 1 or self.mesh.abstract or capturing() or (id(plan), what) in self._agreed:
             return
         with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
-            comms = comms_of(self.mesh)
-            agree_on_step(comms.control, what, constant=self._constant(plan, None))
+            self._agree(comms_of(self.mesh), what, plan, None)
         self._agreed.add((id(plan), what))
+
+    def _agree(self, comms: Comms, what: str, plan: Plan, state: TrainState | None) -> None:
+        """Compares how the step was built; what the optimizer's functions of the tree say, too, and that they do."""
+        with told_before(comms.control):
+            constant = self._constant(plan, state)
+        agree_on_step(comms.control, what, constant=constant)
 
     def _constant(self, plan: Plan, state: TrainState | None) -> Constant:
         """What calls with this plan have in common, hashed once; with a state, how its optimizer state is made, too."""
@@ -473,7 +478,7 @@ class ShardedStep:
         if key not in self._constants:
             flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux}"
             seed = f"key {None if self._key is None else self._key.tolist()}"
-            lines = [flags, seed, describe_step(self._unwrapped, self._optimizer), plan.describe()]
+            lines = [flags, seed, describe_step(self._unwrapped, decided_on(plan, self._optimizer)), plan.describe()]
             kept = [] if treedef is None else [f"the state of the optimizer: {treedef}"]
             self._constants[key] = Constant.of("\n".join([*lines, *kept]))
         return self._constants[key]

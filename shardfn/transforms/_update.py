@@ -199,18 +199,25 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
 
     Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
     """
+    rule = decided_on(plan, optimizer)
+    return rule if rule.phase is None else given(rule, _whole(plan), phase=plan.phase)
+
+
+def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
+    """The optimizer, its functions of the tree asked about the plan's whole leaves: once, by whoever comes first."""
+    if optimizer not in plan.rules:
+        plan.rules[optimizer] = decided(optimizer, _whole(plan))
+    return plan.rules[optimizer]
+
+
+def _whole(plan: Plan) -> PyTree:
+    """The trainable leaves without data, as `GlobalTensor`s."""
 
     def like(leaf: LeafLayout) -> GlobalTensor | None:
         block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
         return GlobalTensor(block, leaf.shape, leaf.shard, plan.mesh) if leaf.trainable else None
 
-    if optimizer in plan.rules and optimizer.phase is None:
-        return plan.rules[optimizer]
-    whole = tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
-    if optimizer not in plan.rules:
-        plan.rules[optimizer] = decided(optimizer, whole)
-    rule = plan.rules[optimizer]
-    return rule if rule.phase is None else given(rule, whole, phase=plan.phase)
+    return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 
 
 def wrap_state(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:

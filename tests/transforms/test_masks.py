@@ -12,7 +12,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, optim
 from shardfn.collectives import unshard
-from shardfn.core import tree_map
+from shardfn.core import RankError, tree_map
 from shardfn.optim import GradientTransformation
 from shardfn.testing import assert_parity, distributed, one_device
 
@@ -194,6 +194,24 @@ def test_a_rule_of_my_own_says_how_it_is_decided() -> None:
         assert_parity(loss, twice(inner), make_params(), batches(1), mesh=mesh, zero=zero)
     right = twice(inner, decide=lambda params: twice(optim.decided(inner, params)))
     assert_parity(loss, right, make_params(), batches(2), mesh=mesh, zero=zero)
+
+
+@distributed(world=2)
+def test_ranks_whose_functions_say_different_things_are_told() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    rank = mesh.axis_index("dp")
+    for make in (RULES["adamw"], RULES["masked clip"], RULES["labels"]):
+        tx = make(lambda params: {"w": True, "v": rank == 0, "b": False, "s": False})
+        with pytest.raises(RankError, match=r"params\['v'\]"):
+            sf.sharded_step(loss, tx, mesh=mesh).init(make_params())
+
+    def picky(params: Any) -> Any:
+        if rank:
+            raise LookupError("no such leaf")
+        return two(params)
+
+    with pytest.raises(RankError if rank == 0 else LookupError, match="no such leaf"):
+        sf.sharded_step(loss, optim.adamw(0.1, mask=picky), mesh=mesh).init(make_params())
 
 
 @distributed(world=2)
