@@ -5,6 +5,7 @@ from ._adam import adam as adam, adamw as adamw, scale_by_adam as scale_by_adam
 from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation, Phase as Phase
 from ._base import (
     apply_updates as apply_updates,
+    decided as decided,
     given as given,
     identity as identity,
     inplace as inplace,

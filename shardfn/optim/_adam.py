@@ -12,6 +12,7 @@ from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
+from ._decide import resolved
 from ._even import even
 from ._hyper import beside, number, root
 from ._kernels import fused_adamw_
@@ -21,7 +22,6 @@ from ._leaves import (
     check_state,
     grouped,
     leaves_like,
-    resolved,
     stage,
     unstage,
     wide,
@@ -168,11 +168,10 @@ def adamw(
     pure = chain(scale_by_adam(b1, b2, eps), decay, scale_by_learning_rate(learning_rate))
     tx = _fused(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
 
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        del stats
+    def decide(params: Params) -> GradientTransformation:
         return adamw(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return tx._replace(given=on)
+    return tx._replace(decide=decide)
 
 
 def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
@@ -210,14 +209,13 @@ def _fused(
 
     @torch.no_grad()
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        del specs
         check_chain("adam", state, num)
         check_state("adam", state[0], ScaleByAdamState)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
         columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
-        on = zip(flags(params, ps, treedef), [g.dtype for g in columns[-1]], strict=True)
+        on = zip(flags(params, ps, treedef, specs), [g.dtype for g in columns[-1]], strict=True)
         step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
         for ((decays, _), device, _), (p, mu, nu, g) in grouped(columns, list(on)).items():
             decay = number(weight_decay) if decays else 0.0

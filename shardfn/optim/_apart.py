@@ -13,7 +13,8 @@ from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_map, tree_un
 from shardfn.kernels import moving_average_
 
 from ._compressed import Averaging, Share
-from ._leaves import leaves_like, per_leaf, spec_leaves, wide
+from ._decide import per_leaf
+from ._leaves import leaves_like, spec_leaves, wide
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 _PIECE = 1 << 16  # elements: a few tensors of them stay in a core's cache
@@ -130,7 +131,7 @@ def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, wh
     gs = leaves_like(grads, treedef, "grads", "params")
     blocks = gs if whole is None else leaves_like(whole, treedef, "whole", "params")
     shares = [averaging.share(p, block) for p, block in zip(ps, blocks, strict=True)]
-    flags = per_leaf(False if exact is None else exact, bool, "exact")(params, ps, treedef)
+    flags = per_leaf(False if exact is None else exact, bool, "exact")(params, ps, treedef, specs)
     cuts = [P()] * len(ps) if specs is None else spec_leaves(specs, params)
     return Apart(averaging, treedef, ps, gs, cuts, shares, [on or not s.n for on, s in zip(flags, shares, strict=True)])
 

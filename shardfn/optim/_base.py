@@ -47,11 +47,14 @@ class GradientTransformation(NamedTuple):
             `init` also makes for a tree without leaves.
         measure: the one thing that a rule of a finer grain may need of the whole tree: a 0-d tensor for a leaf's local
             block, which adds up over blocks. None = it needs nothing.
-        given: `given(params, stats) -> rule`: the rule for parts of the tree `params` (shapes only): masks are resolved
-            on it, and `stats`, one entry a leaf, are the measures. None = the rule itself, for it looks at neither. A
-            rule with a phase has `given(params, stats, phase)`, the rule for steps in that phase (None = in any; the
-            rule then asks the state). `params` are then the whole blocks, and as `GlobalTensor`s without data, where
-            it is known how the rows are cut out of leaves.
+        decide: `decide(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and dtypes only), and
+            for blocks and parts of it: each function of the tree that it was made with, of a mask or of labels, is
+            asked here and no more. A rule made of others decides these. None = the rule itself, for it has none.
+        given: `given(params, stats) -> rule`: the rule for parts of the tree `params` (shapes only), in a step whose
+            measures are `stats`, one entry a leaf. None = the rule itself, for it looks at neither. A rule with a phase
+            has `given(params, stats, phase)`, the rule for steps in that phase (None = in any; the rule then asks the
+            state). `params` are then the whole blocks, and as `GlobalTensor`s without data, where it is known how the
+            rows are cut out of leaves.
         additive: whether `given` looks at no more of `stats` than their sum.
         measures_ahead: `measures_ahead(state) -> bool`: whether the step that comes next only keeps its measures, for a
             later one; so it can begin before they are known. None = it never does. Read on the host.
@@ -72,6 +75,7 @@ class GradientTransformation(NamedTuple):
     rewrite: Callable[..., tuple[Updates, OptState]] | None = None
     grain: Grain = "tree"
     measure: Callable[[Tensor], Tensor] | None = None
+    decide: "Callable[[Params], GradientTransformation] | None" = None
     given: "Callable[..., GradientTransformation] | None" = None
     additive: bool = False
     measures_ahead: Callable[[OptState], bool] | None = None
@@ -93,6 +97,31 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
     """
     found = set(grains)
     return "tree" if "tree" in found else "leaf" if "leaf" in found else "element"
+
+
+def decided(tx: GradientTransformation, params: Params) -> GradientTransformation:
+    """`tx` for a tree of whole leaves, and for blocks and parts of it: its functions of the tree are asked here.
+
+    `sharded_step` does so. Needed where you apply a rule to blocks yourself, inside a `shard_map` say.
+
+    Args:
+        tx: any rule.
+        params: the tree of whole leaves; only shapes and dtypes count, so tensors on the meta device will do.
+
+    Returns:
+        A rule whose masks and labels are fixed.
+
+    Raises:
+        ValueError: a mask does not match `params`, or its function looks at more than shapes and dtypes.
+
+    Example:
+        >>> from shardfn.optim import add_decayed_weights
+        >>> tx = add_decayed_weights(0.5, lambda params: [x.shape[0] > 2 for x in params])
+        >>> block = [torch.ones(2)]
+        >>> decided(tx, [torch.empty(4, device="meta")]).update(block, (), block)[0]
+        [tensor([1.5000, 1.5000])]
+    """
+    return tx if tx.decide is None else tx.decide(params)
 
 
 def given(

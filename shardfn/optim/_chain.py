@@ -9,7 +9,7 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor, local
 from shardfn.core import raise_all, tree_leaves, tree_map, tree_paths
 
-from ._base import GradientTransformation, Phase, coarsest, given, identity, inplace
+from ._base import GradientTransformation, Phase, coarsest, decided, given, identity, inplace
 from ._types import Grain, OptState, Params, Specs, Updates
 
 Rule = Callable[..., tuple[Updates, OptState]]
@@ -83,6 +83,8 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     whole = GradientTransformation(
         init, update, apply, grain=grain, measure=first.measure, given=on, additive=first.additive
     )
+    if any(tx.decide is not None for tx in txs):
+        whole = whole._replace(decide=lambda params: chain(*(decided(tx, params) for tx in txs)))
     if (ahead := first.measures_ahead) is not None:
         whole = whole._replace(measures_ahead=lambda state: ahead(state[0]))
     if speaks is None:

@@ -9,8 +9,9 @@ from shardfn.core import tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, stateless
 from ._checks import not_negative
+from ._decide import per_leaf, resolved
 from ._hyper import beside, is_zero
-from ._leaves import check_params, leaves_like, per_leaf, resolved, wide
+from ._leaves import check_params, leaves_like, wide
 from ._types import Mask, Number, Params, Specs, Updates
 
 
@@ -45,22 +46,23 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
         check_params("add_decayed_weights", params)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
-        rows = zip(gs, ps, flags(params, ps, treedef), beside(ps, weight_decay, params, specs), strict=True)
-        return tree_unflatten(treedef, [_decayed(g, p, decay) if on else g for g, p, on, decay in rows])
+        on, by = flags(params, ps, treedef, specs), beside(ps, weight_decay, params, specs)
+        return tree_unflatten(
+            treedef, [_decayed(*row) if on else row[0] for *row, on in zip(gs, ps, by, on, strict=True)]
+        )
 
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        del stats
+    def decide(params: Params) -> GradientTransformation:
         return add_decayed_weights(weight_decay, resolved(mask, params, bool, "mask"))
 
-    return stateless(update, "element")._replace(given=on)
+    return stateless(update, "element")._replace(decide=decide)
 
 
-def decay_flags(weight_decay: Number, mask: Mask) -> Callable[[Params, list[Tensor], Any], Sequence[bool]]:
+def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:
     """Which leaves decay, as a function of the flattened params; none of them where the factor is 0."""
     resolve = per_leaf(True if mask is None else mask, bool, "mask")
 
-    def flags(params: Params, leaves: list[Tensor], treedef: Any) -> Sequence[bool]:
-        on = resolve(params, leaves, treedef)
+    def flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:
+        on = resolve(params, leaves, treedef, specs)
         return (False,) * len(leaves) if is_zero(weight_decay) else on
 
     return flags

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfn.collectives import transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, apply_updates, given, inplace, refuse_phases
+from ._base import GradientTransformation, apply_updates, decided, given, inplace, refuse_phases
 from ._kernels import foreach_copy_
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
 from ._norm import over_blocks
@@ -125,11 +125,14 @@ def _delayed(
             state.measured.copy_(now)
         return params, DelayedState(state.pending, state.count.add_(1), inner, state.measured)
 
+    def decide(params: Params) -> GradientTransformation:
+        return _delayed(decided(tx, params), warmup)
+
     def on(params: Params, stats: Tensor | None) -> GradientTransformation:
         return _delayed(tx, warmup, params, stats)
 
     grain: Grain = "tree" if tx.measure is not None and not measures else tx.grain
-    out = GradientTransformation(init, update, apply, grain=grain, given=on)
+    out = GradientTransformation(init, update, apply, grain=grain, decide=decide, given=on)
     if not measures:
         return out
     return out._replace(measure=tx.measure, additive=True, measures_ahead=lambda state: int(state.count) >= warmup)

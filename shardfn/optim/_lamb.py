@@ -14,6 +14,7 @@ from ._base import GradientTransformation, stateless
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
+from ._decide import resolved
 from ._hyper import beside, number, root
 from ._kernels import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
 from ._learning_rate import check_rate, next_rate, scale_by_learning_rate
@@ -24,7 +25,6 @@ from ._leaves import (
     check_state,
     everywhere,
     leaves_like,
-    resolved,
     spec_leaves,
     stage,
     unstage,
@@ -226,12 +226,11 @@ def lamb(
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         return step(grads, state, params, specs=specs)[:2]
 
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        del stats
+    def decide(params: Params) -> GradientTransformation:
         bounds = {"min_coeff": min_coeff, "max_coeff": max_coeff}
         return lamb(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"), **bounds)
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="leaf", given=on)
+    return GradientTransformation(pure.init, pure.update, apply, grain="leaf", decide=decide)
 
 
 def lamb_in_place(
@@ -256,7 +255,7 @@ def lamb_in_place(
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
         (p, mu, nu, g), copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=everywhere)
-        on = flags(params, ps, treedef)
+        on = flags(params, ps, treedef, specs)
         rate = next_rate(learning_rate, state[-1])
         rate = rate * bias_factor(state[3].count.add_(1), b1, b2) if corrected else rate
         ratios = torch.zeros(0)

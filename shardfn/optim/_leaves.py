@@ -7,7 +7,6 @@ copies, and `unstage` writes them back.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,52 +109,6 @@ def zero_count(params: PyTree) -> Tensor:
 def wide(x: Tensor) -> Tensor:
     """`x` in the dtype that arithmetic is done in: float32 for the half precisions, else its own."""
     return x.float() if x.dtype in _HALF else x
-
-
-def per_leaf(prefix: Any, kind: type, name: str) -> Callable[[PyTree, list[Tensor], Any], tuple[Any, ...]]:
-    """A function from a flattened tree to the value that `prefix` has for each leaf.
-
-    `prefix` is a prefix tree, or a callable that makes one from the tree. The last
-    answer is kept: a prefix is a function of structure and shapes, not of values.
-    """
-    if isinstance(prefix, Resolved):
-        return lambda tree, leaves, treedef: prefix.of(tree)
-    memo: dict[Any, tuple[Any, ...]] = {}
-
-    def resolve(tree: PyTree, leaves: list[Tensor], treedef: Any) -> tuple[Any, ...]:
-        key = (treedef, tuple(x.shape for x in leaves)) if callable(prefix) else treedef
-        if key not in memo:
-            full = prefix(tree) if callable(prefix) else prefix
-            memo.clear()
-            memo[key] = tuple(broadcast_prefix(full, tree, lambda x: isinstance(x, kind), names=(name, "params")))
-        return memo[key]
-
-    return resolve
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """What a prefix says of each leaf of a whole tree, for parts of that tree in which absent leaves are None.
-
-    Attributes:
-        values: one entry for each leaf of the whole tree and each None in it.
-    """
-
-    values: tuple[Any, ...]
-
-    def of(self, part: PyTree) -> tuple[Any, ...]:
-        """The values of the leaves that are present."""
-        slots = tree_flatten(part, none_is_leaf=True)[0]
-        return tuple(v for v, x in zip(self.values, slots, strict=True) if x is not None)
-
-
-def resolved(prefix: Any, params: PyTree, kind: type, name: str) -> Any:
-    """`prefix` as a `Resolved`; None stays None."""
-    if prefix is None:
-        return None
-    leaves, treedef = tree_flatten(params)
-    values = iter(per_leaf(prefix, kind, name)(params, leaves, treedef))
-    return Resolved(tuple(None if x is None else next(values) for x in tree_flatten(params, none_is_leaf=True)[0]))
 
 
 def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:

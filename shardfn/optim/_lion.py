@@ -11,6 +11,7 @@ from ._base import GradientTransformation
 from ._chain import chain, check_chain
 from ._checks import decay_rate
 from ._decay import add_decayed_weights, decay_flags
+from ._decide import resolved
 from ._hyper import beside, number
 from ._kernels import foreach_add_, foreach_mul, foreach_mul_, foreach_sign
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
@@ -21,7 +22,6 @@ from ._leaves import (
     everywhere,
     grouped,
     leaves_like,
-    resolved,
     stage,
     unstage,
     wide,
@@ -126,7 +126,6 @@ def lion(
 
     @torch.no_grad()
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        del specs
         check_chain("lion", state, 3)
         check_state("lion", state[0], ScaleByLionState)
         ps, treedef = tree_flatten(params)
@@ -134,7 +133,7 @@ def lion(
         mus = leaves_like(state[0].mu, treedef, "state.mu", "params")
         check_shapes(treedef, ps, grads=gs, mu=mus)
         columns, copies = stage([ps, mus, gs], widen=everywhere)
-        on = flags(params, ps, treedef)
+        on = flags(params, ps, treedef, specs)
         lr, rates = next_rate(learning_rate, state[-1]), (number(b1), number(b2))
         for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
             for ps, mus, gs in blocks([p, mu, g]):
@@ -142,11 +141,10 @@ def lion(
         unstage(copies)
         return params, state
 
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        del stats
+    def decide(params: Params) -> GradientTransformation:
         return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="element", given=on)
+    return GradientTransformation(pure.init, pure.update, apply, grain="element", decide=decide)
 
 
 def _step(

@@ -21,8 +21,9 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import EmptyState, GradientTransformation, coarsest, given, inplace, refuse_phases
-from ._leaves import check_shapes, check_state, leaves_like, per_leaf, resolved, spec_leaves
+from ._base import EmptyState, GradientTransformation, coarsest, decided, given, inplace, refuse_phases
+from ._decide import per_leaf, resolved
+from ._leaves import check_shapes, check_state, leaves_like, spec_leaves
 from ._types import Grain, Mask, OptState, Params, Specs, Updates
 
 
@@ -125,9 +126,9 @@ def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: typ
     resolve = per_leaf(labels, kind, name)
     refuse_phases(name, *rules.values())
 
-    def labelled(tree: PyTree) -> tuple[list[Tensor], Any, tuple[Any, ...]]:
+    def labelled(tree: PyTree, specs: Specs = None) -> tuple[list[Tensor], Any, tuple[Any, ...]]:
         leaves, treedef = tree_flatten(tree)
-        names = resolve(tree, leaves, treedef)
+        names = resolve(tree, leaves, treedef, specs)
         if kind is str:
             _check_labels(tree, names, rules)
         return leaves, treedef, names
@@ -140,7 +141,7 @@ def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: typ
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         check_state(name, state, MultiTransformState)
-        us, treedef, names = labelled(updates)
+        us, treedef, names = labelled(updates, specs)
         ps = None if params is None else leaves_like(params, treedef, "params", "updates")
         ss = None if specs is None else spec_leaves(specs, updates)
         out, states = list(us), {}
@@ -153,7 +154,7 @@ def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: typ
     @torch.no_grad()
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         check_state(name, state, MultiTransformState)
-        ps, treedef, names = labelled(params)
+        ps, treedef, names = labelled(params, specs)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
         ss = None if specs is None else spec_leaves(specs, params)
@@ -167,17 +168,24 @@ def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: typ
             p.add_(g)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
+    def decide(params: Params) -> GradientTransformation:
+        leaves, treedef = tree_flatten(params)
+        fixed = resolved(labels, params, kind, name)
+        names = fixed.of(params)
+        inner = {k: decided(rule, _select(leaves, treedef, names, k)) for k, rule in rules.items()}
+        return _partition(inner, fixed, kind, name)
+
     def on(params: Params, stats: Tensor | None) -> GradientTransformation:
         leaves, treedef, names = labelled(params)
         rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in rules}
         inner = {k: given(rule, _select(leaves, treedef, names, k), rows[k]) for k, rule in rules.items()}
-        return _partition(inner, resolved(labels, params, kind, name), kind, name)
+        return _partition(inner, labels, kind, name)
 
     # One kind of measure serves all the rules that take one: a leaf is measured before anyone asks for its label.
     measures = {rule.measure for rule in rules.values() if rule.measure is not None}
     grain: Grain = "tree" if len(measures) > 1 else coarsest(rule.grain for rule in rules.values())
     measure = next(iter(measures), None)
-    return GradientTransformation(init, update, apply, grain=grain, measure=measure, given=on)
+    return GradientTransformation(init, update, apply, grain=grain, measure=measure, decide=decide, given=on)
 
 
 def _select(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:

@@ -5,6 +5,7 @@ optimizer's state collects such updates until they show. Micikevicius et al., Mi
 https://arxiv.org/abs/1710.03740
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from ._base import GradientTransformation, Phase, apply_updates, given, inplace
+from ._base import GradientTransformation, Phase, apply_updates, decided, given, inplace
+from ._decide import per_leaf, resolved
 from ._kernels import foreach_copy_
-from ._leaves import check_params, check_state, leaves_like, per_leaf
+from ._leaves import check_params, check_state, leaves_like
 from ._types import OptState, Params, Specs, Updates
 
 
@@ -65,9 +67,12 @@ def master_weights(
     """
     resolve = per_leaf(kept, torch.dtype, "kept")
 
+    def dtypes(params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
+        return [p.dtype for p in ps] if kept is None else resolve(params, ps, treedef)
+
     def init(params: Params) -> MasterState:
         ps, treedef = tree_flatten(params)
-        own = [p.dtype for p in ps] if kept is None else resolve(params, ps, treedef)
+        own = dtypes(params, ps, treedef)
         narrow = [d.itemsize < dtype.itemsize for d in own]
         seen = [p.to(dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
         masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
@@ -113,11 +118,18 @@ def master_weights(
         wides = [None if m is None else x for _, m, x in rows]
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
+    def decide(params: Params) -> GradientTransformation:
+        ps, treedef = tree_flatten(params)
+        own = [dtype if d.itemsize < dtype.itemsize else d for d in dtypes(params, ps, treedef)]
+        seen = [torch.empty(p.shape, dtype=d, device="meta") for p, d in zip(ps, own, strict=True)]
+        rule = decided(inner, tree_unflatten(treedef, seen))
+        return master_weights(rule, dtype, kept=resolved(kept, params, torch.dtype, "kept"))
+
     def on(params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
         return master_weights(given(inner, params, stats, phase), dtype, kept=kept)
 
     out = GradientTransformation(
-        init, update, apply, grain=inner.grain, measure=inner.measure, given=on, additive=inner.additive
+        init, update, apply, grain=inner.grain, measure=inner.measure, decide=decide, given=on, additive=inner.additive
     )
     if (ahead := inner.measures_ahead) is not None:
         out = out._replace(measures_ahead=lambda state: ahead(state.inner))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from shardfn.collectives import local
-from shardfn.core import PyTree
+from shardfn.core import PyTree, tree_unflatten
 
 from ._adam import adamw
 from ._apart import Apart
@@ -18,10 +18,11 @@ from ._chain import chain
 from ._checks import decay_rate, not_negative
 from ._compressed import Averaging
 from ._decay import add_decayed_weights, decay_flags
+from ._decide import resolved
 from ._freeze import Freeze
 from ._lamb import scale_by_moment_ratio
 from ._learning_rate import check_rate, scale_by_learning_rate
-from ._leaves import check_params, check_state, resolved
+from ._leaves import check_params, check_state
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 
@@ -89,16 +90,20 @@ class Phased(abc.ABC):
             self.init,
             self.update,
             self.apply,
+            decide=self.decide,
             given=self.given,
             over=self.averaging.over,
             phase=self.phase,
             last=self.last,
         )
 
+    def decide(self, params: Params) -> GradientTransformation:
+        exact, mask = (resolved(x, params, bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
+        return replace(self, exact=exact, mask=mask).rule()
+
     def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
         del stats
-        exact, mask = (resolved(x, local(params), bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
-        return replace(self, whole=params, now=phase, exact=exact, mask=mask).rule()
+        return replace(self, whole=params, now=phase).rule()
 
     def phase(self, state: OptState) -> Phase:
         check_state(self.who, state, self.state)
@@ -117,4 +122,5 @@ class Phased(abc.ABC):
 
     def decays(self, leaves: Apart, params: Params) -> Sequence[bool]:
         """Which leaves decay."""
-        return decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef)
+        cuts = tree_unflatten(leaves.treedef, leaves.specs)
+        return decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef, cuts)

@@ -2,7 +2,7 @@
 
 Optimizer state that lives on a host or on a disk is stepped in chunks: one is read, one updated, one written. A rule
 says by its `grain` how small the chunks may be. What it needs of the whole tree is taken in `begin`: its measure (one
-`psum`), its masks, and its counters, which advance there once.
+`psum`), what its masks say, and its counters, which advance there once.
 
 Law: `begin`, `apply` on parts that cover the tree, and `end` give what `inplace(tx)` gives on the whole, bit for bit.
 
@@ -27,7 +27,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import GradientTransformation, given, inplace
+from ._base import GradientTransformation, decided, given, inplace
 from ._leaves import spec_leaves
 from ._norm import over_blocks
 from ._types import Grain, OptState, Params, Specs, Updates
@@ -107,6 +107,7 @@ def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
         https://arxiv.org/abs/2104.07857
     """
     whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
+    tx = decided(tx, whole)
     check = _checker(whole, tx.grain)
     if tx.grain == "tree":
         return _uncut(tx, check)

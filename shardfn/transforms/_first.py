@@ -23,7 +23,7 @@ from ._parts import send_home
 from ._plan import Plan
 from ._pools import pool_of
 from ._state import state_owners
-from ._update import init_optimizer, kept, own_rows, wrap, wrap_state
+from ._update import init_optimizer, kept, own_rows, rule_of, wrap, wrap_state
 
 
 def first_state(plan: Plan, optimizer: GradientTransformation, draw: Callable[[int], Tensor]) -> tuple[PyTree, PyTree]:
@@ -56,15 +56,15 @@ class _FirstState:
     """An optimizer's first state, put together from those of single leaves."""
 
     def __init__(self, plan: Plan, optimizer: GradientTransformation) -> None:
-        self._plan, self._optimizer, self._pool = plan, optimizer, pool_of(plan)
+        self._plan, self._optimizer, self._pool = plan, rule_of(plan, optimizer), pool_of(plan)
         self._train = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
         with FakeTensorMode(allow_non_fake_inputs=True):
             rows = [_no_rows(plan, i) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)]
-            self._like = optimizer.init(tree_unflatten(plan.treedef, rows))
-        self._owners = state_owners(self._like, tree_unflatten(plan.treedef, rows), optimizer)
+            self._like = self._optimizer.init(tree_unflatten(plan.treedef, rows))
+        self._owners = state_owners(self._like, tree_unflatten(plan.treedef, rows), self._optimizer)
         self._entries = tree_entries(self._like)
         none = tree_unflatten(plan.treedef, [None] * len(plan.leaves))
-        self._found: dict[Any, Tensor | Stored] = self._named(optimizer.init(none))
+        self._found: dict[Any, Tensor | Stored] = self._named(self._optimizer.init(none))
 
     def add(self, leaf: int, rows: Tensor) -> None:
         """Makes the state of one leaf and sends it home."""

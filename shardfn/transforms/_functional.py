@@ -26,7 +26,7 @@ from ._loss import Loss, Value, called, refuse_gradient_of
 from ._plan import Plan
 from ._pure_transfers import enter, own_rows, reduce, refresh
 from ._state import TrainState, scale_of
-from ._update import next_state
+from ._update import next_state, rule_of
 
 
 def pure_step(
@@ -61,7 +61,8 @@ def pure_step(
     own = [(summed[i] * scale).to(summed[i].dtype) if r is not None else None for i, r in enumerate(rows)]
     gradient, old = tree_unflatten(plan.treedef, own), tree_unflatten(plan.treedef, rows)
     specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])
-    updates, opt_state = optimizer.update(gradient, local(state.opt_state), old, specs=specs)
+    rule = rule_of(plan, optimizer)
+    updates, opt_state = rule.update(gradient, local(state.opt_state), old, specs=specs)
     fresh = iter(tree_leaves(apply_updates(old, updates)))
     new = refresh(plan, blocks, [None if r is None else next(fresh) for r in rows])
     stepped, metrics = next_state(plan, state, new, opt_state), _metrics(sums, gradient, specs, by)

@@ -24,7 +24,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.optim import Phase
+from shardfn.optim import GradientTransformation, Phase
 
 from ._check import check_travel, is_spec
 from ._layout import (
@@ -62,6 +62,7 @@ class Plan:
         whole: whether stacked leaves travel whole.
         phase: what the optimizer does in the steps that the plan is for; None where it has no phases.
         left_axes: the axes of the batch over which gradients are not summed, but left to the optimizer.
+        rules: by optimizer, the same decided on these leaves; shared by all plans of one layout.
     """
 
     leaves: list[LeafLayout]
@@ -81,6 +82,7 @@ class Plan:
     whole: bool = False
     phase: Phase | None = None
     left_axes: tuple[str, ...] = ()
+    rules: dict[GradientTransformation, GradientTransformation] = dataclasses.field(default_factory=dict)
     _phases: dict[Phase, "Plan"] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,7 @@ class Plan:
     def _with(self, **changes: Any) -> "Plan":
         """A plan with nothing learnt."""
         same = {"treedef": self.treedef, "zero": self.zero, "mesh": self.mesh, "batch_axes": self.batch_axes}
-        own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes}
+        own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes, "rules": self.rules}
         return Plan(**(same | own | changes))
 
     @property

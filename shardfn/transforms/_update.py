@@ -20,7 +20,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.memory import on_host
-from shardfn.optim import GradientTransformation, given, inplace
+from shardfn.optim import GradientTransformation, decided, given, inplace
 
 from ._ahead import Ahead
 from ._layout import LeafLayout
@@ -140,12 +140,13 @@ def whole_update(
     """The update of all leaves, from this rank's rows of params and gradients."""
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
+    rule = rule_of(plan, optimizer)
     homes: list[MemoryKind] = [leaf.state_home for leaf in plan.leaves if leaf.trainable]
     index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
-    owners = state_owners(opt_state, held, optimizer)
+    owners = state_owners(opt_state, held, rule)
     state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
     return Update(
-        optimizer=optimizer,
+        optimizer=rule,
         treedef=plan.treedef,
         specs=[leaf.shard for leaf in plan.leaves],
         numels=[-(-leaf.numel // plan.mesh.axis_size(leaf.zero_axes)) for leaf in plan.leaves],
@@ -194,16 +195,22 @@ def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequen
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
-    """The optimizer as it steps in the plan's phase; itself, where it has none."""
-    if optimizer.phase is None:
-        return optimizer
+    """The optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
+
+    Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
+    """
 
     def like(leaf: LeafLayout) -> GlobalTensor | None:
         block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
         return GlobalTensor(block, leaf.shape, leaf.shard, plan.mesh) if leaf.trainable else None
 
+    if optimizer in plan.rules and optimizer.phase is None:
+        return plan.rules[optimizer]
     whole = tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
-    return given(optimizer, whole, phase=plan.phase)
+    if optimizer not in plan.rules:
+        plan.rules[optimizer] = decided(optimizer, whole)
+    rule = plan.rules[optimizer]
+    return rule if rule.phase is None else given(rule, whole, phase=plan.phase)
 
 
 def wrap_state(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:

@@ -1,0 +1,139 @@
+"""What is said of each leaf: a prefix tree, or a function of the whole tree, which is asked once.
+
+A mask, labels and the like are functions of structure and of the shapes and dtypes of whole leaves. They are never
+shown a block of a leaf, nor a value: blocks differ between ranks, and values between steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import current_mesh
+from shardfn.core import PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
+
+from ._leaves import spec_leaves
+from ._types import Specs
+
+
+def per_leaf(prefix: Any, kind: type, name: str) -> Callable[..., tuple[Any, ...]]:
+    """A function from a flattened tree to the value that `prefix` has for each leaf: `f(tree, leaves, treedef, specs)`.
+
+    `prefix` is a prefix tree, or a function that makes one from the tree. The last answer is kept: a prefix is a
+    function of structure, shapes and dtypes, not of values.
+
+    Raises (`f` does):
+        ValueError: the prefix does not fit; or it is a function that has not been decided on whole leaves, and `specs`
+            say that those of the tree are blocks.
+    """
+    if isinstance(prefix, Resolved):
+        return lambda tree, leaves, treedef, specs=None: prefix.of(tree)
+    memo: dict[Any, tuple[Any, ...]] = {}
+
+    def resolve(tree: PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
+        key: Any = treedef
+        if callable(prefix):
+            _check_whole(name, tree, specs)
+            key = (treedef, tuple(x.shape for x in leaves))
+        if key not in memo:
+            full = prefix(_shapes(name, tree)) if callable(prefix) else prefix
+            memo.clear()
+            memo[key] = tuple(broadcast_prefix(full, tree, lambda x: isinstance(x, kind), names=(name, "params")))
+        return memo[key]
+
+    return resolve
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a prefix says of each leaf of a whole tree, for parts of that tree in which absent leaves are None.
+
+    Attributes:
+        values: one entry for each leaf of the whole tree and each None in it.
+    """
+
+    values: tuple[Any, ...]
+
+    def of(self, part: PyTree) -> tuple[Any, ...]:
+        """The values of the leaves that are present."""
+        slots = tree_flatten(part, none_is_leaf=True)[0]
+        return tuple(v for v, x in zip(self.values, slots, strict=True) if x is not None)
+
+
+def resolved(prefix: Any, params: PyTree, kind: type, name: str) -> Any:
+    """`prefix` as a `Resolved`; None stays None.
+
+    Args:
+        prefix: what `per_leaf` takes.
+        params: the tree of whole leaves, of which only shapes and dtypes count.
+        kind: the type of its values.
+        name: of the prefix, for errors.
+    """
+    if prefix is None:
+        return None
+    leaves, treedef = tree_flatten(params)
+    values = iter(per_leaf(prefix, kind, name)(params, leaves, treedef))
+    return Resolved(tuple(None if x is None else next(values) for x in tree_flatten(params, none_is_leaf=True)[0]))
+
+
+class _Shape(Tensor):
+    """A leaf as a function of the tree sees it: a tensor of a shape and a dtype, and of nothing else."""
+
+    _of: str
+    _path: str
+
+    @staticmethod
+    def __new__(cls, x: Any, of: str, path: str) -> "_Shape":
+        self = Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=torch.device("meta"))
+        self._of, self._path = of, path
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name == "__get__" else name
+        if name in _SEEN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        x = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
+        with torch._C.DisableTorchFunctionSubclass():
+            like = f"{tuple(x.shape)} {x.dtype}"
+        raise ValueError(
+            f"the function that was passed as {x._of} looks at {name!r} of {x._path}, a leaf of {like}. It is asked"
+            " once, about structure, shapes and dtypes of whole leaves; decide by anything else beforehand, and pass"
+            " the tree that the function would return."
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} got past __torch_function__")
+
+
+_SEEN = {
+    "shape", "dtype", "ndim", "itemsize", "nbytes", "numel", "nelement", "size", "dim", "ndimension", "element_size",
+    "is_floating_point", "is_complex", "is_signed", "__len__",
+}  # fmt: skip
+
+
+def _shapes(name: str, tree: PyTree) -> PyTree:
+    """The tree as a function of it sees it."""
+    leaves, treedef = tree_flatten(tree)
+    pairs = zip(leaves, tree_paths(tree, "params"), strict=True)
+    return tree_unflatten(treedef, [_Shape(x, name, path) for x, path in pairs])
+
+
+def _check_whole(name: str, tree: PyTree, specs: Specs) -> None:
+    if specs is None:
+        return
+    mesh = current_mesh()
+    rows = zip(tree_paths(tree, "params"), spec_leaves(specs, tree), strict=True)
+    cut = [f"{path} is cut as {spec!r}" for path, spec in rows if mesh.axis_size(mesh.axes(spec.axes)) > 1]
+    raise_all(
+        ValueError,
+        f"{name} is a function of whole leaves, but would be shown this rank's blocks: decide it first, by"
+        " optim.decided(tx, whole) on a tree of whole leaves. A rule of your own that uses such a rule passes"
+        " decide=lambda params: f(optim.decided(inner, params)), by which a step does so:",
+        cut,
+    )
