@@ -170,7 +170,7 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
     once = torch.autograd.set_multithreading_enabled(False)
     trace = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
     try:
-        with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing():
+        with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing(), _uncompiled():
             gm = trace(*fakes(inputs))
     finally:
         forget_cached()
@@ -189,6 +189,14 @@ def quiet() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """What a model compiles for itself runs as it was written, and so becomes a part of the graph."""
+    dynamo: Any = sys.modules.get("torch._dynamo")  # not there: nothing is compiled; importing it takes seconds
+    with contextlib.nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 @contextlib.contextmanager
