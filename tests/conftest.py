@@ -20,7 +20,16 @@ jaxtyping.install_import_hook(
 )
 torch.set_num_threads(1)
 
-from shardfn.testing import worker_setup  # noqa: E402  # see above
+try:
+    from shardfn.testing import worker_setup
+except (ImportError, AttributeError) as error:
+    wanted = re.search(r'"torch==([^"]+)"', (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())
+    if wanted is None or torch.__version__.split("+")[0] == wanted[1]:
+        raise
+    raise ImportError(
+        f"shardfn is made for torch {wanted[1]} and does not import on torch {torch.__version__}: install that version,"
+        " for a GPU the build of it for the CUDA that the driver has, and run the tests again."
+    ) from error
 
 worker_setup(__file__)
 

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 
-_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.Size)
+from ._spec import P, Sharding
+
+_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.Size, P, Sharding)
 # Each rank may have a disk of its own.
 _OWN = {"directory"}
 # Of a number's schedule its values count, at these steps.
@@ -66,9 +69,11 @@ def _lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
     elif isinstance(x, Tensor):
         yield f"{path} = {_tensor(x, seen.strangers)}"
     elif isinstance(x, set | frozenset):
-        yield f"{path} = {sorted(map(repr, x))}"
+        yield f"{path} = {sorted(map(_key, x))}"
     elif isinstance(x, type):
         yield f"{path} = {x.__module__}.{x.__qualname__}"
+    elif isinstance(x, types.FunctionType) and plain(x) is not x:
+        yield from _lines(plain(x), path, seen)
     elif x not in seen:
         seen.add(x)
         yield from _parts(x, path, seen)
@@ -87,8 +92,8 @@ def _parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
             if not isinstance(value, types.FunctionType) and not (functions and (value is None or value is False)):
                 yield from _lines(value, f"{path}.{name}", seen)
     elif isinstance(x, Mapping):
-        for key in sorted(x, key=repr):
-            yield from _lines(x[key], f"{path}[{key!r}]", seen)
+        for key in sorted(x, key=_key):
+            yield from _lines(x[key], f"{path}[{_key(key)}]", seen)
     elif isinstance(x, list | tuple):
         for i, value in enumerate(x):
             yield from _lines(value, f"{path}[{i}]", seen)
@@ -135,6 +140,11 @@ def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Ite
         yield from _lines(value, f"{path}.{name}", seen)
 
 
+def _key(x: Any) -> str:
+    """A text that does not say where in memory something is."""
+    return repr(x) if isinstance(x, _PLAIN) else type(x).__qualname__
+
+
 def _fields(x: Any) -> dict[str, Any]:
     """The fields of a NamedTuple, or of a dataclass as far as they are shown; none of anything else."""
     if dataclasses.is_dataclass(x):
@@ -154,16 +164,20 @@ def _rates(f: Callable[..., Any], path: str) -> Iterator[str]:
 
 def _tensor(x: Tensor, values: bool) -> str:
     look = f"{x.dtype} {tuple(x.shape)}"
-    small = values and type(x) is Tensor and x.numel() <= 16 and x.device.type != "meta"
-    return f"{x.tolist()} {look}" if small else look
+    if not values or type(x) is not Tensor or x.device.type == "meta" or is_functorch_wrapped_tensor(x):
+        return look  # it has no values here, or none that could be read
+    return f"{x.tolist()} {look}" if x.numel() <= 16 else look
 
 
 def plain(f: types.FunctionType) -> types.FunctionType:
-    """A function without torch's decorators, such as `torch.no_grad()`."""
-    while f.__globals__.get("__name__", "").startswith("torch.") and isinstance(
-        wrapped := getattr(f, "__wrapped__", None), types.FunctionType
-    ):
-        f = wrapped
+    """A function without decorators from elsewhere, such as `torch.no_grad()` and type checkers."""
+    while not is_own(f) and hasattr(f, "__wrapped__"):
+        # What a decorator has closed over is what it runs; its `__wrapped__` may have been copied from that.
+        inside = [x for x in (*closed_over(f).values(), f.__wrapped__) if isinstance(x, types.FunctionType)]
+        own = [x for x in inside if is_own(x)] or [x for x in inside if x is f.__wrapped__]
+        if not own:
+            break
+        f = own[0]
     return f
 
 

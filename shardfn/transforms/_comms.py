@@ -45,7 +45,17 @@ def comms_of(mesh: Mesh) -> Comms:
     comms: Comms | None = mesh.resources.get("comms")
     if comms is not None and not comms.broken and not _live(comms)[1].lost:
         return comms
-    control = Control(mesh)
+    try:
+        control = Control(mesh)
+    except RankError:
+        raise
+    except RuntimeError as error:
+        limit = "" if mesh.timeout is None else f" within {mesh.timeout.total_seconds():g} s"
+        raise RankError(
+            f"rank {mesh.rank} wanted to make the communicators of {mesh!r}, for which all ranks are needed, and they"
+            f" did not all come{limit}: they are slow, at another call, or gone ({type(error).__name__}:"
+            f" {str(error).splitlines()[0]}). Give them more time, make_mesh(timeout=...), or restart the job."
+        ) from error
     if comms is not None:  # as all ranks are here now, none waits any more for what it agreed on before
         _close(comms)
     channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
@@ -95,7 +105,7 @@ def described(error: BaseException) -> str:
     """What an error says, and where it was raised."""
     where = traceback.extract_tb(error.__traceback__)
     line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
-    return f"{type(error).__name__}: {error}{line}"
+    return "; ".join([f"{type(error).__name__}: {error}{line}", *getattr(error, "__notes__", ())])
 
 
 def _live(comms: Comms) -> tuple[Channels, Control]:

@@ -41,26 +41,34 @@ class Step(NamedTuple):
 
 
 class Copy:
-    """One copy of steps: which node stands for which, and where the copies' memory is."""
+    """One copy of steps: which node stands for which, and where the copies' memory is.
+
+    All tensors of the trace that it makes of one memory share one counter of versions, as aliases do in eager mode: it
+    is that of the tensor by which the memory came in, so a later write to any of them is seen by whoever saved another.
+    """
 
     def __init__(self, recorder: Recorder, outside: dict[int, Any]) -> None:
         self._recorder, self._tracer, self._graph = recorder, recorder.tracer, recorder.tracer.graph
         self._nodes: dict[Node, Node] = {}
         self._storages: dict[int, Any] = dict(outside)
+        # By memory, an empty tensor that has its counter.
+        self._counters: dict[int, Tensor] = {}
 
-    def let(self, node: Node, copied: Node) -> None:
-        """Makes `copied` stand for `node`."""
+    def let(self, node: Node, given: Tensor) -> None:
+        """Makes a tensor of the trace stand for the value of `node`."""
+        copied = node_of(given, self._recorder)
         self._nodes[node] = copied
         for old, new in zip(tensors_in(node.meta["val"]), tensors_in(copied.meta["val"]), strict=True):
             shift = new.storage_offset() - old.storage_offset()
             self._storages[storage_of(old)] = new.untyped_storage(), shift
+            self._counters[storage_of(new)] = _empty_view(given)
 
     def fetch(self, step: Step, x: Sequence[Any]) -> None:
         """Fetches the leaf that this layer has where the template has its own."""
         position, leaf = step.args
         with at_line(step.meta.get("where")):
             whole = step.meta["book"].fetch(x[position].number if position >= 0 else leaf)
-        self.let(step.node, get_proxy_slot(whole, self._tracer).proxy.node)
+        self.let(step.node, whole)
 
     def write(self, step: Step, where: str | None) -> None:
         """Writes a node, of that line of the user's code."""
@@ -88,7 +96,8 @@ class Copy:
         """A tensor of the trace that stands for a node's copy."""
         copied = self._nodes.get(node, node)
         val: Any = copied.meta["val"]
-        return _tracked(_alias(val, val.untyped_storage(), 0), self._tracer.proxy(copied), self._recorder)
+        counter = self._counters.setdefault(storage_of(val), torch.empty(0, dtype=torch.uint8, device="meta"))
+        return _tracked(_alias(val, val.untyped_storage(), 0, counter), self._tracer.proxy(copied), self._recorder)
 
     def _fresh(self, val: Any) -> Any:
         if isinstance(val, FakeTensor):
@@ -123,7 +132,7 @@ def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequ
         return out
     inputs, steps, ends = known
     copy = Copy(notes, {})
-    for node, mine in zip(inputs, nodes, strict=True):
+    for node, mine in zip(inputs, tensors, strict=True):
         copy.let(node, mine)
     where = current_line()
     for step in steps:
@@ -163,8 +172,15 @@ def _tracked(x: FakeTensor, proxy: Any, notes: Recorder) -> FakeTensor:
     return x
 
 
-def _alias(like: FakeTensor, storage: Any, shift: int) -> FakeTensor:
-    with torch._C._DisableTorchDispatch():
-        meta = torch.empty(0, dtype=like.dtype, device="meta")
-        meta.set_(storage, like.storage_offset() + shift, like.shape, like.stride())
+def _alias(like: FakeTensor, storage: Any, shift: int, counter: Tensor | None = None) -> FakeTensor:
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        meta = torch.empty(0, dtype=like.dtype, device="meta") if counter is None else counter.view(like.dtype)
+        with torch.autograd._unsafe_preserve_version_counter(meta):  # this is no write
+            meta.set_(storage, like.storage_offset() + shift, like.shape, like.stride())
         return FakeTensor(like.fake_mode, meta, like.fake_device)
+
+
+def _empty_view(x: Tensor) -> Tensor:
+    """No element of `x`, but its counter of versions."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        return x.detach().as_strided((0,), (1,), 0).view(torch.uint8)

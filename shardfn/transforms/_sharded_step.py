@@ -461,8 +461,9 @@ class ShardedStep:
         """Compares how the step was built before the first of calls that are pure functions, and agree on no more."""
         if self.mesh.size == 1 or self.mesh.abstract or capturing() or (id(plan), what) in self._agreed:
             return
+        constant = self._constant(plan, None)
         with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
-            self._agree(comms_of(self.mesh), what, plan, None)
+            agree_on_step(comms_of(self.mesh).control, what, constant=constant)
         self._agreed.add((id(plan), what))
 
     def _agree(self, comms: Comms, what: str, plan: Plan, state: TrainState | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfn.collectives import at_line, transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
@@ -20,12 +21,13 @@ from shardfn.graph import storage_of, tensors_in
 from shardfn.nn import Run, plain_loop
 
 from ._capture import Recorder, capturing, recorder
-from ._copies import Copy, Step, node_of
+from ._copies import Copy, Step
 from ._lazy import LazyLeaf
 from ._template import Template, Unfit, arrived, check_same, fetched
 
 log = logging.getLogger("shardfn.jit")
 
+_SLOWLY = "a scan is captured layer by layer, which takes longer, since %s"
 # Fewer layers than this are captured one by one.
 MIN_COPIED = 3
 # The handles that one layer alone uses, while a backward runs.
@@ -58,6 +60,9 @@ def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTr
     notes = recorder()
     if notes is None or transforming() or len(layers) <= MIN_COPIED:
         return plain_loop(run, carry, layers)
+    if _watched():
+        log.warning(_SLOWLY, "a mode of torch around it, as that of a remat with a policy, is to see each operation")
+        return plain_loop(run, carry, layers)
     ys: list[PyTree] = []
     last = None
     for i, x in enumerate(layers):
@@ -82,7 +87,7 @@ def _copied(
         template, other = (Template(body, flat, tree_leaves(x), notes) for x in (layers[0], layers[-1]))
     except Unfit as reason:
         torch.clear_autocast_cache()  # it may hold what was taken out of the graph again
-        log.warning("a scan is captured layer by layer, which takes longer, since %s", reason)
+        log.warning(_SLOWLY, reason)
         carry, more = plain_loop(run, carry, layers)
         return carry, ys + more
     check_same(template, other)
@@ -117,7 +122,7 @@ class Splice:
         """Writes the forward down: the values, and what is saved for the backward."""
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.inputs, given, strict=True):
-            copy.let(node, node_of(t, self._recorder))
+            copy.let(node, t)
         for step in self._template.steps:
             if step.target is fetched:
                 copy.fetch(step, x)
@@ -132,10 +137,10 @@ class Splice:
         plan = self._template.backward(tuple(None if g is None else g.stride() for g in cotangents))
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.saved, saved, strict=True):
-            copy.let(node, node_of(t, self._recorder))
+            copy.let(node, t)
         for node, t in zip(plan.cotangents, cotangents, strict=True):
             if node is not None and t is not None:
-                copy.let(node, node_of(t, self._recorder))
+                copy.let(node, t)
         late: dict[int, Tensor] = {}
         for step in plan.steps:
             if step.target is fetched:
@@ -173,6 +178,11 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, *ctx.splice.backward(ctx.x, ctx.ends, ctx.saved_tensors, grads)
+
+
+def _watched() -> bool:
+    """Whether a mode sees what is run: it would see nothing of a layer that is copied, and a template's twice."""
+    return any(getattr(m, "_mode_key", None) is None for m in _get_current_dispatch_mode_stack())
 
 
 def _look(t: Tensor) -> Any:

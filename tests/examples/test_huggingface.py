@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_unmodified_models_equal_one_device(world: int, name: str) -> None:
         torch.testing.assert_close(run.params, want, rtol=1e-9, atol=1e-12)
 
 
-def _dropping() -> torch.nn.Module:
+def _dropping() -> Any:
     """GPT-2 as its configuration has it: dropout 0.1 in four places."""
     torch.manual_seed(0)
     sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32, "loss_type": "ForCausalLM"}
@@ -105,7 +106,7 @@ def _dropping() -> torch.nn.Module:
 @pytest.mark.parametrize("how", ["eager", pytest.param("jit", marks=pytest.mark.nightly)])
 @distributed(world=2)
 def test_dropout_by_key_and_checkpoints_inside_the_model(world: int, how: str) -> None:
-    def loss_of(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
+    def loss_of(model: Any) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
         params, apply = sf.from_module(model)
 
         def loss(params: dict[str, Tensor], batch: dict[str, Tensor], key: Tensor) -> Tensor:

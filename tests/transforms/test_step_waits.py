@@ -72,6 +72,17 @@ def test_a_rank_that_is_late_is_called_late_and_no_rank_dead(world: int) -> None
     patient(patient.init({"w": torch.ones(5, 3)}), torch.ones(2, 5))
 
 
+@distributed(world=2, timeout=60)
+def test_a_rank_that_does_not_come_to_the_first_step_is_waited_for_no_longer_than_agreed() -> None:
+    mesh = sf.make_mesh(timeout=2)
+    if dist.get_rank() == 1:
+        time.sleep(6)  # at another call
+        return
+    said = _error(_step(mesh).init, {"w": torch.ones(5, 3)})
+    assert "make the communicators of Mesh(dp=2; rank 0 on cpu)" in said and "did not all come within 2 s" in said, said
+    assert "slow, at another call, or gone" in said and "died" not in said
+
+
 @distributed(world=2)
 def test_ranks_at_different_calls_say_which() -> None:
     mesh, rank = sf.make_mesh(), dist.get_rank()

@@ -1,0 +1,101 @@
+"""Covers `describe`: the same lines in every process for the same value, other lines for another one."""
+
+import functools
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardfn import optim, policies, remat
+from shardfn.core import P, describe
+
+
+def _lines(value, **options) -> str:
+    return "\n".join(describe(value, "x", **options))
+
+
+def _rate(count):
+    return 0.1 / (1 + count)
+
+
+def _slower(count):
+    return 0.1 / (2 + count)
+
+
+RULES = {
+    "sgd": lambda: optim.sgd(0.1),
+    "rate": lambda: optim.sgd(0.2),
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9),
+    "adam": lambda: optim.adam(0.1),
+    "b1": lambda: optim.adam(0.1, b1=0.8),
+    "adamw": lambda: optim.adamw(0.1),
+    "mask": lambda: optim.adamw(0.1, mask={"a": True, "b": False}),
+    "other mask": lambda: optim.adamw(0.1, mask={"a": False, "b": True}),
+    "tensor": lambda: optim.adamw(torch.tensor(0.1)),
+    "other tensor": lambda: optim.adamw(torch.tensor(0.2)),
+    "clip": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)),
+    "other clip": lambda: optim.chain(optim.clip_by_global_norm(2.0), optim.adamw(0.1)),
+    "schedule": lambda: optim.lamb(optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100)),
+    "other schedule": lambda: optim.lamb(optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 101)),
+    "function": lambda: optim.lion(_rate),
+    "other function": lambda: optim.lion(_slower),
+    "closure": lambda: optim.lion(lambda count, scale=1.0: scale / (1 + count)),
+    "masked": lambda: optim.masked(optim.sgd(0.1), {"a": True}),
+    "multi": lambda: optim.multi_transform({"a": optim.sgd(0.1), "b": optim.sgd(0.2)}, {"w": "a"}),
+    "other multi": lambda: optim.multi_transform({"a": optim.sgd(0.1), "b": optim.sgd(0.3)}, {"w": "a"}),
+    "master": lambda: optim.master_weights(optim.sgd(0.1), torch.float32),
+    "other master": lambda: optim.master_weights(optim.sgd(0.2), torch.float32),
+    "onebit": lambda: optim.onebit_adam(0.1, freeze_step=5),
+    "other onebit": lambda: optim.onebit_adam(0.1, freeze_step=6),
+}
+
+
+def test_rules_that_differ_in_anything_are_told_apart_and_equal_ones_are_not() -> None:
+    told = {name: _lines(make()) for name, make in RULES.items()}
+    assert len(set(told.values())) == len(RULES)
+    assert told == {name: _lines(make()) for name, make in RULES.items()}
+    assert "x.txs[0].max_norm = 1.0" in told["clip"] and "learning_rate = 0.2" in told["rate"]
+    assert "_rate, line " in told["function"] and "0.05" in told["function"]
+    assert not any("0x" in text for text in told.values()), "an address"
+
+
+@pytest.mark.nightly
+def test_another_process_says_the_same() -> None:
+    place = str(pathlib.Path(__file__).parent)
+    program = f"import sys; sys.path.insert(0, {place!r}); import test_describe as t\n"
+    program += "print('\\n'.join(t._lines(make()) for make in t.RULES.values()))"
+    told = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert told[0] and told[0] == told[1]
+
+
+def test_a_function_of_ones_own_keeps_what_it_has_closed_over() -> None:
+    def rule_of(rank: int):
+        inner = optim.sgd(0.1)
+
+        def update(updates, state, params=None, **extra):
+            print(rank)
+            return inner.update(updates, state, params, **extra)
+
+        return optim.GradientTransformation(inner.init, update)
+
+    assert _lines(rule_of(0)) == _lines(rule_of(1))  # which rank it is is its own affair
+    assert "inner.learning_rate = 0.1" in _lines(rule_of(0))
+
+
+def test_of_a_loss_only_what_this_package_has_put_around_it_is_told() -> None:
+    rank = 1
+    loss = functools.partial(lambda rank, p, b: rank, rank)
+    assert _lines(loss, strangers=False) == ""
+    text = _lines(remat(loss, policies.dots_saveable), strangers=False)
+    assert "x: remat" in text and "dots_saveable" in text and "lambda" not in text
+    assert text != _lines(remat(loss), strangers=False)
+
+
+def test_what_has_no_text_of_its_own_is_told_by_its_type() -> None:
+    text = _lines({"set": {len, 3}, "object": object(), object(): 1, "spec": P("dp"), "device": torch.device("cpu")})
+    assert "0x" not in text and "x['set'] = ['3', 'builtin_function_or_method']" in text and "P('dp')" in text

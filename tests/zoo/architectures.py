@@ -1,0 +1,140 @@
+"""The zoo: which architectures, and what the names of their fields and inputs do not say of them."""
+
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+F32 = torch.float32
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Entry(NamedTuple):
+    """One architecture.
+
+    Attributes:
+        config: fields of its config that `tiny` cannot guess.
+        inputs: shapes of its inputs that `inputs` cannot guess; None = left out.
+        dtype: of the modes that are no bf16; float32 where a kernel has no float64, as that of mixtures of experts.
+        coupled: whether its loss is no mean over rows, so that one device must cut the batch as the ranks do.
+        images: how many places of the text an image takes.
+        refused: the remedies that refusals name, in order, until a step is taken.
+        refused_in: mode -> those that it meets besides.
+        impossible: the modes that it cannot run in, and what torch or shardfn says to that.
+    """
+
+    config: Mapping[str, Any] = _NOTHING
+    inputs: Mapping[str, Any] = _NOTHING
+    dtype: torch.dtype = torch.float64
+    coupled: bool = False
+    images: int = 0
+    refused: tuple[str, ...] = ()
+    refused_in: Mapping[str, tuple[str, ...]] = _NOTHING
+    impossible: Mapping[str, str] = _NOTHING
+
+
+# Of these the names say everything.
+_PLAIN = """
+    Aimv2VisionModel AlbertForMaskedLM ApertusForCausalLM ASTForAudioClassification BailingHybridForCausalLM
+    BambaForCausalLM BartForCausalLM BartForConditionalGeneration BeamForCausalLM BeitForImageClassification
+    BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM BioGptForCausalLM BitNetForCausalLM
+    BlenderbotForCausalLM BlipForConditionalGeneration BloomForCausalLM CLIPForImageClassification CLIPTextModel
+    CLIPVisionModel CodeGenForCausalLM Cohere2ForCausalLM CohereForCausalLM ConvBertForMaskedLM
+    ConvNextForImageClassification ConvNextV2ForImageClassification DebertaForMaskedLM DebertaV2ForMaskedLM
+    DiffLlamaForCausalLM Dinov2ForImageClassification DistilBertForMaskedLM DogeForCausalLM DPRQuestionEncoder
+    ElectraForCausalLM EsmcForMaskedLM EuroBertForMaskedLM Exaone4ForCausalLM FalconForCausalLM
+    FalconMambaForCausalLM FlaubertWithLMHeadModel FlintForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+    Gemma4ForCausalLM GemmaForCausalLM GitForCausalLM Glm4ForCausalLM GlmForCausalLM GPT2LMHeadModel
+    GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM GraniteForCausalLM GteForMaskedLM HeliumForCausalLM
+    HiggsAudioV2ForConditionalGeneration HubertForCTC IJepaForImageClassification ImageGPTForImageClassification
+    JetMoeForCausalLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM Lfm2ForCausalLM Llama4ForCausalLM
+    LlamaForCausalLM LongformerForMaskedLM LukeForMaskedLM M2M100ForConditionalGeneration MambaForCausalLM
+    MarianForCausalLM MarkupLMForSequenceClassification MistralForCausalLM MLCDVisionModel
+    ModernBertDecoderForCausalLM ModernBertForMaskedLM MPNetForMaskedLM MptForCausalLM NanoChatForCausalLM
+    NomicBertForMaskedLM NystromformerForMaskedLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM
+    OlmoHybridForCausalLM OpenAIGPTLMHeadModel OPTForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM
+    PixioModel PoolFormerForImageClassification ProphetNetForCausalLM PvtForImageClassification
+    PvtV2ForImageClassification Qwen2ForCausalLM Qwen3_5ForCausalLM Qwen3ForCausalLM RadioModel
+    RecurrentGemmaForCausalLM RemBertForCausalLM RobertaForCausalLM RoFormerForCausalLM RwkvForCausalLM
+    SamVisionModel SegformerForImageClassification SEWForCTC SiglipForImageClassification SqueezeBertForMaskedLM
+    StableLmForCausalLM Starcoder2ForCausalLM T5GemmaForConditionalGeneration TapasForMaskedLM
+    TimesformerForVideoClassification TrOCRForCausalLM UltrabertForMaskedLM UMT5ForConditionalGeneration
+    VideoMAEForVideoClassification VisualBertForPreTraining VitDetModel ViTForImageClassification
+    ViTMSNForImageClassification VivitForVideoClassification Wav2Vec2ForCTC WavLMForCTC
+    WhisperForConditionalGeneration XLMWithLMHeadModel xLSTMForCausalLM YolosForObjectDetection YosoForMaskedLM
+""".split()
+
+_MLA: dict[str, Any] = {"num_key_value_heads": 4}  # heads have keys of their own there
+_START = {"decoder_start_token_id": 0}
+
+ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
+    # Logits of every image against every text.
+    "AltCLIPModel": Entry(coupled=True),
+    "CLIPSegModel": Entry(coupled=True),
+    "ChineseCLIPModel": Entry(coupled=True),
+    "OwlViTModel": Entry(coupled=True),
+    # Mixtures of experts.
+    "AfmoeForCausalLM": Entry(dtype=F32),
+    "AriaTextForCausalLM": Entry(dtype=F32),
+    "DeepseekV3ForCausalLM": Entry(_MLA, dtype=F32),
+    "Ernie4_5_MoeForCausalLM": Entry(dtype=F32),
+    "FlexOlmoForCausalLM": Entry(dtype=F32),
+    "Glm4MoeForCausalLM": Entry(dtype=F32),
+    "GptOssForCausalLM": Entry(dtype=F32),
+    "GraniteMoeForCausalLM": Entry(dtype=F32),
+    "MixtralForCausalLM": Entry(dtype=F32),
+    "OlmoeForCausalLM": Entry(dtype=F32),
+    "Qwen2MoeForCausalLM": Entry(dtype=F32),
+    "Qwen3MoeForCausalLM": Entry(dtype=F32),
+    "KimiLinearForCausalLM": Entry(dtype=F32),
+    "NemotronHForCausalLM": Entry(dtype=F32),
+    "PhimoeForCausalLM": Entry(dtype=F32, refused=("eval",)),  # draws what it adds to its router's logits
+    "Qwen3NextForCausalLM": Entry(dtype=F32),
+    "Qwen4ExpForCausalLM": Entry(dtype=F32),
+    "SolarOpenForCausalLM": Entry(dtype=F32),
+    # Encoders and decoders that want to be told where a text begins.
+    "SwitchTransformersForConditionalGeneration": Entry(_START, dtype=F32, refused_in={"bf16": ("exceptions",)}),
+    "NllbMoeForConditionalGeneration": Entry(dtype=F32),
+    "T5ForConditionalGeneration": Entry(_START),
+    "UdopForConditionalGeneration": Entry(_START),
+    # torch's FFT has no bfloat16.
+    "FNetForMaskedLM": Entry(impossible={"bf16": "Unsupported dtype BFloat16"}),
+    # BatchNorm.
+    "GLPNForDepthEstimation": Entry(refused=("constant statistics",)),
+    "RegNetForImageClassification": Entry(refused=("constant statistics",)),
+    "ResNetForImageClassification": Entry(refused=("constant statistics",)),
+    "SwiftFormerForImageClassification": Entry(refused=("constant statistics",)),
+    # Swin and its kin: heads by stage that divide the widths.
+    "SwinForImageClassification": Entry({"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2]}),
+    "Swinv2ForImageClassification": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
+    "DonutSwinModel": Entry({"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2]}),
+    "MaskFormerSwinModel": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
+    "FocalNetForImageClassification": Entry({"embed_dim": 8}),
+    "HieraForImageClassification": Entry({"embed_dim": 8, "num_heads": [1, 2, 2, 2]}),
+    "LEDForConditionalGeneration": Entry(
+        {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
+    ),
+    "XLNetLMHeadModel": Entry({"d_inner": 48}),
+    # Models that see: so many places of a text are an image's.
+    "Gemma3ForConditionalGeneration": Entry({"mm_tokens_per_image": 4}, images=4),
+    "LlavaForConditionalGeneration": Entry(images=16),
+    "PaliGemmaForConditionalGeneration": Entry(images=16),
+}
+
+# Those that are run with dropout as well, by keys.
+DROPOUT = [
+    "BartForConditionalGeneration",
+    "BertLMHeadModel",
+    "BloomForCausalLM",
+    "DistilBertForMaskedLM",
+    "GPT2LMHeadModel",
+    "MPNetForMaskedLM",
+    "OPTForCausalLM",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+    "WhisperForConditionalGeneration",
+]
+
+# Run every day, in some of the modes. Other tests have Llama and GPT-2.
+DAILY = ["BertLMHeadModel", "ResNetForImageClassification"]
