@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 
 from ._spec import P, Sharding
 
@@ -163,8 +164,9 @@ def _rates(f: Callable[..., Any], path: str) -> Iterator[str]:
 
 def _tensor(x: Tensor, values: bool) -> str:
     look = f"{x.dtype} {tuple(x.shape)}"
-    small = values and type(x) is Tensor and x.numel() <= 16 and x.device.type != "meta"
-    return f"{x.tolist()} {look}" if small else look
+    if not values or type(x) is not Tensor or x.device.type == "meta" or is_functorch_wrapped_tensor(x):
+        return look  # it has no values here, or none that could be read
+    return f"{x.tolist()} {look}" if x.numel() <= 16 else look
 
 
 def plain(f: types.FunctionType) -> types.FunctionType:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from shardfn.core import raise_all
 
-from ._emit import emit
+from ._emit import emit, name_line
 from ._inductor import compile_regions, find_compiler
 from ._regions import Region, cut
 
@@ -49,7 +49,11 @@ class Compiled:
             (tensor([1.]),)
         """
         with torch.no_grad():
-            return self.function(*flat)
+            try:
+                return self.function(*flat)
+            except Exception as error:
+                name_line(error)
+                raise
 
 
 def resolve_backend(backend: str | None) -> Backend:

@@ -19,6 +19,7 @@ from ._moves import memory_of
 from ._regions import Region
 
 _ATEN = torch.ops.aten
+_FILE = "<shardfn graph "
 # The same kernels through torch's parsers written in C++: 1 us a call less, which tells where ops are small.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     _ATEN.view.default: torch.Tensor.view,
@@ -34,6 +35,18 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
     _ATEN.mul.Tensor: torch.mul,
     operator.getitem: operator.getitem,
 }
+
+
+def _as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with torch.enable_grad():
+            return op(*args)
+
+    return run
+
+
+# A kernel that looks at the grad mode, which is off where a graph runs, and would leave out what its backward reads.
+_BINDINGS[_ATEN.mkldnn_rnn_layer.default] = _as_in_training(_ATEN.mkldnn_rnn_layer.default)
 
 
 def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
@@ -54,6 +67,32 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
     for i, step in enumerate(steps):
         writer.write(step, last.get(i, []))
     return writer.function()
+
+
+def name_line(error: BaseException) -> None:
+    """Adds to an error from inside an emitted function which op it was, and of which line of the user's code.
+
+    Example:
+        >>> def fails(x):
+        ...     return (x.view(3),)
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(fails, tracing_mode="fake")(torch.zeros(3))
+        >>> next(n for n in gm.graph.nodes if n.op == "call_function").meta["where"] = "model.py:7 in forward"
+        >>> try:
+        ...     emit(gm, list(gm.graph.nodes), [])(torch.zeros(2))
+        ... except RuntimeError as error:
+        ...     name_line(error)
+        ...     error.__notes__
+        ['in a captured step, at model.py:7 in forward: v1 = g0(v0, [3])']
+    """
+    at, text = error.__traceback__, ""
+    while at is not None:
+        if at.tb_frame.f_code.co_filename.startswith(_FILE):
+            text = linecache.getline(at.tb_frame.f_code.co_filename, at.tb_lineno).strip()
+        at = at.tb_next
+    call, _, where = text.partition("  # ")
+    if where:
+        error.add_note(f"in a captured step, at {where}: {call}")
 
 
 def _reads(step: Node | Region) -> Sequence[Node]:
@@ -103,7 +142,7 @@ class _Writer:
     def function(self) -> Callable[..., Any]:
         """Compiles what was written; tracebacks show its lines."""
         source = "\n".join([f"def step({', '.join(self.arguments)}):", *self.lines])
-        name = f"<shardfn graph {id(self.gm):x}>"
+        name = f"{_FILE}{id(self.gm):x}>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         exec(compile(source, name, "exec"), self.globals)
         return self.globals["step"]

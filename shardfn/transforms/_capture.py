@@ -20,7 +20,7 @@ import jaxtyping
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -28,6 +28,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from shardfn.collectives import counting_nothing, current_line, recording_lines, with_sizes
 from shardfn.memory import in_host_region
+
+from ._asserted import Asserting
+from ._fakes import fakes
+from ._impure import Drawn, drawing_nothing, forget_cached
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Rooms whose lines are the model's own, as a user's would be.
@@ -159,30 +163,20 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
     notes = recorder or Recorder()
 
     def recorded(*args: Tensor) -> Sequence[Tensor]:
-        with notes.attached():
+        with notes.attached(), Asserting(), drawing_nothing(notes.line):
             return f(*args)
 
     # One device's backward must run on this thread, where the tracer is.
     once = torch.autograd.set_multithreading_enabled(False)
-    with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing():
-        gm = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(
-            *fakes(inputs)
-        )
+    trace = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
+    try:
+        with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing():
+            gm = trace(*fakes(inputs))
+    finally:
+        forget_cached()
     with_sizes(gm)
     _strip_detach(gm)
     return gm
-
-
-def fakes(inputs: Sequence[Any], device: torch.device | str = "meta") -> list[Tensor]:
-    """Tensors without data, of the shapes, dtypes, strides and devices of `inputs`; "meta" is taken to be `device`."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return [fake(x, device) for x in inputs]
-
-
-def fake(x: Any, device: torch.device | str) -> Tensor:
-    """One of `fakes`, in the mode that is active."""
-    where = device if x.device.type == "meta" else x.device
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
 
 
 @contextlib.contextmanager
@@ -212,14 +206,27 @@ def _naming_lines() -> Iterator[None]:
         if "numpy" not in str(error):
             raise
         raise CaptureError(_explain(error)) from error
+    except Drawn as drawn:
+        name, line = (*drawn.args, None)[:2]
+        raise CaptureError(
+            f"{f'{line}: ' if line else ''}the function draws from {name} while it is captured: the graph would hold"
+            " these numbers, the same in every step. Draw by a key: sf.nn.dropout(key, ...), with key= of the step; or"
+            " draw before the step and pass the numbers in the batch, as tensors; or leave out jit."
+        ) from None
+
+
+def _users_line(error: BaseException) -> tuple[str, str]:
+    """The innermost line of the user's code that an error went through, and its text."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    if not frames:
+        return "somewhere", ""
+    line = frames[-1].lineno or 0
+    text = (frames[-1].line or linecache.getline(frames[-1].filename, line)).strip()
+    return f"{frames[-1].filename}:{line}", text
 
 
 def _explain(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    where, text = "somewhere", ""
-    if frames:
-        where = f"{frames[-1].filename}:{frames[-1].lineno}"
-        text = (frames[-1].line or linecache.getline(frames[-1].filename, frames[-1].lineno or 0)).strip()
+    where, text = _users_line(error)
     return (
         f"{where}: `{text}` needs the value of a tensor while the step is captured ({str(error).splitlines()[0]})."
         " A graph has one path: use torch.where or arithmetic in place of the branch, keep the value a tensor in place"

@@ -105,7 +105,7 @@ def described(error: BaseException) -> str:
     """What an error says, and where it was raised."""
     where = traceback.extract_tb(error.__traceback__)
     line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
-    return f"{type(error).__name__}: {error}{line}"
+    return "; ".join([f"{type(error).__name__}: {error}{line}", *getattr(error, "__notes__", ())])
 
 
 def _live(comms: Comms) -> tuple[Channels, Control]:

@@ -11,7 +11,7 @@ from shardfn.collectives import GlobalTensor, bind_mesh
 from shardfn.core import PyTree, block_slices, tree_flatten, tree_map, tree_unflatten
 from shardfn.optim import GradientTransformation
 
-from ._capture import fake, fakes
+from ._fakes import fake, fakes
 from ._plan import Plan, Planner
 from ._state import TrainState
 from ._update import init_optimizer, kept, wrap

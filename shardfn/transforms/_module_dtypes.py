@@ -79,7 +79,7 @@ def casts(
     for name, slot in parts.buffers.items():
         dtype = slot.owner._buffers[slot.name].dtype  # pyright: ignore[reportOptionalMemberAccess]
         if dtype.is_floating_point and not any(re.search(p, name) for p in keep):
-            to = _nearest(moves, name.rpartition(".")[0], dtype)
+            to = _nearest(moves, name.rpartition(".")[0], dtype, main)
             if to not in (None, dtype):
                 buffers[name] = to
     wide = {path: max(dtypes, key=lambda d: d.itemsize) for path, dtypes in direct.items() if main not in dtypes}
@@ -117,10 +117,10 @@ def _ancestors(path: str) -> list[str]:
     return out
 
 
-def _nearest(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype) -> torch.dtype | None:
-    """What parameters of a dtype come in, next to a place."""
+def _nearest(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype, main: torch.dtype) -> torch.dtype | None:
+    """What parameters of a dtype come in, next to a place; `main` if some do."""
     for above in _ancestors(path):
         to = {b: n for (a, b), n in moves.get(above, _Moves()).items() if a == dtype}
         if to:
-            return max(to, key=lambda d: to[d])
+            return main if main in to else max(to, key=lambda d: to[d])
     return None

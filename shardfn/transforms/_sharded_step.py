@@ -461,9 +461,9 @@ class ShardedStep:
         """Compares how the step was built before the first of calls that are pure functions, and agree on no more."""
         if self.mesh.size == 1 or self.mesh.abstract or capturing() or (id(plan), what) in self._agreed:
             return
+        constant = self._constant(plan, None)
         with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
-            comms = comms_of(self.mesh)
-            agree_on_step(comms.control, what, constant=self._constant(plan, None))
+            agree_on_step(comms_of(self.mesh).control, what, constant=constant)
         self._agreed.add((id(plan), what))
 
     def _constant(self, plan: Plan, state: TrainState | None) -> Constant:

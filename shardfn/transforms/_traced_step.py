@@ -27,8 +27,9 @@ from shardfn.nn import looping
 from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward
-from ._capture import Recorder, capture, fakes
+from ._capture import Recorder, capture
 from ._comms import Comms
+from ._fakes import fakes
 from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan

@@ -37,8 +37,12 @@ def loss(p: dict, x: Tensor) -> Tensor:
 def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     tx, want = optim.adam(1e-2), one_device(loss, optim.adam(1e-2), start(), [rows()] * 2)
-    for options in ({"stage": 3}, {"stage": 3, "params": "host"}, {"stage": 0, "params": "host"}):
-        given: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(persist=0, **options)}
+    for zero in (
+        sf.Zero(stage=3, persist=0),
+        sf.Zero(stage=3, persist=0, params="host"),
+        sf.Zero(stage=0, params="host"),
+    ):
+        given: dict[str, Any] = {"mesh": mesh, "zero": zero}
         eager = on_mesh(loss, tx, start(), [rows()] * 2, **given)
         assert_same(eager, want)
         assert_same(on_mesh(sf.jit(loss, backend="graph"), tx, start(), [rows()] * 2, **given), eager, exact=True)

@@ -1,0 +1,172 @@
+"""Checks that a captured function makes of values, as operations of its graph.
+
+A branch on a value has no place in a graph. But one that does nothing except to raise has one outcome in every step
+that goes on: the graph takes it, and an operation checks at run time that it was right. So an `if` whose body is a
+`raise`, an `assert`, and `torch._check_tensor_all` need no change.
+"""
+
+import ast
+import dis
+import functools
+import linecache
+import pathlib
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import jaxtyping
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import has_side_effect
+from torch.overrides import TorchFunctionMode
+
+_LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
+_LIBRARY.define("check(Tensor flag, bool expected, str text) -> ()")
+_CHECKS: Any = getattr(torch, "_check_tensor_all_with").__code__  # noqa: B009  # not in torch's stubs
+_TENSOR: Any = Tensor
+_CHECKERS = ("<@beartype", str(pathlib.Path(jaxtyping.__file__).parent))
+
+
+def _check(flag: Tensor, expected: bool, text: str) -> None:
+    """Raises ValueError if a flag is other than expected; on a GPU the program ends later, without a wait for it."""
+    if flag.is_cuda:
+        torch._assert_async(flag if expected else ~flag, text)
+    elif bool(flag) != expected:
+        raise ValueError(text)
+
+
+_LIBRARY.impl("check", _check, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardfn::check", lib=_LIBRARY)
+def _(flag: Tensor, expected: bool, text: str) -> None:
+    del flag, expected, text
+
+
+has_side_effect(torch.ops.shardfn.check.default)
+
+
+class Asserting(TorchFunctionMode):
+    """While it is active, checks of tensors without data pass, and are written down."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_TENSOR.__bool__, _TENSOR.item) and isinstance(args[0], FakeTensor):
+            taken = _taken(func, args[0], _caller(sys._getframe(1)))
+            if taken is not None:
+                return taken
+        return func(*args, **(kwargs or {}))
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """The frame that asks, past those of checkers of signatures."""
+    while frame.f_code.co_filename.startswith(_CHECKERS) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
+    """What stands for the value of `x` in `frame`; None if it decides more than whether an error is raised."""
+    code, at = frame.f_code, frame.f_lasti
+    if func is _TENSOR.item:
+        if code is _CHECKS:
+            text = _told(frame.f_locals.get("message"))
+            caller = frame.f_back
+            while caller is not None and caller.f_code.co_filename == code.co_filename:
+                caller = caller.f_back
+            where = "" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}: "
+            torch.ops.shardfn.check(x, True, f"{where}{text}")
+            return True
+        # Compared there, it will be asked for its truth next.
+        return x if _passing(code, at, inside=True) is not None else None
+    found = _passing(code, at)
+    if found is None:
+        return None
+    expected, text = found
+    flag = x if x.dtype == torch.bool else x != 0
+    torch.ops.shardfn.check(flag.reshape(()), expected, f"{code.co_filename}:{frame.f_lineno}: {text}")
+    return expected
+
+
+@functools.cache
+def _passing(code: CodeType, at: int, inside: bool = False) -> tuple[bool, str] | None:
+    """The truth of the expression that is being looked at for which no error is raised, and the statement's text.
+
+    Args:
+        code: of the function.
+        at: offset of the instruction that runs.
+        inside: the expression need not be one whose truth counts; it may be part of one.
+    """
+    tree, span = _parsed(code.co_filename), _looked_at(code, at, inside)
+    if span is None:
+        return None
+    for node in ast.walk(tree) if tree is not None else ():
+        wanted = _passes(node)
+        if wanted is not None and _contains(node.test, span) and not _caught(tree, span):  # pyright: ignore[reportAttributeAccessIssue]
+            found = wanted if inside else _wanted(node.test, span, wanted)  # pyright: ignore[reportAttributeAccessIssue]
+            return None if found is None else (found, ast.unparse(node)[:400])
+    return None
+
+
+def _passes(node: ast.AST) -> bool | None:
+    """The truth of a statement's test with which it does nothing at all; None if it can do more than to raise."""
+    if isinstance(node, ast.If):
+        return False if not node.orelse and [type(x) for x in node.body] == [ast.Raise] else None
+    return True if isinstance(node, ast.Assert) else None
+
+
+def _caught(tree: Any, span: Any) -> bool:
+    """Whether the function goes on after an error at `span`."""
+    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
+    return any(_contains(x, span) for node in tries for x in node.body)
+
+
+def _contains(node: Any, span: Any) -> bool:
+    begin, stop = _span(node)
+    return begin <= span[0] and span[1] <= stop
+
+
+def _looked_at(code: CodeType, at: int, inside: bool) -> Any:
+    """Where the expression stands whose value an instruction takes; `inside`, where that stands which it is part of."""
+    before = None
+    for step in dis.get_instructions(code):
+        if step.offset == at:
+            p = step.positions if inside or before is None else before.positions
+            if p is None or None in p:
+                return None
+            return (p.lineno, p.col_offset), (p.end_lineno, p.end_col_offset)
+        before = step
+    return None
+
+
+def _wanted(test: ast.expr, span: Any, wanted: bool) -> bool | None:
+    """The truth that the expression at `span` must have for `test` to be `wanted`; None if others may decide it."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _wanted(test.operand, span, not wanted) if _span(test) != span else not wanted
+    if isinstance(test, ast.BoolOp):
+        for i, value in enumerate(test.values):
+            if _contains(value, span):
+                # All of `and` must be true, all of `or` false; else the last one decides, once it is asked.
+                every = isinstance(test.op, ast.And) == wanted
+                return _wanted(value, span, wanted) if every or i == len(test.values) - 1 else None
+        return None
+    return wanted if _span(test) == span else None
+
+
+def _span(node: Any) -> Any:
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(filename: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return None
+
+
+def _told(message: Any) -> str:
+    try:
+        return str(message() if callable(message) else message or "a check of a tensor's values failed")
+    except Exception:  # it may tell of the values that there are none of yet
+        return "a check of a tensor's values failed"
