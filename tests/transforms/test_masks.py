@@ -20,13 +20,13 @@ Make = Callable[[Any], GradientTransformation]
 
 
 def big(params: Any) -> Any:
-    """True of w only. On two ranks the blocks of w are (5, 6), and those of v (2, 6) and (1, 6)."""
+    """True of w and v. On two ranks the blocks of w are (5, 6), and those of v (5, 6) and (4, 6)."""
     return tree_map(lambda x: x.ndim > 0 and x.shape[0] > 5, params)
 
 
 def two(params: Any) -> Any:
-    """True where a block may be: on two ranks v has 2 rows on the one and 1 on the other."""
-    return tree_map(lambda x: x.ndim == 2 and x.shape[0] % 5 == 3, params)
+    """True of v. It would be of its block on the one of two ranks, and not of that on the other."""
+    return tree_map(lambda x: x.ndim == 2 and x.shape[0] % 5 == 4, params)
 
 
 def named(mask: Any) -> Any:
@@ -49,7 +49,7 @@ every = pytest.mark.parametrize("name", RULES)
 
 def make_params(dtype: torch.dtype = torch.float32) -> Any:
     draw = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {"w": (10, 6), "v": (3, 6), "b": (6,), "s": ()}
+    shapes: dict[str, tuple[int, ...]] = {"w": (10, 6), "v": (9, 6), "b": (6,), "s": ()}
     return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
 
 
