@@ -4,6 +4,7 @@ A forward must be a function of parameters, inputs and key, and mean the same on
 refused by name, in eager steps and in captures alike; dropout is drawn by the key; the rest goes through as it is.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,8 @@ class ModuleMode(TorchFunctionMode):
         super().__init__()
         self._own, self._buffers, self._draws = placed.own, Buffers(placed), draws
         self._given = placed.given.params
+        # What of parameters alone is, by identity: themselves, and their views. Nothing is kept alive by it.
+        self._of_params: dict[int, Callable[[], Any]] = {id(p): weakref.ref(p) for p in self._given.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function, unless a forward must not."""
@@ -53,11 +56,19 @@ class ModuleMode(TorchFunctionMode):
             self._buffers.check_write(name, (args[0] if writes(name) else (), kwargs.get("out", ())))
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
-        handler = _HANDLERS.get(func) or dropout_of(self._draws, name) or self._draws.handler(name)
+        handler = None if func is F.batch_norm and self._is_of_params(args) else _HANDLERS.get(func)
+        handler = handler or dropout_of(self._draws, name) or self._draws.handler(name)
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         if args:
             self._buffers.converted(name, args[0], out)
+            if name in _VIEWS and self._is_of_params(args):
+                self._of_params[id(out)] = weakref.ref(out)
         return out
+
+    def _is_of_params(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first argument is a parameter or a view of one: a weight that is standardised, say."""
+        known = self._of_params.get(id(args[0])) if args else None
+        return known is not None and known() is args[0]
 
     def check(self) -> None:
         """Refuses what the forward has left in buffers; call it when it is over.
@@ -90,6 +101,7 @@ class ModuleMode(TorchFunctionMode):
             self._buffers.see(name, x)
 
 
+_VIEWS = frozenset({"reshape", "view", "flatten", "unsqueeze", "to", "float", "double"})
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -238,3 +238,26 @@ def test_a_forward_that_writes_to_its_results_passes_through_torch_func() -> Non
         torch.testing.assert_close(g.local, w)
     both = torch.vmap(apply, in_dims=(0, None))({k: torch.stack([p, 2 * p]) for k, p in params.items()}, x)
     torch.testing.assert_close(both[0], module(x).detach())
+
+
+class Standardized(nn.Conv1d):
+    """Normalises its weight by batch_norm, whose "batch" is then no batch of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = nn.functional.batch_norm(rows, None, None, training=True, momentum=0.0).reshape_as(self.weight)
+        return nn.functional.conv1d(x, weight, self.bias)
+
+
+@distributed(world=2)
+def test_a_weight_may_be_standardized_by_batch_norm() -> None:
+    torch.manual_seed(0)
+    params, apply = sf.from_module(Standardized(3, 4, 2).double())
+    mesh, rows = sf.make_mesh({"dp": 2}), [torch.randn(4, 3, 5, dtype=torch.float64) for _ in range(2)]
+
+    def loss(p: dict, x: Tensor) -> Tensor:
+        return apply(p, x).square().mean()
+
+    for stage in (0, 3):
+        got = on_mesh(loss, sf.optim.sgd(0.1), params, rows, mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        assert_same(got, one_device(loss, sf.optim.sgd(0.1), params, rows))
