@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ._module_checks import check_cache, check_keyed, check_module
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
 from ._module_mode import ModuleMode
-from ._module_parts import Given, Overrides, Parts, Placed, first_names, resolve, shadowed
+from ._module_parts import Given, Overrides, Parts, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
 
 
@@ -38,6 +39,7 @@ class ModuleFunction:
             ValueError: a name is none of the module's; or the forward does what would not be the same on every number
                 of ranks, or would be lost: it draws from torch's generator, changes a buffer, normalises over the
                 batch, or assigns a parameter.
+            RuntimeError: another thread runs the module at this moment.
         """
         return self._run(Draws(self._module), params, args, kwargs)
 
@@ -100,6 +102,7 @@ class _Run:
     def __init__(self, parts: Parts, given: Given, found: Casts, draws: Draws) -> None:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
         self._placed: Placed | None = None  # while it runs
+        self._caller = threading.get_ident()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._running():
@@ -142,7 +145,8 @@ class _Run:
 
     @contextlib.contextmanager
     def _running(self, overrides: Sequence[Overrides] = ()) -> Iterator[None]:
-        with Placed(self._parts, self._given) as placed, self._at(placed):
+        _, module = self._parts.unique[0]
+        with one_thread(module, self._caller), Placed(self._parts, self._given) as placed, self._at(placed):
             mode = ModuleMode(placed, self._draws)
             placed.override(overrides)
             with running_module(self), shadowed(forwards(self._parts, self._found)), mode:

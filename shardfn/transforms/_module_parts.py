@@ -2,12 +2,16 @@
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from shardfn.core import did_you_mean, raise_all
+
+_LOCK = threading.Lock()
+_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a module that runs: its thread, and how many calls are under way
 
 
 class Slot(NamedTuple):
@@ -211,3 +215,32 @@ def shadowed(forwards: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
                 sub.__dict__.pop("forward", None)
             else:
                 sub.__dict__["forward"] = forward
+
+
+@contextlib.contextmanager
+def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
+    """Refuses to run a module in a thread while another one runs it: it has one place for each tensor.
+
+    Args:
+        module: the module.
+        caller: the thread that has called it; autograd may run a part again in one of its own, while that one waits.
+
+    Raises:
+        RuntimeError: says what to do.
+    """
+    me = threading.get_ident()
+    with _LOCK:
+        thread, depth = _RUNNING.get(id(module), (me, 0))
+        if thread != me and caller == me:
+            raise RuntimeError(
+                f"this {type(module).__name__} is running in another thread, and a module has one place for each of its"
+                " tensors; give each thread a module of its own: from_module(copy.deepcopy(module))."
+            )
+        _RUNNING[id(module)] = thread, depth + 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            thread, depth = _RUNNING.pop(id(module))
+            if depth > 1:
+                _RUNNING[id(module)] = thread, depth - 1

@@ -1,5 +1,6 @@
 """Covers modules as functions of their parameters: what is taken, what is refused by name, and that remedies work."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,25 @@ def test_a_parameter_keeps_its_memory_in_a_forward() -> None:
     params, apply = sf.from_module(Wrapped(doubles))
     with pytest.raises(ValueError, match=r"its parameter 'lin.weight' other memory"):
         apply(params, torch.ones(2, 3))
+
+
+def test_a_module_runs_in_one_thread_at_a_time() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def waits(self: Any, x: Tensor) -> Tensor:
+        if not inside.is_set():
+            inside.set()
+            over.wait(30)
+        return self.lin(x)
+
+    module, x = Wrapped(waits), torch.ones(2, 3)
+    params, apply = sf.from_module(module)
+    got: list[Tensor] = []
+    thread = threading.Thread(target=lambda: got.append(apply({k: 2 * p for k, p in params.items()}, x)))
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(RuntimeError, match=r"running in another thread.*deepcopy"):
+        apply(params, x)
+    over.set()
+    thread.join()
+    assert torch.equal(got[0], 2 * apply(params, x)) and torch.equal(apply(params, x), module(x))
