@@ -3,9 +3,6 @@
 import copy
 import gc
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -148,29 +145,3 @@ def test_a_device_mesh_of_other_ranks_or_in_another_order_is_refused() -> None:
         grid = dist.DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp",))
         with pytest.raises(ValueError, match=r"has the ranks \[.*\], this program has 2.*Pass the whole mesh"):
             _trained(grid)
-
-
-def test_the_program_may_end_its_groups_itself_and_a_fork_ends_none(tmp_path: pathlib.Path) -> None:
-    program = f"""
-import os, sys, torch.distributed as dist, shardfn as sf
-from shardfn.transforms._comms import comms_of
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
-mesh = sf.make_mesh(device="cpu")
-comms = comms_of(mesh)
-if os.fork() == 0:
-    sf.core._mesh._close_all()  # what is called at its end
-    os._exit(0)
-os.wait()
-assert not comms.control._board.read() and len(set(comms.control.exchange(1))) == 1
-dist.barrier()
-dist.destroy_process_group()
-"""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    ranks = [subprocess.Popen([*command, str(r)], env=env, stderr=subprocess.PIPE, text=True) for r in range(2)]
-    try:
-        assert [process.communicate(timeout=100)[1] for process in ranks] == ["", ""]
-    finally:
-        for process in ranks:
-            process.kill()
