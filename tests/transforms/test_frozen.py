@@ -1,4 +1,7 @@
-"""Covers what a step does, as text that is kept: its program, bytes, peak memory and order of transfers.
+"""Covers what a step does, as text that is kept: its program, bytes, peak memory and transfers.
+
+The order of transfers is that of the program. Those of an eager step are counted: what is gathered after an update
+starts when its rows are there, so that its place among the others is a matter of time.
 
 `frozen/<case>.txt` is what the library does today. A change inside that is to change nothing leaves them as they are;
 one that is to change something shows here what else it changed. After reading the difference, write them anew:
@@ -14,6 +17,7 @@ import pathlib
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -179,7 +183,7 @@ def canonical(text: str) -> str:
 
 
 class Log(Traffic):
-    """A counter that keeps the order."""
+    """A counter that keeps each transfer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +216,8 @@ def _transfers(name: str) -> str:
         for n in range(3 if case.optimizer == "onebit" else 2):
             with logged() as log:
                 state, _ = step(state, _batch(n, mesh.size))
-            out.append(f"== eager step {n}\n" + "\n".join(log.lines or ["nothing"]))
+            counted = [f"{count} x {line}" for line, count in sorted(Counter(log.lines).items())]
+            out.append(f"== eager step {n}\n" + "\n".join(counted or ["nothing"]))
         del state
         step.close()
     return "\n".join(out)
