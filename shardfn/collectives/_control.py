@@ -229,7 +229,7 @@ def text_hash(text: str) -> int:
 
 def _say_goodbye(control: Control | None, why: str) -> None:
     """Leaves word that a rank goes for good, in case that another one waits for it."""
-    if control is not None and not control.lost:
+    if control is not None and not control.lost and dist.is_initialized():  # the program may have ended it itself
         control._board.post(f"rank {control.rank} {why}, while another one waited for it.")
 
 

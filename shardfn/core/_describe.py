@@ -18,8 +18,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[r
 from ._spec import P, Sharding
 
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.Size, P, Sharding)
-# Each rank may have a disk of its own.
-_OWN = {"directory"}
+# Each rank may have a disk of its own; and a rank that has used a rule for itself remembers more.
+_OWN = {"directory", "memo"}
 # Of a number's schedule its values count, at these steps.
 _RATES, _COUNTS = ("learning_rate", "schedule", "schedules", "rate"), (0, 1, 10, 100, 1000, 10000, 100000)
 _PACKAGE = __name__.partition(".")[0]
@@ -31,8 +31,8 @@ def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
     Numbers, dtypes and texts are told as they are; tensors of a few elements by their values, larger ones by shape and
     dtype; tuples, dicts, dataclasses and this package's functions part by part. A function from elsewhere is told by
     its name and line, and of what it has closed over only what is made of this package's functions, since the rest may
-    be this rank's affair; of a schedule of the learning rate some values are told, too. Of other objects there is the
-    type.
+    be this rank's affair, as may what a method, a partial or another callable has with it; of a schedule of the
+    learning rate some values are told, too. Of other objects there is the type.
 
     Args:
         value: what to describe.
@@ -82,6 +82,9 @@ def _lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
 def _parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
     if isinstance(x, functools.partial | types.MethodType | types.FunctionType):
         yield from _function(x, path, seen)
+    elif callable(x) and type(x).__module__.partition(".")[0] != _PACKAGE:
+        yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"  # its fields may be this rank's affair
+        yield from _rates(x, path) if seen.strangers else ()
     elif fields := _fields(x):
         functions = [f for f in fields.values() if isinstance(f, types.FunctionType)]
         if functions:  # a noun made of functions, such as a rule of an optimizer
@@ -102,16 +105,19 @@ def _parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
 
 
 def _function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
-    if isinstance(f, functools.partial):
-        yield from _lines(f.func, path, seen)
-        if is_own(f.func):
-            yield from _lines([f.args, f.keywords], f"{path} of", seen)
-    elif isinstance(f, types.MethodType):
-        yield from _lines(f.__func__, path, seen)
-        yield from _lines(f.__self__, f"{path} of", seen)
+    if isinstance(f, functools.partial | types.MethodType):
+        inner, of = (f.func, [f.args, f.keywords]) if isinstance(f, functools.partial) else (f.__func__, f.__self__)
+        if isinstance(inner, types.FunctionType) and not is_own(plain(inner)):
+            if seen.strangers:
+                yield from _made_of([inner], path, seen)
+                yield from _rates(f, path)
+            return
+        yield from _lines(inner, path, seen)
+        if isinstance(inner, types.FunctionType):
+            yield from _lines(of, f"{path} of", seen)
     elif seen.strangers or is_own(f):
         yield from _made_of([f], path, seen)
-        if not is_own(f) and any(path.endswith(f".{name}") for name in _RATES):
+        if not is_own(f):
             yield from _rates(f, path)
 
 
@@ -155,6 +161,8 @@ def _fields(x: Any) -> dict[str, Any]:
 
 
 def _rates(f: Callable[..., Any], path: str) -> Iterator[str]:
+    if not any(path.endswith(f".{name}") for name in _RATES):
+        return
     try:
         values = [float(f(torch.tensor(n, dtype=torch.int32))) for n in _COUNTS]
     except Exception:  # it is no schedule; if it should be one, the optimizer will say so

@@ -9,6 +9,8 @@ is destroyed when the next mesh is made, or at the end of the program.
 import collections
 import contextlib
 import gc
+import itertools
+import os
 import weakref
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 # A queue of transfers that this rank has sent and not waited for: pairs of the work and what it sends.
 Sends = collections.deque[tuple[dist.Work, Any]]
+# Some backends end a group together with the other ranks: groups end in the order in which they were made.
+_NUMBERS = itertools.count()
 
 
 class MadeGroups:
@@ -26,6 +30,7 @@ class MadeGroups:
     """
 
     def __init__(self) -> None:
+        self.number, self.process = next(_NUMBERS), os.getpid()
         self._groups: list[dist.ProcessGroup] = []
         self._sends: list[Sends] = []
 
@@ -68,7 +73,7 @@ def end_lost() -> None:
     """Ends the groups of meshes that nobody has any more."""
     gc.collect()  # a mesh and its communicators know one another
     while _LOST:
-        _LOST.pop().end()
+        _LOST.pop(min(range(len(_LOST)), key=lambda i: _LOST[i].number)).end()
 
 
 def is_known(group: dist.ProcessGroup) -> bool:

@@ -252,9 +252,8 @@ class Mesh:
         return f"Mesh({axes}; {'abstract' if self.abstract else f'rank {self.rank}'} on {self.device})"
 
 
-# Whose communicators must end before the interpreter does; and of DeviceMeshes that were passed in, by identity.
+# Whose communicators must end before the interpreter does.
 _ALIVE: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
-_WRAPPED: "weakref.WeakValueDictionary[int, Mesh]" = weakref.WeakValueDictionary()
 
 
 class AbstractGroup:
@@ -309,8 +308,7 @@ def make_mesh(
             torch.cuda.set_device(dev)
         dist.init_process_group("nccl" if dev.type == "cuda" else "gloo", timeout=limit)
         atexit.register(_leave)
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)  # runs first: what is registered last is called first
+    _close_at_exit()
     world = dist.get_world_size() if dist.is_initialized() else 1
     shape = _fill(shape, world)
     if world == 1:
@@ -354,11 +352,17 @@ def _default_timeout(device: torch.device) -> datetime.timedelta | None:
     return dist.distributed_c10d._get_default_group()._get_backend(torch.device(device.type)).options._timeout
 
 
+def _close_at_exit() -> None:
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # runs first: what is registered last is called first
+
+
 def _close_all() -> None:
     """At exit: communicators end before the interpreter does, whose end their threads would not survive."""
     error = getattr(sys, "last_value", None)  # what ends the program, if something does
     how = "its script came to an end" if error is None else f"{type(error).__name__}: {error}"
-    for mesh in list(_ALIVE):
+    own = [mesh for mesh in _ALIVE if mesh.made.process == os.getpid()]  # a fork of a rank is not the rank
+    for mesh in sorted(own, key=lambda mesh: mesh.made.number):
         mesh._close(f"left the program ({how})")
     end_lost()
 
@@ -372,15 +376,16 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
     """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, always in the same one, None is the mesh of one rank and no axes.
 
     Raises:
-        ValueError: the program has more ranks than one, and there is no mesh; or a DeviceMesh has no names.
+        ValueError: the program has more ranks than one, and there is no mesh; or a DeviceMesh has no names, or is not
+            of all ranks in order.
     """
     if mesh is None:
         return _of_one_rank()
     if isinstance(mesh, Mesh):
         return mesh
-    known = _WRAPPED.get(id(mesh))
-    if known is not None and not known.closed:
-        return known
+    known: _Wrapped | None = getattr(mesh, "_shardfn", None)
+    if known is not None and known.mesh is not None and not known.mesh.closed:
+        return known.mesh
     names = mesh.mesh_dim_names
     if not names:
         raise ValueError("the DeviceMesh has no axis names; pass mesh_dim_names to init_device_mesh.")
@@ -388,9 +393,36 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    _check_ranks(mesh)
+    _close_at_exit()
     end_lost()
-    _WRAPPED[id(mesh)] = wrapped = Mesh(dict(zip(names, sizes, strict=True)), device, mesh)
+    wrapped = Mesh(dict(zip(names, sizes, strict=True)), device, mesh)
+    mesh._shardfn = _Wrapped(wrapped)  # pyright: ignore[reportAttributeAccessIssue]
     return wrapped
+
+
+class _Wrapped:
+    """What a DeviceMesh keeps: its `Mesh`, as long as it lives itself.
+
+    Nothing weaker will do: the collector finds a mesh at another time on each rank, and then one would make
+    communicators, for which all ranks are needed, while another still has its own. A copy of the DeviceMesh has none.
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh
+
+    def __reduce__(self) -> Any:
+        return _Wrapped, ()
+
+
+def _check_ranks(mesh: DeviceMesh) -> None:
+    ranks, world = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    if ranks != list(range(world)):
+        raise ValueError(
+            f"the DeviceMesh has the ranks {ranks}, this program has {world}: a step runs on all of them, in order."
+            f" Pass the whole mesh, of ranks 0 to {world - 1}, as init_device_mesh makes it; its other axes need not be"
+            " in any spec."
+        )
 
 
 def _of_one_rank() -> Mesh:

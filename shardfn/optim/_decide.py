@@ -36,7 +36,7 @@ def per_leaf(prefix: Any, kind: type, name: str) -> Callable[..., tuple[Any, ...
         key: Any = treedef
         if callable(prefix):
             _check_whole(name, tree, specs)
-            key = (treedef, tuple(x.shape for x in leaves))
+            key = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in memo:
             full = prefix(_shapes(name, tree)) if callable(prefix) else prefix
             memo.clear()

@@ -175,6 +175,8 @@ def _enter(
         handle = _handle(plan, leaf) if leaf.lazy else _resident(leaf, block)
         if isinstance(block, Tensor) and not leaf.lazy and not _as_it_is(leaf, block):
             book.look_after(leaf.path, handle)
+        if not leaf.lazy:
+            book.watch.enter(leaf.path, handle)
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
             handle.register_hook(_taker(reducer, i, alias(handle)))

@@ -50,11 +50,12 @@ def comms_of(mesh: Mesh) -> Comms:
     except RankError:
         raise
     except RuntimeError as error:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         limit = "" if mesh.timeout is None else f" within {mesh.timeout.total_seconds():g} s"
         raise RankError(
             f"rank {mesh.rank} wanted to make the communicators of {mesh!r}, for which all ranks are needed, and they"
-            f" did not all come{limit}: they are slow, at another call, or gone ({type(error).__name__}:"
-            f" {str(error).splitlines()[0]}). Give them more time, make_mesh(timeout=...), or restart the job."
+            f" did not all come{limit}: they are slow, at another call, or gone ({why})."
+            " Give them more time, make_mesh(timeout=...), or restart the job."
         ) from error
     if comms is not None:  # as all ranks are here now, none waits any more for what it agreed on before
         _close(comms)

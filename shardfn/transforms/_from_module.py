@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
+from ._lazy import LazyLeaf
 from ._module_checks import check_cache, check_keyed, check_module
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
 from ._module_mode import ModuleMode
-from ._module_parts import Given, Parts, Placed, first_names, resolve, shadowed
+from ._module_parts import Given, Overrides, Parts, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
 
 
@@ -37,6 +39,7 @@ class ModuleFunction:
             ValueError: a name is none of the module's; or the forward does what would not be the same on every number
                 of ranks, or would be lost: it draws from torch's generator, changes a buffer, normalises over the
                 batch, or assigns a parameter.
+            RuntimeError: another thread runs the module at this moment.
         """
         return self._run(Draws(self._module), params, args, kwargs)
 
@@ -98,20 +101,23 @@ class _Run:
 
     def __init__(self, parts: Parts, given: Given, found: Casts, draws: Draws) -> None:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
+        self._placed: Placed | None = None  # while it runs
+        self._caller = threading.get_ident()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._running():
             return module(*args, **kwargs)
 
     def again(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """`f`, with the draws that it would make here."""
-        count = self._draws.count
+        """`f`, with the draws that it would make here, and the buffers that the forward has assigned up to here."""
+        assert self._placed is not None
+        count, overrides = self._draws.count, self._placed.overrides()
 
         @functools.wraps(f)
         def rerun(*args: Any, **kwargs: Any) -> Any:
             before, self._draws.count = self._draws.count, count
             try:
-                with self._running():
+                with self._running(overrides):
                     return f(*args, **kwargs)
             finally:
                 self._draws.count = before
@@ -125,9 +131,11 @@ class _Run:
             return False
         dot = f"{path}." if path else ""
         for name, x in (*sub.named_parameters(), *sub.named_buffers()):
+            # A lazy leaf need not be gathered for it.
+            old = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is LazyLeaf else x
             with torch.no_grad():
-                new = convert(x)
-            if new is not x:
+                new = convert(old)
+            if new is not old:
                 raise ValueError(
                     f"the forward of the module converts {dot}{name} from {x.dtype} on {x.device} to {new.dtype} on"
                     f" {new.device}, and would train what is converted; convert the module before"
@@ -136,9 +144,11 @@ class _Run:
         return True
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        with Placed(self._parts, self._given) as placed:
+    def _running(self, overrides: Sequence[Overrides] = ()) -> Iterator[None]:
+        _, module = self._parts.unique[0]
+        with one_thread(module, self._caller), Placed(self._parts, self._given) as placed, self._at(placed):
             mode = ModuleMode(placed, self._draws)
+            placed.override(overrides)
             with running_module(self), shadowed(forwards(self._parts, self._found)), mode:
                 yield
             if assigned := placed.assigned_params():
@@ -147,6 +157,14 @@ class _Run:
                     " trains; give what it computes another name, or convert the module before from_module."
                 )
             mode.check()
+
+    @contextlib.contextmanager
+    def _at(self, placed: Placed) -> Iterator[None]:
+        before, self._placed = self._placed, placed
+        try:
+            yield
+        finally:
+            self._placed = before
 
 
 def from_module(

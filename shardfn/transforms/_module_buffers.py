@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._module_parts import Placed
@@ -34,7 +35,7 @@ class Buffers:
         self._placed = placed
         self._tensors = {n: x for n, s in placed.parts.buffers.items() if (x := s.owner._buffers[s.name]) is not None}
         self._known = {id(x): name for name, x in self._tensors.items()}
-        self._storages = {x.untyped_storage()._cdata: name for name, x in self._tensors.items() if _has_storage(x)}
+        self._storages = {x.untyped_storage()._cdata: name for name, x in self._tensors.items() if has_storage(x)}
         self._versions = {name: _version(x) for name, x in self._tensors.items()}
         self._read: dict[str, str] = {}
         self._shown: dict[int, str] = {}
@@ -77,6 +78,16 @@ class Buffers:
             path = self._path(x)
             if path is not None:
                 raise ValueError(self._refusal(path, f"writes to it ({name})"))
+
+    def check_data(self, x: Any) -> None:
+        """Refuses to give a buffer other memory, by `x.data = ...`.
+
+        Raises:
+            ValueError: names it, and what to do.
+        """
+        path = self._known.get(id(x))
+        if path is not None and x is self._tensors[path]:
+            raise ValueError(self._refusal(path, "gives it other memory (.data = ...)"))
 
     def overwrites(self, name: str, x: Any) -> bool:
         """Whether a function writes a buffer whole."""
@@ -121,7 +132,7 @@ class Buffers:
             known = self._known.get(id(y))
             if known is not None and y is self._tensors[known]:
                 return known
-        return self._storages.get(x.untyped_storage()._cdata) if _has_storage(x) else None
+        return self._storages.get(x.untyped_storage()._cdata) if has_storage(x) else None
 
     def _refusal(self, path: str, what: str) -> str:
         where, _, name = path.rpartition(".")
@@ -153,7 +164,10 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
             yield from tensors_of(y)
 
 
-def _has_storage(x: Tensor) -> bool:
+def has_storage(x: Tensor) -> bool:
+    """Whether a tensor can be asked for its memory."""
+    if is_functorch_wrapped_tensor(x):
+        return False
     return x.layout == torch.strided and type(x) in (Tensor, nn.Parameter, FakeTensor)
 
 

@@ -28,7 +28,14 @@ def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
     """
     if name not in _DROPOUTS or getattr(_INSIDE, "on", False):
         return None
-    return functools.partial(_DROPOUTS[name], draws)
+    return functools.partial(_named_alike, _DROPOUTS[name], draws)
+
+
+def _named_alike(dropout: Callable[..., Any], draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls with `training` what torch calls `train` where it is no function of torch.nn.functional."""
+    if "train" in kwargs:
+        kwargs["training"] = kwargs.pop("train")
+    return dropout(draws, func, *args, **kwargs)
 
 
 def _dropout(

@@ -4,15 +4,17 @@ A forward must be a function of parameters, inputs and key, and mean the same on
 refused by name, in eager steps and in captures alike; dropout is drawn by the key; the rest goes through as it is.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ._lazy import LazyLeaf
-from ._module_buffers import Buffers, tensors_of, writes
+from ._module_buffers import Buffers, has_storage, tensors_of, writes
 from ._module_checks import BY_FREQUENCY, MAX_NORM
 from ._module_draws import Draws
 from ._module_dropouts import dropout_of
@@ -29,7 +31,10 @@ class ModuleMode(TorchFunctionMode):
 
     def __init__(self, placed: Placed, draws: Draws) -> None:
         super().__init__()
-        self._own, self._buffers, self._draws = placed.own(), Buffers(placed), draws
+        self._own, self._buffers, self._draws = placed.own, Buffers(placed), draws
+        self._given = placed.given.params
+        # What of parameters alone is, by identity: themselves, and their views. Nothing is kept alive by it.
+        self._of_params: dict[int, Callable[[], Any]] = {id(p): weakref.ref(p) for p in self._given.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function, unless a forward must not."""
@@ -42,7 +47,7 @@ class ModuleMode(TorchFunctionMode):
                 self._buffers.shown(args[0], out)
             return out
         if name == "__set__":
-            return None if _sets_its_own(args) else func(*args, **kwargs)
+            return self._set(func, *args)
         overwrites = bool(args) and self._buffers.overwrites(name, args[0])
         self._see(name, (args[1:] if overwrites else args, tuple(kwargs.values())))
         if overwrites:
@@ -51,11 +56,19 @@ class ModuleMode(TorchFunctionMode):
             self._buffers.check_write(name, (args[0] if writes(name) else (), kwargs.get("out", ())))
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
-        handler = _HANDLERS.get(name) or dropout_of(self._draws, name) or self._draws.handler(name)
+        handler = None if func is F.batch_norm and self._is_of_params(args) else _HANDLERS.get(func)
+        handler = handler or dropout_of(self._draws, name) or self._draws.handler(name)
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         if args:
             self._buffers.converted(name, args[0], out)
+            if name in _VIEWS and self._is_of_params(args):
+                self._of_params[id(out)] = weakref.ref(out)
         return out
+
+    def _is_of_params(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first argument is a parameter or a view of one: a weight that is standardised, say."""
+        known = self._of_params.get(id(args[0])) if args else None
+        return known is not None and known() is args[0]
 
     def check(self) -> None:
         """Refuses what the forward has left in buffers; call it when it is over.
@@ -64,6 +77,18 @@ class ModuleMode(TorchFunctionMode):
             ValueError: names the buffer, and what to do.
         """
         self._buffers.check()
+
+    def _set(self, func: Any, x: Any, *value: Any) -> Any:
+        if func == _SET_DATA:
+            if _same_memory(x, *value):
+                return None
+            self._buffers.check_data(x)
+            if path := next((path for path, p in self._given.items() if p is x), None):
+                raise ValueError(
+                    f"the forward of the module gives its parameter {path!r} other memory (.data = ...), which the step"
+                    " would not keep; compute a new tensor, or convert the module before from_module."
+                )
+        return func(x, *value)
 
     def _see(self, name: str, given: Any) -> None:
         for x in tensors_of(given):
@@ -76,9 +101,16 @@ class ModuleMode(TorchFunctionMode):
             self._buffers.see(name, x)
 
 
-def _sets_its_own(args: tuple[Any, ...]) -> bool:
-    """`x.data = x`."""
-    return len(args) == 2 and args[0] is args[1]
+_VIEWS = frozenset({"reshape", "view", "flatten", "unsqueeze", "to", "float", "double"})
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _same_memory(x: Any, new: Any) -> bool:
+    """Whether `x.data = new` changes nothing."""
+    if x is new:
+        return True
+    plain = isinstance(new, Tensor) and has_storage(x) and has_storage(new)
+    return plain and new.dtype == x.dtype and new.is_set_to(x)
 
 
 def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -143,7 +175,8 @@ def _batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    at = 1 if func is F.instance_norm else 3  # torch.instance_norm has weight and bias first
+    running = kwargs.get("running_mean", args[at] if len(args) > at else None)
     used = kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)
     if running is not None and used:
         raise ValueError(
@@ -153,9 +186,29 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-_HANDLERS: dict[str, Callable[..., Any]] = {
-    "embedding": _embedding,
-    "embedding_bag": _embedding_bag,
-    "batch_norm": _batch_norm,
-    "instance_norm": _instance_norm,
+def _plain_embedding(
+    func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *sparse: Any
+) -> Tensor:
+    """`torch.embedding`, whose arguments are others than those of torch.nn.functional's."""
+    del sparse
+    _check_embedding("embedding", None, scale_grad_by_freq)
+    return func(weight, indices, padding_idx, scale_grad_by_freq, False)
+
+
+def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.embedding_bag`, of the same kind."""
+    _check_embedding("embedding_bag", None, bool(kwargs.get("scale_grad_by_freq", args[3] if len(args) > 3 else False)))
+    return func(*args, **kwargs)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    torch.embedding: _plain_embedding,
+    torch.embedding_bag: _plain_embedding_bag,
+    torch.instance_norm: _instance_norm,
+    torch.native_batch_norm: _batch_norm,
 }

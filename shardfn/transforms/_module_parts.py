@@ -1,12 +1,17 @@
 """Where the tensors of a module hang, and other tensors in their place for a while."""
 
 import contextlib
+import operator
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from shardfn.core import did_you_mean, raise_all
+
+_LOCK = threading.Lock()
+_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a module that runs: its thread, and how many calls are under way
 
 
 class Slot(NamedTuple):
@@ -28,19 +33,24 @@ class Parts(NamedTuple):
         modules: the submodules.
         params: places of parameters.
         buffers: places of buffers.
+        unique: each submodule once, with what the names of its tensors begin with.
     """
 
     modules: dict[str, nn.Module]
     params: dict[str, Slot]
     buffers: dict[str, Slot]
+    unique: list[tuple[str, nn.Module]]
 
     @staticmethod
     def of(module: nn.Module) -> "Parts":
         """Those that the module has now."""
-        parts = Parts({}, {}, {})
+        parts, seen = Parts({}, {}, {}, []), set[int]()
         for path, sub in module.named_modules(remove_duplicate=False):
             parts.modules[path] = sub
             dot = f"{path}." if path else ""
+            if id(sub) not in seen:
+                seen.add(id(sub))
+                parts.unique.append((dot, sub))
             parts.params.update({dot + n: Slot(sub, n) for n, x in sub._parameters.items() if x is not None})
             parts.buffers.update({dot + n: Slot(sub, n) for n, x in sub._buffers.items() if x is not None})
         return parts
@@ -90,14 +100,21 @@ def resolve(parts: Parts, firsts: Mapping[str, str], given: Mapping[str, Tensor]
 
 
 class _Before(NamedTuple):
-    """A submodule as it was: before others took the places of its tensors, and right after."""
+    """A submodule as it was, before others took the places of its tensors."""
 
+    path: str
     sub: nn.Module
     attributes: dict[str, Any]
     params: dict[str, Any]
     buffers: dict[str, Any]
-    given_params: dict[str, Any]
-    given_buffers: dict[str, Any]
+
+
+class Overrides(NamedTuple):
+    """What a forward has made of the attributes and buffers of a submodule."""
+
+    sub: nn.Module
+    attributes: dict[str, Any]
+    buffers: dict[str, Any]
 
 
 class Placed:
@@ -105,63 +122,81 @@ class Placed:
 
     Invariant: between `__enter__` and `__exit__` each place of `given` holds what was given, and everything else what
     it held before, but for what the forward assigns. `__exit__` puts back the module's own tensors whatever has
-    happened; a submodule whose forward has assigned a buffer gets all its attributes back, since what it keeps beside
-    the buffer (up to which length it was computed, say) must go with it.
+    happened; a submodule whose forward has assigned a tensor gets all its attributes back, since what it keeps beside
+    the tensor (up to which length it was computed, say) must go with it.
+
+    Each part that runs again in the backward enters once, with the whole module: a few dict copies a submodule.
+
+    Attributes:
+        own: the module's own parameters that are replaced, by identity; from `__enter__` on.
     """
 
     def __init__(self, parts: Parts, given: Given) -> None:
         self.parts, self.given = parts, given
+        self.own: dict[int, str] = {}
         self._before: list[_Before] = []
+        self._given: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> "Placed":
         """Puts the given tensors in their places."""
-        subs = list({id(sub): sub for sub in self.parts.modules.values()}.values())
-        before = [(sub, dict(sub.__dict__), dict(sub._parameters), dict(sub._buffers)) for sub in subs]
+        self._before = [
+            _Before(path, sub, sub.__dict__.copy(), sub._parameters.copy(), sub._buffers.copy())
+            for path, sub in self.parts.unique
+        ]
         for name, x in self.given.params.items():
             owner, own = self.parts.params[name]
-            owner._parameters[own] = x  # pyright: ignore[reportArgumentType]
+            old: Any = owner._parameters[own]
+            if old is not x:
+                self.own[id(old)] = name
+                owner._parameters[own] = x  # pyright: ignore[reportArgumentType]
         for name, x in self.given.buffers.items():
             owner, own = self.parts.buffers[name]
             owner._buffers[own] = x
-        self._before = [_Before(*b, dict(b[0]._parameters), dict(b[0]._buffers)) for b in before]
+        self._given = [
+            (sub._parameters.copy() if sub._parameters else {}, sub._buffers.copy() if sub._buffers else {})
+            for _, sub in self.parts.unique
+        ]
         return self
 
     def __exit__(self, *error: object) -> None:
         """Puts the module's own tensors back."""
-        for b in self._before:
-            _put_back(b.sub._parameters, b.params)
-            if not _same(b.sub._buffers, b.given_buffers):
-                _put_back(b.sub.__dict__, b.attributes)
-            _put_back(b.sub._buffers, b.buffers)
+        for b, (params, buffers) in zip(self._before, self._given, strict=True):
+            sub = b.sub
+            if not (params or buffers or sub._parameters or sub._buffers):
+                continue
+            if not (_same(sub._buffers, buffers) and _same(sub._parameters, params)):
+                _put_back(sub.__dict__, b.attributes)
+            _put_back(sub._parameters, b.params)
+            _put_back(sub._buffers, b.buffers)
 
-    def own(self) -> dict[int, str]:
-        """The module's own parameters that are replaced, by identity."""
-        before = {id(b.sub): b.params for b in self._before}
-        slots = ((name, self.parts.params[name]) for name in self.given.params)
-        own = ((name, before[id(s.owner)][s.name]) for name, s in slots)
-        return {id(x): name for name, x in own if x is not self.given.params[name]}
+    def overrides(self) -> list[Overrides]:
+        """The submodules whose buffers the forward has assigned up to here."""
+        pairs = zip(self._before, self._given, strict=True)
+        subs = [b.sub for b, (_, given) in pairs if (given or b.sub._buffers) and not _same(b.sub._buffers, given)]
+        return [Overrides(sub, sub.__dict__.copy(), sub._buffers.copy()) for sub in subs]
+
+    def override(self, overrides: Sequence[Overrides]) -> None:
+        """Makes what a forward had assigned where a part of it began the start of that part, which runs again."""
+        for x in overrides:
+            _put_back(x.sub.__dict__, x.attributes)
+            _put_back(x.sub._buffers, x.buffers)
 
     def assigned_params(self) -> list[str]:
         """The parameters that the forward has assigned."""
         found = []
-        for path, b in zip(self._paths(), self._before, strict=True):
-            names = b.sub._parameters.keys() | b.given_params.keys()
-            found += [path + n for n in names if b.sub._parameters.get(n) is not b.given_params.get(n)]
+        for b, (given, _) in zip(self._before, self._given, strict=True):
+            now = b.sub._parameters
+            if (now or given) and not _same(now, given):
+                found += [b.path + n for n in now.keys() | given.keys() if now.get(n) is not given.get(n)]
         return sorted(found)
-
-    def _paths(self) -> list[str]:
-        first: dict[int, str] = {}
-        for path, sub in self.parts.modules.items():
-            first.setdefault(id(sub), f"{path}." if path else "")
-        return list(first.values())
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[k] is x for k, x in b.items())
+    return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
 
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
-    if not _same(now, before):
+    if (now or before) and not _same(now, before):
         now.clear()
         now.update(before)
 
@@ -180,3 +215,32 @@ def shadowed(forwards: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
                 sub.__dict__.pop("forward", None)
             else:
                 sub.__dict__["forward"] = forward
+
+
+@contextlib.contextmanager
+def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
+    """Refuses to run a module in a thread while another one runs it: it has one place for each tensor.
+
+    Args:
+        module: the module.
+        caller: the thread that has called it; autograd may run a part again in one of its own, while that one waits.
+
+    Raises:
+        RuntimeError: says what to do.
+    """
+    me = threading.get_ident()
+    with _LOCK:
+        thread, depth = _RUNNING.get(id(module), (me, 0))
+        if thread != me and caller == me:
+            raise RuntimeError(
+                f"this {type(module).__name__} is running in another thread, and a module has one place for each of its"
+                " tensors; give each thread a module of its own: from_module(copy.deepcopy(module))."
+            )
+        _RUNNING[id(module)] = thread, depth + 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            thread, depth = _RUNNING.pop(id(module))
+            if depth > 1:
+                _RUNNING[id(module)] = thread, depth - 1

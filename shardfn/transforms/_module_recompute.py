@@ -40,8 +40,8 @@ def running_module(run: Running) -> Iterator[None]:
     """Lets what is recomputed later run as a part of `run`. Calls nest: the innermost is entered last."""
     stack = _stack()
     stack.append(run)
-    _patch()
     try:
+        _patch()
         yield
     finally:
         stack.pop()
@@ -61,8 +61,8 @@ def _patch() -> None:
         if _num_running > 1:
             return
         # Another file of torch has a name of its own for the generator.
-        others = [m for n, m in sys.modules.items() if n == "torch.distributed._composable.checkpoint_activation"]
-        for where in (torch_checkpoint, *others):
+        other = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+        for where in (torch_checkpoint, other) if other else (torch_checkpoint,):
             _replace(where, _GENERATOR, _generator(getattr(where, _GENERATOR)))
         _replace(torch_checkpoint, "CheckpointFunction", _reentrant(torch_checkpoint.CheckpointFunction))
         _replace(nn.Module, "_apply", _conversion(nn.Module._apply))
@@ -81,6 +81,7 @@ def _replace(where: Any, name: str, new: Any) -> None:
     setattr(where, name, new)
 
 
+@functools.cache
 def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
     """What drives a checkpoint that is not reentrant: it is given the function to run again."""
 
@@ -93,6 +94,7 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
     return generator
 
 
+@functools.cache
 def _reentrant(original: Any) -> Any:
     """Runs what asks for the reentrant kind by the other, which means the same.
 
@@ -111,6 +113,7 @@ def _reentrant(original: Any) -> Any:
     return CheckpointFunction
 
 
+@functools.cache
 def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
     """`nn.Module.to` and its kin: inside a forward they may ask for what there is, and change nothing."""
 

@@ -28,6 +28,14 @@ class Watch:
 
     def __init__(self) -> None:
         self._seen: list[_Watched] = []
+        self._entered: list[tuple[str, Tensor, int]] = []
+
+    def enter(self, path: str, x: Tensor) -> None:
+        """Watches the tensor that a loss is given as a leaf: whether it gets other memory, by `x.data = ...`.
+
+        Kept alive, and so for as long as this object.
+        """
+        self._entered.append((path, x, x.untyped_storage()._cdata))
 
     def add(self, path: str, x: Tensor, *, kept: bool) -> None:
         """Watches a tensor, whose memory it does not keep alive.
@@ -52,6 +60,7 @@ class Watch:
             ValueError: lists every leaf that was written to.
         """
         written = [x for x in self._seen if x.witness._version != x.version]
+        moved = [path for path, x, memory in self._entered if x.untyped_storage()._cdata != memory]
         lost = any(x.kept for x in written)
         state = (
             "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"
@@ -62,7 +71,7 @@ class Watch:
         raise_all(
             ValueError,
             f"parameters are written to inside {where}. {_REMEDY} {state}",
-            [f"{path} is written to inside {where}" for path in sorted({x.path for x in written})],
+            [f"{path} is written to inside {where}" for path in sorted({x.path for x in written} | set(moved))],
         )
 
     def forget_dead(self) -> None:

@@ -1,5 +1,6 @@
 """Covers `describe`: the same lines in every process for the same value, other lines for another one."""
 
+import dataclasses
 import functools
 import pathlib
 import subprocess
@@ -99,3 +100,33 @@ def test_of_a_loss_only_what_this_package_has_put_around_it_is_told() -> None:
 def test_what_has_no_text_of_its_own_is_told_by_its_type() -> None:
     text = _lines({"set": {len, 3}, "object": object(), object(): 1, "spec": P("dp"), "device": torch.device("cpu")})
     assert "0x" not in text and "x['set'] = ['3', 'builtin_function_or_method']" in text and "P('dp')" in text
+
+
+@dataclasses.dataclass
+class _Schedule:
+    rank: int
+    peak: float
+
+    def __call__(self, count: torch.Tensor) -> float:
+        return self.peak
+
+    def at(self, count: torch.Tensor) -> float:
+        return self.peak
+
+
+def _peak(count: torch.Tensor, peak: float) -> float:
+    return peak
+
+
+def test_of_a_schedule_the_values_count_and_not_what_it_keeps() -> None:
+    for make in (_Schedule, lambda rank, peak: _Schedule(rank, peak).at, lambda _, p: functools.partial(_peak, peak=p)):
+        of = lambda rank, peak, make=make: _lines(optim.adam(make(rank, peak)))  # noqa: E731
+        assert of(0, 0.1) == of(1, 0.1) != of(1, 0.2)
+
+
+def test_what_a_rule_remembers_is_not_told() -> None:
+    params = [torch.ones(2, 2), torch.ones(2)]
+    tx = optim.adamw(0.1, mask=lambda tree: [x.ndim > 1 for x in tree])
+    before = _lines(tx)
+    tx.update(params, tx.init(params), params)
+    assert _lines(tx) == before

@@ -1,5 +1,7 @@
 """Covers what a mesh keeps: its connections and threads end with it, however it ends; a closed one says so."""
 
+import copy
+import gc
 import os
 
 import pytest
@@ -121,3 +123,25 @@ def test_one_rank_is_closed_by_the_same_words() -> None:
         step, state = _trained(mesh)
     with pytest.raises(ValueError, match="is closed"):
         step(state, torch.ones(2, 4))
+
+
+@distributed(world=2, timeout=60)
+def test_a_device_mesh_keeps_its_communicators_whenever_the_collector_runs() -> None:
+    grid = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    gc.disable()
+    try:
+        _trained(grid)
+        if dist.get_rank() == 1:
+            gc.collect()
+        _trained(grid)
+    finally:
+        gc.enable()
+    assert copy.deepcopy(grid._shardfn).mesh is None  # a copy of the mesh, or a pickle of it, has none
+
+
+@distributed(world=2)
+def test_a_device_mesh_of_other_ranks_or_in_another_order_is_refused() -> None:
+    for ranks in ([1, 0], [dist.get_rank()]):
+        grid = dist.DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp",))
+        with pytest.raises(ValueError, match=r"has the ranks \[.*\], this program has 2.*Pass the whole mesh"):
+            _trained(grid)

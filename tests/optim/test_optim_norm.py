@@ -196,6 +196,7 @@ def test_steps_on_blocks_equal_blocks_of_steps(name: str, in_place: bool, monkey
         return optim.apply_updates(params, updates), state
 
     whole = make_tree(0)
+    tx = optim.decided(tx, whole)
     state = tx.init(whole)
     ranks = [str(c) for c in all_coords(SHAPE)]
     local = {str(c): (blocks(whole, c), tx.init(blocks(whole, c))) for c in all_coords(SHAPE)}

@@ -1,5 +1,6 @@
 """Covers modules as functions of their parameters: what is taken, what is refused by name, and that remedies work."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -186,3 +187,55 @@ def test_layers_that_look_parameters_up_by_themselves(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     zero = sf.Zero(stage=3, persist=0)
     assert_same(on_mesh(apply, sf.optim.sgd(0.5), params, batches, mesh=mesh, zero=zero), want)
+
+
+class Builtins(nn.Module):
+    """Calls functions of torch whose namesakes in torch.nn.functional take other arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, i: Tensor) -> Tensor:
+        x = torch.embedding(self.w, i) + torch.embedding(self.w, i, -1, False, True)
+        x = torch.instance_norm(x[None], x.new_ones(2), x.new_zeros(2), None, None, True, 0.1, 1e-5, False)
+        return torch.dropout(x, 0.5, train=False)
+
+
+def test_functions_of_torch_that_share_a_name_with_others() -> None:
+    module, i = Builtins(), torch.tensor([1, 3])
+    params, apply = sf.from_module(module)
+    torch.testing.assert_close(apply(params, i), module(i))
+    assert not sf.grad(lambda p: apply(p, i).square().sum())(params)["w"].is_sparse
+
+
+def test_a_parameter_keeps_its_memory_in_a_forward() -> None:
+    def doubles(self: Any, x: Tensor) -> Tensor:
+        self.lin.weight.data = self.lin.weight.data * 2
+        return self.lin(x)
+
+    params, apply = sf.from_module(Wrapped(doubles))
+    with pytest.raises(ValueError, match=r"its parameter 'lin.weight' other memory"):
+        apply(params, torch.ones(2, 3))
+
+
+def test_a_module_runs_in_one_thread_at_a_time() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def waits(self: Any, x: Tensor) -> Tensor:
+        if not inside.is_set():
+            inside.set()
+            over.wait(30)
+        return self.lin(x)
+
+    module, x = Wrapped(waits), torch.ones(2, 3)
+    params, apply = sf.from_module(module)
+    got: list[Tensor] = []
+    thread = threading.Thread(target=lambda: got.append(apply({k: 2 * p for k, p in params.items()}, x)))
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(RuntimeError, match=r"running in another thread.*deepcopy"):
+        apply(params, x)
+    over.set()
+    thread.join()
+    assert torch.equal(got[0], 2 * apply(params, x)) and torch.equal(apply(params, x), module(x))

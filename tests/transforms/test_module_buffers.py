@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "a copy": (_assign_copy, "reads it .clone. and then assigns"),
     "a cast": (_assign_cast, "reads it .add. and then assigns"),
     "data": (lambda part, x: part.n.data.add_(1), "writes to it .add_"),
+    "other memory": (lambda part, x: setattr(part.n, "data", part.n.data + 1), "gives it other memory"),
     "a view": (lambda part, x: part.n.view(-1)[0].add_(1), "writes to it .add_"),
     "an item": (lambda part, x: part.n.view(-1).__setitem__(0, 7.0), "writes to it .__setitem__"),
     "out": (lambda part, x: torch.add(x.sum(), 1, out=part.n), "writes to it .add."),
@@ -205,3 +206,58 @@ def test_constants_and_caches_are_allowed_and_each_call_starts_anew(how: str, ji
     applies = iter([sf.from_module(m)[1] for m in fresh])
     want = one_device(lambda p, x: next(applies)(p, x), sf.optim.sgd(0.1), params, batches)
     assert_same(got, want)
+
+
+def test_data_that_stays_is_no_change() -> None:
+    params, apply = sf.from_module(Counted(lambda part, x: setattr(part.n, "data", part.n.data), torch.ones(())))
+    assert apply(params, torch.ones(4, 3)).isfinite()
+
+
+class InPlace(nn.Module):
+    """Writes to what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 2)
+        self.register_buffer("n", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x) * self.n
+        h += 1
+        h[:, 0] = 0
+        return torch.relu_(h).square().mean()
+
+
+def test_a_forward_that_writes_to_its_results_passes_through_torch_func() -> None:
+    module, x = InPlace(), torch.linspace(-1, 1, 12).view(4, 3)
+    params, apply = sf.from_module(module)
+    step = sf.sharded_step(apply, sf.optim.sgd(0.1))
+    got = torch.func.grad(step.loss)(step.init(params).params, x)
+    want = torch.autograd.grad(module(x), list(module.parameters()))
+    for g, w in zip(got.values(), want, strict=True):
+        torch.testing.assert_close(g.local, w)
+    both = torch.vmap(apply, in_dims=(0, None))({k: torch.stack([p, 2 * p]) for k, p in params.items()}, x)
+    torch.testing.assert_close(both[0], module(x).detach())
+
+
+class Standardized(nn.Conv1d):
+    """Normalises its weight by batch_norm, whose "batch" is then no batch of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = nn.functional.batch_norm(rows, None, None, training=True, momentum=0.0).reshape_as(self.weight)
+        return nn.functional.conv1d(x, weight, self.bias)
+
+
+@distributed(world=2)
+def test_a_weight_may_be_standardized_by_batch_norm() -> None:
+    torch.manual_seed(0)
+    params, apply = sf.from_module(Standardized(3, 4, 2).double())
+    mesh, rows = sf.make_mesh({"dp": 2}), [torch.randn(4, 3, 5, dtype=torch.float64) for _ in range(2)]
+
+    def loss(p: dict, x: Tensor) -> Tensor:
+        return apply(p, x).square().mean()
+
+    for stage in (0, 3):
+        got = on_mesh(loss, sf.optim.sgd(0.1), params, rows, mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        assert_same(got, one_device(loss, sf.optim.sgd(0.1), params, rows))

@@ -177,3 +177,35 @@ def test_a_checkpoint_keeps_no_gathered_parameter(world: int) -> None:
     for _ in range(2):
         state, _ = step(state, torch.ones(2, 64))
     assert max(stack.alive[4:]) - min(stack.alive[4:]) <= 1
+
+
+class Cached(nn.Module):
+    """Assigns a buffer, and its length beside it, before a part that runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.length = nn.Linear(5, 5), 0
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x: Tensor, how: Callable[..., Any] | None) -> Tensor:
+        self.scale, self.length = x.detach().abs().mean(0), 3
+
+        def part(x: Tensor) -> Tensor:
+            return torch.tanh(self.lin(x)) * self.scale * self.length
+
+        x = x if how is None else x.requires_grad_()
+        y = part(x) if how is None else how(part, x)
+        self.scale = y.detach().mean(0)
+        return (y * self.scale).sum()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "nested"])
+def test_what_runs_again_sees_the_buffers_as_they_were_where_it_began(way: str) -> None:
+    module = Cached().double()
+    params, apply = sf.from_module(module)
+    x = torch.randn(3, 5, dtype=torch.float64)
+    checkpointed, plain = WAYS[way]
+    want = sf.grad(lambda p: apply(p, x.clone(), plain))(params)
+    got = sf.grad(lambda p: apply(p, x.clone(), checkpointed))(params)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+    assert module.length == 0 and torch.equal(module.scale, torch.ones(5))

@@ -153,3 +153,10 @@ def test_a_clone_may_be_written_to_and_data_read() -> None:
         for wrap in (lambda f: f, lambda f: sf.jit(f, backend="graph")):
             zero = sf.Zero(stage=stage, persist=0)
             assert_same(on_mesh(wrap(_to_a_clone), sf.optim.sgd(0.1), _params(), [X, X], mesh=mesh, zero=zero), want)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_other_memory_for_a_leaf_is_named(graph: bool) -> None:
+    loss = _loss_that(lambda w: setattr(w, "data", w.data * 0.5))
+    step = sf.sharded_step(sf.jit(loss, backend="graph") if graph else loss, sf.optim.sgd(0.1))
+    _check(step, X, "data =")

@@ -44,28 +44,26 @@ _PLAIN = """
     ConvNextForImageClassification ConvNextV2ForImageClassification DebertaForMaskedLM DebertaV2ForMaskedLM
     DiffLlamaForCausalLM Dinov2ForImageClassification DistilBertForMaskedLM DogeForCausalLM DPRQuestionEncoder
     ElectraForCausalLM EsmcForMaskedLM EuroBertForMaskedLM Exaone4ForCausalLM FalconForCausalLM
-    FalconMambaForCausalLM FlaubertWithLMHeadModel FlintForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
-    Gemma4ForCausalLM GemmaForCausalLM GitForCausalLM Glm4ForCausalLM GlmForCausalLM GPT2LMHeadModel
-    GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM GraniteForCausalLM GteForMaskedLM HeliumForCausalLM
-    HiggsAudioV2ForConditionalGeneration HubertForCTC IJepaForImageClassification ImageGPTForImageClassification
-    JetMoeForCausalLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM Lfm2ForCausalLM Llama4ForCausalLM
-    LlamaForCausalLM LongformerForMaskedLM LukeForMaskedLM M2M100ForConditionalGeneration MambaForCausalLM
-    MarianForCausalLM MarkupLMForSequenceClassification MistralForCausalLM MLCDVisionModel
-    ModernBertDecoderForCausalLM ModernBertForMaskedLM MPNetForMaskedLM MptForCausalLM NanoChatForCausalLM
-    NomicBertForMaskedLM NystromformerForMaskedLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM
-    OlmoHybridForCausalLM OpenAIGPTLMHeadModel OPTForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM
-    PixioModel PoolFormerForImageClassification ProphetNetForCausalLM PvtForImageClassification
-    PvtV2ForImageClassification Qwen2ForCausalLM Qwen3_5ForCausalLM Qwen3ForCausalLM RadioModel
-    RecurrentGemmaForCausalLM RemBertForCausalLM RobertaForCausalLM RoFormerForCausalLM RwkvForCausalLM
-    SamVisionModel SegformerForImageClassification SEWForCTC SiglipForImageClassification SqueezeBertForMaskedLM
-    StableLmForCausalLM Starcoder2ForCausalLM T5GemmaForConditionalGeneration TapasForMaskedLM
-    TimesformerForVideoClassification TrOCRForCausalLM UltrabertForMaskedLM UMT5ForConditionalGeneration
-    VideoMAEForVideoClassification VisualBertForPreTraining VitDetModel ViTForImageClassification
-    ViTMSNForImageClassification VivitForVideoClassification Wav2Vec2ForCTC WavLMForCTC
-    WhisperForConditionalGeneration XLMWithLMHeadModel xLSTMForCausalLM YolosForObjectDetection YosoForMaskedLM
+    FalconMambaForCausalLM FlintForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
+    GitForCausalLM Glm4ForCausalLM GlmForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+    GPTNeoXForCausalLM GraniteForCausalLM GteForMaskedLM HeliumForCausalLM HiggsAudioV2ForConditionalGeneration
+    IJepaForImageClassification ImageGPTForImageClassification JetMoeForCausalLM JinaEmbeddingsV3ForMaskedLM
+    LayoutLMForMaskedLM Lfm2ForCausalLM Llama4ForCausalLM LlamaForCausalLM LongformerForMaskedLM LukeForMaskedLM
+    M2M100ForConditionalGeneration MambaForCausalLM MarianForCausalLM MarkupLMForSequenceClassification
+    MistralForCausalLM MLCDVisionModel ModernBertDecoderForCausalLM ModernBertForMaskedLM MPNetForMaskedLM
+    MptForCausalLM NanoChatForCausalLM NomicBertForMaskedLM NystromformerForMaskedLM Olmo2ForCausalLM
+    Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel OPTForCausalLM PersimmonForCausalLM
+    Phi3ForCausalLM PhiForCausalLM PixioModel PoolFormerForImageClassification PvtV2ForImageClassification
+    Qwen2ForCausalLM Qwen3_5ForCausalLM Qwen3ForCausalLM RadioModel RecurrentGemmaForCausalLM RemBertForCausalLM
+    RobertaForCausalLM RoFormerForCausalLM RwkvForCausalLM SamVisionModel SegformerForImageClassification
+    SiglipForImageClassification SqueezeBertForMaskedLM StableLmForCausalLM Starcoder2ForCausalLM
+    T5GemmaForConditionalGeneration TapasForMaskedLM TimesformerForVideoClassification TrOCRForCausalLM
+    UltrabertForMaskedLM UMT5ForConditionalGeneration VideoMAEForVideoClassification VisualBertForPreTraining
+    VitDetModel ViTForImageClassification WhisperForConditionalGeneration
 """.split()
 
 _MLA: dict[str, Any] = {"num_key_value_heads": 4}  # heads have keys of their own there
+_NO_JIT: dict[str, Any] = {"jit": ("no jit",)}
 _START = {"decoder_start_token_id": 0}
 
 ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
@@ -94,12 +92,20 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "Qwen4ExpForCausalLM": Entry(dtype=F32),
     "SolarOpenForCausalLM": Entry(dtype=F32),
     # Encoders and decoders that want to be told where a text begins.
-    "SwitchTransformersForConditionalGeneration": Entry(_START, dtype=F32, refused_in={"bf16": ("exceptions",)}),
+    "SwitchTransformersForConditionalGeneration": Entry(
+        _START, dtype=F32, refused_in={"bf16": ("exceptions",), **_NO_JIT}
+    ),
     "NllbMoeForConditionalGeneration": Entry(dtype=F32),
     "T5ForConditionalGeneration": Entry(_START),
-    "UdopForConditionalGeneration": Entry(_START),
+    "UdopForConditionalGeneration": Entry(_START, refused_in=_NO_JIT),
     # torch's FFT has no bfloat16.
     "FNetForMaskedLM": Entry(impossible={"bf16": "Unsupported dtype BFloat16"}),
+    # Their forward asks for the value of a tensor, which a captured step has not.
+    "FlaubertWithLMHeadModel": Entry(refused_in=_NO_JIT),
+    "HubertForCTC": Entry(refused_in=_NO_JIT),
+    "Wav2Vec2ForCTC": Entry(refused_in=_NO_JIT),
+    # A defect: the strides that a capture thinks of are not the real ones.
+    "PvtForImageClassification": Entry(impossible={"jit": "view size is not compatible"}),
     # BatchNorm.
     "GLPNForDepthEstimation": Entry(refused=("constant statistics",)),
     "RegNetForImageClassification": Entry(refused=("constant statistics",)),
@@ -110,31 +116,24 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "Swinv2ForImageClassification": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
     "DonutSwinModel": Entry({"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2]}),
     "MaskFormerSwinModel": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
-    "FocalNetForImageClassification": Entry({"embed_dim": 8}),
-    "HieraForImageClassification": Entry({"embed_dim": 8, "num_heads": [1, 2, 2, 2]}),
     "LEDForConditionalGeneration": Entry(
         {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
     ),
     "XLNetLMHeadModel": Entry({"d_inner": 48}),
     # Models that see: so many places of a text are an image's.
     "Gemma3ForConditionalGeneration": Entry({"mm_tokens_per_image": 4}, images=4),
-    "LlavaForConditionalGeneration": Entry(images=16),
-    "PaliGemmaForConditionalGeneration": Entry(images=16),
+    "LlavaForConditionalGeneration": Entry(images=16, refused_in=_NO_JIT),
+    "PaliGemmaForConditionalGeneration": Entry(images=16, refused_in=_NO_JIT),
 }
 
 # Those that are run with dropout as well, by keys.
 DROPOUT = [
-    "BartForConditionalGeneration",
     "BertLMHeadModel",
     "BloomForCausalLM",
     "DistilBertForMaskedLM",
-    "GPT2LMHeadModel",
     "MPNetForMaskedLM",
-    "OPTForCausalLM",
     "T5ForConditionalGeneration",
-    "ViTForImageClassification",
-    "WhisperForConditionalGeneration",
 ]
 
-# Run every day, in some of the modes. Other tests have Llama and GPT-2.
-DAILY = ["BertLMHeadModel", "ResNetForImageClassification"]
+# Run every day, in one mode. Other tests have Llama and GPT-2.
+DAILY = [("BertLMHeadModel", "checkpointing"), ("ResNetForImageClassification", "stage 3")]
