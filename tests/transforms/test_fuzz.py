@@ -22,7 +22,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, optim
-from shardfn.core import tree_map
+from shardfn.core import MemoryKind, tree_map
 from shardfn.testing import assert_same, distributed, on_mesh, one_device
 from shardfn.transforms import policies
 
@@ -79,7 +79,7 @@ class Case:
     persist: int
     bucket: int
     prefetch: int
-    memory: tuple[str, str, str]
+    memory: tuple[MemoryKind, MemoryKind, MemoryKind]  # of params, gradients, optimizer state
     ratio: float
     chunk: int
     microbatches: int
@@ -95,10 +95,10 @@ class Case:
         """The case of a seed."""
         draw = random.Random(seed)
         away = draw.random() < 0.4
-        kinds = ("device", "host", "disk")
+        kinds: tuple[MemoryKind, ...] = ("device", "host", "disk")
         stage = draw.randrange(4)
         optimizer = draw.choice(sorted(OPTIMIZERS))
-        memory = (
+        memory: tuple[MemoryKind, MemoryKind, MemoryKind] = (
             draw.choice(kinds) if away else "device",
             draw.choice(kinds) if away else "device",
             draw.choice(kinds) if away else "device",
@@ -130,7 +130,7 @@ class Case:
             where=draw.choice(("loss", "layer")),
             offload=draw.choice(("", "", "", "host")),
             precision=draw.choice(("float64", "float64", "float64", "bf16")),
-            jit=draw.random() < 0.3,
+            jit=draw.random() < 0.2,
         )
 
 
