@@ -179,10 +179,10 @@ def _tensor(x: Tensor, values: bool) -> str:
 
 def plain(f: types.FunctionType) -> types.FunctionType:
     """A function without decorators from elsewhere, such as `torch.no_grad()` and type checkers."""
-    while not is_own(f) and hasattr(f, "__wrapped__"):
+    while not is_own(f) and (wrapped := getattr(f, "__wrapped__", None)) is not None:
         # What a decorator has closed over is what it runs; its `__wrapped__` may have been copied from that.
-        inside = [x for x in (*closed_over(f).values(), f.__wrapped__) if isinstance(x, types.FunctionType)]
-        own = [x for x in inside if is_own(x)] or [x for x in inside if x is f.__wrapped__]
+        inside = [x for x in (*closed_over(f).values(), wrapped) if isinstance(x, types.FunctionType)]
+        own = [x for x in inside if is_own(x)] or [x for x in inside if x is wrapped]
         if not own:
             break
         f = own[0]

@@ -136,7 +136,7 @@ def test_a_device_mesh_keeps_its_communicators_whenever_the_collector_runs() -> 
         _trained(grid)
     finally:
         gc.enable()
-    assert copy.deepcopy(grid._shardfn).mesh is None  # a copy of the mesh, or a pickle of it, has none
+    assert copy.deepcopy(vars(grid)["_shardfn"]).mesh is None  # a copy of the mesh, or a pickle of it, has none
 
 
 @distributed(world=2)

@@ -243,10 +243,10 @@ def test_a_forward_that_writes_to_its_results_passes_through_torch_func() -> Non
 class Standardized(nn.Conv1d):
     """Normalises its weight by batch_norm, whose "batch" is then no batch of rows."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         rows = self.weight.reshape(1, self.out_channels, -1)
         weight = nn.functional.batch_norm(rows, None, None, training=True, momentum=0.0).reshape_as(self.weight)
-        return nn.functional.conv1d(x, weight, self.bias)
+        return nn.functional.conv1d(input, weight, self.bias)
 
 
 @distributed(world=2)
