@@ -1,0 +1,332 @@
+"""`route`: the way of a leaf from one placement to another, as a value.
+
+A route is a sequence of hops. Each is a row of the closed table of collectives, or an act of one rank alone:
+
+    hop          placement before -> after              sends
+    Cast         dtype                                  nothing
+    Move         memory_kind                            nothing
+    Slice        A[I]       -> A[I_x]                   nothing: each rank keeps its block of what all hold
+    Psum         A[I]{U_x}  -> A[I]                     2 M (n - 1) / n
+    PsumScatter  A[I]{U_x}  -> A[I_x]                   M (n - 1) / n
+    AllGather    A[I_x]     -> A[I]                     M (n - 1) / n
+    AllToAll     A[I_x, J]  -> A[I, J_x]                m (n - 1) / n
+    Encode       elements   -> codes and scales         nothing
+    Decode       codes      -> elements                 nothing
+
+(M: bytes of what n ranks hold together, m: of one rank's block.) A route says before anything runs what it sends along
+which axes, and what a rank holds while it is under way. How a hop is carried out is not its business: executors do.
+
+The order is fixed: move to the device, decode, narrow, cut, sum, exchange, gather, widen, encode, move. So what need
+not be sent is dropped before anything is sent, and of a sum each rank takes its block where it is to have no more.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shardfn.core import MemoryKind, Mesh, P, Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """Elements change their dtype."""
+
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """The block goes to another memory."""
+
+    memory_kind: MemoryKind
+
+
+@dataclasses.dataclass(frozen=True)
+class Encode:
+    """Elements become codes: (bits, elements that share a scale)."""
+
+    code: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Codes become elements."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Each rank keeps its block, along `dim`, of what the ranks along `axes` all hold."""
+
+    axes: tuple[str, ...]
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Psum:
+    """Summands along `axes` become their sum, on every rank."""
+
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PsumScatter:
+    """Summands along `axes` become blocks of their sum, cut along `dim`."""
+
+    axes: tuple[str, ...]
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """Blocks along `axes`, cut along `dim`, become the whole on every rank."""
+
+    axes: tuple[str, ...]
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """Blocks along `axes` that were cut along `concat_dim` become blocks cut along `split_dim`."""
+
+    axes: tuple[str, ...]
+    split_dim: int
+    concat_dim: int
+
+
+Hop = Cast | Move | Encode | Decode | Slice | Psum | PsumScatter | AllGather | AllToAll
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Hops from one placement of a leaf to another.
+
+    Attributes:
+        shape: the leaf's global shape.
+        stops: the placements that the leaf has on its way: before the first hop, and after each; without axes that have
+            one rank. `stops[0]` is where it starts and `stops[-1]` where it ends.
+        hops: `hops[k]` leads from `stops[k]` to `stops[k + 1]`.
+    """
+
+    shape: tuple[int, ...]
+    stops: tuple[Placement, ...]
+    hops: tuple[Hop, ...]
+
+    @property
+    def src(self) -> Placement:
+        """Where it starts."""
+        return self.stops[0]
+
+    @property
+    def dst(self) -> Placement:
+        """Where it ends."""
+        return self.stops[-1]
+
+    def sent(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+        """Axes -> the bytes that the rank at `coords` sends along them, as ring algorithms do."""
+        out: dict[tuple[str, ...], float] = {}
+        for hop, before, after in zip(self.hops, self.stops, self.stops[1:], strict=False):
+            if isinstance(hop, Psum | PsumScatter | AllGather | AllToAll):
+                held = before.nbytes(self.shape, sizes, coords), after.nbytes(self.shape, sizes, coords)
+                out[hop.axes] = out.get(hop.axes, 0) + _sent(hop, *held, _ranks(hop.axes, sizes))
+        return out
+
+    def live(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
+        """The most bytes that the rank at `coords` holds of the leaf at once: what a hop takes and what it makes."""
+        held = [stop.nbytes(self.shape, sizes, coords) for stop in self.stops]
+        return max((a + b for a, b in itertools.pairwise(held)), default=held[0])
+
+    def __str__(self) -> str:
+        lines = [f"{self.src!r}"]
+        lines += [f"  {hop}  ->  {stop!r}" for hop, stop in zip(self.hops, self.stops[1:], strict=True)]
+        return "\n".join(lines)
+
+
+def route(
+    shape: Sequence[int], src: Placement, dst: Placement, mesh: Mesh, *, via: Sequence[Placement] = (), path: str = ""
+) -> Route:
+    """The way of a leaf from `src` to `dst`, through the waypoints `via`.
+
+    Without waypoints it is the direct one. Waypoints say what the two ends do not: in which dtype or code the leaf
+    travels, and that a gather takes two hops, across nodes and within one.
+
+    Args:
+        shape: the leaf's global shape.
+        src: where it is.
+        dst: where it is to be. Summands cannot be made of a sum: `dst.unreduced` are axes of `src.unreduced`.
+        mesh: the axes and their sizes. An axis that is missing or has one rank is no obstacle and no hop.
+        via: placements on the way, in order.
+        path: the leaf's name, for errors.
+
+    Raises:
+        ValueError: a placement does not fit the leaf or the mesh, or no route leads from one to the next; names the
+            leaf and both placements.
+
+    Example:
+        >>> mesh = Mesh({"dp": 4}, torch.device("cpu"), abstract=True)
+        >>> gather = route((8, 3), Placement(P("dp")), Placement(P()), mesh)
+        >>> gather.hops
+        (AllGather(axes=('dp',), dim=0),)
+        >>> gather.sent(mesh.shape, mesh.coords)
+        {('dp',): 72}
+        >>> used = gather.dst.cotangent(("dp",))
+        >>> route((8, 3), used, Placement(P("dp")), mesh).hops
+        (PsumScatter(axes=('dp',), dim=0),)
+    """
+    shape, name = tuple(shape), path or "a leaf"
+    for stop in (src, *via, dst):
+        problems = list(stop.problems(shape, mesh))
+        if problems:
+            raise ValueError(f"{name} of shape {shape} cannot be placed as {stop!r}: {'; '.join(problems)}.")
+    stops = [_on(stop, mesh) for stop in (src, *via, dst)]
+    walk = _Walk(stops[0])
+    for stop in stops[1:]:
+        _check_pair(walk.now, stop, f"{name} of shape {shape}")
+        walk.go(stop)
+    return Route(shape, tuple(walk.stops), tuple(walk.hops))
+
+
+def _on(placement: Placement, mesh: Mesh) -> Placement:
+    """Without axes that have one rank; summands in the mesh's order."""
+    spec = P(*(mesh.axes(placement.spec.dim_axes(d)) or None for d in range(len(placement.spec))))
+    unreduced = tuple(a for a in mesh.axis_names if a in mesh.axes(placement.unreduced))
+    return placement.with_(spec=spec, unreduced=unreduced)
+
+
+def _check_pair(src: Placement, dst: Placement, name: str) -> None:
+    made = [a for a in dst.unreduced if a not in src.unreduced]
+    why = ""
+    if made:
+        why = f"along {made} it would become a sum that is still to be taken, which no hop makes of a value"
+    elif src.stacked != dst.stacked:
+        why = "one stacks layers along dim 0 and the other does not; say the same of both"
+    elif src.code is not None and src.code == dst.code and not _only_gathers(src.spec, dst.spec):
+        why = "codes can be gathered, not cut or exchanged; go through a placement without code"
+    if why:
+        raise ValueError(f"no route leads {name} from {src!r} to {dst!r}: {why}.")
+
+
+def _only_gathers(src: P, dst: P) -> bool:
+    dims = range(max(len(src), len(dst)))
+    return all(src.dim_axes(d)[: len(dst.dim_axes(d))] == dst.dim_axes(d) for d in dims)
+
+
+class _Walk:
+    """A route that is being laid: where it has come to, and how.
+
+    Between calls `stops[k + 1]` is what `hops[k]` makes of `stops[k]`.
+    """
+
+    def __init__(self, start: Placement) -> None:
+        self.stops: list[Placement] = [start]
+        self.hops: list[Hop] = []
+
+    @property
+    def now(self) -> Placement:
+        return self.stops[-1]
+
+    def step(self, hop: Hop, **changes: object) -> None:
+        self.hops.append(hop)
+        self.stops.append(self.now.with_(**changes))
+
+    def go(self, dst: Placement) -> None:
+        """The direct way from here."""
+        computes = self.now.with_(memory_kind="device") != dst.with_(memory_kind="device")
+        if computes and self.now.memory_kind != "device":
+            self.step(Move("device"), memory_kind="device")
+        if self.now.code is not None and self.now.code != dst.code:
+            self.step(Decode(), code=None)
+        sums = [a for a in self.now.unreduced if a not in dst.unreduced]
+        # A sum is taken in the wider dtype; what is not summed travels in the narrower one.
+        if self.now.dtype != dst.dtype and (dst.dtype.itemsize > self.now.dtype.itemsize) == bool(sums):
+            self.step(Cast(dst.dtype), dtype=dst.dtype)
+        self._cut(dst)
+        if self.now.dtype != dst.dtype:
+            self.step(Cast(dst.dtype), dtype=dst.dtype)
+        if dst.code is not None and self.now.code is None:
+            self.step(Encode(dst.code), code=dst.code)
+        if self.now.memory_kind != dst.memory_kind:
+            self.step(Move(dst.memory_kind), memory_kind=dst.memory_kind)
+
+    def _cut(self, dst: Placement) -> None:
+        """From this spec, and the sums that are still to be taken, to those of `dst`."""
+        self._add(dst)
+        rest = tuple(a for a in self.now.unreduced if a not in dst.unreduced)
+        if rest:
+            self.step(Psum(rest), unreduced=dst.unreduced)
+        while self.now.spec != dst.spec:
+            if not self._exchange(dst):
+                dim = next(d for d in range(len(self.now.spec)) if _surplus(self.now.spec, dst.spec, d))
+                axes = _surplus(self.now.spec, dst.spec, dim)
+                self.step(AllGather(axes, dim), spec=_without(self.now.spec, dim, axes))
+            self._add(dst)
+
+    def _add(self, dst: Placement) -> None:
+        """Cuts along axes that cut nothing yet, major ones first: a slice, or the block of a sum."""
+        for dim in range(len(dst.spec)):
+            while axes := self._free(dst, dim):
+                scatter = axes[0] in self.now.unreduced
+                spec = self.now.spec.with_axes(dim, axes)
+                if scatter:
+                    left = tuple(a for a in self.now.unreduced if a not in axes)
+                    self.step(PsumScatter(axes, dim), spec=spec, unreduced=left)
+                else:
+                    self.step(Slice(axes, dim), spec=spec)
+
+    def _free(self, dst: Placement, dim: int) -> tuple[str, ...]:
+        """The next axes to cut `dim` along that cut nothing now, all of them summands' or none."""
+        have, want = self.now.spec.dim_axes(dim), dst.spec.dim_axes(dim)
+        if want[: len(have)] != have:
+            return ()
+        out: list[str] = []
+        for axis in want[len(have) :]:
+            alike = not out or (axis in self.now.unreduced) == (out[0] in self.now.unreduced)
+            if axis in self.now.spec.axes or not alike:
+                break
+            out.append(axis)
+        return tuple(out)
+
+    def _exchange(self, dst: Placement) -> bool:
+        """Whether an all_to_all brings axes from the dim that they cut to the one that they are to cut."""
+        now = self.now.spec
+        for concat_dim in range(len(now)):
+            axes = _surplus(now, dst.spec, concat_dim)
+            for dim in range(len(dst.spec)):
+                have, want = now.dim_axes(dim), dst.spec.dim_axes(dim)
+                if axes and dim != concat_dim and want[: len(have) + len(axes)] == have + axes:
+                    spec = _without(now, concat_dim, axes).with_axes(dim, axes)
+                    self.step(AllToAll(axes, dim, concat_dim), spec=spec)
+                    return True
+        return False
+
+
+def _surplus(now: P, dst: P, dim: int) -> tuple[str, ...]:
+    """The minor axes that cut `dim` and are not to: all behind those that both specs begin with."""
+    have, want = now.dim_axes(dim), dst.dim_axes(dim)
+    same = 0
+    while same < min(len(have), len(want)) and have[same] == want[same]:
+        same += 1
+    return have[same:]
+
+
+def _without(spec: P, dim: int, axes: tuple[str, ...]) -> P:
+    entries = [spec.dim_axes(d) for d in range(len(spec))]
+    entries[dim] = entries[dim][: len(entries[dim]) - len(axes)]
+    return P(*(e or None for e in entries))
+
+
+def _ranks(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[a] for a in axes)
+
+
+def _sent(hop: Psum | PsumScatter | AllGather | AllToAll, before: int, after: int, n: int) -> float:
+    """What one rank sends in a ring of `n`, of whose blocks it holds `before` bytes, and `after` when it is done."""
+    if isinstance(hop, Psum):
+        return 2 * before * (n - 1) / n
+    if isinstance(hop, PsumScatter):
+        return before - after
+    if isinstance(hop, AllGather):
+        return before * (n - 1)
+    return before * (n - 1) / n

@@ -1,0 +1,117 @@
+"""`Placement`: where and how a leaf is.
+
+One value says how a leaf is cut over the mesh, over which axes it is a sum that is still to be taken, in which memory
+and dtype it is kept, and whether it is rounded to codes. What a training step keeps, uses and sends are placements of
+leaves, and what lies between two of them is a route (`shardfn.collectives.route`).
+
+    parameter, ZeRO 3        A[I_dp, J]             P("dp")
+    the same as it is used   A[I, J]                P()
+    its gradient as it comes A[I, J]{U_dp}          P(), unreduced=("dp",)
+    its gradient as kept     A[I_dp, J]             P("dp")
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+import torch
+
+from ._mesh import Mesh
+from ._spec import MemoryKind, P, block_slices
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where and how a leaf is. A value: two leaves of one placement are held alike.
+
+    Attributes:
+        spec: how it is cut; along an axis that is neither here nor in `unreduced` all ranks hold the same.
+        unreduced: the axes along which each rank holds a summand: the leaf is the sum.
+        memory_kind: "device", "host" or "disk".
+        dtype: of its elements; with a code, of the elements that the codes stand for.
+        code: (bits, elements that share a scale) where it is rounded to codes; None = elements as they are.
+        stacked: whether the leading dim stacks layers that are used, and cut, one by one; `spec` then does not cut it.
+
+    Example:
+        >>> kept = Placement(P("dp"))
+        >>> used = Placement(P())
+        >>> used.cotangent(("dp",)).unreduced
+        ('dp',)
+
+    References:
+        Xu et al., GSPMD, 2021, https://arxiv.org/abs/2105.04663 (partial sums as a sharding)
+    """
+
+    spec: P = P()  # noqa: RUF009  # P is immutable
+    unreduced: tuple[str, ...] = ()
+    memory_kind: MemoryKind = "device"
+    dtype: torch.dtype = torch.float32
+    code: tuple[int, int] | None = None
+    stacked: bool = False
+
+    def with_(self, **changes: object) -> "Placement":
+        """This placement with other values of some fields."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def cotangent(self, varying: tuple[str, ...]) -> "Placement":
+        """How the gradient of a leaf comes that is held so and used differently along the axes `varying`.
+
+        Blocks have blocks. What all ranks hold gets a summand from each rank that uses it in its own way; of a
+        summand every rank gets the whole gradient, since it counts once in the sum.
+        """
+        held = (*self.spec.axes, *self.unreduced)
+        return self.with_(unreduced=tuple(a for a in varying if a not in held))
+
+    def block_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> torch.Size:
+        """The shape of the block of a leaf of global `shape` that the rank at `coords` holds."""
+        return torch.Size(s.stop - s.start for s in block_slices(shape, self.spec, sizes, coords))
+
+    def nbytes(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
+        """The bytes of that block: of its elements, or of its codes and scales (4 bytes each)."""
+        count = self.block_shape(shape, sizes, coords).numel()
+        if self.code is None:
+            return count * self.dtype.itemsize
+        bits, per_scale = self.code
+        return 4 * -(-count // per_scale) + -(-count * bits // 8)
+
+    def problems(self, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
+        """What keeps a leaf of global `shape` from being placed so on `mesh`; nothing where it can be."""
+        if len(self.spec) > len(shape):
+            yield f"{self.spec!r} has {len(self.spec)} entries, but the leaf has {len(shape)} dims"
+        foreign = [a for a in (*self.spec.axes, *self.unreduced) if not _known(mesh, a)]
+        if foreign:
+            yield f"axes {foreign} are not in the mesh, which has {mesh.axis_names}"
+        both = sorted(set(self.spec.axes) & set(self.unreduced))
+        if both:
+            yield f"along {both} it would be cut and unreduced at once; a value is one of the two"
+        if self.memory_kind not in get_args(MemoryKind):
+            yield f"memory_kind={self.memory_kind!r}; the memories are {get_args(MemoryKind)}"
+        if self.code is not None and not _is_code(self.code):
+            yield f"code={self.code!r}; a code is (8 or 4 bits, an even number of elements that share a scale)"
+        if self.code is not None and not self.dtype.is_floating_point:
+            yield f"{self.dtype} has no code; only floating-point elements are rounded"
+        if self.code is not None and self.unreduced:
+            yield "codes cannot be summed; take the sum first, or unreduced=()"
+        if self.stacked and (not shape or self.spec.dim_axes(0)):
+            yield f"{self.spec!r} cuts dim 0, along which layers are stacked; start it with None"
+
+    def __repr__(self) -> str:
+        parts = [repr(self.spec)]
+        parts += [f"unreduced={self.unreduced}"] if self.unreduced else []
+        parts += [self.memory_kind] if self.memory_kind != "device" else []
+        parts += [str(self.dtype).removeprefix("torch.")]
+        parts += [f"code={self.code}"] if self.code is not None else []
+        parts += ["stacked"] if self.stacked else []
+        return f"Placement({', '.join(parts)})"
+
+
+def _known(mesh: Mesh, axis: str) -> bool:
+    try:
+        mesh.axes(axis)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_code(code: tuple[int, int]) -> bool:
+    return len(code) == 2 and code[0] in (4, 8) and code[1] >= 2 and code[1] % 2 == 0

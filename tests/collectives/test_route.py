@@ -1,0 +1,273 @@
+"""Covers placements and routes: as values against a slow definition over the blocks of all ranks, and carried out."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.collectives import (
+    AllGather,
+    AllToAll,
+    Cast,
+    Decode,
+    Encode,
+    Move,
+    Psum,
+    PsumScatter,
+    Route,
+    Slice,
+    carry,
+    route,
+)
+from shardfn.core import Mesh, P, Placement, all_coords, block_slices, make_mesh
+from shardfn.testing import distributed
+
+SIZES = {"a": 2, "b": 3, "c": 2}
+MESH = Mesh(SIZES, torch.device("cpu"), abstract=True)
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+Blocks = dict[tuple[int, ...], Tensor]
+
+
+# the slow definition
+
+
+def placed(x: Tensor, at: Placement, sizes: dict[str, int], draw: random.Random | None = None) -> Blocks:
+    """The blocks of all ranks, by their coordinates. Summands are whole numbers that differ between ranks."""
+    blocks: Blocks = {}
+    mates: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for coords in all_coords(sizes):
+        key = tuple(coords.values())
+        blocks[key] = x[block_slices(tuple(x.shape), at.spec, sizes, coords)].clone()
+        mates.setdefault(tuple(0 if a in at.unreduced else c for a, c in coords.items()), []).append(key)
+    if draw is not None:
+        for *others, last in mates.values():
+            for key in others:
+                blocks[key].fill_(draw.randint(-3, 3))
+                blocks[last] -= blocks[key]
+    return blocks
+
+
+def walked(blocks: Blocks, way: Route, sizes: dict[str, int]) -> Blocks:
+    """What every rank holds at the end, hop by hop, each by what its name means."""
+    for hop, before, after in zip(way.hops, way.stops, way.stops[1:], strict=False):
+        blocks = {key: _made(hop, key, blocks, before, after, way.shape, sizes) for key in blocks}
+    return blocks
+
+
+def _made(
+    hop: Any, key: tuple[int, ...], blocks: Blocks, before: Placement, after: Placement, shape: Any, sizes: Any
+) -> Tensor:
+    if isinstance(hop, Move | Encode | Decode):
+        return blocks[key]
+    if isinstance(hop, Cast):
+        return blocks[key].to(hop.dtype)
+    mates = [k for k in blocks if all(x == y for a, x, y in zip(sizes, k, key, strict=True) if a not in hop.axes)]
+    if isinstance(hop, Psum):
+        return sum((blocks[k] for k in mates), torch.zeros_like(blocks[key]))
+    if isinstance(hop, PsumScatter):
+        total = sum((blocks[k] for k in mates), torch.zeros_like(blocks[key]))
+        return _own(total, key, before, after, shape, sizes)
+    if isinstance(hop, Slice):
+        return _own(blocks[key], key, before, after, shape, sizes)
+    # A gather or an exchange: put what the mates hold in its place, and look whether all of the new block is there.
+    whole, seen = torch.zeros(shape, dtype=blocks[key].dtype), torch.zeros(shape)
+    for k in mates:
+        where = block_slices(shape, before.spec, sizes, dict(zip(sizes, k, strict=True)))
+        whole[where], seen[where] = blocks[k], 1
+    mine = block_slices(shape, after.spec, sizes, dict(zip(sizes, key, strict=True)))
+    assert bool((seen[mine] == 1).all()), "the mates of this hop do not hold all of the new block"
+    return whole[mine]
+
+
+def _own(x: Tensor, key: tuple[int, ...], before: Placement, after: Placement, shape: Any, sizes: Any) -> Tensor:
+    coords = dict(zip(sizes, key, strict=True))
+    whole = torch.zeros(shape, dtype=x.dtype)
+    whole[block_slices(shape, before.spec, sizes, coords)] = x
+    return whole[block_slices(shape, after.spec, sizes, coords)]
+
+
+def total(blocks: Blocks, at: Placement, shape: Any, sizes: dict[str, int]) -> Tensor:
+    """The leaf that blocks stand for; every copy of a block must be the same."""
+    sums: Blocks = {}
+    for key, block in blocks.items():
+        mates = tuple(c if a not in at.unreduced else 0 for a, c in zip(sizes, key, strict=True))
+        sums[mates] = sums[mates] + block if mates in sums else block
+    out, seen = torch.zeros(shape, dtype=F64), torch.zeros(shape, dtype=torch.bool)
+    for key, block in sums.items():
+        where = block_slices(shape, at.spec, sizes, dict(zip(sizes, key, strict=True)))
+        assert torch.equal(out[where][seen[where]], block.double()[seen[where]]), "copies differ"
+        out[where], seen[where] = block.double(), True
+    assert bool(seen.all())
+    return out
+
+
+# routes drawn at random
+
+
+def drawn(draw: random.Random, ndim: int, axes: tuple[str, ...], unreduced: tuple[str, ...] = ()) -> Placement:
+    free = [a for a in axes if a not in unreduced]
+    draw.shuffle(free)
+    entries = [tuple(free.pop() for _ in range(draw.randint(0, min(2, len(free))))) or None for _ in range(ndim)]
+    return Placement(P(*entries), unreduced, draw.choice(("device", "host")), draw.choice((F32, F64)))
+
+
+def pair(draw: random.Random, axes: tuple[str, ...] = tuple(SIZES)) -> tuple[tuple[int, ...], Placement, Placement]:
+    shape = tuple(draw.choice((0, 1, 2, 3, 4, 5, 7, 12)) for _ in range(draw.randint(0, 3)))
+    src_sums = tuple(a for a in axes if draw.random() < 0.25)
+    dst_sums = tuple(a for a in src_sums if draw.random() < 0.3)
+    return shape, drawn(draw, len(shape), axes, src_sums), drawn(draw, len(shape), axes, dst_sums)
+
+
+def whole(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=F64).reshape(shape) + 1
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_route_ends_with_the_leaf_placed_as_asked(part: int) -> None:
+    for seed in range(part * 60, (part + 1) * 60):
+        draw = random.Random(seed)
+        shape, src, dst = pair(draw)
+        way = route(shape, src, dst, MESH)
+        assert way.src == src and way.dst == dst, seed
+        x = whole(shape)
+        blocks = {k: b.to(src.dtype) for k, b in placed(x, src, SIZES, draw).items()}
+        ends = walked(blocks, way, SIZES)
+        assert all(b.dtype == dst.dtype for b in ends.values()), seed
+        assert torch.equal(total(ends, dst, shape, SIZES), x), (seed, str(way))
+
+
+def test_a_route_sends_nothing_that_need_not_be_sent() -> None:
+    for seed in range(150):
+        shape, src, dst = pair(random.Random(seed))
+        way = route(shape, src, dst, MESH)
+        coords = dict.fromkeys(SIZES, 0)
+        if not src.unreduced and set(src.spec.axes) <= set(dst.spec.axes) and _begins(src.spec, dst.spec):
+            assert not way.sent(SIZES, coords), (seed, str(way))
+        if src.with_(memory_kind=dst.memory_kind) == dst:
+            assert all(isinstance(hop, Move) for hop in way.hops), (seed, str(way))
+        gathers = sum(isinstance(hop, AllGather) for hop in way.hops)
+        assert gathers <= sum(src.spec.dim_axes(d) != dst.spec.dim_axes(d) for d in range(len(shape))) + 1, seed
+
+
+def _begins(src: P, dst: P) -> bool:
+    return all(dst.dim_axes(d)[: len(src.dim_axes(d))] == src.dim_axes(d) for d in range(len(src)))
+
+
+# the routes of training
+
+
+DP = Mesh({"dp": 4}, torch.device("cpu"), abstract=True)
+NODES = Mesh({"node": 2, "dp": 4}, torch.device("cpu"), abstract=True)
+KEPT, USED = Placement(P("dp")), Placement(P())
+GRAD = USED.cotangent(("dp",))
+
+
+@pytest.mark.parametrize(
+    "src, dst, hops, sent",
+    [
+        (KEPT, USED, (AllGather(("dp",), 0),), 3 * 24),  # ZeRO 3: each use
+        (GRAD, KEPT, (PsumScatter(("dp",), 0),), 3 * 24),  # ZeRO 1 to 3: gradients
+        (GRAD, USED, (Psum(("dp",)),), 6 * 24),  # ZeRO 0
+        (USED, KEPT, (Slice(("dp",), 0),), 0),  # the rows that a rank updates
+        (KEPT, Placement(P(None, "dp")), (AllToAll(("dp",), 1, 0),), 18),
+        (Placement(P("dp"), dtype=BF16), USED, (AllGather(("dp",), 0), Cast(F32)), 3 * 12),
+        (KEPT, Placement(P(), dtype=BF16), (Cast(BF16), AllGather(("dp",), 0)), 3 * 12),
+        (GRAD.with_(dtype=BF16), KEPT, (Cast(F32), PsumScatter(("dp",), 0)), 3 * 24),
+        (KEPT.with_(memory_kind="host"), USED, (Move("device"), AllGather(("dp",), 0)), 3 * 24),
+        (GRAD, KEPT.with_(memory_kind="host"), (PsumScatter(("dp",), 0), Move("host")), 3 * 24),
+        (KEPT, KEPT, (), 0),
+    ],
+)
+def test_the_routes_of_training(src: Placement, dst: Placement, hops: tuple[Any, ...], sent: int) -> None:
+    way = route((4, 6), src, dst, DP)
+    assert way.hops == hops
+    assert sum(way.sent(DP.shape, DP.coords).values()) == sent
+
+
+def test_waypoints_are_codes_and_two_hops() -> None:
+    code = (8, 256)
+    kept, used = Placement(P(("node", "dp"))), Placement(P())
+    coded = kept.with_(code=code)
+    near = coded.with_(spec=P("dp"))
+    # A secondary piece is what comes by way of the far axes; the minor axis stays, so the near one is major.
+    kept, coded = (x.with_(spec=P(("dp", "node"))) for x in (kept, coded))
+    way = route((512, 8), kept, used, NODES, via=(coded, near, used.with_(code=code)))
+    assert way.hops == (Encode(code), AllGather(("node",), 0), AllGather(("dp",), 0), Decode())
+    sent = way.sent(NODES.shape, NODES.coords)
+    assert sent == {("node",): 512 + 2 * 4, ("dp",): 3 * (1024 + 4 * 4)}
+    assert way.live(NODES.shape, NODES.coords) == 4096 + 16 * 4 + 4 * 4096
+
+
+def test_summands_stay_where_they_are_to_stay() -> None:
+    src = Placement(P(), ("node", "dp"))
+    assert route((8,), src, Placement(P("node"), ("dp",)), NODES).hops == (PsumScatter(("node",), 0),)
+    assert route((8,), src, Placement(P(), ("dp",)), NODES).hops == (Psum(("node",)),)
+
+
+def test_axes_of_one_rank_and_missing_ones_are_no_hops() -> None:
+    one = Mesh({"dp": 1, "tp": 2}, torch.device("cpu"), abstract=True)
+    assert route((8,), KEPT, USED, one).hops == ()
+    assert route((8,), Placement(P("sp")), Placement(P("tp")), one).hops == (Slice(("tp",), 0),)
+
+
+@pytest.mark.parametrize(
+    "src, dst, words",
+    [
+        (USED, Placement(P(None, None, "dp")), r"P\(None, None, 'dp'\) has 3 entries, but the leaf has 2 dims"),
+        (USED, Placement(P("dq")), r"axes \['dq'\] are not in the mesh"),
+        (USED, GRAD, r"(?s)no route leads params\['w'\].*unreduced=\('dp',\).*\['dp'\].*still to be taken"),
+        (USED, Placement(P("dp"), ("dp",)), r"cut and unreduced at once"),
+        (USED, Placement(code=(8, 0)), r"code=\(8, 0\); a code is \(8 or 4 bits"),
+        (USED, Placement(dtype=torch.int64, code=(8, 2)), r"torch.int64 has no code"),
+        (GRAD.with_(code=(8, 2)), USED, r"codes cannot be summed"),
+        (USED, Placement(P("dp"), stacked=True), r"cuts dim 0, along which layers are stacked"),
+        (USED, Placement(stacked=True), r"one stacks layers along dim 0 and the other does not"),
+        (USED.with_(code=(8, 2)), KEPT.with_(code=(8, 2)), r"codes can be gathered, not cut"),
+    ],
+)
+def test_what_has_no_route_is_named(src: Placement, dst: Placement, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        route((4, 6), src, dst, DP, path="params['w']")
+    assert "params['w'] of shape (4, 6)" in str(error.value)
+
+
+# carried out
+
+
+@distributed(world=4, timeout=120)
+def test_blocks_are_carried_as_routes_say_and_bytes_are_the_predicted_ones() -> None:
+    mesh = make_mesh({"a": 2, "c": 2}, device="cpu")
+    sizes, key = dict(mesh.shape), tuple(mesh.coords.values())
+    with sf.collectives.bind_mesh(mesh):
+        for seed in range(25):
+            draw = random.Random(seed)
+            shape, src, dst = pair(draw, ("a", "c"))
+            way = route(shape, src, dst, mesh)
+            blocks = {k: b.to(src.dtype) for k, b in placed(whole(shape), src, sizes, draw).items()}
+            with sf.count_traffic() as traffic:
+                end = carry(blocks[key], way, move=lambda x, _: x)
+            assert torch.equal(end, walked(blocks, way, sizes)[key]), (seed, str(way))
+            even = all(n % 4 == 0 for n in shape)
+            if even:
+                assert traffic.bytes == sum(way.sent(sizes, mesh.coords).values()), (seed, str(way))
+
+
+@distributed(world=4, timeout=120)
+def test_gradients_go_the_way_back() -> None:
+    """`<F x, y> == <x, F' y>`, with what several ranks hold counted once."""
+    mesh = make_mesh({"a": 2, "c": 2}, device="cpu")
+    with sf.collectives.bind_mesh(mesh):
+        for seed in range(25):
+            draw = random.Random(seed)
+            shape, src, dst = pair(draw, ("a", "c"))
+            src, dst = (p.with_(dtype=F64, memory_kind="device", unreduced=()) for p in (src, dst))
+            x = whole(shape)[block_slices(shape, src.spec, mesh.shape, mesh.coords)].clone().requires_grad_()
+            y = (whole(shape) * 3 - 5)[block_slices(shape, dst.spec, mesh.shape, mesh.coords)]
+            out = carry(x, route(shape, src, dst, mesh))
+            (grad,) = torch.autograd.grad((out * y).sum(), x)
+            assert torch.equal(grad, (whole(shape) * 3 - 5)[block_slices(shape, src.spec, mesh.shape, mesh.coords)]), (
+                seed
+            )
