@@ -27,6 +27,7 @@ DESIGN = [
     "docs/design/0007-activations.md",
     "docs/design/0008-compressed-communication.md",
     "docs/design/0009-zero-plus-plus.md",
+    "docs/design/0010-placements-and-routes.md",
 ]
 DOCS = [
     "docs/index.md",
