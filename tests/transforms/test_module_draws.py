@@ -214,13 +214,14 @@ def test_a_number_that_decides_whether_a_layer_is_skipped(jit: bool) -> None:
             def __init__(self) -> None:
                 super().__init__()
                 self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+                self.gain = nn.Parameter(torch.ones(3))  # what gives a gradient where all layers are skipped
 
             def forward(self, x: Tensor) -> Tensor:
                 for layer in self.layers:
                     if torch.rand([]) < rate:
                         continue
                     x = layer(x)
-                return x.mean()
+                return (x * self.gain).mean()
 
         return Layers()
 
