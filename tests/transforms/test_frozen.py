@@ -135,9 +135,8 @@ def _step(case: Case, mesh: Any, directory: str, *, jit: bool) -> Any:
     specs: Any = sf.P()
     if case.stacked:
         specs = {"blocks": sf.Sharding(sf.P(), stacked=True), "in": sf.P(), "out": sf.P(), "scale": sf.P()}
-    axes = tuple(a for a in mesh.axis_names)
     zero = sf.Zero(**{**ODD, **case.zero, **where})
-    options = {"mesh": mesh, "specs": specs, "batch": sf.P(axes), "zero": zero, **case.options}
+    options = {"mesh": mesh, "specs": specs, "batch": sf.P(mesh.axis_names), "zero": zero, **case.options}
     return sf.sharded_step(loss, _optimizer(case.optimizer), **options)
 
 
