@@ -1,10 +1,9 @@
 """A channel: a communicator along mesh axes for the step's own asynchronous traffic, ordered apart from all other.
 
 `all_gather` fills the blocks of a destination in place; `reduce_scatter` sums in rank order, so its bits depend
-neither on
-bucketing nor on timing. On gloo they are a broadcast a block, and an all_to_all with a sum at home (its own all_gather
-costs three times as much and its reduce_scatter is an all_reduce; sends from the calling thread block on the connection
-while another transfer runs). Elsewhere the backend's native operations run.
+neither on bucketing nor on timing. On gloo they are a broadcast a block, and an all_to_all with a sum at home (its own
+all_gather costs three times as much and its reduce_scatter is an all_reduce; sends from the calling thread block on the
+connection while another transfer runs). Elsewhere the backend's native operations run.
 """
 
 import collections

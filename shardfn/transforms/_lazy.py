@@ -1,9 +1,8 @@
 """Lazy leaves: a parameter that is gathered when an op first uses it, and that the graph does not keep.
 
 `LazyLeaf` has the leaf's shape and dtype and no storage. `__torch_function__` replaces it by the whole tensor when a
-real op
-takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole tensor is
-saved as (leaf, view geometry), and gathered again when the backward asks for it.
+real op takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole
+tensor is saved as (leaf, view geometry), and gathered again when the backward asks for it.
 
 A stacked leaf enters as a lazy leaf of lazy leaves: taking a layer by its index, or iterating, opens nothing.
 """
