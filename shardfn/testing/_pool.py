@@ -12,7 +12,6 @@ import os
 import pathlib
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,12 +24,13 @@ import torch.distributed as dist
 
 from shardfn.core import RankError
 
+from ._forked import START, Forked, ForkServer
 from ._report import GRACE, Report, raise_first
 
-START = 300.0  # seconds that a worker has to import torch on a busy machine
 RENDEZVOUS = 30.0  # seconds that ranks have to find one another
-_SCRIPT = str(pathlib.Path(__file__).with_name("_worker.py"))
+_SCRIPTS = tuple(str(pathlib.Path(__file__).with_name(f"{name}.py")) for name in ("_worker", "_fork_server"))
 _WORKERS: list["Worker"] = []
+_SERVER: list[ForkServer] = []  # none or one
 _SETUP_FILES: list[str] = []
 _STORE: list[dist.TCPStore] = []
 _NUMBERS = itertools.count()
@@ -38,9 +38,9 @@ _NUMBERS = itertools.count()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Worker:
-    """A child process: its pipe, and the temporary files that it writes to."""
+    """A process: its pipe, and the temporary files that it writes to."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     conn: Connection
     out: IO[bytes]
     err: IO[bytes]
@@ -48,9 +48,10 @@ class Worker:
 
 
 def worker_setup(file: str | os.PathLike[str]) -> None:
-    """Makes every worker run a Python file before anything else, typically the test suite's own conftest.
+    """Runs a Python file before anything else in every worker, typically the test suite's own conftest.
 
-    What must precede the first `import shardfn` (jaxtyping's import hook) thereby holds in the workers as well.
+    What must precede the first `import shardfn` (jaxtyping's import hook) thereby holds in the workers as well. The
+    file is run once, in the process that all workers are forked from, so it must leave no thread running.
 
     Args:
         file: path of the file. Workers that run already are ended, so that none is without it.
@@ -61,7 +62,7 @@ def worker_setup(file: str | os.PathLike[str]) -> None:
     path = str(pathlib.Path(file).resolve())
     if path not in _SETUP_FILES:
         _SETUP_FILES.append(path)
-        end_workers(_WORKERS)
+        _end()
 
 
 def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list[Any]:
@@ -103,14 +104,19 @@ def end_workers(workers: list[Worker]) -> None:
     """Ends these workers, each by its own pid, and forgets them."""
     for worker in list(workers):
         worker.process.kill()
-        worker.process.communicate()
         for file in (worker.conn, worker.out, worker.err, worker.stack):
             file.close()
         if worker in _WORKERS:
             _WORKERS.remove(worker)
 
 
-atexit.register(end_workers, _WORKERS)
+def _end() -> None:
+    end_workers(_WORKERS)
+    while _SERVER:
+        _SERVER.pop().close()
+
+
+atexit.register(_end)
 
 
 # start
@@ -120,34 +126,24 @@ def _start(world: int) -> list[Worker]:
     if not _STORE:
         _STORE.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     end_workers([worker for worker in _WORKERS if worker.process.poll() is not None])
-    fresh = [_spawn() for _ in range(world - len(_WORKERS))]
+    fresh = [_fork() for _ in range(world - len(_WORKERS))]
     _WORKERS.extend(fresh)
     for worker in fresh:
         _expect_ready(worker)
     return _WORKERS[:world]
 
 
-def _spawn() -> Worker:
+def _fork() -> Worker:
+    if not _SERVER:
+        _SERVER.append(ForkServer(_SETUP_FILES))
     ours, theirs = Pipe()
     # Opened to append, so that reading them from the start does not move the place where the worker writes.
     out, err, stack = (tempfile.TemporaryFile("a+b") for _ in range(3))
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {k: v for k, v in os.environ.items() if k not in launcher}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a bare machine may not resolve its own host name
-    fds = (theirs.fileno(), stack.fileno())
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-u", _SCRIPT, *map(str, fds)],
-        stdin=subprocess.PIPE,
-        stdout=out,
-        stderr=err,
-        env=env,
-        pass_fds=fds,
-        start_new_session=True,  # an interrupt from the keyboard is the parent's to handle
-    )
-    theirs.close()
-    ours.send({"path": sys.path, "files": _SETUP_FILES, "port": _STORE[0].port})
+    try:
+        process = _SERVER[0].fork(theirs, (out, err, stack), {"port": _STORE[0].port})
+    except RankError:
+        _end()
+        raise
     return Worker(process, ours, out, err, stack)
 
 
@@ -223,9 +219,8 @@ def _send(worker: Worker, message: Any) -> None:
 
 
 def _exit_code(worker: Worker) -> str:
-    try:
-        code = worker.process.wait(5)
-    except subprocess.TimeoutExpired:
+    code = worker.process.wait(5.0)
+    if code is None:
         return "its pipe closed"
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
@@ -242,7 +237,7 @@ def _stack(worker: Worker) -> str:
         size = now
     threads = _take(worker.stack).split("\n\n")
     lines = "\n".join(t for t in threads if "_exit_with_parent" not in t).splitlines()
-    return "\n".join(f"    {line}" for line in lines if _SCRIPT not in line)
+    return "\n".join(f"    {line}" for line in lines if not any(s in line for s in _SCRIPTS))
 
 
 # tell

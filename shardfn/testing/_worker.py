@@ -1,4 +1,4 @@
-"""One worker of the pool behind `distributed`, started as a script: imports nothing of shardfn until a test does.
+"""One worker of the pool behind `distributed`: imports nothing of shardfn until a test or a setup file does.
 
 It takes one call at a time from a pipe, answers with an outcome, and waits to be told that every rank is done before it
 leaves the process group, so that no peer loses data that is still on its way.
@@ -28,18 +28,19 @@ import torch.distributed as dist
 _MODULES: dict[str, tuple[int, types.ModuleType]] = {}
 
 
-def main() -> None:
-    """Serves calls until the parent closes the pipe."""
-    conn, stack_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
+def main(conn: Connection, stack: int, port: int) -> None:
+    """Serves calls until the parent closes the pipe.
+
+    Args:
+        conn: the pipe to the pool.
+        stack: a file that a signal writes the stacks of all threads to.
+        port: of the store by which ranks find one another.
+    """
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
-    setup = conn.recv()
-    sys.path[:] = setup["path"]
-    for i, file in enumerate(setup["files"]):
-        _load(f"_worker_setup_{i}", file, rewrite=False)
-    store = dist.TCPStore("127.0.0.1", setup["port"], is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     conn.send(("ready", os.getpid()))
     while (call := _receive(conn)) is not None:
         _serve(conn, call, store)
@@ -101,13 +102,14 @@ def _module(name: str, file: str, rewrite: bool) -> types.ModuleType:
     mtime = os.stat(file).st_mtime_ns
     if file not in _MODULES or _MODULES[file][0] != mtime:
         # A script must not run its own `if __name__ == "__main__"` here; multiprocessing knows this alias too.
-        module = _load("__mp_main__" if name == "__main__" else name, file, rewrite)
+        module = load("__mp_main__" if name == "__main__" else name, file, rewrite)
         _MODULES[file] = mtime, module
     sys.modules[name] = _MODULES[file][1]
     return _MODULES[file][1]
 
 
-def _load(name: str, file: str, rewrite: bool) -> types.ModuleType:
+def load(name: str, file: str, rewrite: bool) -> types.ModuleType:
+    """A module from a file, under a name, run now."""
     spec = importlib.util.spec_from_file_location(name, file, loader=_Loader(name, file, rewrite))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -167,7 +169,3 @@ def _exit_with_parent() -> None:
     """Standard input is a pipe that nobody writes to: it ends when the parent does."""
     os.read(0, 1)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

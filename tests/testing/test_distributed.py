@@ -277,3 +277,38 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_setup_file_that_fails_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "odd_setup.py").write_text("raise ValueError('odd setup')")
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "from shardfn.testing import distributed, worker_setup\n"
+        "worker_setup('odd_setup.py')\n"
+        "@distributed(world=2)\n"
+        "def f():\n"
+        "    return 1\n"
+        "if __name__ == '__main__':\n"
+        "    f()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "RankError: a worker ended at its start with exit code 1" in done.stderr and "odd setup" in done.stderr
+
+
+@distributed(world=2)
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+@distributed(world=2)
+def _leave() -> None:
+    os._exit(3)
+
+
+def test_a_new_worker_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODD_NAME", "odd")
+    with pytest.raises(RankError, match="exit code 3"):
+        _leave()
+    assert environment("ODD_NAME") == ["odd", "odd"]
