@@ -6,13 +6,12 @@ is; what vmap returns holds the blocks of all members, stacked along dim 0, whil
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as torch_pytree
 
 from shardfn.core import (
@@ -33,6 +32,9 @@ from shardfn.core import (
 
 from ._all_gather import all_gather
 from ._env import bind_mesh
+
+if TYPE_CHECKING:
+    import torch.distributed.tensor
 
 
 class GlobalTensor:
@@ -144,12 +146,14 @@ class GlobalTensor:
                     x = all_gather(x, axis, dim=dim, size=extent)
         return x.clone() if x is own and own is self._local else x
 
-    def to_dtensor(self) -> DTensor:
+    def to_dtensor(self) -> "torch.distributed.tensor.DTensor":
         """The same tensor as a `DTensor`, sharing the block.
 
         Raises:
             ValueError: there is no process group, or one dim is cut by several axes in an order DTensor cannot express.
         """
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # a third of what importing shardfn would take
+
         self._check_one()
         if self.mesh.device_mesh is None:
             raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")

@@ -22,7 +22,6 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ._regions import Region, is_view, peel
 
@@ -144,6 +143,7 @@ def _copy_views(graph: Graph, node: Node, inner: dict[Node, Node]) -> None:
 
 def _compile(region: Region) -> Call:
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Shapes are numbers, but without an environment for symbols inductor's cache stays shut.
     mode = FakeTensorMode(shape_env=ShapeEnv())

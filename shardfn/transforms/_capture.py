@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from shardfn.collectives import counting_nothing, current_line, recording_lines, with_sizes
 from shardfn.memory import in_host_region
@@ -38,7 +37,6 @@ _PACKAGE = pathlib.Path(__file__).parents[1]
 _MODELS = str(_PACKAGE / "models")
 _PLUMBING = tuple(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jaxtyping, optree))
 _SKIP = (str(_PACKAGE), *_PLUMBING, "<", contextlib.__file__, functools.__file__)
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 class CaptureError(RuntimeError):
@@ -201,9 +199,11 @@ def _uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_lines() -> Iterator[None]:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # and sympy: not when imported
+
     try:
         yield
-    except _DATA_DEPENDENT as error:
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise CaptureError(_explain(error)) from error
     except RuntimeError as error:
         if "was used before it has been defined" in str(error):

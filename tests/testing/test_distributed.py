@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardfn.core import RankError
 from shardfn.testing import distributed
+from shardfn.testing._pool import _WORKERS, end_workers
 
 
 class Pair(NamedTuple):
@@ -302,13 +303,8 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
-@distributed(world=2)
-def _leave() -> None:
-    os._exit(3)
-
-
 def test_a_new_worker_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD_NAME", "odd")
-    with pytest.raises(RankError, match="exit code 3"):
-        _leave()
+    end_workers(_WORKERS)
     assert environment("ODD_NAME") == ["odd", "odd"]
+    end_workers(_WORKERS)
