@@ -53,7 +53,8 @@ class ModuleMode(TorchFunctionMode):
         if overwrites:
             return self._buffers.overwrite(func, *args, **kwargs)
         if kwargs.get("out") is not None or writes(name):
-            self._buffers.check_write(name, (args[0] if writes(name) else (), kwargs.get("out", ())))
+            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # those of nn.init come by name
+            self._buffers.check_write(name, (written, kwargs.get("out", ())))
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
         handler = None if func is F.batch_norm and self._is_of_params(args) else _HANDLERS.get(func)

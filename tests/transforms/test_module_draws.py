@@ -193,6 +193,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
     "native_dropout": lambda x: torch.native_dropout(x, 0.5, True),
     "rrelu": lambda x: F.rrelu(x, training=True),
+    "uniform_": lambda x: nn.Linear(3, 3)(x),  # torch passes what it fills by name
     "randperm": lambda x: x[torch.randperm(4)],
 }
 
