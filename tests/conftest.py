@@ -38,7 +38,8 @@ NIGHTLY = re.compile(
     "|".join(
         [
             r"test_(functional|mixed_precision|jit|primitives|zero)\.py::\w+\[4\b",
-            r"test_(offload_jit|offload_ledger|offload_faults|activations)\.py::\w+\[1\]",
+            r"test_(offload_jit|offload_ledger|offload_faults)\.py::\w+\[1\]"
+            r"|test_activations\.py::test_(?!in_captured)\w+\[1\]",
             r"test_offload_ahead\.py::\w+\[(1-|2-(adamw, disk|delayed, host))",
             r"test_(phases|readme|functional)\.py::\w+\[1\b",
             r"test_(phases|step_failures|step_waits|onebit_exact)\.py::\w+\[3\b",
@@ -64,6 +65,10 @@ NIGHTLY = re.compile(
             r"test_onebit_steps\.py::test_other_ranks_owe_what_the_old_ones_did",
             r"test_inductor\.py::test_a_second_process_finds_the_code_on_disk_and_no_worker_is_left",
             r"test_readme\.py::test_python_runs_on_ranks\[2-docs/jit\.md\]",
+            r"test_primitives\.py::test_rows_along_one_or_several_axes_of_a_grid",
+            r"test_activations\.py::test_in_captured_steps_the_moves_are_ops\[2\]",
+            r"test_huggingface\.py::test_unmodified_models_equal_one_device\[gpt2\]",
+            r"test_passes\.py::test_the_schedule_keeps_all_bits\[2000\]",
             r"test_huggingface\.py::test_the_example_prints_the_plain_loop_s_losses\b.*",
         ]
     )

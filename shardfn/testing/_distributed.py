@@ -15,7 +15,7 @@ from typing import Any
 from ._pool import call
 
 
-def distributed(world: int | Sequence[int], timeout: float = 60.0) -> Callable[[Callable[..., Any]], Any]:
+def distributed(world: int | Sequence[int], timeout: float = 180.0) -> Callable[[Callable[..., Any]], Any]:
     """Runs a module-level function on every rank of a world of its own.
 
     The call `f(*args)` becomes `[f(*args) on rank 0, ..., f(*args) on rank N-1]`, each in a process that has a fresh

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set_proxy_slot
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.collectives import at_line, current_line
 from shardfn.graph import storage_of, tensors_in
@@ -96,7 +97,10 @@ class Copy:
         """A tensor of the trace that stands for a node's copy."""
         copied = self._nodes.get(node, node)
         val: Any = copied.meta["val"]
-        counter = self._counters.setdefault(storage_of(val), torch.empty(0, dtype=torch.uint8, device="meta"))
+        if (key := storage_of(val)) not in self._counters:
+            with _disable_current_modes():  # the graph is not to hold this
+                self._counters[key] = torch.empty(0, dtype=torch.uint8, device="meta")
+        counter = self._counters[key]
         return _tracked(_alias(val, val.untyped_storage(), 0, counter), self._tracer.proxy(copied), self._recorder)
 
     def _fresh(self, val: Any) -> Any:

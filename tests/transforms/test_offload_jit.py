@@ -67,7 +67,7 @@ def _compare(stage: int, world: int, placements: Iterable[tuple[str, ...]]) -> N
 
 @distributed(world=[1, 2])
 def test_placements_have_the_bits_of_eager(world: int) -> None:
-    _compare(3, world, PAIRS if world == 1 else PAIRS[4:9:2])
+    _compare(3, world, PAIRS if world == 1 else PAIRS[4:9:4])
     _compare(1, world, [("disk", "host", "device")])
     _compare(2, world, [("host", "disk", "disk")])
 
