@@ -271,22 +271,3 @@ def _size_at(runs: Sequence[int], index: int) -> int:
             return size
         index -= n
     raise IndexError(index)
-
-
-_KINDS = {
-    "all_gather_start": "gather",
-    "all_gather_into_start": "gather",
-    "psum_scatter_start": "reduce",
-    "all_to_all_start": "reduce",
-    "psum_start": "reduce",
-}
-
-
-def channel_axes(gm: torch.fx.GraphModule) -> list[tuple[tuple[str, ...], str]]:
-    """The channels that a captured program uses: (axes, "gather" or "reduce"), each once, in order of first use."""
-    found = {}
-    for node in gm.graph.nodes:
-        kind = _KINDS.get(getattr(node.target, "_opname", "")) if node.op == "call_function" else None
-        if kind is not None:
-            found[_axes(str(node.args[-1])), kind] = None
-    return list(found)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.collectives import StoppedError, bind_channels, channel_axes, record, text_hash
+from shardfn.collectives import StoppedError, bind_channels, record, text_hash
 from shardfn.core import PyTree, RankError, Stored, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.graph import Choice, Compiled, Events, Schedule, Transfer, collective_events, compare_events
+from shardfn.graph import Choice, Compiled, Events, Schedule, Transfer, channel_axes, collective_events, compare_events
 from shardfn.memory import bind_pool, stored_of, token_of
 
 from ._comms import Comms
