@@ -27,5 +27,7 @@ from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, L
 from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
 from ._check import Events as Events, collective_events as collective_events, compare_events as compare_events
 from ._check import prove_no_hang as prove_no_hang
+from ._types import Leaf as Leaf
+from ._type_check import AxisTypeError as AxisTypeError, check_types as check_types, value_types as value_types
 from ._values import storage_of as storage_of, tensors_in as tensors_in
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend

@@ -76,7 +76,8 @@ def _rows(names: str, row: Op) -> dict[Any, Op]:
 
 _NONE = Op()
 _FUSED = Op(fuses=True)
-_LIGHT = Op(fuses=True, weight=0)  # a copy or a constant, which alone is not worth a kernel
+# A constant, or what looks at a shape alone; neither is worth a kernel.
+_LIGHT = Op(fuses=True, weight=0, types="filled")
 _CONSTANT = Op(fuses=True, weight=0, constant=True)
 _CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0)
 _JOINED = Op(copies=True, carries=True)
@@ -127,18 +128,21 @@ OPS: dict[Any, Op] = {
     # whose compiled form is cheaper than eager's
     **_rows("gelu gelu_backward", Op(fuses=True, weight=2)),
     _ATEN.add: Op(calls={"Tensor": torch.add}),
-    _ATEN.mul: Op(scales=True, calls={"Tensor": torch.mul}),
+    _ATEN.mul: Op(scales=True, types="product", calls={"Tensor": torch.mul}),
     _ATEN.div: Op(scales=True, strides=_kept("Tensor_mode", lay_out=strides.as_elementwise)),
     **_rows("mul_ div_", _SCALES),
     # constants
     **_rows("empty eye", Op(constant=True)),
     **_rows("zeros ones full arange scalar_tensor", _CONSTANT),
     **_rows("zeros_like ones_like full_like", _LIGHT),
-    **_rows("new_zeros new_ones new_full", _FUSED),
+    **_rows("new_zeros new_ones new_full", Op(fuses=True, types="filled")),
+    **_rows("empty_like new_empty new_empty_strided zero_ fill_", Op(types="filled")),
     # copies
     **_rows("_to_copy clone", _CAST),
-    **_rows("cat constant_pad_nd copy", _JOINED),
-    **_rows("stack copy_ contiguous _foreach_copy_", _CARRIES),
+    **_rows("cat constant_pad_nd", _JOINED),
+    _ATEN.copy: Op(copies=True, carries=True, types="copied"),
+    **_rows("stack contiguous", _CARRIES),
+    **_rows("copy_ _foreach_copy_", Op(carries=True, types="copied")),
     # views
     _ATEN.view: Op(calls={"default": torch.Tensor.view}),
     _ATEN.t: Op(calls={"default": torch.t}),
@@ -161,21 +165,22 @@ OPS: dict[Any, Op] = {
     **_rows("batch_norm_backward native_batch_norm_backward", Op(strides=_IN_FORMAT_OF_INPUT)),
     _ATEN.replication_pad2d_backward: Op(strides=_IN_FORMAT_OF_INPUT),
     # transfers of the step
-    _WIRE.all_gather_start: Op(channel="gather", transfer=wire.all_gather, carries=True),
-    _WIRE.all_gather_into_start: Op(channel="gather", transfer=wire.all_gather_into),
-    _WIRE.psum_scatter_start: Op(channel="reduce", transfer=wire.psum_scatter),
-    _WIRE.all_to_all_start: Op(channel="reduce", transfer=wire.all_to_all, scales=True),
-    _WIRE.psum_start: Op(channel="reduce", transfer=wire.psum),
+    _WIRE.all_gather_start: Op(channel="gather", transfer=wire.all_gather, carries=True, types="gather"),
+    _WIRE.all_gather_into_start: Op(channel="gather", transfer=wire.all_gather_into, types="gather"),
+    _WIRE.psum_scatter_start: Op(channel="reduce", transfer=wire.psum_scatter, types="scatter"),
+    _WIRE.all_to_all_start: Op(channel="reduce", transfer=wire.all_to_all, scales=True, types="exchange"),
+    _WIRE.psum_start: Op(channel="reduce", transfer=wire.psum, types="sum"),
     _WIRE.wait: Op(waits=True, carries=True),
+    _WIRE.pvary: Op(identity=True, types="declare", calls={"default": lambda x, axes: x}),
     _WIRE.encode: Op(copies=True, carries=True, scratch=formulas.encoded),
     _WIRE.decode: Op(carries=True, scratch=formulas.codes),
     _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.codes),
     _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.codes),
     # collectives of the loss and of the metrics
-    _C10D.all_reduce: Op(channel="loss", transfer=wire.all_reduce),
-    _C10D.all_gather_into_tensor: Op(channel="loss", transfer=wire.functional_all_gather),
-    _C10D.reduce_scatter_tensor: Op(channel="loss", transfer=wire.functional_reduce_scatter),
-    _C10D.all_to_all_single: Op(channel="loss", transfer=wire.functional_all_to_all),
+    _C10D.all_reduce: Op(channel="loss", transfer=wire.all_reduce, types="collective"),
+    _C10D.all_gather_into_tensor: Op(channel="loss", transfer=wire.functional_all_gather, types="collective"),
+    _C10D.reduce_scatter_tensor: Op(channel="loss", transfer=wire.functional_reduce_scatter, types="collective"),
+    _C10D.all_to_all_single: Op(channel="loss", transfer=wire.functional_all_to_all, types="collective"),
     _C10D.wait_tensor: Op(waits=True, carries=True),
     # moves between memories
     _MEMORY.to_host_start: Op(move=Crossing("device", "host", 0), makes_in="host"),
