@@ -33,7 +33,8 @@ from ._hops import TwoHops as TwoHops
 from ._code import Code as Code
 from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
-from ._wire_ops import Sizes as Sizes, channel_axes as channel_axes, with_sizes as with_sizes
+from ._wire_ops import Sizes as Sizes, with_sizes as with_sizes
+from ._where import Applied as Applied, current_application as current_application
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._control import Constant as Constant, Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard

@@ -17,6 +17,7 @@ Radul et al., "You Only Linearize Once", POPL 2023, for the transposition.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,9 @@ from shardfn import kernels
 from . import _native as native
 from ._line import Line
 from ._message import gather_rows
-from ._where import at_line, current_line
+from ._where import Applied, applying, at_line, current_line, recording
+
+_NUMBERS = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +50,8 @@ class Call:
         bits: `quantized_all_gather`: of an element on the wire.
         block: `quantized_all_gather`: elements that share a scale.
         batch_dims: leading dims that vmap has added.
+        number: tells applications apart in a captured program.
+        transposes: the number of the application of which this is the transpose, or 0.
     """
 
     name: str
@@ -59,6 +64,8 @@ class Call:
     bits: int = 8
     block: int = 256
     batch_dims: int = 0
+    number: int = dataclasses.field(default_factory=_NUMBERS.__next__)
+    transposes: int = 0
 
 
 class Primitive(NamedTuple):
@@ -86,7 +93,11 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, call: Call) -> Tensor:
-        return PRIMITIVES[call.name].impl(x, call)
+        impl = PRIMITIVES[call.name].impl
+        if not recording():
+            return impl(x, call)
+        with applying(Applied(call.name, call.line.axes, call.number, call.transposes)):
+            return impl(x, call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Call], output: Tensor) -> None:
@@ -95,7 +106,10 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         with at_line(ctx.line):
-            return bind(grad_outputs[0], transposed(ctx.call)), None
+            call = transposed(ctx.call)
+            return bind(
+                grad_outputs[0], dataclasses.replace(call, number=next(_NUMBERS), transposes=ctx.call.number)
+            ), None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
@@ -125,7 +139,8 @@ def _psum(x: Tensor, call: Call) -> Tensor:
 
 
 def _pvary(x: Tensor, call: Call) -> Tensor:
-    return x.view_as(x)
+    # A graph has an op for it: a view would look like any other, and say nothing of axes.
+    return torch.ops.shardfn.pvary(x, ",".join(call.line.axes)) if recording() else x.view_as(x)
 
 
 # pmax: V -> I

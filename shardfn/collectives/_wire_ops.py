@@ -6,6 +6,7 @@
     all_to_all_start(flat, sizes, index, axes) -> handle [ranks * sizes[index]]  block r to rank r, of all one for this
     psum_start(parts, axes)                    -> handle [sum of numels]   packs, and sums whole
     wait(handle)                               -> the value
+    pvary(x, axes)                             -> x, which is the same on all ranks and counts as varying from here on
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
 While a program is captured the sizes are written as runs, [count, size, count, size, ...], since what a tracer does
@@ -39,6 +40,7 @@ _LIBRARY.define("all_gather_into_start.runs(Tensor(a!) into, Tensor own, int[] r
 _LIBRARY.define("psum_scatter_start.runs(Tensor flat, int[] runs, int index, str axes) -> Tensor")
 _LIBRARY.define("psum_start(Tensor[] parts, str axes) -> Tensor")
 _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
+_LIBRARY.define("pvary(Tensor(a) x, str axes) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
 # By storage of the handle: the transfers under way. By nesting: the channels they use.
@@ -129,6 +131,13 @@ def _wait(handle: Tensor) -> Tensor:
     return kept if value.data_ptr() == kept.data_ptr() else value
 
 
+# pvary
+
+
+def _pvary(x: Tensor, axes: str) -> Tensor:
+    return x.view_as(x)
+
+
 # stop_unless
 
 
@@ -139,6 +148,7 @@ def _stop_unless(flag: Tensor, carried: Sequence[Tensor]) -> None:
 
 for _name, _impl in (
     ("stop_unless", _stop_unless),
+    ("pvary", _pvary),
     ("all_gather_start", _all_gather_start),
     ("all_gather_into_start", _all_gather_into_start),
     ("psum_scatter_start", _psum_scatter_start),
@@ -192,6 +202,11 @@ def _(flat: Tensor, runs: Sequence[int], index: int, axes: str) -> Tensor:
 @torch.library.register_fake("shardfn::psum_start", lib=_LIBRARY)
 def _(parts: Sequence[Tensor], axes: str) -> Tensor:
     return parts[0].new_empty(sum(p.numel() for p in parts))
+
+
+@torch.library.register_fake("shardfn::pvary", lib=_LIBRARY)
+def _(x: Tensor, axes: str) -> Tensor:
+    return x.view_as(x)
 
 
 @torch.library.register_fake("shardfn::stop_unless", lib=_LIBRARY)
@@ -271,22 +286,3 @@ def _size_at(runs: Sequence[int], index: int) -> int:
             return size
         index -= n
     raise IndexError(index)
-
-
-_KINDS = {
-    "all_gather_start": "gather",
-    "all_gather_into_start": "gather",
-    "psum_scatter_start": "reduce",
-    "all_to_all_start": "reduce",
-    "psum_start": "reduce",
-}
-
-
-def channel_axes(gm: torch.fx.GraphModule) -> list[tuple[tuple[str, ...], str]]:
-    """The channels that a captured program uses: (axes, "gather" or "reduce"), each once, in order of first use."""
-    found = {}
-    for node in gm.graph.nodes:
-        kind = _KINDS.get(getattr(node.target, "_opname", "")) if node.op == "call_function" else None
-        if kind is not None:
-            found[_axes(str(node.args[-1])), kind] = None
-    return list(found)

@@ -4,6 +4,8 @@ from ._options import Schedule as Schedule
 from ._schedule import schedule as schedule
 from ._choose import Choice as Choice, Scored as Scored, check_fits as check_fits, choose as choose
 from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
+from ._op import Op as Op
+from ._ops import OPS as OPS, known_op as known_op, op_of as op_of
 from ._edit import reordered as reordered
 from ._reuse import reuse_gathers as reuse_gathers
 from ._bucket import bucket as bucket
@@ -13,7 +15,7 @@ from ._sink import sink_waits as sink_waits
 from ._rematerialise import rematerialise as rematerialise
 from ._free import free_at_last_use as free_at_last_use
 from ._donate import donate as donate
-from ._transfers import Transfer as Transfer, transfers as transfers
+from ._transfers import Transfer as Transfer, channel_axes as channel_axes, transfers as transfers
 from ._moves import Move as Move, memory_of as memory_of, moves as moves
 from ._memory import MemoryAnalysis as MemoryAnalysis, memory_analysis as memory_analysis
 from ._cost import CostAnalysis as CostAnalysis, Estimate as Estimate, cost_analysis as cost_analysis
@@ -25,5 +27,7 @@ from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, L
 from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
 from ._check import Events as Events, collective_events as collective_events, compare_events as compare_events
 from ._check import prove_no_hang as prove_no_hang
+from ._types import Leaf as Leaf
+from ._type_check import AxisTypeError as AxisTypeError, check_types as check_types, value_types as value_types
 from ._values import storage_of as storage_of, tensors_in as tensors_in
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend

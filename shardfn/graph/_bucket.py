@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered, revalue
-from ._hazards import GATHERS, REDUCTIONS, Memory, dependences, dependents, far_gathers, legal_order, ready_after
+from ._hazards import Memory, dependences, dependents, far_gathers, legal_order, ready_after
 from ._merge import merge_gathers, merge_scatters
+from ._ops import ALL_GATHER, PSUM_SCATTER
 from ._overlap import reduced_bytes
 from ._prefetch import gathered_bytes
 from ._sink import waits_and_views
 from ._transfers import is_wait, start_of, wait_of
-
-_GATHER, _SCATTER = GATHERS[0], REDUCTIONS[0]
 
 
 def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
@@ -55,7 +54,7 @@ def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
     if far_gathers(memory):  # apart, as those that they bring to do not move up past them
         gm = _bucket_gathers(memory, gm, limit, far_gathers(memory))
         memory = Memory(gm)
-    gm = _bucket_gathers(memory, gm, limit, {n for n in memory.order if n.target is _GATHER} - far_gathers(memory))
+    gm = _bucket_gathers(memory, gm, limit, {n for n in memory.order if n.target is ALL_GATHER} - far_gathers(memory))
     return _bucket_scatters(gm, limit)
 
 
@@ -89,7 +88,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     def joins(start: Node, members: Sequence[Node]) -> bool:
         return memory.position[start] < min(needed[m] for m in members)
 
-    groups = _groups(memory, {n for n in memory.order if n.target is _SCATTER}, reduced_bytes, joins, limit)
+    groups = _groups(memory, {n for n in memory.order if n.target is PSUM_SCATTER}, reduced_bytes, joins, limit)
     tail = {g[-1]: g for g in groups}
     moved = {n for g in groups for n in g[:-1]}
     lazy = waits_and_views(memory, lambda n: is_wait(n) and (start_of(n) in moved or start_of(n) in tail))
@@ -103,10 +102,10 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
 
 def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int]:
     """For each psum_scatter the position of the first node that needs it done; waits and views come when called."""
-    lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target is _SCATTER)
+    lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target is PSUM_SCATTER)
     after, out, end = dependents(before), dict[Node, int](), len(memory.order) - 1
     for node in reversed(memory.order):
-        if node in lazy or node.target is _SCATTER:
+        if node in lazy or node.target is PSUM_SCATTER:
             out[node] = min((out[n] if n in lazy else memory.position[n] for n in after[node]), default=end)
     return out
 

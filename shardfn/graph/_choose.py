@@ -13,13 +13,12 @@ from torch.fx import GraphModule
 
 from ._cost import estimate
 from ._device import Cluster
-from ._hazards import GATHERS, REDUCTIONS
 from ._memory import memory_analysis
 from ._options import Schedule
 from ._overlap import reduced_bytes
 from ._prefetch import gathered_bytes
 from ._schedule import Stage
-from ._transfers import transfers
+from ._transfers import is_gather, is_reduction, transfers
 
 # Estimates that differ by less are ties: the model is no better than that.
 _TIE = 1e-3
@@ -169,8 +168,8 @@ class _Grid:
     def __init__(self, gm: GraphModule, cluster: Cluster, given: Mapping[str, Any]) -> None:
         self._given = dict(given)
         moves = [t for t in transfers(gm) if t.num_ranks > 1]
-        gathers = [gathered_bytes(t.node) for t in moves if t.node.target in GATHERS]
-        sums = [reduced_bytes(t.node) for t in moves if t.node.target in REDUCTIONS]
+        gathers = [gathered_bytes(t.node) for t in moves if is_gather(t.node)]
+        sums = [reduced_bytes(t.node) for t in moves if is_reduction(t.node)]
         self._widest, self._heaviest = max(gathers, default=0), max(sums, default=0)
         self._sends = bool(gathers or sums)
         links = [cluster.link(gm.meta.get("mesh_shape", {}), t.axes) for t in moves]

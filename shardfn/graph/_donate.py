@@ -8,7 +8,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ._edit import abstract_value, reordered, revalue
-from ._hazards import GATHERS, Memory, is_stop
+from ._hazards import Memory, is_stop
+from ._transfers import is_gather
 from ._values import tensors_of
 
 
@@ -171,7 +172,7 @@ def _not_owned(node: Node, donated: set[str], memory: Memory) -> tuple[int, ...]
         return () if node.name in donated else memory.shown(node)
     if node.op == "get_attr":
         return memory.shown(node)
-    if node.target not in GATHERS:
+    if not is_gather(node):
         return ()
     # Its own block is sent until the channel's next turn, which no wait tells.
     return tuple(m for n in node.all_input_nodes for m in memory.shown(n) if m not in memory.given)

@@ -16,37 +16,10 @@ from torch.fx import GraphModule, Node
 from shardfn.memory import on_host
 
 from ._moves import memory_of
+from ._ops import op_of
 from ._regions import Region
 
-_ATEN = torch.ops.aten
 _FILE = "<shardfn graph "
-# The same kernels through torch's parsers written in C++: 1 us a call less, which tells where ops are small.
-_BINDINGS: dict[Any, Callable[..., Any]] = {
-    _ATEN.view.default: torch.Tensor.view,
-    _ATEN.t.default: torch.t,
-    _ATEN.transpose.int: torch.transpose,
-    _ATEN.permute.default: torch.permute,
-    _ATEN.expand.default: torch.Tensor.expand,
-    _ATEN.detach.default: torch.detach,
-    _ATEN.mm.default: torch.mm,
-    _ATEN.bmm.default: torch.bmm,
-    _ATEN.addmm.default: torch.addmm,
-    _ATEN.add.Tensor: torch.add,
-    _ATEN.mul.Tensor: torch.mul,
-    operator.getitem: operator.getitem,
-}
-
-
-def _as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with torch.enable_grad():
-            return op(*args)
-
-    return run
-
-
-# A kernel that looks at the grad mode, which is off where a graph runs, and would leave out what its backward reads.
-_BINDINGS[_ATEN.mkldnn_rnn_layer.default] = _as_in_training(_ATEN.mkldnn_rnn_layer.default)
 
 
 def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
@@ -174,7 +147,9 @@ class _Writer:
         if node.op == "call_module":
             return self._global(self.gm.get_submodule(str(node.target)))
         op: Any = node.target
-        return self._global(_BINDINGS.get(op) or (op._op if isinstance(op, torch._ops.OpOverload) else op))
+        # The same kernels through torch's parsers written in C++: 1 us a call less, which tells where ops are small.
+        binding = op_of(node).calls.get(getattr(op, "_overloadname", ""))
+        return self._global(binding or (op._op if isinstance(op, torch._ops.OpOverload) else op))
 
     def _arguments(self, node: Node) -> str:
         named = [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]

@@ -2,25 +2,11 @@
 
 import operator
 
-import torch
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered
 from ._hazards import Memory, dependences, keeps_its_place, put_off
-
-_aten = torch.ops.aten
-_CONSTANTS = {
-    _aten.empty.memory_format,
-    _aten.zeros.default,
-    _aten.ones.default,
-    _aten.full.default,
-    _aten.arange.default,
-    _aten.arange.start,
-    _aten.arange.start_step,
-    _aten.scalar_tensor.default,
-    _aten.eye.default,
-}
-_CASTS = {_aten._to_copy.default, _aten.clone.default}
+from ._ops import op_of
 
 
 def free_at_last_use(gm: GraphModule) -> GraphModule:
@@ -42,6 +28,7 @@ def free_at_last_use(gm: GraphModule) -> GraphModule:
         A new graph with the same bits.
 
     Example:
+        >>> import torch
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> def f(x):
         ...     z, unused = torch.zeros(2), x.double()
@@ -84,11 +71,12 @@ def _takes_result(node: Node, memory: Memory) -> bool:
 
 
 def _is_cheap(node: Node, memory: Memory) -> bool:
-    if node.target in _CONSTANTS:
+    op = op_of(node)
+    if op.constant:
         return True
     if memory.is_view(node):
         return not _takes_result(node, memory)
-    if node.target not in _CASTS:
+    if not op.casts:
         return False
     source = node.all_input_nodes[0]
     return _is_given(source, memory) or _held(source, memory) < _held(node, memory)

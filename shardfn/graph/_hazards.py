@@ -22,12 +22,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ._moves import is_fetch
-from ._transfers import is_start, is_wait, start_of
+from ._ops import PSUM_SCATTER, known_op, op_of
+from ._transfers import is_gather, is_start, is_wait, start_of
 from ._values import storage_of, tensors_of, written_by
 
-_OPS = torch.ops.shardfn
-GATHERS = (_OPS.all_gather_start.default, _OPS.all_gather_into_start.default)
-REDUCTIONS = (_OPS.psum_scatter_start.default, _OPS.psum_start.default, _OPS.all_to_all_start.default)
 # Orders that no memory carries, as memories of their own.
 _GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR = -1, -2, -3, -4, -5, -6
 
@@ -130,7 +128,7 @@ class Memory:
         """At run time a wait returns memory that its abstract value may not show."""
         start = start_of(node)
         others = list(node.all_input_nodes)
-        if start.target is _OPS.psum_scatter_start.default and len(start.args[1]) == 1:  # pyright: ignore[reportArgumentType]
+        if start.target is PSUM_SCATTER and len(start.args[1]) == 1:  # pyright: ignore[reportArgumentType]
             others.append(start.all_input_nodes[0])
         for m in [m for n in others for m in self._raw[n]]:
             for own in self._raw[node]:
@@ -206,9 +204,9 @@ def far_gathers(memory: Memory) -> set[Node]:
     out: set[Node] = set()
     for node in memory.order:
         found = {start for n in node.all_input_nodes for start in behind.get(n, ())}
-        if node.target in GATHERS:
+        if is_gather(node):
             out |= found
-        elif is_wait(node) and start_of(node).target in GATHERS:
+        elif is_wait(node) and is_gather(start_of(node)):
             behind[node] = {start_of(node)}
         elif found and (is_copy(node) or memory.is_view(node)):
             behind[node] = found
@@ -288,35 +286,23 @@ def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: M
 
 def is_copy(node: Node) -> bool:
     """Whether the node only copies, casts, packs or encodes, which may be done where it is sent or arrives."""
-    return node.target in _COPIES
-
-
-_aten = torch.ops.aten
-_COPIES = {
-    _aten.cat.default,
-    _aten._to_copy.default,
-    _aten.clone.default,
-    _aten.constant_pad_nd.default,
-    _aten.copy.default,
-    _OPS.encode.default,
-    _OPS.decode_sum.default,
-    _OPS.decode_sum_encode.default,
-}
+    return op_of(node).copies
 
 
 @functools.lru_cache(maxsize=4096)
 def _turn_of(target: Any) -> tuple[int, ...]:
-    if target in GATHERS:
+    op = known_op(target)
+    if op.channel == "gather":
         return (_GATHER,)
-    if target in REDUCTIONS:
+    if op.channel == "reduce":
         return (_REDUCE,)
     if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
         return () if getattr(target, "__module__", "") in ("_operator", "builtins", "math") else (_EFFECT,)
     if target.namespace == "_c10d_functional":
-        return () if target is torch.ops._c10d_functional.wait_tensor.default else (_COLLECTIVE,)
-    if torch.Tag.nondeterministic_seeded in target.tags:
+        return () if op.waits else (_COLLECTIVE,)
+    if op.draws:
         return (_RANDOM,)
-    return () if target._schema.returns or target._schema.is_mutable else (_EFFECT,)
+    return (_EFFECT,) if op.effects else ()
 
 
 def _turns(node: Node) -> tuple[int, ...]:

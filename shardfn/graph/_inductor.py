@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ._ops import op_of
 from ._regions import Region, is_view, peel
 
 _ATEN = torch.ops.aten
@@ -124,6 +125,8 @@ def _graph(region: Region) -> Graph:
 
 
 def _copied(graph: Graph, node: Node, inner: dict[Node, Node]) -> Node:
+    if op_of(node).identity:
+        return inner[node.all_input_nodes[0]]
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), inner.__getitem__)
     return graph.create_node("call_function", node.target, args, kwargs, name="n")
 

@@ -1,10 +1,12 @@
 """Whose elements travel: from a transfer back to the leaves it moves, or on to the leaves that its sum updates."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ._values import sources
+from ._ops import op_of
+from ._values import is_view
 
 
 def leaves_behind(own: Any) -> tuple[str, ...]:
@@ -51,26 +53,25 @@ class Updates:
         return tuple(n.meta["leaf"] for n in found if n.op == "placeholder" and "leaf" in n.meta)
 
 
+def sources(node: Node) -> Iterator[Node]:
+    """Where a value's elements come from: the nodes from which it is cut, joined, cast, encoded, sent or copied."""
+    stack, seen = list(node.all_input_nodes) if _carries(node) else [], {node}
+    while stack:
+        n = stack.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        yield n
+        if _carries(n):
+            stack.extend(n.all_input_nodes)
+
+
+def _carries(node: Node) -> bool:
+    """Whether `node` moves elements and computes nothing with them."""
+    return node.op == "call_function" and (op_of(node).carries or is_view(node))
+
+
 def _keeps_identity(node: Node) -> bool:
     """Whether a gradient stays the gradient of the same leaves: cut, cast, scaled or summed in code."""
-    name = getattr(node.target, "__name__", "").split(".")[0]
-    return node.op == "call_function" and name in _SCALES
-
-
-_SCALES = {"view", "_unsafe_view", "reshape", "slice", "split_with_sizes", "split", "getitem", "select", "detach"} | {
-    "mul",
-    "div",
-    "mul_",
-    "div_",
-    "clone",
-    "_to_copy",
-    "alias",
-    "as_strided",
-    "narrow",
-    "unsqueeze",
-    "squeeze",
-    "wait",
-    "all_to_all_start",
-    "decode_sum",
-    "decode_sum_encode",
-}
+    op = op_of(node)
+    return op.scales or op.views == 0

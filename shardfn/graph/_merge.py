@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ._edit import call
-from ._hazards import GATHERS, REDUCTIONS
+from ._ops import ALL_GATHER, PSUM_SCATTER
 from ._transfers import wait_of
 
 _aten = torch.ops.aten
@@ -33,7 +33,7 @@ def merge_gathers(starts: Sequence[Node]) -> list[Node]:
     with graph.inserting_before(last):
         own = call(graph, _aten.cat.default, ([s.args[0] for s in starts],), like=last)
         args = (own, [sum(row) for row in zip(*sizes, strict=True)], *last.args[2:])
-        start = call(graph, GATHERS[0], args, like=starts[0])
+        start = call(graph, ALL_GATHER, args, like=starts[0])
     with graph.inserting_before(min(waits)):
         whole = call(graph, _wait, (start,), like=waits[0])
         grids = [
@@ -59,7 +59,7 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     with graph.inserting_before(last):
         flat = _interleaved(graph, [s.args[0] for s in starts], sizes, last)
         args = (flat, [sum(row) for row in zip(*sizes, strict=True)], *last.args[2:])
-        start = call(graph, REDUCTIONS[0], args, like=last)
+        start = call(graph, PSUM_SCATTER, args, like=last)
     with graph.inserting_before(min(waits)):
         whole = call(graph, _wait, (start,), like=waits[0])
     index: Any = last.args[2]

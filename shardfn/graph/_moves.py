@@ -1,38 +1,16 @@
 """The moves of a captured step between device, host and disk, and the memory that each value is in."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
 
-import shardfn.memory  # noqa: F401  # defines torch.ops.shardfn_memory
 from shardfn.core import MemoryKind
 
+from ._op import Crossing
+from ._ops import op_of
 from ._values import num_bytes, phases_of, tensors_of, where_of
-
-_OPS = torch.ops.shardfn_memory
-TO_DEVICE, READ, TO_HOST = _OPS.to_device_start.default, _OPS.read_start.default, _OPS.to_host_start.default
-MOVE_WAIT = _OPS.wait.default
-# What bytes cross, from where to where, and which argument says how many; reads say so by their value.
-MOVES: Mapping[Any, tuple[MemoryKind, MemoryKind, int | None]] = {
-    TO_HOST: ("device", "host", 0),
-    _OPS.to_host_into_start.default: ("device", "host", 1),
-    TO_DEVICE: ("host", "device", 0),
-    _OPS.to_device_into_start.default: ("host", "device", 1),
-    READ: ("disk", "host", None),
-    _OPS.read_into_start.default: ("disk", "host", 0),
-    _OPS.write_start.default: ("host", "disk", 2),
-}
-_MADE: Mapping[Any, MemoryKind] = {
-    TO_HOST: "host",
-    TO_DEVICE: "device",
-    READ: "host",
-    _OPS.host_empty.default: "host",
-    _OPS.flat.default: "host",
-    _OPS.writer.default: "disk",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,25 +56,32 @@ def moves(gm: GraphModule) -> list[Move]:
 
 def is_move(node: Node) -> bool:
     """Whether `node` starts a transfer between memories."""
-    return node.op == "call_function" and node.target in MOVES
+    return op_of(node).move is not None
 
 
 def is_fetch(node: Node) -> bool:
     """Whether `node` brings a value nearer to where it is used, and does nothing else; its wait included."""
-    start = node.args[0] if node.target is MOVE_WAIT else node
-    return isinstance(start, Node) and start.target in (TO_DEVICE, READ)
+    start = node.args[0] if op_of(node).waits else node
+    return isinstance(start, Node) and op_of(start).fetches
+
+
+def crossing(start: Node) -> Crossing:
+    """What a move crosses."""
+    found = op_of(start).move
+    assert found is not None
+    return found
 
 
 def moved_bytes(start: Node) -> int:
     """The bytes that a move carries."""
-    argument = MOVES[start.target][2]
-    source: Any = start if argument is None else start.args[argument]
+    move = crossing(start)
+    source: Any = start if move.carried is None else start.args[move.carried]
     return sum(map(num_bytes, tensors_of(source)))
 
 
 def memory_of(node: Node) -> MemoryKind:
     """The memory in which `node` makes its value."""
-    return _MADE.get(node.target) or node.meta.get("memory", "device")
+    return op_of(node).makes_in or node.meta.get("memory", "device")
 
 
 def stored_bytes(node: Node) -> int:
@@ -106,6 +91,6 @@ def stored_bytes(node: Node) -> int:
 
 
 def _move(node: Node, phase: str) -> Move:
-    src, dst, _ = MOVES[node.target]
-    wait = next((u for u in node.users if u.target is MOVE_WAIT), None)
+    src, dst, _ = crossing(node)
+    wait = next((u for u in node.users if op_of(u).waits), None)
     return Move(node, wait, src, dst, moved_bytes(node), phase, where_of(node))

@@ -5,11 +5,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from ._hazards import GATHERS, Memory, is_random
+from ._hazards import Memory, is_random
 from ._moves import is_fetch
+from ._ops import ALL_GATHER
 from ._transfers import is_start, is_wait
-
-_INTO = GATHERS[1]
 
 
 def value_numbers(memory: Memory) -> dict[Node, int]:
@@ -41,7 +40,7 @@ class _Numbering:
 
     def _key(self, node: Node) -> Hashable:
         memory = self._memory
-        moving = is_start(node) and node.target is not GATHERS[0] and not is_fetch(node)
+        moving = is_start(node) and node.target is not ALL_GATHER and not is_fetch(node)
         if node.op != "call_function" or moving or memory.mutates(node) or is_random(node):
             return node
         if any(m in memory.mutated and m not in memory.given for m in memory.shown(node)):

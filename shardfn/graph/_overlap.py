@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered
-from ._hazards import REDUCTIONS, Memory, dependences, dependents, is_copy, legal_order, put_forward
-from ._moves import TO_HOST
+from ._hazards import Memory, dependences, dependents, is_copy, legal_order, put_forward
+from ._ops import TO_HOST
 from ._sink import waits_and_views
-from ._transfers import is_wait, start_of, wait_of
+from ._transfers import is_reduction, is_wait, start_of, wait_of
 
 
 def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
@@ -55,7 +55,7 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     before = dependences(memory)
     order = put_forward(memory.order, before, _eager(memory, dependents(before)))
     leaving = _leaving(memory)
-    lazy = {*waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target in REDUCTIONS), *_flat(leaving)}
+    lazy = {*waits_and_views(memory, lambda n: is_wait(n) and is_reduction(start_of(n))), *_flat(leaving)}
     wish = [*_limited([n for n in order if n not in lazy][:-1], limit, leaving)]
     return reordered(gm, legal_order([*wish, *(n for n in order if n in lazy), order[-1]], before))[0]
 
@@ -71,7 +71,7 @@ def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
     eager: set[Node] = set()
     for node in reversed(memory.order):
         packs = (is_copy(node) or memory.is_view(node)) and bool(after[node])
-        if node.target in REDUCTIONS or (packs and all(n in eager for n in after[node])):
+        if is_reduction(node) or (packs and all(n in eager for n in after[node])):
             eager.add(node)
     return eager
 
@@ -81,7 +81,7 @@ def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
     behind: dict[Node, Node] = {}
     chains: dict[Node | None, list[Node]] = {}
     for node in memory.order:
-        if is_wait(node) and start_of(node).target in REDUCTIONS:
+        if is_wait(node) and is_reduction(start_of(node)):
             behind[node] = start_of(node)
             continue
         follows = [behind.get(n) for n in node.all_input_nodes]
@@ -94,7 +94,7 @@ def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
 
 
 def _goes_on(node: Node) -> bool:
-    return node.target is TO_HOST or node.target in REDUCTIONS
+    return node.target is TO_HOST or is_reduction(node)
 
 
 def _flat(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
@@ -107,7 +107,7 @@ def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[N
     before: Node | None = None  # the reduction before
     total = 0
     for node in order:
-        if node.target in REDUCTIONS:
+        if is_reduction(node):
             yield from leaving.get(before, ())
             before, nbytes = node, reduced_bytes(node)
             while flying and total + nbytes > limit:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered
-from ._hazards import GATHERS, Memory, dependences, far_gathers, legal_order, put_off, ready_after
-from ._moves import READ, TO_DEVICE, is_fetch
+from ._hazards import Memory, dependences, far_gathers, legal_order, put_off, ready_after
+from ._moves import is_fetch
+from ._ops import READ, TO_DEVICE
 from ._sink import waits_and_views
-from ._transfers import is_start, is_wait, start_of
+from ._transfers import is_gather, is_start, is_wait, start_of
 from ._values import phases_of
 
 # How much further ahead than leaves are gathered they make the first of two hops, and are read from the disk.
@@ -79,11 +80,11 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
 
 
 def _lands(node: Node) -> bool:
-    return is_wait(node) and (start_of(node).target in GATHERS or is_fetch(node))
+    return is_wait(node) and (is_gather(start_of(node)) or is_fetch(node))
 
 
 def _gathers(node: Node) -> bool:
-    return (start_of(node) if is_wait(node) else node).target in GATHERS
+    return is_gather(start_of(node) if is_wait(node) else node)
 
 
 def gathered_bytes(start: Node) -> int:

@@ -14,25 +14,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ._moves import memory_of
+from ._ops import op_of
 from ._transfers import is_wait
 from ._values import num_bytes, storage_of, tensors_of, written_by
 
-_ATEN = torch.ops.aten
-_REDUCTIONS = (
-    "sum mean amax amin prod any all argmax argmin var var_mean logsumexp _softmax _log_softmax _softmax_backward_data"
-    " _log_softmax_backward_data nll_loss_forward nll_loss_backward native_layer_norm native_layer_norm_backward"
-    " _fused_rms_norm _fused_rms_norm_backward"
-)
-_POINTWISE = (
-    "gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward where clone _to_copy"
-    " zeros_like ones_like full_like full zeros ones scalar_tensor arange new_zeros new_ones new_full slice_backward"
-    " select_backward"
-)
-_FREE = "clone _to_copy zeros_like ones_like full_like full zeros ones scalar_tensor arange"
-# Copies and constants alone are not worth a kernel; gelu, whose compiled form is cheaper than eager's, is.
-_WEIGHT: dict[str, int] = dict.fromkeys(_FREE.split(), 0)
-_WEIGHT |= {"gelu": 2, "gelu_backward": 2}
-_FUSED = frozenset(f"aten::{name}" for name in (_REDUCTIONS + " " + _POINTWISE).split())
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -119,26 +104,18 @@ def is_view(node: Node) -> bool:
         >>> is_view(graph.placeholder("x"))
         False
     """
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
-        return False
-    if op is _ATEN._unsafe_view.default:
-        return True
-    arguments, returns = op._schema.arguments, op._schema.returns
-    looks = len(returns) == 1 and returns[0].alias_info is not None and arguments[0].alias_info is not None
-    return looks and str(returns[0].type) == "Tensor" and node.all_input_nodes == [node.args[0]]
+    op = op_of(node)
+    return op.views == 0 and not op.waits and node.all_input_nodes == [node.args[0]]
 
 
 # Which nodes fuse.
 
 
 def _fuses(node: Node) -> bool:
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
+    op = op_of(node)
+    if not (op.pointwise or op.fuses) or getattr(node.target, "namespace", "") != "aten":
         return False
-    if torch.Tag.nondeterministic_seeded in op.tags or is_view(node):
-        return False
-    if torch.Tag.pointwise not in op.tags and op._schema.name not in _FUSED:
+    if op.writes or op.draws or is_view(node):
         return False
     if any(memory_of(n) != "device" for n in (node, *node.all_input_nodes)):
         return False  # a kernel works in one memory, and the device's is the one that is worth it
@@ -323,9 +300,7 @@ def _append_with_views(step: Node | Region, steps: list[Node | Region], seen: se
 
 
 def _num_ops(region: Region) -> int:
-    ops = (node.target for node in region.nodes if isinstance(node.target, torch._ops.OpOverload))
-    names = [op._schema.name.removeprefix("aten::") for op in ops]
-    return sum(_WEIGHT.get(name, 1) for name in names)
+    return sum(op_of(node).weight for node in region.nodes if node.target is not operator.getitem)
 
 
 def _region(group: _Group) -> Region:

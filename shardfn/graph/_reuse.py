@@ -6,11 +6,11 @@ from collections.abc import Callable
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered, revalue
-from ._hazards import GATHERS, Memory
-from ._moves import TO_DEVICE
+from ._hazards import Memory
 from ._numbers import value_numbers
+from ._ops import ALL_GATHER, TO_DEVICE
 from ._prefetch import gathered_bytes
-from ._transfers import wait_of
+from ._transfers import is_gather, wait_of
 
 
 def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
@@ -52,7 +52,7 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     memory = Memory(gm)
     # Apart, since what is not gathered may have other sizes on other ranks, which must gather alike.
     lone = _lone_fetches(memory)
-    stands = _Recent(memory, budget, lambda n: n.target is GATHERS[0]).stands
+    stands = _Recent(memory, budget, lambda n: n.target is ALL_GATHER).stands
     stands |= _Recent(memory, budget, lone.__contains__).stands
     dropped = {n for w in stands for n in (w, *w.all_input_nodes)}
     out, new = reordered(gm, memory.order)
@@ -116,7 +116,7 @@ class _Recent:
 
 def _lone_fetches(memory: Memory) -> set[Node]:
     """The moves to the device whose values are used as they are, and not gathered there."""
-    gathered = {m for n in memory.order if n.target in GATHERS for m in memory.reads(n)}
+    gathered = {m for n in memory.order if is_gather(n) for m in memory.reads(n)}
     waits = {n: wait_of(n) for n in memory.order if n.target is TO_DEVICE}
     return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}
 

@@ -6,7 +6,7 @@ from torch.fx import GraphModule, Node
 
 from ._edit import reordered
 from ._hazards import Memory, dependences, put_off
-from ._moves import MOVE_WAIT
+from ._ops import MOVE_WAIT
 from ._transfers import is_wait
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ._moves import MOVES, is_move, moved_bytes
+from ._moves import crossing, is_move, moved_bytes
 from ._transfers import Transfer, is_wait, start_of, transfers
 from ._values import dtype_name, phases_of, tensors_of, where_of
 
@@ -59,7 +59,7 @@ def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
     if node in moves:
         return _move(node, moves[node])
     if is_move(node):
-        src, dst, _ = MOVES[node.target]
+        src, dst, _ = crossing(node)
         return f"start {src} -> {dst}({_show(tuple(node.all_input_nodes))}) {moved_bytes(node)} bytes"
     if is_wait(node) and start_of(node) in moves:
         move = moves[start_of(node)]

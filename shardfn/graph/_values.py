@@ -1,12 +1,13 @@
 """What the metadata of a captured graph says: the tensors of a node, their memory, views, writes, phases."""
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+
+from ._op import written_arguments
 
 PHASES: tuple[str, ...] = ("forward", "backward", "update")
 
@@ -60,7 +61,7 @@ def written_by(node: Node) -> list[Node]:
     if node.op != "call_function":
         return []
     out: list[Node] = []
-    for position, name in _written_arguments(node.target):
+    for position, name in written_arguments(node.target):
         value = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
         out += [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, Node)]
     return out
@@ -68,7 +69,7 @@ def written_by(node: Node) -> list[Node]:
 
 def is_view(node: Node) -> bool:
     """Whether `node` only gives another look at memory that exists: no byte is read or written."""
-    if node.op != "call_function" or _written_arguments(node.target):
+    if node.op != "call_function" or written_arguments(node.target):
         return node.op != "call_function"
     mine = {storage_of(t) for t in tensors_of(node)}
     return mine <= {storage_of(t) for n in node.all_input_nodes for t in tensors_of(n)}
@@ -105,42 +106,3 @@ def axes_size(mesh_shape: Mapping[str, int], axes: str) -> int:
     for name in axes.split(","):
         size *= mesh_shape.get(name, 1)
     return size
-
-
-def sources(node: Node) -> Iterator[Node]:
-    """Where a value's elements come from: the nodes from which it is cut, joined, cast, encoded, sent or copied."""
-    stack, seen = list(node.all_input_nodes) if _moves(node) else [], {node}
-    while stack:
-        n = stack.pop()
-        if n in seen:
-            continue
-        seen.add(n)
-        yield n
-        if _moves(n):
-            stack.extend(n.all_input_nodes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return ()
-    arguments = enumerate(schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-def _moves(node: Node) -> bool:
-    """Whether `node` moves elements and computes nothing with them."""
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "").split(".")[0]
-    return name in _MOVES or is_view(node)
-
-
-_MOVES = {"cat", "clone", "_to_copy", "constant_pad_nd", "stack", "copy", "copy_", "contiguous", "wait"} | {
-    "wait_tensor",
-    "_foreach_copy_",
-    "all_gather_start",
-    "encode",
-    "decode",
-}

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
-from shardfn.collectives import counting_nothing, current_line, recording_lines, with_sizes
+from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -105,6 +105,10 @@ class Recorder:
                 )
             if line is not None:
                 node.meta["where"] = line
+            applied = current_application()
+            if applied is not None:
+                node.meta["collective"] = applied
+                node.meta["again"] = bool(_RECOMPUTING)
             return node
 
         tracer.create_node = create_node
@@ -136,6 +140,19 @@ def recomputing() -> Iterator[None]:
 def capturing() -> bool:
     """Whether a capture is running."""
     return get_proxy_mode() is not None
+
+
+# What values of a step are, beside what their ops say: a whole leaf, a leaf's gradient, a result of the loss.
+MARKS = frozenset({"whole_of", "gradient_to", "result"})
+
+
+def mark(x: Tensor, key: str, what: Any) -> None:
+    """Notes beside the node of a tensor what it is, while a capture runs."""
+    notes = recorder()
+    slot: Any = None if notes is None else get_proxy_slot(x, notes.tracer, None)
+    if slot is not None:
+        meta = slot.proxy.node.meta
+        meta[key] = tuple(dict.fromkeys((*meta.get(key, ()), what)))
 
 
 def recorder() -> Recorder | None:
@@ -259,6 +276,9 @@ def _strip_detach(gm: GraphModule) -> None:
     """There is no autograd in a graph, so `detach` is the identity."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
+            source: Any = node.args[0]
+            for key in MARKS & node.meta.keys():
+                source.meta[key] = (*source.meta.get(key, ()), *node.meta[key])
+            node.replace_all_uses_with(source)
             gm.graph.erase_node(node)
     gm.recompile()

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.collectives import StoppedError, bind_channels, channel_axes, record, text_hash
+from shardfn.collectives import StoppedError, bind_channels, record, text_hash
 from shardfn.core import PyTree, RankError, Stored, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.graph import Choice, Compiled, Events, Schedule, Transfer, collective_events, compare_events
+from shardfn.graph import (
+    Choice,
+    Compiled,
+    Events,
+    Schedule,
+    Transfer,
+    channel_axes,
+    check_types,
+    collective_events,
+    compare_events,
+)
 from shardfn.memory import bind_pool, stored_of, token_of
 
 from ._comms import Comms
@@ -69,6 +79,7 @@ class CapturedSteps:
         start = time.perf_counter()
         program = capture_step(self._parts, plan, params, opt, args, scale, even=True)
         _refuse_no_gradient(program, [program.differentiated])
+        check_types(program.gm)
         choice = self._jitted.choose(program.gm)
         gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
@@ -140,6 +151,8 @@ class CapturedSteps:
 
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
         _refuse_no_gradient(program, comms.control.exchange(int(program.differentiated)))
+        # Only once all are known to run the same collectives: else that is the error.
+        _agreed(comms, lambda: (check_types(program.gm), True), lambda _: ("", Events([], [])))
         # A phase of the optimizer has a plan, and so a graph, of its own.
         name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
         report(name, "batch", args[0], sum(of == id(plan) for _, (of, *_), _ in self._known))

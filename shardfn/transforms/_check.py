@@ -154,7 +154,9 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
     """
     rows: list[Any] = control.gather(float(loss))
     finite = [x for x in rows if math.isfinite(x)]
-    if max(finite, default=0.0) - min(finite, default=0.0) <= 1e-3 * max(map(abs, finite), default=0.0):
+    if len(finite) in (0, len(rows)) and max(finite, default=0.0) - min(finite, default=0.0) <= 1e-3 * max(
+        map(abs, finite), default=0.0
+    ):
         return
     cut = plan.batch_axes
     free = tuple(a for a in plan.mesh.axes(plan.mesh.axis_names) if a not in cut)

@@ -15,6 +15,7 @@ import torch
 
 from shardfn.collectives import Code
 from shardfn.core import BITS, Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
+from shardfn.graph import Leaf
 
 # Bytes in which gradients that are summed whole travel together.
 WHOLE_BUCKET = 16 << 20
@@ -79,6 +80,11 @@ class LeafLayout:
         """What is the same for leaves that travel alike."""
         cut = self.use_axes, self.zero_axes, self.dim, self.bounds[:1], self.bounds[-1:], len(self.bounds)
         return self.block, self.dtypes, self.home, *cut
+
+    @property
+    def entry(self) -> Leaf:
+        """The leaf as the loss sees it, for the types of a captured step."""
+        return Leaf(self.path, self.compute.axes, self.trainable)
 
     @property
     def gathered(self) -> bool:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardfn.collectives import transforming
 
-from ._capture import capturing
+from ._capture import capturing, mark
 from ._copies import alias
 from ._layout import LeafLayout
 from ._plumbing import plumbing
@@ -67,6 +67,7 @@ class LeafBook:
         with plumbing():
             whole = self._source(leaf)
         self.note(leaf, whole)
+        mark(whole, "whole_of", self.leaves[leaf].entry)
         return alias(whole)
 
     def note(self, leaf: int, whole: Tensor) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from shardfn.core import PyTree
 
+from ._capture import mark
+
 Loss = Callable[..., Any]
 
 
@@ -65,6 +67,9 @@ def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -
     """
     value = called(loss, params, args, has_aux)
     refuse_gradient_of(value.weight)
+    mark(value.total, "result", "the loss")
+    for name, x in value.aux.items():
+        mark(x.total, "result", f"aux[{name!r}]")
     aux = {k: WeightedMean(x.total.detach(), x.weight.detach()) for k, x in value.aux.items()}
     return Value(value.total, None if value.weight is None else value.weight.detach(), aux)
 

@@ -17,7 +17,7 @@ from shardfn.core import MemoryKind, Stored, chunk_bounds
 from shardfn.memory import to_device
 
 from ._ahead import Ahead
-from ._capture import capturing
+from ._capture import capturing, mark
 from ._copies import traced_once
 from ._layout import LeafLayout, unit_runs, unit_sizes
 from ._parts import Parts, send_home
@@ -88,6 +88,7 @@ class Reducer:
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
         self.received = True
+        mark(grad, "gradient_to", self._leaves[leaf].entry)
         before = self._local.pop(leaf, None)
         if before is not None or not self._send:
             grad = grad.to(self._leaves[leaf].dtypes.accum)

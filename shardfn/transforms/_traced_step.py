@@ -22,6 +22,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
+from shardfn.graph import Leaf
 from shardfn.memory import TracedStored
 from shardfn.nn import looping
 from shardfn.optim import GradientTransformation
@@ -127,6 +128,7 @@ def capture_step(
     paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
     paths += [] if scale is None else [("loss_scale", "other")]
     _annotate(gm, plan.mesh, paths, held)
+    _say_types(gm, plan, held, names)
     return StepProgram(
         gm, plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), plan.outcome or "", *received
     )
@@ -153,6 +155,22 @@ def _leaving(x: Tensor | Stored) -> Tensor:
         return x
     assert isinstance(x, TracedStored)
     return x.token
+
+
+def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metrics: Sequence[str]) -> None:
+    """What inputs and outputs are along the axes of the mesh."""
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    entries = [Leaf(n.meta["leaf"], x.spec.axes) for n, x in zip(inputs, held, strict=False)]
+    entries[: len(plan.leaves)] = [
+        entry._replace(trained=leaf.trainable) for entry, leaf in zip(entries, plan.leaves, strict=False)
+    ]
+    for node, entry in zip(inputs, entries, strict=False):
+        node.meta["enters"] = entry
+    for node in inputs:
+        if node.meta["kind"] == "batch":
+            node.meta["enters"] = Leaf(node.meta["leaf"], plan.batch_axes)
+    gm.meta["batch_axes"] = plan.batch_axes
+    gm.meta["results"] = [*((x.path, x.axes) for x in entries), *((f"metrics[{name!r}]", ()) for name in metrics)]
 
 
 def _annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held: Sequence[GlobalTensor]) -> None:

@@ -3,6 +3,9 @@
 Every disagreement is an error on all ranks that shows the lines in which they differ; the next step runs.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import optim
+from shardfn.collectives import TracedControl
 from shardfn.testing import distributed, on_mesh
+from shardfn.transforms._check import check_same_loss
 
 
 def _loss(params: dict, x: Tensor) -> Tensor:
@@ -144,3 +149,22 @@ def test_the_default_cut_is_along_all_axes_that_no_spec_uses() -> None:
     assert cut({"a": sf.P(None, "tp"), "b": sf.Sharding(sf.P("dp"))}, mesh) == sf.P(("pod", "dp"))
     assert cut(sf.P(("pod", "tp")), mesh) == sf.P("dp")
     assert cut(sf.P(), sf.make_mesh({"dp": 1})) == sf.P("dp") == cut(sf.P(), sf.make_mesh(alone=True))
+
+
+def _says(losses: list[float]) -> TracedControl:
+    control: Any = TracedControl(sf.make_mesh({"dp": 2}, device="cpu", abstract=True))
+    control.gather = lambda mine: losses
+    return control
+
+
+@pytest.mark.parametrize(("losses", "one"), [([1.0, 1.0001], True), ([1.0, 1.1], False), ([1.0, float("nan")], False)])
+def test_one_loss_is_told_from_several(losses: list[float], one: bool) -> None:
+    plan = SimpleNamespace(batch_axes=(), mesh=sf.make_mesh({"dp": 2}, device="cpu", abstract=True))
+    if one:
+        return check_same_loss(torch.tensor(1.0), plan, _says(losses))
+    with pytest.raises(sf.RankError, match=f"(?s)different ones.*rank 1: {losses[1]}"):
+        check_same_loss(torch.tensor(1.0), plan, _says(losses))
+
+
+def test_a_loss_that_is_finite_nowhere_is_one() -> None:
+    check_same_loss(torch.tensor(1.0), None, _says([float("nan"), float("inf")]))

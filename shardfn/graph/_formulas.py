@@ -1,0 +1,99 @@
+"""What some ops cost: floating-point operations, and the memory that they hold on CPU while they run, as measured.
+
+Formulas alone; which op has which is in the op table (`_ops.py`).
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ._values import num_bytes, tensors_in, tensors_of
+
+# Floating-point operations, of operands and results without data.
+
+
+@functools.cache
+def torch_flops() -> Any:
+    """Torch's own formulas; not before they are asked for, since with them comes triton, of 80 MB."""
+    return importlib.import_module("torch.utils.flop_counter")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return torch_flops().sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return torch_flops().sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+
+
+def product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """As in torch's table, which takes several times as long to say so; products are most of a large graph."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+def added_product(bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    del bias
+    return product(a, b)
+
+
+def matrix_vector(a: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel()
+
+
+def added_matrix_vector(bias: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
+    del bias
+    return 2 * a.numel()
+
+
+# Bytes held meanwhile, of a node.
+
+
+def _argument(node: Node, i: int) -> Tensor:
+    value: Any = node.args[i]
+    return tensors_in(value.meta["val"])[0]
+
+
+def if_16_bit(node: Node) -> int:
+    x = _argument(node, 0)
+    return 4 * x.numel() if x.is_floating_point() and x.element_size() == 2 else 0
+
+
+def a_copy(node: Node) -> int:
+    return num_bytes(_argument(node, 0))
+
+
+def if_strided(node: Node) -> int:
+    return 0 if _argument(node, 0).is_contiguous() else a_copy(node)
+
+
+def flash_forward(node: Node) -> int:
+    """A tile of scores, two running statistics and an accumulator a thread."""
+    q, k = _argument(node, 0), _argument(node, 1)
+    rows, columns = _tile(q.shape[2], k.shape[2])
+    return torch.get_num_threads() * 4 * rows * (columns + 2 + q.shape[3])
+
+
+def flash_backward(node: Node) -> int:
+    """Two tiles of scores a thread."""
+    q, k = _argument(node, 1), _argument(node, 2)
+    rows, columns = _tile(q.shape[2], k.shape[2])
+    return torch.get_num_threads() * 4 * rows * 2 * columns
+
+
+def _tile(queries: int, keys: int) -> tuple[int, int]:
+    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return min(rows, queries), min(512, keys)
+
+
+def codes(node: Node) -> int:
+    """Codes and scales apart from their messages, and, where sums are encoded, those of the sums."""
+    return a_copy(node) + sum(num_bytes(t) for t in tensors_of(node) if t.dtype == torch.uint8)
+
+
+def encoded(node: Node) -> int:
+    """Codes and scales apart from the messages that they become."""
+    return sum(num_bytes(t) for t in tensors_of(node))

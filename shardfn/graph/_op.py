@@ -1,0 +1,126 @@
+"""What is known of one op: the noun of the op table.
+
+Two sources make an `Op`. Its schema says what it looks at, writes and draws, for any op there is. The rest is a row of
+the table (`_ops.py`), where an op without a row has the default of each field.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from shardfn.core import MemoryKind
+
+Channel = Literal["", "gather", "reduce", "loss"]
+
+
+class Crossing(NamedTuple):
+    """What a move between memories crosses, and which argument says how many bytes; None: its own value does."""
+
+    src: MemoryKind
+    dst: MemoryKind
+    carried: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One op, or a family of overloads.
+
+    Attributes:
+        flops: of its operands and `out_val`; None: torch's formula, or no arithmetic worth counting.
+        scratch: bytes that it holds on CPU while it runs, beyond operands and results; None: operands that it casts.
+        lookup: it reads what it returns, not all of its first operand.
+        constant: it makes a value of no tensor.
+        casts: it makes the same elements again, in another dtype or layout.
+        copies: it only copies, casts, packs or encodes, which may be done where a value is sent, or arrives.
+        carries: its elements are those of its operands.
+        scales: a gradient stays that of the same leaves: cut, cast, scaled, or summed in code.
+        fuses: a compiler makes one kernel of it and its neighbours; pointwise ops do in any case.
+        weight: what it counts towards a kernel being worth its compilation.
+        identity: it is its operand, and costs nothing.
+        channel: whose turn a transfer between ranks takes; "" for what starts none.
+        transfer: what such a transfer says of itself, of the start and the graph's metadata.
+        waits: it ends a transfer or a move.
+        move: what it crosses, if it starts a move between memories.
+        fetches: it brings a value nearer to where it is used, and does nothing else.
+        makes_in: the memory in which it makes its value, where it says so.
+        calls: by overload, a faster binding of the same kernel.
+        strides: by overload, how its results lie where torch's abstract answer differs: of the answer and the operands.
+        abstract: by overload, what it makes of tensors without data, where torch's answer differs in more.
+        types: how it changes the types of values along axes (`_types.py`); "" for what computes on each rank alone.
+        sharding: from how its operands are cut to how its results are. Nobody reads it yet.
+        views: the argument of which its result is another look, by its schema.
+        writes: position and name of the arguments that it overwrites, by its schema.
+        draws: it draws from torch's generator, by its tags.
+        pointwise: by its tags.
+        effects: it returns nothing and writes nothing, so that it is there for something else.
+    """
+
+    flops: Callable[..., int] | None = None
+    scratch: Callable[[Node], int] | None = None
+    lookup: bool = False
+    constant: bool = False
+    casts: bool = False
+    copies: bool = False
+    carries: bool = False
+    scales: bool = False
+    fuses: bool = False
+    weight: int = 1
+    identity: bool = False
+    channel: Channel = ""
+    transfer: Callable[[Node, Mapping[str, Any]], Any] | None = None
+    waits: bool = False
+    move: Crossing | None = None
+    fetches: bool = False
+    makes_in: MemoryKind | None = None
+    calls: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    strides: Mapping[str, Callable[[Tensor, Sequence[Any]], Tensor]] = dataclasses.field(default_factory=dict)
+    abstract: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    types: str = ""
+    sharding: None = None
+    views: int | None = None
+    writes: tuple[tuple[int, str], ...] = ()
+    draws: bool = False
+    pointwise: bool = False
+    effects: bool = False
+
+
+def with_schema(row: Op, target: Any) -> Op:
+    """A row of the table, with what the schema and the tags of one overload say."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return row
+    schema, tags = target._schema, target.tags
+    writes = written_arguments(target)
+    return dataclasses.replace(
+        row,
+        # Overloads with `out=` make nothing of their own.
+        constant=row.constant and not writes,
+        casts=row.casts and not writes,
+        copies=row.copies and not writes,
+        views=None if writes else _viewed(schema) if row.views is None else row.views,
+        writes=writes,
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        pointwise=torch.Tag.pointwise in tags,
+        effects=not schema.returns and not schema.is_mutable,
+    )
+
+
+def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an op overwrites, by its schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(
+        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+def _viewed(schema: Any) -> int | None:
+    """The argument that the one result, a tensor, is another look at."""
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.returns[0].alias_info is None:
+        return None
+    seen = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None]
+    return seen[0] if seen else None

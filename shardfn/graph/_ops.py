@@ -1,0 +1,197 @@
+"""The op table: what is known of an op that its schema does not say, one row an op.
+
+A row holds for all overloads, save where it names them. An op without a row computes on each rank alone, costs what
+its operands and results weigh, and stays where it is. Everything in this room that asks which op a node is asks here.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+import shardfn.collectives
+import shardfn.memory  # noqa: F401  # both define ops
+
+from . import _formulas as formulas
+from . import _strides as strides
+from . import _wire as wire
+from ._op import Crossing, Op, with_schema
+
+_ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
+_WIRE, _MEMORY = torch.ops.shardfn, torch.ops.shardfn_memory
+
+# Ops that passes write themselves.
+ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
+ALL_GATHER_INTO, PSUM = _WIRE.all_gather_into_start.default, _WIRE.psum_start.default
+TO_DEVICE, READ, TO_HOST = (getattr(_MEMORY, f"{name}_start").default for name in ("to_device", "read", "to_host"))
+MOVE_WAIT = _MEMORY.wait.default
+
+
+def op_of(node: Node) -> Op:
+    """What is known of the op that `node` calls.
+
+    Example:
+        >>> graph = torch.fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> op_of(x) == Op(), op_of(graph.call_function(torch.ops.aten.relu_.default, (x,))).writes
+        (True, ((0, 'self'),))
+    """
+    return known_op(node.target) if node.op == "call_function" else _NONE
+
+
+@functools.lru_cache(maxsize=4096)
+def known_op(target: Any) -> Op:
+    """What is known of an op, or of a function that is none.
+
+    Example:
+        >>> known_op(torch.ops.aten.mm.default).flops is formulas.product, known_op(torch.ops.aten.t.default).views
+        (True, 0)
+    """
+    return with_schema(OPS.get(getattr(target, "overloadpacket", target), _NONE), target)
+
+
+def _as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that looks at the grad mode, which is off where a graph runs, and would leave out what is read later."""
+
+    def run(*args: Any) -> Any:
+        with torch.enable_grad():
+            return op(*args)
+
+    return run
+
+
+# Families.
+
+
+def _kept(*overloads: str, lay_out: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+    return dict.fromkeys(overloads or ("default",), lay_out)
+
+
+def _rows(names: str, row: Op) -> dict[Any, Op]:
+    return {getattr(_ATEN, name): row for name in names.split()}
+
+
+_NONE = Op()
+_FUSED = Op(fuses=True)
+# A constant, or what looks at a shape alone; neither is worth a kernel.
+_LIGHT = Op(fuses=True, weight=0, types="filled")
+_CONSTANT = Op(fuses=True, weight=0, constant=True)
+_CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0)
+_JOINED = Op(copies=True, carries=True)
+_CARRIES = Op(carries=True)
+_SCALES = Op(scales=True)
+_LOOKUP = Op(lookup=True)
+_ATTENTION = Op(flops=formulas.attention)
+_ATTENTION_BACKWARD = Op(flops=formulas.attention_backward)
+_DENSE = _kept(lay_out=strides.contiguous)
+_IN_FORMAT, _IN_FORMAT_OF_INPUT = (_kept(lay_out=strides.in_format_of(i)) for i in (0, 1))
+_ELEMENTWISE = _kept(lay_out=strides.as_elementwise)
+
+OPS: dict[Any, Op] = {
+    operator.getitem: Op(scales=True, calls={"": operator.getitem}),
+    # products
+    _ATEN.mm: Op(flops=formulas.product, calls={"default": torch.mm}),
+    _ATEN.bmm: Op(flops=formulas.product, calls={"default": torch.bmm}),
+    _ATEN.addmm: Op(flops=formulas.added_product, calls={"default": torch.addmm}),
+    _ATEN.baddbmm: Op(flops=formulas.added_product),
+    _ATEN.mv: Op(flops=formulas.matrix_vector),
+    _ATEN.dot: Op(flops=formulas.matrix_vector),
+    _ATEN.addmv: Op(flops=formulas.added_matrix_vector),
+    _ATEN._grouped_mm: Op(abstract={"default": strides.grouped_mm}),
+    # attention
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: Op(formulas.attention, formulas.flash_forward),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: Op(
+        formulas.attention_backward, formulas.flash_backward
+    ),
+    _ATEN._scaled_dot_product_fused_attention_overrideable: _ATTENTION,
+    _ATEN._scaled_dot_product_fused_attention_overrideable_backward: _ATTENTION_BACKWARD,
+    _ATEN.mkldnn_rnn_layer: Op(calls={"default": _as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
+    # lookups
+    **_rows("embedding index_select gather index nll_loss2d_forward", _LOOKUP),
+    _ATEN.nll_loss_forward: Op(lookup=True, fuses=True),
+    # reductions
+    **_rows("sum amax amin prod any all argmax argmin var var_mean", _FUSED),
+    **_rows("_softmax_backward_data nll_loss_backward native_layer_norm", _FUSED),
+    **_rows("_fused_rms_norm _fused_rms_norm_backward", _FUSED),
+    _ATEN.mean: Op(scratch=formulas.if_16_bit, fuses=True),
+    _ATEN.logsumexp: Op(scratch=formulas.a_copy, fuses=True),
+    _ATEN._softmax: Op(scratch=formulas.if_strided, fuses=True),
+    _ATEN._log_softmax: Op(scratch=formulas.if_strided, fuses=True),
+    _ATEN._log_softmax_backward_data: Op(fuses=True, strides=_DENSE),
+    _ATEN.native_layer_norm_backward: Op(fuses=True, strides=_DENSE),
+    # pointwise, without the tag or with more to say
+    **_rows("silu_backward tanh_backward sigmoid_backward threshold_backward where", _FUSED),
+    **_rows("slice_backward select_backward", _FUSED),
+    # whose compiled form is cheaper than eager's
+    **_rows("gelu gelu_backward", Op(fuses=True, weight=2)),
+    _ATEN.add: Op(calls={"Tensor": torch.add}),
+    _ATEN.mul: Op(scales=True, types="product", calls={"Tensor": torch.mul}),
+    _ATEN.div: Op(scales=True, strides=_kept("Tensor_mode", lay_out=strides.as_elementwise)),
+    **_rows("mul_ div_", _SCALES),
+    # constants
+    **_rows("empty eye", Op(constant=True)),
+    **_rows("zeros ones full arange scalar_tensor", _CONSTANT),
+    **_rows("zeros_like ones_like full_like", _LIGHT),
+    **_rows("new_zeros new_ones new_full", Op(fuses=True, types="filled")),
+    **_rows("empty_like new_empty new_empty_strided zero_ fill_", Op(types="filled")),
+    # copies
+    **_rows("_to_copy clone", _CAST),
+    **_rows("cat constant_pad_nd", _JOINED),
+    _ATEN.copy: Op(copies=True, carries=True, types="copied"),
+    **_rows("stack contiguous", _CARRIES),
+    **_rows("copy_ _foreach_copy_", Op(carries=True, types="copied")),
+    # views
+    _ATEN.view: Op(calls={"default": torch.Tensor.view}),
+    _ATEN.t: Op(calls={"default": torch.t}),
+    _ATEN.transpose: Op(calls={"int": torch.transpose}),
+    _ATEN.permute: Op(calls={"default": torch.permute}),
+    _ATEN.expand: Op(calls={"default": torch.Tensor.expand}),
+    _ATEN.detach: Op(calls={"default": torch.detach}),
+    _ATEN._unsafe_view: Op(scales=True, views=0),  # its schema says that it copies
+    **_rows("reshape split split_with_sizes", _SCALES),  # whose results are several, or sometimes new
+    # What lies otherwise than torch says, as a search over its operations has found: its formulas end in operands of
+    # another order, or keep strides that the kernel does not. By what the kernels do instead.
+    _ATEN.copysign: Op(strides=_kept("Tensor", lay_out=strides.as_elementwise)),
+    _ATEN.xlogy: Op(strides=_kept("Tensor", lay_out=strides.as_elementwise)),
+    **_rows("floor_divide hardswish_backward hardtanh_backward logit_backward", Op(strides=_ELEMENTWISE)),
+    **_rows("native_dropout_backward softplus_backward special_xlog1py", Op(strides=_ELEMENTWISE)),
+    **_rows("huber_loss_backward log_sigmoid_forward mse_loss_backward smooth_l1_loss_backward", Op(strides=_DENSE)),
+    _ATEN.normal: Op(strides=_kept("Tensor_Tensor", lay_out=strides.contiguous)),
+    _ATEN.pow: Op(strides=_kept("Scalar", lay_out=strides.contiguous)),
+    **_rows("channel_shuffle max_unpool2d native_batch_norm", Op(strides=_IN_FORMAT)),
+    **_rows("batch_norm_backward native_batch_norm_backward", Op(strides=_IN_FORMAT_OF_INPUT)),
+    _ATEN.replication_pad2d_backward: Op(strides=_IN_FORMAT_OF_INPUT),
+    # transfers of the step
+    _WIRE.all_gather_start: Op(channel="gather", transfer=wire.all_gather, carries=True, types="gather"),
+    _WIRE.all_gather_into_start: Op(channel="gather", transfer=wire.all_gather_into, types="gather"),
+    _WIRE.psum_scatter_start: Op(channel="reduce", transfer=wire.psum_scatter, types="scatter"),
+    _WIRE.all_to_all_start: Op(channel="reduce", transfer=wire.all_to_all, scales=True, types="exchange"),
+    _WIRE.psum_start: Op(channel="reduce", transfer=wire.psum, types="sum"),
+    _WIRE.wait: Op(waits=True, carries=True),
+    _WIRE.pvary: Op(identity=True, types="declare", calls={"default": lambda x, axes: x}),
+    _WIRE.encode: Op(copies=True, carries=True, scratch=formulas.encoded),
+    _WIRE.decode: Op(carries=True, scratch=formulas.codes),
+    _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.codes),
+    _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.codes),
+    # collectives of the loss and of the metrics
+    _C10D.all_reduce: Op(channel="loss", transfer=wire.all_reduce, types="collective"),
+    _C10D.all_gather_into_tensor: Op(channel="loss", transfer=wire.functional_all_gather, types="collective"),
+    _C10D.reduce_scatter_tensor: Op(channel="loss", transfer=wire.functional_reduce_scatter, types="collective"),
+    _C10D.all_to_all_single: Op(channel="loss", transfer=wire.functional_all_to_all, types="collective"),
+    _C10D.wait_tensor: Op(waits=True, carries=True),
+    # moves between memories
+    _MEMORY.to_host_start: Op(move=Crossing("device", "host", 0), makes_in="host"),
+    _MEMORY.to_host_into_start: Op(move=Crossing("device", "host", 1)),
+    _MEMORY.to_device_start: Op(move=Crossing("host", "device", 0), makes_in="device", fetches=True),
+    _MEMORY.to_device_into_start: Op(move=Crossing("host", "device", 1)),
+    _MEMORY.read_start: Op(move=Crossing("disk", "host", None), makes_in="host", fetches=True),
+    _MEMORY.read_into_start: Op(move=Crossing("disk", "host", 0)),
+    _MEMORY.write_start: Op(move=Crossing("host", "disk", 2)),
+    _MEMORY.host_empty: Op(makes_in="host"),
+    _MEMORY.flat: Op(makes_in="host"),
+    _MEMORY.writer: Op(makes_in="disk"),
+    _MEMORY.wait: Op(waits=True, carries=True),
+}

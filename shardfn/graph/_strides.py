@@ -1,0 +1,59 @@
+"""How kernels lay their results out, where torch's answer for tensors without data is another.
+
+Formulas alone; which op has which is in the op table (`_ops.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+
+
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Takes every dtype that the kernels take, and pads the rows of its result to 16 bytes; torch's says bf16 alone."""
+    del bias
+    num_groups = None if offs is None else offs.shape[0]
+    if a.ndim == 2:
+        shape = [num_groups, a.shape[0], b.shape[1]] if b.ndim == 2 else [a.shape[0], b.shape[-1]]
+    else:
+        shape = [a.shape[1], b.shape[1]] if b.ndim == 2 else [a.shape[0], a.shape[1], b.shape[-1]]
+    dtype = out_dtype or a.dtype
+    step = 16 // dtype.itemsize
+    row = -(-shape[-1] // step) * step
+    stride = [shape[1] * row, row, 1] if len(shape) == 3 else [row, 1]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
+
+
+def _restrided(out: Tensor, stride: Sequence[int]) -> Tensor:
+    """`out`, which is new memory, in other strides."""
+    if out.stride() == tuple(stride):
+        return out
+    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
+
+
+def as_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
+    """As an elementwise kernel lays its result out, which goes by its first operands first."""
+    operands = torch.broadcast_tensors(*(x for x in args if isinstance(x, Tensor)))
+    return _restrided(out, compute_elementwise_output_strides(*operands))
+
+
+def contiguous(out: Tensor, args: Sequence[Any]) -> Tensor:
+    del args
+    return _restrided(out, make_contiguous_strides_for(out.shape))
+
+
+def in_format_of(position: int) -> Callable[[Tensor, Sequence[Any]], Tensor]:
+    """Channels last if that argument is, else contiguous."""
+
+    def lay_out(out: Tensor, args: Sequence[Any]) -> Tensor:
+        return _restrided(out, torch.empty_like(out, memory_format=suggest_memory_format(args[position])).stride())
+
+    return lay_out

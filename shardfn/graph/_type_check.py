@@ -1,0 +1,188 @@
+"""What the types of a captured step prove wrong: collectives of the loss that are missing, or stand twice.
+
+Each check is certain: it raises where values differ that must be the same on all ranks, or where a gradient is counted
+once a rank. What is unknown passes.
+"""
+
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from shardfn.core import raise_all
+
+from ._types import Applications, Leaf, Types
+from ._values import where_of
+
+
+class AxisTypeError(TypeError):
+    """A `psum` or `pvary` too few or too many: ranks would drift apart, or count something several times."""
+
+
+def value_types(gm: GraphModule) -> dict[Node, dict[str, str]]:
+    """For each value of a captured step and each axis: "invariant", "declared", "varying" or "unknown".
+
+    Args:
+        gm: the step.
+
+    Example:
+        >>> from torch.fx import symbolic_trace
+        >>> gm = symbolic_trace(lambda x: x + 1)
+        >>> gm.meta["mesh_shape"] = {"tp": 2}
+        >>> [types["tp"] for types in value_types(gm).values()]
+        ['invariant', 'invariant']
+    """
+    types = Types(gm)
+    return {node: types.words(node) for node in types.of}
+
+
+def check_types(gm: GraphModule) -> None:
+    """Refuses a captured step in which a collective of the loss is certainly missing, or stands certainly twice.
+
+    Args:
+        gm: the step, before any pass; `gm.meta["results"]` lists path and axes of its outputs.
+
+    Raises:
+        AxisTypeError: names the op, its line, the axis and the remedy.
+
+    Example:
+        >>> from torch.fx import symbolic_trace
+        >>> check_types(symbolic_trace(lambda x: x + 1))
+    """
+    types = Types(gm)
+    if not types.axes:
+        return
+    sizes = gm.meta["mesh_shape"]
+    # What is wrong at its own line comes before what is wrong for it.
+    for found in (_twice(types, sizes), _results(types, sizes), _gradients(types), _outputs(gm, types)):
+        raise_all(AxisTypeError, "ranks would not compute what one device computes:", list(dict.fromkeys(found)))
+
+
+def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:
+    """Collectives of what needs none."""
+    differentiated = {a.applied.transposes for a in types.applications}
+    for found in types.applications:
+        applied = found.applied
+        for axis in applied.axes:
+            if axis in types.foreign or axis not in types.axes:
+                continue
+            if applied.transposes:
+                yield from _never_summed(types, found, axis, sizes[axis])
+            elif applied.number in differentiated:
+                yield from _needless(types, found, axis, sizes[axis])
+
+
+def _needless(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
+    name, taken = found.applied.name, found.taken
+    where = where_of(found.node) or "a line unknown"
+    if name == "psum" and types.is_invariant(taken, axis) and types.is_trained(taken):
+        yield (
+            f"{where}: psum over {axis!r} of what is the same on its {num} ranks already, so that it, or its gradient,"
+            f" is {num} times off. Leave out this psum (or pmean). If ranks make it differ by their index, pass what"
+            f" they make it of through sf.pvary(x, {axis!r})."
+        )
+    if name == "pvary" and axis not in types.batch and types.is_varying(taken, axis):
+        yield (
+            f"{where}: pvary over {axis!r} of what varies along it already, so that each rank's gradient is the sum of"
+            f" all ranks'. Leave out this pvary, or sum the value first, with sf.psum(x, {axis!r})."
+        )
+
+
+def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
+    """In the backward: the transpose of a `pvary` or an `all_gather` sums what is the same on all ranks."""
+    name = {"psum": "pvary", "psum_scatter": "all_gather"}.get(found.applied.name)
+    again = found.node.meta.get("again") or types.phases[found.node] != "backward"
+    if name is None or again or axis in types.batch or not found.taken or not types.is_invariant(found.taken, axis):
+        return
+    remedy = "leave out this pvary" if name == "pvary" else "use sf.all_gather_invariant"
+    yield (
+        f"{where_of(found.node) or 'a line unknown'}: {name} over {axis!r}, whose uses are the same on its {num} ranks:"
+        f" their gradients are summed, and come out {num} times too large. If all ranks are to go on alike, {remedy};"
+        f" if each has a part of what follows, sum the parts with sf.psum(x, {axis!r})."
+    )
+
+
+def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
+    """The loss and its aux: the same along axes that do not cut the batch, this rank's own along those that do."""
+    for node, type in types.of.items():
+        for what in node.meta.get("result", ()):
+            for axis in types.axes:
+                if axis not in types.batch and types.is_varying(type, axis):
+                    yield (
+                        f"{what} varies along {axis!r}: each of its {sizes[axis]} ranks has a value of its own. It is"
+                        f" made by {_told(node)}; {_origin(types, node, axis)}. Sum the ranks' parts where they are"
+                        f" complete, with sf.psum(x, {axis!r}), before anything that is not linear."
+                    )
+                once = axis in types.batch and what == "the loss" and axis not in types.foreign
+                if once and types.is_trained(type) and types.is_invariant(type, axis):
+                    yield (
+                        f"the loss is summed over {axis!r} already, by {_told(node)} or before, and {axis!r} cuts the"
+                        f" batch: the step averages over it again, so gradients would be {sizes[axis]} times too small."
+                        f" Return this rank's own loss, without psum or pmean over {axis!r}; or pass what was summed"
+                        f" through sf.pvary(x, {axis!r})."
+                    )
+
+
+def _gradients(types: Types) -> Iterator[str]:
+    """Gradients as the backward leaves them: unreduced along the batch's axes alone, where the step sums them."""
+    for node, type in types.of.items():
+        for leaf in node.meta.get("gradient_to", ()):
+            for axis in types.axes:
+                if axis not in (*types.batch, *leaf.axes) and types.is_varying(type, axis):
+                    yield _unreduced(types, leaf, axis)
+
+
+def _unreduced(types: Types, leaf: Leaf, axis: str) -> str:
+    met = _first_mixed(types, leaf.path, axis)
+    at = "" if met is None else f" It meets what varies along {axis!r} in {_told(met)}."
+    return (
+        f"the gradient of {leaf.path}, which is whole along {axis!r}, is unreduced there: each rank has its own part,"
+        f" and nothing sums them.{at} Pass what is made of {leaf.path} through sf.pvary(x, {axis!r}) before that: the"
+        " gradient of a pvary is the sum."
+    )
+
+
+def _outputs(gm: GraphModule, types: Types) -> Iterator[str]:
+    """The new state and the metrics, where the step itself would be wrong."""
+    output = next(iter(reversed(gm.graph.nodes)))
+    for node, (path, axes) in zip(output.all_input_nodes and output.args[0], gm.meta.get("results", ()), strict=False):
+        for axis in types.axes:
+            if isinstance(node, Node) and axis not in axes and types.is_varying(types.seen(node, output), axis):
+                yield f"the new {path} varies along {axis!r}; {_origin(types, node, axis)}."
+
+
+def _told(node: Node) -> str:
+    applied = node.meta.get("collective")
+    name = applied.name if applied is not None else str(node.target).removesuffix(".default")
+    return f"{name} ({where_of(node) or 'line unknown'})"
+
+
+def _origin(types: Types, node: Node, axis: str) -> str:
+    """Where what makes a value vary comes in."""
+    while True:
+        before = next((n for n in node.all_input_nodes if types.is_varying(types.of[n], axis)), None)
+        leaf = None if before is None else _leaf_of(before)
+        if before is None:
+            return f"it begins to vary at {_told(node)}"
+        if leaf is not None:
+            return f"it begins to vary at {_told(node)}, by {leaf.path}, which {axis!r} cuts"
+        node = before
+
+
+def _leaf_of(node: Node) -> Leaf | None:
+    if node.op == "placeholder":
+        return node.meta.get("enters")
+    return next(iter(node.meta.get("whole_of", ())), None)
+
+
+def _first_mixed(types: Types, path: str, axis: str) -> Node | None:
+    """The first op of the forward that takes what is made of a leaf, and still invariant, beside what varies."""
+    reached: set[Node] = set()
+    for node in types.of:
+        leaf = _leaf_of(node)
+        if leaf is not None and leaf.path == path:
+            reached.add(node)
+        elif types.phases[node] == "forward" and reached.intersection(node.all_input_nodes):
+            if types.is_varying(types.of[node], axis):
+                return node
+            reached.add(node)
+    return None

@@ -1,0 +1,270 @@
+"""How each value of a captured step compares with the same value on other ranks, axis by axis.
+
+    invariant  the same on all ranks, and counts once
+    declared   the same on all ranks, and counts as varying: it comes out of `pvary`, or is gathered
+    varying    ranks hold different values; as the gradient of an invariant value it is unreduced: each has a part
+    unknown    none of this is certain
+
+Types start at the inputs of a step and go through it op by op. A type says what is certain of the *values*, and
+"declared" what is due to their cotangents besides; so detached values need no rule of their own. What is not certain
+is unknown, and no error follows from it. Numbers that a rank puts in by its index cannot be seen, and look invariant.
+
+    inputs        a leaf varies along the axes that cut it, a batch along its axes; the rest is invariant
+    the loss      sees every leaf as declared along the batch's axes, for the step sums the gradient there
+    local ops     varying if an operand is; unknown if one is; lists whose members differ are unknown, as are
+                  comparisons and integers made of varying floats, since ranks may agree on them
+    collectives   by the table in `shardfn/collectives/_primitive.py`
+
+A capture says what the ops cannot, in `gm.meta` ("batch_axes") and in the metadata of nodes: "enters" of inputs and
+"whole_of" of gathered leaves (a `Leaf`), "collective" of the ops of one primitive (an `Applied`).
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import GraphModule, Node
+
+from shardfn.collectives import Applied
+
+from ._op import Op
+from ._ops import op_of
+from ._values import num_bytes, phases_of, storage_of, tensors_of
+
+# Bits of one axis. Types are joined by `or`; the highest bit counts.
+DECLARED, VARIES, UNKNOWN = 1, 2, 4
+_BITS = 3
+
+
+class Leaf(NamedTuple):
+    """A parameter, or another part of what a step is given, as one rank holds it.
+
+    Attributes:
+        path: its name.
+        axes: along which it is cut.
+        trained: whether it has a gradient.
+    """
+
+    path: str
+    axes: tuple[str, ...] = ()
+    trained: bool = False
+
+
+class Applications(NamedTuple):
+    """Where a collective of the program takes what others have made.
+
+    Attributes:
+        node: the op that takes it.
+        applied: the collective.
+        taken: the type of what it takes.
+    """
+
+    node: Node
+    applied: Applied
+    taken: int
+
+
+class Types:
+    """The type of every value of a captured step.
+
+    Attributes:
+        axes: mesh axes of more than one rank.
+        batch: those of them that cut the batch.
+        of: the type of each node, as a number; `is_invariant` and the others read it.
+        applications: the collectives of the program, in order.
+        foreign: axes of collectives that are torch's own, whose transposes are their author's affair.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.axes = tuple(a for a, n in gm.meta.get("mesh_shape", {}).items() if n > 1)
+        self.batch = tuple(a for a in gm.meta.get("batch_axes", ()) if a in self.axes)
+        self.phases, self._groups = phases_of(gm), gm.meta.get("groups", {})
+        self.of: dict[Node, int] = {}
+        self.applications: list[Applications] = []
+        self.foreign: set[str] = set()
+        self._at = {a: _BITS * i for i, a in enumerate(self.axes)}
+        self._trained = 1 << _BITS * len(self.axes)
+        self._all = {bit: self._mask(bit, self.axes) for bit in (DECLARED, VARIES, UNKNOWN)}
+        self._entered = self._mask(DECLARED, self.batch)
+        self._own = self._mask(DECLARED, [a for a in self.axes if a not in self.batch])
+        self._columns: dict[Node, list[int]] = {}
+        # What was written since a value was made, by memory.
+        self._written: dict[int, int] = {}
+        for node in gm.graph.nodes:
+            if node.op != "output":
+                self.of[node] = self._type(node)
+
+    def is_invariant(self, type: int, axis: str) -> bool:
+        """Whether a value is certainly the same on all ranks along an axis, and counts once."""
+        return not type >> self._at[axis] & 7
+
+    def is_varying(self, type: int, axis: str) -> bool:
+        """Whether ranks along an axis certainly hold different values."""
+        return type >> self._at[axis] & 6 == VARIES
+
+    def is_trained(self, type: int) -> bool:
+        """Whether a value depends on what has a gradient."""
+        return bool(type & self._trained)
+
+    def words(self, node: Node) -> dict[str, str]:
+        """The type of a node's value along each axis."""
+        return {a: _WORDS[self.of[node] >> self._at[a] & 7] for a in self.axes}
+
+    def seen(self, node: Node, by: Node) -> int:
+        """The type of a value where an op takes it."""
+        type = self.of[node]
+        if self._written:
+            for tensor in tensors_of(node):
+                type = self._written.get(storage_of(tensor), type)
+        phase = self.phases[by]
+        if phase == "update":
+            return type
+        if node.op == "placeholder":
+            return type | self._entered
+        # What a cotangent is multiplied with does not say how it is summed.
+        return type & ~self._own if phase == "backward" and self.phases[node] == "forward" else type
+
+    # One node.
+
+    def _type(self, node: Node) -> int:
+        if node.op == "placeholder":
+            return self._leaf(node.meta["enters"]) if "enters" in node.meta else 0
+        if node.op != "call_function":
+            return 0
+        for leaf in node.meta.get("whole_of", ()):
+            return self._leaf(leaf) | self._entered
+        applied, op = node.meta.get("collective"), op_of(node)
+        type = self._local(node, op) if applied is None else self._part(node, applied)
+        if op.types in _STEP_TYPES:
+            type = self._transferred(node, op, type)
+        elif applied is None and op.types == "collective":
+            type = self._foreign(node, type)
+        if op.writes:
+            self._write(node, op, type)
+        return type
+
+    def _local(self, node: Node, op: Op) -> int:
+        """What an op makes that looks at this rank's values alone."""
+        if op.constant or op.types == "filled" or (op.types == "product" and 0 in node.args):
+            return 0
+        if op.draws:
+            return self._all[UNKNOWN]
+        if node.target is operator.getitem and node.args[0] in self._columns:
+            return self._columns[node.args[0]][node.args[1]]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        # What is copied over says nothing.
+        type = self._joined(node, node.args[1:] if op.types == "copied" else node.args)
+        return self._unsure(type) if type & self._all[VARIES] and _decides(node) else type
+
+    def _joined(self, node: Node, args: Sequence[Any]) -> int:
+        """The operands together; what is packed of unlike ones may be taken apart again, and is unknown."""
+        if len(node.all_input_nodes) == 1:
+            return self.seen(node.all_input_nodes[0], node)
+        type, lists = 0, list[list[int]]()
+        for value in (*args, *node.kwargs.values()):
+            if isinstance(value, Node):
+                type |= self.seen(value, node)
+            elif isinstance(value, (list, tuple)) and any(isinstance(v, Node) for v in value):
+                lists.append([self.seen(v, node) if isinstance(v, Node) else 0 for v in value])
+        if not lists:
+            return type
+        num = len(lists[0])
+        self._columns[node] = [type | _join(row) for row in zip(*(x for x in lists if len(x) == num), strict=True)]
+        return type | _join(self._packed(x) for x in lists)
+
+    def _packed(self, types: Sequence[int]) -> int:
+        either, both = _join(types), functools.reduce(operator.and_, types)
+        return either | (either & ~both & self._all[VARIES]) << 1
+
+    def _unsure(self, type: int) -> int:
+        return type | (type & self._all[VARIES]) << 1
+
+    def _leaf(self, leaf: Leaf) -> int:
+        return self._mask(VARIES, leaf.axes) | (self._trained if leaf.trained else 0)
+
+    def _mask(self, bit: int, axes: Iterable[str]) -> int:
+        return _join(bit << self._at[a] for a in axes if a in self._at)
+
+    def _set(self, type: int, axes: Iterable[str], bit: int) -> int:
+        axes = tuple(axes)
+        return type & ~self._mask(7, axes) | self._mask(bit, axes)
+
+    # Memory that is written.
+
+    def _write(self, node: Node, op: Op, type: int) -> None:
+        columns = self._columns.get(node)
+        for position, name in op.writes:
+            value: Any = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            several = isinstance(value, (list, tuple))
+            for i, written in enumerate(value if several else [value]):
+                if isinstance(written, Node):
+                    self._overwrite(written, columns[i] if several and columns else type)
+
+    def _overwrite(self, node: Node, type: int) -> None:
+        for tensor in tensors_of(node):
+            key, whole = storage_of(tensor), num_bytes(tensor) == tensor.untyped_storage().nbytes()
+            before = self._written.get(key, self.of[node])
+            self._written[key] = type if whole else self._packed([type, before])
+
+    # Transfers and collectives.
+
+    def _transferred(self, node: Node, op: Op, type: int) -> int:
+        """The ops of `shardfn`, which name axes: what is gathered or summed whole is the same everywhere."""
+        axes = [a for a in str(node.args[-1]).split(",") if a in self._at]
+        if op.types == "gather":
+            # Behind it is a leaf; the memory that it lands in says nothing.
+            own = node.all_input_nodes[-1]
+            entered = self._entered if self.phases[node] != "update" else 0
+            return self._set(self.seen(own, node), axes, 0) | entered & self._mask(DECLARED, axes)
+        if op.types == "declare":
+            return type | self._mask(DECLARED, axes)
+        return self._set(type, axes, {"sum": 0, "scatter": VARIES, "exchange": UNKNOWN}[op.types])
+
+    def _foreign(self, node: Node, type: int) -> int:
+        """A collective that somebody has written without the primitives."""
+        named = next((self._groups[a] for a in node.args if isinstance(a, str) and a in self._groups), "")
+        axes = named.split(",") if named else self.axes
+        self.foreign.update(axes)
+        same = op_of(node).transfer is not None and node.target.__name__.split(".")[0] in _SAME  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+        return self._set(type, axes, DECLARED if same else UNKNOWN)
+
+    def _part(self, node: Node, applied: Applied) -> int:
+        """One op of a collective; from the first one on, all of them have the type of its result."""
+        inside = [n for n in node.all_input_nodes if n.meta.get("collective") == applied]
+        outside = [n for n in node.all_input_nodes if n not in inside]
+        type = _join(self.of[n] for n in inside)
+        if outside or not inside:
+            taken = _join(self.seen(n, node) for n in outside)
+            self.applications.append(Applications(node, applied, taken))
+            type |= self._applied(node, applied, taken)
+        return type
+
+    def _applied(self, node: Node, applied: Applied, taken: int) -> int:
+        """The table of primitives."""
+        name, axes = applied.name, applied.axes
+        if name == "pvary":
+            return taken | self._mask(DECLARED, axes)
+        if name in ("psum", "pmax", "all_gather_invariant"):
+            return self._set(taken, axes, 0)
+        if name in ("all_gather", "quantized_all_gather"):
+            return self._set(taken, axes, DECLARED)
+        # Blocks of a sum or of a whole: of constants, counts and masks ranks may hold equal ones.
+        floats = all(t.is_floating_point() for t in tensors_of(node))
+        blocks = name in ("psum_scatter", "take_own_block") and taken and floats
+        return self._set(taken, axes, VARIES if blocks else UNKNOWN)
+
+
+def _decides(node: Node) -> bool:
+    """Whether an op makes booleans or integers of floats: a comparison, an index, a rounding."""
+    if any(t.is_floating_point() for t in tensors_of(node)):
+        return False
+    return any(t.is_floating_point() for n in node.all_input_nodes for t in tensors_of(n))
+
+
+def _join(types: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, types, 0)
+
+
+_WORDS = ("invariant", "declared", "varying", "varying", "unknown", "unknown", "unknown", "unknown")
+_STEP_TYPES = ("gather", "sum", "scatter", "exchange", "declare")
+_SAME = ("all_reduce", "all_gather_into_tensor")

@@ -1,0 +1,65 @@
+"""Covers the op table: what schemas say, what rows say, and that rows are of ops that exist."""
+
+import operator
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from shardfn.graph import OPS, Op, known_op, op_of
+
+ATEN, WIRE, MEMORY = torch.ops.aten, torch.ops.shardfn, torch.ops.shardfn_memory
+
+
+@pytest.mark.parametrize(
+    ("target", "views", "writes"),
+    [
+        (ATEN.view.default, 0, ()),
+        (ATEN.expand.default, 0, ()),
+        (ATEN._unsafe_view.default, 0, ()),
+        (ATEN.mm.default, None, ()),
+        (ATEN.mm.out, None, ((2, "out"),)),
+        (ATEN.split.Tensor, None, ()),
+        (ATEN.add_.Tensor, None, ((0, "self"),)),
+        (WIRE.all_gather_into_start.default, None, ((0, "into"),)),
+        (MEMORY.finish.default, None, ((0, "writer"),)),
+        (operator.getitem, None, ()),
+    ],
+)
+def test_views_and_writes_are_read_off_the_schema(target: object, views: int | None, writes: object) -> None:
+    op = known_op(target)
+    assert (op.views, op.writes) == (views, writes)
+
+
+def test_tags_say_what_draws_and_what_is_pointwise() -> None:
+    assert known_op(ATEN.rand_like.default).draws and not known_op(ATEN.relu.default).draws
+    assert known_op(ATEN.relu.default).pointwise and not known_op(ATEN.sum.default).pointwise
+
+
+def test_what_returns_nothing_and_writes_nothing_is_there_for_its_effect() -> None:
+    assert known_op(WIRE.stop_unless.default).effects
+    assert not known_op(ATEN._foreach_add_.List).effects and not known_op(ATEN.relu.default).effects
+
+
+def test_rows_hold_for_all_overloads_that_make_a_value() -> None:
+    assert known_op(ATEN.eye.default).constant and known_op(ATEN.eye.m).constant
+    assert not known_op(ATEN.eye.out).constant
+
+
+def test_every_overload_that_a_row_names_exists() -> None:
+    for packet, op in OPS.items():
+        for overload in {*op.calls, *op.strides, *op.abstract} - {""}:
+            assert overload in packet.overloads(), (packet, overload)
+
+
+def test_every_transfer_says_what_it_sends_and_whose_turn_it_takes() -> None:
+    starts = [op for op in OPS.values() if op.channel]
+    assert len(starts) == 9 and all(op.transfer is not None for op in starts)
+    assert all(op.transfer is None for op in OPS.values() if not op.channel)
+
+
+def test_only_calls_are_ops() -> None:
+    graph = Graph()
+    x = graph.placeholder("relu")
+    assert op_of(x) == Op() == op_of(graph.output(x))
+    assert op_of(graph.call_function(ATEN.mm.default, (x, x))).flops is not None
