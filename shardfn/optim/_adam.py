@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
@@ -93,7 +93,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
         unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
         return unflatten(out), ScaleByAdamState(count, unflatten(mu), unflatten(nu))
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def adam(
@@ -171,7 +171,7 @@ def adamw(
     def decide(params: Params) -> GradientTransformation:
         return adamw(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return tx._replace(decide=decide)
+    return tx._replace(needs=Needs("element", decide=decide))
 
 
 def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
@@ -227,4 +227,4 @@ def _fused(
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="element")
+    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
 
 from ._adam import bias_corrections, moments, moments_like
-from ._base import GradientTransformation, stateless
+from ._base import GradientTransformation, Needs, stateless
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
@@ -96,7 +96,7 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
         unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
         return unflatten(us), ScaleByMomentRatioState(unflatten(mu), unflatten(nu))
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int = 10.0) -> GradientTransformation:
@@ -169,7 +169,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         rows = zip(gs, beside(gs, bias_factor(count, b1, b2), updates, specs), strict=True)
         return tree_unflatten(treedef, [(g * c).to(g.dtype) for g, c in rows]), ScaleByBiasCorrectionState(count)
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def lamb(
@@ -230,7 +230,7 @@ def lamb(
         bounds = {"min_coeff": min_coeff, "max_coeff": max_coeff}
         return lamb(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"), **bounds)
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="leaf", decide=decide)
+    return GradientTransformation(pure.init, pure.update, apply, Needs("leaf", decide=decide))
 
 
 def lamb_in_place(

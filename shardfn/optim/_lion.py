@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
 from ._checks import decay_rate
 from ._decay import add_decayed_weights, decay_flags
@@ -83,7 +83,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
         new = [mix(g, mu, b).to(mu.dtype) for g, mu, b in zip(gs, mus, rates[1], strict=True)]
         return tree_unflatten(treedef, us), ScaleByLionState(tree_unflatten(treedef, new))
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def lion(
@@ -144,7 +144,7 @@ def lion(
     def decide(params: Params) -> GradientTransformation:
         return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="element", decide=decide)
+    return GradientTransformation(pure.init, pure.update, apply, Needs("element", decide=decide))
 
 
 def _step(

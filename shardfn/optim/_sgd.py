@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights
@@ -71,7 +71,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
         cast = [[x.to(t.dtype) for x, t in zip(xs, ts, strict=True)] for xs in (out, new)]
         return tree_unflatten(treedef, cast[0]), TraceState(tree_unflatten(treedef, cast[1]))
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def sgd(
@@ -128,7 +128,7 @@ def sgd(
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="element")
+    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))
 
 
 def _step(
