@@ -2,20 +2,15 @@
 
 from ._adam import ScaleByAdamState as ScaleByAdamState
 from ._adam import adam as adam, adamw as adamw, scale_by_adam as scale_by_adam
-from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation, Phase as Phase
-from ._base import (
-    apply_updates as apply_updates,
-    decided as decided,
-    given as given,
-    identity as identity,
-    inplace as inplace,
-    stateless as stateless,
-)
+from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
+from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as Phases
+from ._base import identity as identity, stateless as stateless
 from ._chain import chain as chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from ._decay import add_decayed_weights as add_decayed_weights
 from ._delayed import DelayedState as DelayedState, delayed as delayed
 from ._freeze import FreezeState as FreezeState, VarianceStability as VarianceStability
+from ._inplace import apply_updates as apply_updates, inplace as inplace
 from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
 from ._lamb import ScaleByMomentRatioState as ScaleByMomentRatioState
 from ._lamb import lamb as lamb, scale_by_bias_correction as scale_by_bias_correction
@@ -29,6 +24,7 @@ from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_s
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
+from ._needs import decided as decided, given as given, join_needs as join_needs
 from ._norm import (
     global_norm as global_norm,
     is_small as is_small,
@@ -38,6 +34,7 @@ from ._norm import (
 from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
+from ._pair import as_transformation as as_transformation
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._rebalance import rebalanced as rebalanced
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
@@ -46,6 +43,6 @@ from ._schedules import warmup_constant_schedule as warmup_constant_schedule
 from ._schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
 from ._schedules import warmup_linear_decay_schedule as warmup_linear_decay_schedule
 from ._sgd import TraceState as TraceState, sgd as sgd, trace as trace
-from ._types import Grain as Grain, LearningRate as LearningRate, Schedule as Schedule
+from ._types import Grain as Grain, LearningRate as LearningRate, Pair as Pair, Schedule as Schedule
 from ._zero_one_adam import Interval as Interval, ZeroOneAdamState as ZeroOneAdamState
 from ._zero_one_adam import in_round as in_round, zero_one_adam as zero_one_adam

@@ -6,15 +6,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, tree_flatten
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolved
 from ._even import even
-from ._hyper import beside, number, root
+from ._hyper import leafwise, number, root
 from ._kernels import fused_adamw_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
@@ -81,19 +81,13 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_adam", state, ScaleByAdamState)
-        gs, treedef = tree_flatten(updates)
-        mus, nus = moments_like(state, gs, treedef, "updates")
         count = state.count + 1
-        hyper = [beside(gs, x, updates, specs) for x in (b1, b2, eps, *bias_corrections(count, b1, b2))]
-        rows = list(zip(*hyper, strict=True))
-        new = [moments(g, mu, nu, b1, b2) for g, mu, nu, (b1, b2, *_) in zip(gs, mus, nus, rows, strict=True)]
-        us = [(mu / c1) / (root(nu / c2) + eps) for (mu, nu), (*_, eps, c1, c2) in zip(new, rows, strict=True)]
-        mu, nu = ([row[i].to(m.dtype) for row, m in zip(new, mus, strict=True)] for i in (0, 1))
-        out = [u.to(m.dtype) for u, m in zip(us, mus, strict=True)]
-        unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
-        return unflatten(out), ScaleByAdamState(count, unflatten(mu), unflatten(nu))
+        c1, c2 = bias_corrections(count, b1, b2)
+        of, by = {"mu": state.mu, "nu": state.nu}, {"b1": b1, "b2": b2, "eps": eps, "c1": c1, "c2": c2}
+        us, mu, nu = leafwise(_direction, 3, updates, of=of, specs=specs, **by)
+        return us, ScaleByAdamState(count, mu, nu)
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def adam(
@@ -171,7 +165,17 @@ def adamw(
     def decide(params: Params) -> GradientTransformation:
         return adamw(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return tx._replace(decide=decide)
+    return tx._replace(needs=Needs("element", decide=decide))
+
+
+def _direction(
+    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, c1: Tensor, c2: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The update of one leaf, and its next moments, in the dtype that they are kept in."""
+    dtype = mu.dtype
+    mu, nu = moments(g, mu, nu, b1, b2)
+    u = (mu / c1) / (root(nu / c2) + eps)
+    return u.to(dtype), mu.to(dtype), nu.to(dtype)
 
 
 def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
@@ -219,12 +223,12 @@ def _fused(
         step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
         for ((decays, _), device, _), (p, mu, nu, g) in grouped(columns, list(on)).items():
             decay = number(weight_decay) if decays else 0.0
-            for ps, mus, nus, gs in even([p, mu, nu, g]):
+            for p_, mu_, nu_, g_ in even([p, mu, nu, g]):
                 fused_adamw_(
-                    ps, gs, mus, nus, [], [step.to(device)] * len(ps), lr=on_device(lr, device), beta1=number(b1),
+                    p_, g_, mu_, nu_, [], [step.to(device)] * len(p_), lr=on_device(lr, device), beta1=number(b1),
                     beta2=number(b2), weight_decay=decay, eps=number(eps), amsgrad=False, maximize=False,
                 )  # fmt: skip
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="element")
+    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))

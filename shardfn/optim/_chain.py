@@ -1,5 +1,6 @@
 """`chain`: rules one after another."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,20 +10,23 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor, local
 from shardfn.core import raise_all, tree_leaves, tree_map, tree_paths
 
-from ._base import GradientTransformation, Phase, coarsest, decided, given, identity, inplace
-from ._types import Grain, OptState, Params, Specs, Updates
+from ._base import GradientTransformation, Phase, identity
+from ._inplace import inplace
+from ._needs import join_needs
+from ._pair import as_transformation
+from ._types import OptState, Pair, Params, Specs, Updates
 
 Rule = Callable[..., tuple[Updates, OptState]]
 
 
-def chain(*txs: GradientTransformation) -> GradientTransformation:
+def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
     """The composition `u = tx_n(... tx_2(tx_1(g)))`.
 
-    In place, all but the last run `update` (or `rewrite`), and the last runs its `apply`: so put the optimizer last.
-    The grain is the coarsest of the rules'; a rule that measures the tree must come first, else the grain is "tree".
+    In place, all but the last run `update`, and the last runs its `apply`: so put the optimizer last. The grain is the
+    coarsest of the rules'; a rule that measures the tree must come first, else the grain is "tree".
 
     Args:
-        txs: the rules, first applied first; none at all is the identity.
+        rules: first applied first; none at all is the identity.
 
     Returns:
         A rule whose state is the tuple of the states.
@@ -36,10 +40,8 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
         [tensor([-0.5000])]
     """
-    txs = txs or (identity(),)
-    last = inplace(txs[-1])
-
-    speaks = _communicates(txs)
+    txs = tuple(map(as_transformation, rules)) or (identity(),)
+    last, speaks = inplace(txs[-1]), _communicates(txs)
 
     def init(params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in txs)
@@ -63,62 +65,64 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
 
     @torch.no_grad()
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        updates, states = through([tx.rewrite or tx.update for tx in txs[:-1]], grads, state, params, specs)
+        updates, states = through([_donated(tx) for tx in txs[:-1]], grads, state, params, specs)
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
 
-    def on(params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
-        rest = [given(tx, params, phase=phase) for tx in txs[1:]]
-        rule = chain(given(txs[0], params, stats, phase), *rest)
+    needs = join_needs(txs, chain, states=lambda state: state)
+    if speaks is None:
+        return GradientTransformation(init, update, apply, needs)
+
+    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+        assert needs.given is not None and needs.phases is not None
+        rule, over = needs.given(params, stats, phase), needs.phases.over
 
         def init(rows: Params) -> OptState:
-            _check_whole(txs[:speaks], params, whole.over)
+            _check_whole(txs[:speaks], params, over)
             return rule.init(rows)
 
-        return rule if speaks is None else rule._replace(init=init)
+        return rule._replace(init=init)
 
-    measured_late = any(tx.measure is not None for tx in txs[1:])
-    grain: Grain = "tree" if measured_late else coarsest(tx.grain for tx in txs)
-    first = txs[0]
-    whole = GradientTransformation(
-        init, update, apply, grain=grain, measure=first.measure, given=on, additive=first.additive
-    )
-    if any(tx.decide is not None for tx in txs):
-        whole = whole._replace(decide=lambda params: chain(*(decided(tx, params) for tx in txs)))
-    if (ahead := first.measures_ahead) is not None:
-        whole = whole._replace(measures_ahead=lambda state: ahead(state[0]))
-    if speaks is None:
-        return whole
-    ask = txs[speaks].phase
-    assert ask is not None
-    whole = whole._replace(over=txs[speaks].over, phase=lambda state: ask(state[speaks]), last=txs[-1].last)
-    return whole
+    return GradientTransformation(init, update, apply, needs._replace(given=on))
+
+
+def _donated(tx: GradientTransformation) -> Rule:
+    """Its update, for updates that nobody needs afterwards."""
+    return functools.partial(tx.update, donate=True) if tx.needs.donates else tx.update
 
 
 def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
     """Which of the rules averages for itself.
 
     Raises:
-        ValueError: several do; or one before it needs the norm of gradients that are not averaged yet; or one comes
-            after a rule that has to be the last.
+        ValueError: several do; or one before it needs the norm of gradients that are not averaged yet, or might; or
+            one comes after a rule that has to be the last.
     """
-    own = [i for i, tx in enumerate(txs) if tx.phase is not None]
+    own = [(i, tx.needs.phases) for i, tx in enumerate(txs) if tx.needs.phases is not None]
     if not own:
         return None
     if len(own) > 1:
-        raise ValueError(f"rules {own} of a chain all average gradients for themselves; only one can.")
-    early = [i for i, tx in enumerate(txs[: own[0]]) if tx.measure is not None]
+        raise ValueError(f"rules {[i for i, _ in own]} of a chain all average gradients for themselves; only one can.")
+    [(at, phases)] = own
+    early = [i for i, tx in enumerate(txs[:at]) if tx.needs.measure is not None]
     if early:
         raise ValueError(
-            f"rules {early} of a chain need the norm of the gradient, but rule {own[0]} averages for itself, so that"
+            f"rules {early} of a chain need the norm of the gradient, but rule {at} averages for itself, so that"
             " each rank would use the norm of its own; clip elements (optim.clip) in place of norms, or do without."
         )
-    if txs[own[0]].last and own[0] + 1 < len(txs):
+    blind = [i for i, tx in enumerate(txs[:at]) if tx.needs.whole]
+    if blind:
         raise ValueError(
-            f"rule {own[0]} of a chain steps each rank alone and takes ranks together again by where it has stepped to,"
-            f" so that none may change its steps; put rules {list(range(own[0] + 1, len(txs)))} before it."
+            f"rules {blind} of a chain have an update without `specs`, which may look at whole gradients, but rule"
+            f" {at} averages for itself, so that each rank would show them its own; put them after it, or say that they"
+            ' treat every element alike: GradientTransformation(init, update, needs=Needs(grain="element")).'
         )
-    return own[0]
+    if phases.last and at + 1 < len(txs):
+        raise ValueError(
+            f"rule {at} of a chain steps each rank alone and takes ranks together again by where it has stepped to,"
+            f" so that none may change its steps; put rules {list(range(at + 1, len(txs)))} before it."
+        )
+    return at
 
 
 def _check_early(states: Sequence[OptState]) -> None:

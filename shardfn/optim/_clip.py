@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn.core import tree_flatten, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, stateless
+from ._base import EmptyState, GradientTransformation, Measure, Needs, Phase, stateless
 from ._checks import positive
 from ._hyper import beside
 from ._kernels import foreach_mul_
@@ -69,24 +69,25 @@ def _scaled_to(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor
         norm = norm_of(updates, specs)
         return torch.where(norm.isfinite(), max_norm / norm.clamp(min=max_norm), torch.nan)
 
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def init(params: Params) -> EmptyState:
+        del params
+        return EmptyState()
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None, donate: bool = False
+    ) -> tuple[Updates, OptState]:
         del params
         gs, treedef = tree_flatten(updates)
+        if donate and gs and disjoint(gs):
+            with torch.no_grad():
+                foreach_mul_(gs, scale(updates, specs))
+            return updates, state
         scales = beside(gs, scale(updates, specs), updates, specs) if gs else ()
-        return tree_unflatten(treedef, [(g * s).to(g.dtype) for g, s in zip(gs, scales, strict=True)])
+        return tree_unflatten(treedef, [(g * s).to(g.dtype) for g, s in zip(gs, scales, strict=True)]), state
 
-    @torch.no_grad()
-    def rewrite(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
-        gs = tree_leaves(updates)
-        if not gs or not disjoint(gs):
-            return update(updates, params, specs), state
-        foreach_mul_(gs, scale(updates, specs))
-        return updates, state
-
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
-        del params
+    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+        del params, phase
         return _scaled_to(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
 
-    return stateless(update, "element")._replace(rewrite=rewrite, measure=block_squares, given=on, additive=True)
+    measure = Measure(block_squares, additive=True)
+    return GradientTransformation(init, update, needs=Needs("element", measure, given=on, donates=True))

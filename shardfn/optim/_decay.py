@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.core import tree_flatten, tree_unflatten
 
-from ._base import GradientTransformation, stateless
+from ._base import GradientTransformation, Needs, stateless
 from ._checks import not_negative
 from ._decide import per_leaf, resolved
 from ._hyper import beside, is_zero
@@ -54,7 +54,7 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
     def decide(params: Params) -> GradientTransformation:
         return add_decayed_weights(weight_decay, resolved(mask, params, bool, "mask"))
 
-    return stateless(update, "element")._replace(decide=decide)
+    return stateless(update)._replace(needs=Needs("element", decide=decide))
 
 
 def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:

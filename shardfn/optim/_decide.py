@@ -136,7 +136,7 @@ def _check_whole(name: str, tree: PyTree, specs: Specs) -> None:
     raise_all(
         ValueError,
         f"{name} is a function of whole leaves, but would be shown this rank's blocks: decide it first, by"
-        " optim.decided(tx, whole) on a tree of whole leaves. A rule of your own that uses such a rule passes"
-        " decide=lambda params: f(optim.decided(inner, params)), by which a step does so:",
+        " optim.decided(tx, whole) on a tree of whole leaves. A rule f(inner) of your own has"
+        " needs=optim.join_needs([inner], f), by which a step does so:",
         cut,
     )

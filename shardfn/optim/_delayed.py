@@ -10,11 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfn.collectives import transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, apply_updates, decided, given, inplace, refuse_phases
+from ._base import GradientTransformation, Measure, Phase
+from ._inplace import apply_updates, inplace
 from ._kernels import foreach_copy_
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
+from ._needs import given, join_needs, refuse_phases
 from ._norm import over_blocks
-from ._types import Grain, OptState, Params, Specs, Updates
+from ._pair import as_transformation
+from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class DelayedState(NamedTuple):
@@ -33,7 +36,7 @@ class DelayedState(NamedTuple):
     measured: Any = ()
 
 
-def delayed(tx: GradientTransformation, warmup: int = 0) -> GradientTransformation:
+def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTransformation:
     """Steps along the gradients of one step ago: `p_{t+1} = p_t + tx(g_{t-1})`, where `g_t` is the gradient at `p_t`.
 
     Step t needs nothing that step t computes, so an optimizer on the host can run beside the forward and the backward
@@ -69,29 +72,30 @@ def delayed(tx: GradientTransformation, warmup: int = 0) -> GradientTransformati
     """
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"delayed: warmup={warmup!r} must be an int >= 0.")
-    refuse_phases("delayed", tx)
-    return _delayed(tx, warmup)
+    rule = as_transformation(tx)
+    refuse_phases("delayed", rule)
+    return _delayed(rule, warmup)
 
 
 def _delayed(
     tx: GradientTransformation, warmup: int, whole: Params = None, stats: Tensor | None = None
 ) -> GradientTransformation:
     """The rule; for parts of the tree `whole`, if that is given, in a step whose measures are `stats`."""
-    measures = tx.measure is not None and tx.additive
+    measure = tx.needs.measure if tx.needs.measure is not None and tx.needs.measure.additive else None
     own = tx if whole is None else given(tx, whole)
 
     def rule(like: PyTree, total: Any) -> GradientTransformation:
         """`tx` for gradients whose measures add up to `total`."""
-        return given(tx, like if whole is None else whole, total.view(1)) if measures else own
+        return given(tx, like if whole is None else whole, total.view(1)) if measure else own
 
     def total(updates: Updates, specs: Specs) -> Tensor | None:
         """The sum of the measures; None where it is not known yet, or nobody asks."""
-        if not measures or (whole is not None and stats is None):
+        if measure is None or (whole is not None and stats is None):
             return None
-        return _sum_measures(tx.measure, updates, specs) if stats is None else stats.sum()
+        return _sum_measures(measure, updates, specs) if stats is None else stats.sum()
 
     def init(params: Params) -> DelayedState:
-        kept = torch.zeros((), device=zero_count(params).device) if measures else ()
+        kept = torch.zeros((), device=zero_count(params).device) if measure else ()
         return DelayedState(zeros_like(params), zero_count(params), own.init(params), kept)
 
     def update(
@@ -125,24 +129,23 @@ def _delayed(
             state.measured.copy_(now)
         return params, DelayedState(state.pending, state.count.add_(1), inner, state.measured)
 
-    def decide(params: Params) -> GradientTransformation:
-        return _delayed(decided(tx, params), warmup)
-
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+        del phase
         return _delayed(tx, warmup, params, stats)
 
-    grain: Grain = "tree" if tx.measure is not None and not measures else tx.grain
-    out = GradientTransformation(init, update, apply, grain=grain, decide=decide, given=on)
-    if not measures:
-        return out
-    return out._replace(measure=tx.measure, additive=True, measures_ahead=lambda state: int(state.count) >= warmup)
+    needs = join_needs([tx], lambda rule: _delayed(rule, warmup))._replace(given=on)
+    if measure is not None:
+        ahead = measure._replace(ahead=lambda state: int(state.count) >= warmup)
+        return GradientTransformation(init, update, apply, needs._replace(measure=ahead))
+    grain = "tree" if tx.needs.measure is not None else needs.grain  # measures that do not add up are not kept
+    return GradientTransformation(init, update, apply, needs._replace(grain=grain, measure=None))
 
 
-def _sum_measures(measure: Any, updates: Updates, specs: Specs) -> Tensor:
+def _sum_measures(measure: Measure, updates: Updates, specs: Specs) -> Tensor:
     leaves = tree_leaves(updates)
     if not leaves:
         return torch.zeros(())
-    local = torch.stack([measure(g) for g in leaves])
+    local = torch.stack([measure.of(g) for g in leaves])
     return (local if specs is None else over_blocks(local, spec_leaves(specs, updates))).sum()
 
 

@@ -1,5 +1,6 @@
 """Hyperparameters that may be tensors: how they meet leaves that are cut over the mesh, and the in-place kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.collectives import current_mesh, pvary, transforming
-from shardfn.core import PyTree
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
-from ._leaves import spec_leaves
-from ._types import Number, Specs
+from ._leaves import check_shapes, leaves_like, spec_leaves
+from ._types import Number, Specs, Updates
 
 
 def beside(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list[Any]:
@@ -35,6 +36,44 @@ def beside(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list
     cuts = [current_mesh().axes(spec.axes) for spec in spec_leaves(specs, tree)]
     varying = {axes: pvary(value, axes) for axes in dict.fromkeys(cuts)}
     return [varying[axes].to(x.device) for x, axes in zip(leaves, cuts, strict=True)]
+
+
+def leafwise(
+    f: Callable[..., tuple[Tensor, ...]],
+    num: int,
+    updates: Updates,
+    *,
+    of: dict[str, PyTree],
+    specs: Specs,
+    **numbers: Any,
+) -> tuple[PyTree, ...]:
+    """`f` on each leaf: `f(g, mu=..., b1=...)`, by name the leaves of the trees `of`, and the numbers.
+
+    Args:
+        f: the mathematics of one leaf.
+        num: how many tensors `f` returns.
+        updates: tree of gradients.
+        of: trees of a state, by name; each must match `updates`.
+        specs: how the blocks are cut; None = leaves are whole.
+        **numbers: hyperparameters, each given `beside` the leaf.
+
+    Returns:
+        A tree of each thing that `f` returns.
+
+    Raises:
+        ValueError: a tree does not match; lists the leaves.
+
+    Example:
+        >>> g, mu = torch.ones(1), torch.full((1,), 2.0)
+        >>> leafwise(lambda g, mu, b1: (b1 * mu + g,), 1, [g], of={"mu": [mu]}, specs=None, b1=0.5)
+        ([tensor([2.])],)
+    """
+    gs, treedef = tree_flatten(updates)
+    columns = {name: leaves_like(tree, treedef, f"state.{name}", "updates") for name, tree in of.items()}
+    check_shapes(treedef, gs, **columns)
+    columns |= {name: beside(gs, x, updates, specs) for name, x in numbers.items()}
+    rows = [f(g, **{name: column[i] for name, column in columns.items()}) for i, g in enumerate(gs)]
+    return tuple(tree_unflatten(treedef, [row[k] for row in rows]) for k in range(num))
 
 
 def number(value: Number) -> float:

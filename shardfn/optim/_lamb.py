@@ -10,12 +10,12 @@ from torch import Tensor
 from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
 
 from ._adam import bias_corrections, moments, moments_like
-from ._base import GradientTransformation, stateless
+from ._base import GradientTransformation, Needs, stateless
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolved
-from ._hyper import beside, number, root
+from ._hyper import beside, leafwise, number, root
 from ._kernels import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
 from ._learning_rate import check_rate, next_rate, scale_by_learning_rate
 from ._leaves import (
@@ -31,7 +31,7 @@ from ._leaves import (
     zero_count,
     zeros_like,
 )
-from ._norm import sum_squares
+from ._norm import squares_of
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
@@ -87,16 +87,12 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_moment_ratio", state, ScaleByMomentRatioState)
-        gs, treedef = tree_flatten(updates)
-        mus, nus = moments_like(state, gs, treedef, "updates")
-        r1, r2, es = (beside(gs, x, updates, specs) for x in (b1, b2, eps))
-        new = [moments(*row) for row in zip(gs, mus, nus, r1, r2, strict=True)]
-        us = [(mu / (root(nu) + e)).to(m.dtype) for (mu, nu), m, e in zip(new, mus, es, strict=True)]
-        mu, nu = ([row[i].to(m.dtype) for row, m in zip(new, mus, strict=True)] for i in (0, 1))
-        unflatten = lambda leaves: tree_unflatten(treedef, leaves)  # noqa: E731
-        return unflatten(us), ScaleByMomentRatioState(unflatten(mu), unflatten(nu))
+        us, mu, nu = leafwise(
+            _direction, 3, updates, of={"mu": state.mu, "nu": state.nu}, specs=specs, b1=b1, b2=b2, eps=eps
+        )
+        return us, ScaleByMomentRatioState(mu, nu)
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int = 10.0) -> GradientTransformation:
@@ -165,11 +161,12 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_bias_correction", state, ScaleByBiasCorrectionState)
-        count, (gs, treedef) = state.count + 1, tree_flatten(updates)
-        rows = zip(gs, beside(gs, bias_factor(count, b1, b2), updates, specs), strict=True)
-        return tree_unflatten(treedef, [(g * c).to(g.dtype) for g, c in rows]), ScaleByBiasCorrectionState(count)
+        count = state.count + 1
+        by = bias_factor(count, b1, b2)
+        [us] = leafwise(lambda g, by: ((g * by).to(g.dtype),), 1, updates, of={}, specs=specs, by=by)
+        return us, ScaleByBiasCorrectionState(count)
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def lamb(
@@ -230,7 +227,7 @@ def lamb(
         bounds = {"min_coeff": min_coeff, "max_coeff": max_coeff}
         return lamb(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"), **bounds)
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="leaf", decide=decide)
+    return GradientTransformation(pure.init, pure.update, apply, Needs("leaf", decide=decide))
 
 
 def lamb_in_place(
@@ -264,7 +261,7 @@ def lamb_in_place(
             _add_decay(u, p, on, number(weight_decay))
             leaf_specs = None if specs is None else spec_leaves(specs, params)
             ratios = trust_ratios(p, u, leaf_specs, min_coeff, max_coeff)
-            _descend(p, u, rate * ratios)
+            _descend(p, u, rate, ratios)
         unstage(copies)
         return params, state, ratios
 
@@ -283,16 +280,34 @@ def bias_factor(
 def trust_ratios(
     ps: list[Tensor], us: list[Tensor], specs: list[P] | None, min_coeff: float | int, max_coeff: float | int
 ) -> Float[Tensor, " num_leaves"]:
-    """`clamp(|p| / |u|)` of each leaf, 1 where a norm is 0."""
-    squares = sum_squares([ps, us], None if specs is None else [specs, specs])
-    p, u = root(squares[: len(ps)]), root(squares[len(ps) :])
-    return torch.where((p > 0) & (u > 0), (p / torch.where(u > 0, u, 1.0)).clamp(min_coeff, max_coeff), 1.0)
+    """`clamp(|p| / |u|)` of each leaf, 1 where a norm is 0; norms of float64 leaves are float64, others float32."""
+
+    def ratios(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+        own = [column[i] for column in (ps, us) for i in index]
+        cuts = None if specs is None else [specs[i] for i in index] * 2
+        squares = squares_of(own, cuts, dtype)
+        p, u = root(squares[: len(index)]), root(squares[len(index) :])
+        return torch.where((p > 0) & (u > 0), (p / torch.where(u > 0, u, 1.0)).clamp(min_coeff, max_coeff), 1.0)
+
+    narrow, wide = ([i for i, p in enumerate(ps) if (p.dtype == torch.float64) is w] for w in (False, True))
+    if not (narrow and wide):
+        return ratios(narrow or wide, torch.float64 if wide else torch.float32)
+    found = dict(zip(narrow, ratios(narrow, torch.float32).double(), strict=True))
+    found |= zip(wide, ratios(wide, torch.float64), strict=True)
+    return torch.stack([found[i] for i in range(len(ps))])
 
 
 def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
     """Each leaf by its ratio."""
     rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
     return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]
+
+
+def _direction(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number) -> tuple[Tensor, Tensor, Tensor]:
+    """The update of one leaf, and its next moments, in the dtype that they are kept in."""
+    dtype = mu.dtype
+    mu, nu = moments(g, mu, nu, b1, b2)
+    return (mu / (root(nu) + eps)).to(dtype), mu.to(dtype), nu.to(dtype)
 
 
 def _directions(mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float) -> list[Tensor]:
@@ -314,6 +329,10 @@ def _add_decay(u: list[Tensor], p: list[Tensor], flags: Sequence[bool], weight_d
         foreach_add_([x for x, _ in decayed], [y for _, y in decayed], alpha=weight_decay)
 
 
-def _descend(p: list[Tensor], u: list[Tensor], rates: Float[Tensor, " num_leaves"]) -> None:
-    foreach_mul_(u, [-r.to(x.device) for x, r in zip(u, rates.unbind(), strict=True)])
+def _descend(p: list[Tensor], u: list[Tensor], rate: Any, ratios: Float[Tensor, " num_leaves"]) -> None:
+    rates = (rate * ratios).unbind()
+    if ratios.dtype == torch.float64:  # beside float64 leaves others step as they do alone
+        narrow = (rate * ratios.float()).unbind()
+        rates = [r if x.dtype == torch.float64 else n for x, r, n in zip(u, rates, narrow, strict=True)]
+    foreach_mul_(u, [-r.to(x.device) for x, r in zip(u, rates, strict=True)])
     foreach_add_(p, u)

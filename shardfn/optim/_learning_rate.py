@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
-from ._base import GradientTransformation, stateless
+from ._base import GradientTransformation, Needs, stateless
 from ._checks import not_negative
 from ._hyper import beside
 from ._leaves import check_state, zero_count
@@ -55,7 +55,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         check_state("scale_by_learning_rate", state, ScaleByScheduleState)
         return _descend(updates, learning_rate(state.count), specs), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def _descend(updates: Updates, rate: Any, specs: Specs) -> PyTree:

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, tree_flatten
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
 from ._checks import decay_rate
 from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolved
-from ._hyper import beside, number
+from ._hyper import leafwise, number
 from ._kernels import foreach_add_, foreach_mul, foreach_mul_, foreach_sign
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
@@ -74,16 +74,10 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_lion", state, ScaleByLionState)
-        gs, treedef = tree_flatten(updates)
-        mus = leaves_like(state.mu, treedef, "state.mu", "updates")
-        check_shapes(treedef, gs, mu=mus)
-        mix = lambda g, mu, b: b * wide(mu) + (1 - b) * g.to(wide(mu).dtype)  # noqa: E731
-        rates = [beside(gs, b, updates, specs) for b in (b1, b2)]
-        us = [_sign(mix(g, mu, b)).to(mu.dtype) for g, mu, b in zip(gs, mus, rates[0], strict=True)]
-        new = [mix(g, mu, b).to(mu.dtype) for g, mu, b in zip(gs, mus, rates[1], strict=True)]
-        return tree_unflatten(treedef, us), ScaleByLionState(tree_unflatten(treedef, new))
+        us, mu = leafwise(_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
+        return us, ScaleByLionState(mu)
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def lion(
@@ -136,15 +130,15 @@ def lion(
         on = flags(params, ps, treedef, specs)
         lr, rates = next_rate(learning_rate, state[-1]), (number(b1), number(b2))
         for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
-            for ps, mus, gs in blocks([p, mu, g]):
-                _step(ps, mus, gs, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
+            for p_, mu_, g_ in blocks([p, mu, g]):
+                _step(p_, mu_, g_, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
         unstage(copies)
         return params, state
 
     def decide(params: Params) -> GradientTransformation:
         return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="element", decide=decide)
+    return GradientTransformation(pure.init, pure.update, apply, Needs("element", decide=decide))
 
 
 def _step(
@@ -161,6 +155,16 @@ def _step(
     foreach_add_(p, u)
     foreach_mul_(mu, b2)
     foreach_add_(mu, g, alpha=1 - b2)
+
+
+def _direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
+    """The update of one leaf, and its next momentum."""
+    return _sign(_mix(g, mu, b1)).to(mu.dtype), _mix(g, mu, b2).to(mu.dtype)
+
+
+def _mix(g: Tensor, mu: Tensor, b: Number) -> Tensor:
+    mu = wide(mu)
+    return b * mu + (1 - b) * g.to(mu.dtype)
 
 
 def _sign(x: Tensor) -> Tensor:

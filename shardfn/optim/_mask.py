@@ -21,10 +21,13 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import EmptyState, GradientTransformation, coarsest, decided, given, inplace, refuse_phases
-from ._decide import per_leaf, resolved
+from ._base import EmptyState, GradientTransformation, Needs
+from ._decide import Resolved, per_leaf, resolved
+from ._inplace import inplace
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves
-from ._types import Grain, Mask, OptState, Params, Specs, Updates
+from ._needs import Views, join_needs, refuse_phases
+from ._pair import as_transformation
+from ._types import Mask, OptState, Pair, Params, Specs, Updates
 
 
 class MultiTransformState(NamedTuple):
@@ -59,10 +62,10 @@ def set_to_zero() -> GradientTransformation:
         del grads, specs
         return params, state
 
-    return GradientTransformation(init, update, apply, grain="element")
+    return GradientTransformation(init, update, apply, Needs("element"))
 
 
-def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransformation:
     """Applies `inner` where the mask is True; elsewhere the update passes unchanged: `u = g`.
 
     Args:
@@ -81,7 +84,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         >>> tx.update(params, tx.init(params))[0]
         {'a': tensor([0.]), 'b': tensor([1.])}
     """
-    return _partition({True: inner}, mask, bool, "mask")
+    return _partition({True: as_transformation(inner)}, mask, bool, "mask")
 
 
 def freeze(mask: Mask) -> GradientTransformation:
@@ -99,7 +102,7 @@ def freeze(mask: Mask) -> GradientTransformation:
     return masked(set_to_zero(), mask)
 
 
-def multi_transform(transforms: Mapping[str, GradientTransformation], labels: Mask) -> GradientTransformation:
+def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], labels: Mask) -> GradientTransformation:
     """Applies to each leaf the rule that its label names.
 
     Args:
@@ -119,14 +122,14 @@ def multi_transform(transforms: Mapping[str, GradientTransformation], labels: Ma
         >>> tx.update(params, tx.init(params))[0]
         {'a': tensor([-1.]), 'b': tensor([-0.1000])}
     """
-    return _partition(dict(transforms), labels, str, "labels")
+    return _partition({k: as_transformation(tx) for k, tx in transforms.items()}, labels, str, "labels")
 
 
 def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: type, name: str) -> GradientTransformation:
     resolve = per_leaf(labels, kind, name)
     refuse_phases(name, *rules.values())
 
-    def labelled(tree: PyTree, specs: Specs = None) -> tuple[list[Tensor], Any, tuple[Any, ...]]:
+    def labelled(tree: PyTree, specs: Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
         leaves, treedef = tree_flatten(tree)
         names = resolve(tree, leaves, treedef, specs)
         if kind is str:
@@ -168,24 +171,22 @@ def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: typ
             p.add_(g)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
-    def decide(params: Params) -> GradientTransformation:
-        leaves, treedef = tree_flatten(params)
-        fixed = resolved(labels, params, kind, name)
-        names = fixed.of(params)
-        inner = {k: decided(rule, _select(leaves, treedef, names, k)) for k, rule in rules.items()}
-        return _partition(inner, fixed, kind, name)
-
-    def on(params: Params, stats: Tensor | None) -> GradientTransformation:
+    def sees(params: Params, stats: Tensor | None) -> Views:
         leaves, treedef, names = labelled(params)
         rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in rules}
-        inner = {k: given(rule, _select(leaves, treedef, names, k), rows[k]) for k, rule in rules.items()}
-        return _partition(inner, labels, kind, name)
+        return [(_select(leaves, treedef, names, k), rows[k]) for k in rules]
 
-    # One kind of measure serves all the rules that take one: a leaf is measured before anyone asks for its label.
-    measures = {rule.measure for rule in rules.values() if rule.measure is not None}
-    grain: Grain = "tree" if len(measures) > 1 else coarsest(rule.grain for rule in rules.values())
-    measure = next(iter(measures), None)
-    return GradientTransformation(init, update, apply, grain=grain, measure=measure, decide=decide, given=on)
+    def fixed(params: Params) -> GradientTransformation:
+        return _partition(rules, resolved(labels, params, kind, name), kind, name)
+
+    needs = join_needs(
+        rules.values(),
+        lambda *inner: _partition(dict(zip(rules, inner, strict=True)), labels, kind, name),
+        sees=sees,
+        own=None if isinstance(labels, Resolved) else fixed,
+        in_turn=False,
+    )
+    return GradientTransformation(init, update, apply, needs)
 
 
 def _select(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:

@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from ._base import GradientTransformation, Phase, apply_updates, decided, given, inplace
-from ._decide import per_leaf, resolved
+from ._base import GradientTransformation
+from ._decide import Resolved, per_leaf, resolved
+from ._inplace import apply_updates, inplace
 from ._kernels import foreach_copy_
 from ._leaves import check_params, check_state, leaves_like
-from ._types import OptState, Params, Specs, Updates
+from ._needs import Views, join_needs
+from ._pair import as_transformation
+from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class MasterState(NamedTuple):
@@ -33,7 +37,7 @@ class MasterState(NamedTuple):
 
 
 def master_weights(
-    inner: GradientTransformation, dtype: torch.dtype = torch.float32, *, kept: PyTree = None
+    inner: GradientTransformation | Pair, dtype: torch.dtype = torch.float32, *, kept: PyTree = None
 ) -> GradientTransformation:
     """Applies `inner` to a wide copy of narrow parameters: `m' = m + u(g, m)`, `p' = cast(m')`.
 
@@ -65,7 +69,7 @@ def master_weights(
     References:
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
-    resolve = per_leaf(kept, torch.dtype, "kept")
+    resolve, tx = per_leaf(kept, torch.dtype, "kept"), as_transformation(inner)
 
     def dtypes(params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
         return [p.dtype for p in ps] if kept is None else resolve(params, ps, treedef)
@@ -76,7 +80,7 @@ def master_weights(
         narrow = [d.itemsize < dtype.itemsize for d in own]
         seen = [p.to(dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
         masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
-        return MasterState(tree_unflatten(treedef, masters), inner.init(tree_unflatten(treedef, seen)))
+        return MasterState(tree_unflatten(treedef, masters), tx.init(tree_unflatten(treedef, seen)))
 
     def columns(state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
         """By leaf, the copy or None; and what the inner rule sees."""
@@ -94,7 +98,7 @@ def master_weights(
         ps, treedef = tree_flatten(params)
         masters, seen = columns(state, ps, treedef)
         old = tree_unflatten(treedef, seen)
-        us, inside = inner.update(updates, state.inner, old, specs=specs)
+        us, inside = tx.update(updates, state.inner, old, specs=specs)
         new = tree_leaves(apply_updates(old, us))
         out = [
             u if m is None else x.to(p.dtype).double() - p.double()
@@ -103,7 +107,7 @@ def master_weights(
         wides = [None if m is None else x for m, x in zip(masters, new, strict=True)]
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
-    step = inplace(inner)
+    step = inplace(tx)
 
     @torch.no_grad()
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
@@ -118,20 +122,28 @@ def master_weights(
         wides = [None if m is None else x for _, m, x in rows]
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
-    def decide(params: Params) -> GradientTransformation:
+    def sees(params: Params, stats: Tensor | None) -> Views:
+        """The tree as the inner rule sees it: wide."""
         ps, treedef = tree_flatten(params)
         own = [dtype if d.itemsize < dtype.itemsize else d for d in dtypes(params, ps, treedef)]
-        seen = [torch.empty(p.shape, dtype=d, device="meta") for p, d in zip(ps, own, strict=True)]
-        rule = decided(inner, tree_unflatten(treedef, seen))
-        return master_weights(rule, dtype, kept=resolved(kept, params, torch.dtype, "kept"))
+        return [(tree_unflatten(treedef, [_abstract(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
 
-    def on(params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
-        return master_weights(given(inner, params, stats, phase), dtype, kept=kept)
+    def fixed(params: Params) -> GradientTransformation:
+        return master_weights(tx, dtype, kept=resolved(kept, params, torch.dtype, "kept"))
 
-    out = GradientTransformation(
-        init, update, apply, grain=inner.grain, measure=inner.measure, decide=decide, given=on, additive=inner.additive
+    needs = join_needs(
+        [tx],
+        lambda rule: master_weights(rule, dtype, kept=kept),
+        states=lambda state: (state.inner,),
+        sees=sees,
+        own=None if kept is None or isinstance(kept, Resolved) else fixed,
     )
-    if (ahead := inner.measures_ahead) is not None:
-        out = out._replace(measures_ahead=lambda state: ahead(state.inner))
-    ask = inner.phase
-    return out if ask is None else out._replace(over=inner.over, phase=lambda state: ask(state.inner), last=inner.last)
+    return GradientTransformation(init, update, apply, needs)
+
+
+def _abstract(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:
+    """A leaf without data, in another dtype."""
+    if isinstance(x, GlobalTensor):
+        block = torch.empty(x.local.shape, dtype=dtype, device="meta")
+        return GlobalTensor(block, x.shape, x.spec, x.mesh)
+    return torch.empty(x.shape, dtype=dtype, device="meta")

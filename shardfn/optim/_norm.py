@@ -40,11 +40,17 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
         >>> sum_squares({"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(0)})
         tensor([25.,  0.])
     """
-    leaves = tree_leaves(tree)
+    return squares_of(tree_leaves(tree), None if specs is None else spec_leaves(specs, tree))
+
+
+def squares_of(
+    leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, " num_leaves"]:
+    """`sum_squares` of a flattened tree, in a dtype."""
     if not leaves:
-        return torch.zeros(0)
-    local = _local(leaves)
-    return local if specs is None else over_blocks(local, spec_leaves(specs, tree))
+        return torch.zeros(0, dtype=dtype)
+    local = _local(leaves, dtype)
+    return local if specs is None else over_blocks(local, specs)
 
 
 def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
@@ -54,7 +60,7 @@ def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         >>> block_squares(torch.tensor([3.0, 4.0]))
         tensor(25.)
     """
-    return _local([block])[0]
+    return _local([block], torch.float32)[0]
 
 
 def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
@@ -74,14 +80,14 @@ def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
     return sum_squares(tree, specs).sum().sqrt()
 
 
-def _local(leaves: list[Tensor]) -> Float[Tensor, " num_leaves"]:
+def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # which has no rule for the kernel below, and no derivative of a norm at 0
-        return torch.stack([wide(x).double().square().sum().to(device=device, dtype=torch.float32) for x in leaves])
+        return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
     norms = iter(_norms([wide(x) for x in small if x is not None]))
     squares = [large_square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
-    return torch.stack([s.to(device=device, dtype=torch.float32) for s in squares])
+    return torch.stack([s.to(device=device, dtype=dtype) for s in squares])
 
 
 def is_small(x: Tensor) -> bool:

@@ -15,10 +15,11 @@ from shardfn.kernels import preconditioned_step, preconditioned_step_
 
 from ._adam import bias_corrections, moments_like
 from ._apart import Apart, add_, apart, blend, is_differentiated, pieces
-from ._base import GradientTransformation, Phase, inplace
+from ._base import GradientTransformation, Phase
 from ._compressed import averaging, written
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
 from ._hyper import rounded_root
+from ._inplace import inplace
 from ._leaves import wide
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
@@ -160,7 +161,7 @@ def apmsqueeze(
     Example:
         >>> from shardfn.collectives import int4
         >>> tx = apmsqueeze(0.1, freeze_step=1, compressor=int4())
-        >>> tx.phase(tx.init([torch.zeros(2)]))
+        >>> tx.needs.phases.next(tx.init([torch.zeros(2)]))
         Phase(name='warmup', local=False)
 
     References:

@@ -245,7 +245,7 @@ class _OneBitLamb(Phased):
         self, state: OneBitLambState, lamb: OptState, ratios: Tensor, specs: Specs, now: Phase
     ) -> OneBitLambState:
         """After a step of the warm-up. What the compressed steps keep starts anew."""
-        beta, c = self.coeff_beta, ratios.to(state.coeff.device)
+        beta, c = self.coeff_beta, ratios.to(state.coeff)
         coeff, weight = (
             torch.where(c == 1, x, beta * x + (1 - beta) * y) for x, y in ((state.coeff, c), (state.weight, 1.0))
         )

@@ -13,7 +13,7 @@ from shardfn.core import PyTree, tree_unflatten
 
 from ._adam import adamw
 from ._apart import Apart
-from ._base import GradientTransformation, Phase
+from ._base import GradientTransformation, Needs, Phase, Phases
 from ._chain import chain
 from ._checks import decay_rate, not_negative
 from ._compressed import Averaging
@@ -86,22 +86,15 @@ class Phased(abc.ABC):
         )
 
     def rule(self) -> GradientTransformation:
-        return GradientTransformation(
-            self.init,
-            self.update,
-            self.apply,
-            decide=self.decide,
-            given=self.given,
-            over=self.averaging.over,
-            phase=self.phase,
-            last=self.last,
-        )
+        phases = Phases(self.averaging.over, self.phase, self.last)
+        needs = Needs(decide=self.decide, given=self.given, phases=phases)
+        return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def decide(self, params: Params) -> GradientTransformation:
         exact, mask = (resolved(x, params, bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
         return replace(self, exact=exact, mask=mask).rule()
 
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None = None) -> GradientTransformation:
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         del stats
         return replace(self, whole=params, now=phase).rule()
 

@@ -27,10 +27,12 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import GradientTransformation, decided, given, inplace
+from ._base import GradientTransformation
+from ._inplace import inplace
 from ._leaves import spec_leaves
+from ._needs import decided, given
 from ._norm import over_blocks
-from ._types import Grain, OptState, Params, Specs, Updates
+from ._types import Grain, OptState, Pair, Params, Specs, Updates
 
 Entries = tuple[tuple[Any, ...], ...]
 
@@ -47,7 +49,7 @@ class Pieces(NamedTuple):
             whole). None = it wants nothing.
         begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
             measures in the order of the leaves; of `state`, whole or a part, it reads the counters. It does the one
-            `psum`. With `stats=None`, where the rule `measures_ahead`, there is none; the token is good for `apply`
+            `psum`. With `stats=None`, where the rule measures ahead, there is none; the token is good for `apply`
             only, and `end` is for one of another `begin` of the same step, with the measures.
         apply: `apply(token, grads, state, params, *, specs=None) -> (params, state)`: steps one part. It may overwrite
             the buffers of the last three arguments, so parts must not share memory; the counters in `state` are
@@ -76,7 +78,7 @@ class Token(NamedTuple):
     new: tuple[Tensor, ...] | None
 
 
-def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
+def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     """`tx` applied part by part: bit-identical to `inplace(tx)` on the whole tree.
 
     Args:
@@ -108,20 +110,21 @@ def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
     """
     whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
     tx = decided(tx, whole)
-    check = _checker(whole, tx.grain)
-    if tx.grain == "tree":
+    grain, measure = tx.needs.grain, tx.needs.measure
+    check = _checker(whole, grain)
+    if grain == "tree":
         return _uncut(tx, check)
     entries, skeleton = _counters(given(tx, whole), whole)
 
     @torch.no_grad()
     def begin(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
-        if stats is None and tx.measure is not None and not (tx.measures_ahead and tx.measures_ahead(state)):
+        if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
             raise ValueError("begin was given no measures, but the rule needs those of this step's gradients.")
-        rule = given(tx, whole, _together(tx, whole, stats, specs))
+        rule = given(tx, whole, _together(whole, stats, specs) if measure else None)
         old = tuple(c.clone() for c in _read(state, entries))
         nothing = tree_map(lambda p: None, whole)
         advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
-        return Token(rule, old, None if tx.measure is not None and stats is None else _read(advanced, entries))
+        return Token(rule, old, None if measure is not None and stats is None else _read(advanced, entries))
 
     @torch.no_grad()
     def apply(
@@ -138,7 +141,7 @@ def in_pieces(tx: GradientTransformation, params: Params) -> Pieces:
             raise ValueError("this token was begun without measures; end with one of a `begin` that was given them.")
         return _write(state, entries, token.new)
 
-    return Pieces(tx.grain, tx.measure, begin, apply, end)
+    return Pieces(grain, measure and measure.of, begin, apply, end)
 
 
 def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:
@@ -156,14 +159,12 @@ def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Piece
         del token
         return state
 
-    return Pieces(tx.grain, None, begin, apply, end)
+    return Pieces("tree", None, begin, apply, end)
 
 
-def _together(
-    tx: GradientTransformation, whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs
-) -> Float[Tensor, " num_leaves"] | None:
+def _together(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -> Float[Tensor, " num_leaves"] | None:
     """The measures of all leaves, over all their blocks."""
-    if tx.measure is None or stats is None:
+    if stats is None:
         return None
     num = len(tree_leaves(whole))
     if len(stats) != num:

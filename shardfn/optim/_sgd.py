@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, tree_flatten
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights
 from ._even import even
-from ._hyper import beside, is_zero, number
+from ._hyper import is_zero, leafwise, number
 from ._kernels import foreach_add_, foreach_mul_, fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zeros_like
@@ -54,6 +54,11 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     """
     decay_rate("trace", decay=decay)
 
+    def step(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
+        t = wide(g) + decay * wide(trace)
+        u = wide(g) + decay * t if nesterov else t
+        return u.to(trace.dtype), t.to(trace.dtype)
+
     def init(params: Params) -> TraceState:
         return TraceState(zeros_like(params))
 
@@ -62,16 +67,10 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     ) -> tuple[Updates, OptState]:
         del params
         check_state("trace", state, TraceState)
-        gs, treedef = tree_flatten(updates)
-        ts = leaves_like(state.trace, treedef, "state.trace", "updates")
-        check_shapes(treedef, gs, trace=ts)
-        ds = beside(gs, decay, updates, specs)
-        new = [wide(g) + d * wide(t) for g, t, d in zip(gs, ts, ds, strict=True)]
-        out = [wide(g) + d * t for g, t, d in zip(gs, new, ds, strict=True)] if nesterov else new
-        cast = [[x.to(t.dtype) for x, t in zip(xs, ts, strict=True)] for xs in (out, new)]
-        return tree_unflatten(treedef, cast[0]), TraceState(tree_unflatten(treedef, cast[1]))
+        us, new = leafwise(step, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
+        return us, TraceState(new)
 
-    return GradientTransformation(init, update, grain="element")
+    return GradientTransformation(init, update, needs=Needs("element"))
 
 
 def sgd(
@@ -123,12 +122,12 @@ def sgd(
         columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_on_cpu, narrow=True)
         lr = next_rate(learning_rate, state[-1])
         for (_, device, _), (p, *t, g) in grouped(columns, [g.dtype for g in columns[-1]]).items():
-            for q, *u, h in even([p, *t, g]):
-                _step(q, u[0] if u else [], h, on_device(lr, device), momentum, nesterov, number(weight_decay))
+            for p_, *t_, g_ in even([p, *t, g]):
+                _step(p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, number(weight_decay))
         unstage(copies)
         return params, state
 
-    return GradientTransformation(pure.init, pure.update, apply, grain="element")
+    return GradientTransformation(pure.init, pure.update, apply, Needs("element"))
 
 
 def _step(

@@ -15,6 +15,8 @@ Specs = PyTree
 Mask = PyTree | Callable[[Params], PyTree]
 # The smallest part of a tree that a rule can step for itself.
 Grain = Literal["element", "leaf", "tree"]
+# A rule of one's own: `(init, update)`, which is all that optax calls a GradientTransformation.
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
 Count = int | Int[Tensor, ""]
 Schedule = Callable[[Any], Float[Tensor, ""]]
 # A hyperparameter: a tensor where a transform is to map or differentiate over it.

@@ -12,10 +12,11 @@ from shardfn.core import Axes, P, PyTree, raise_all, tree_leaves, tree_map, tree
 
 from ._adam import bias_corrections, moments_like
 from ._apart import Apart, add_, apart, blend, pieces, purely
-from ._base import GradientTransformation, Phase, inplace
+from ._base import GradientTransformation, Phase
 from ._checks import num_steps
 from ._compressed import averaging, written
 from ._freeze import PROBE, SWITCH, WARMUP, FreezeState, FreezeStep, freeze_rule
+from ._inplace import inplace
 from ._leaves import wide, zero_count, zeros_like
 from ._onebit_adam import SIGN, Step
 from ._phased import Phased
@@ -136,7 +137,7 @@ def zero_one_adam(
         >>> tx = zero_one_adam(0.1, var_freeze_step=1, var_update_scaler=1)
         >>> params, state, names = [torch.zeros(2)], tx.init([torch.zeros(2)]), []
         >>> for _ in range(4):
-        ...     names.append(tx.phase(state).name)
+        ...     names.append(tx.needs.phases.next(state).name)
         ...     params, state = tx.apply([torch.tensor([1.0, -1.0])], state, params)
         >>> names
         ['warmup', 'full', 'switch', 'round']

@@ -29,7 +29,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.optim import GradientTransformation, LossScale, MasterState, apply_updates
+from shardfn.optim import GradientTransformation, LossScale, MasterState, Pair, apply_updates, as_transformation
 from shardfn.transforms import Mixed, WeightedMean, default_batch, sharded_step
 
 # Relative to the largest element of a leaf. Written once; no test loosens it.
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 def one_device(
     loss: Callable[..., Any],
-    optimizer: GradientTransformation,
+    optimizer: GradientTransformation | Pair,
     params: PyTree,
     batches: Sequence[PyTree],
     *,
@@ -66,6 +66,7 @@ def one_device(
         parts: into how many pieces each batch is cut, whose gradients are added up: as many as there are ranks times
             microbatches, where 16-bit results are to be compared more closely than they are rounded.
     """
+    optimizer = as_transformation(optimizer)
     leaves, treedef = tree_flatten(tree_map(torch.clone, params))
     train = broadcast_prefix(trainable, params, lambda x: isinstance(x, bool), names=("trainable", "params"))
     train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
@@ -160,7 +161,7 @@ class _Precision(NamedTuple):
 
 def on_mesh(
     loss: Callable[..., Any],
-    optimizer: GradientTransformation,
+    optimizer: GradientTransformation | Pair,
     params: PyTree,
     batches: Sequence[PyTree],
     *,
@@ -204,7 +205,7 @@ def own_rows(batch: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 def assert_parity(
     loss: Callable[..., Any],
-    optimizer: GradientTransformation,
+    optimizer: GradientTransformation | Pair,
     params: PyTree,
     batches: Sequence[PyTree],
     *,

@@ -123,8 +123,8 @@ class Ahead:
             sizes = [shape.numel() for _, shape in self.units[unit]]
             for (rows, shape), piece in zip(self.units[unit], flat.split_with_sizes(sizes), strict=True):
                 self._here[rows.leaf, rows.lo] = piece = piece.view(shape)
-                if self._update.optimizer.measure is not None:  # before a step overwrites it
-                    self._measures[rows.leaf] = self._update.optimizer.measure(piece)
+                if (measure := self._update.optimizer.needs.measure) is not None:  # before a step overwrites it
+                    self._measures[rows.leaf] = measure.of(piece)
             with self._change:
                 self._squares[unit] = square
                 self._change.notify_all()

@@ -35,8 +35,8 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     ahead = None
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece.
     decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
-    if decided and plan.reduce_order and optimizer.grain == "element" and _knows_its_measures(optimizer, state):
-        units = _units(plan, measures=optimizer.measure is not None)
+    if decided and plan.reduce_order and optimizer.needs.grain == "element" and _knows_its_measures(optimizer, state):
+        units = _units(plan, measures=optimizer.needs.measure is not None)
         ahead = _ahead(plan, optimizer, state, units) if units else None
     try:
         yield ahead
@@ -72,10 +72,12 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
 
 def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) -> bool:
     """Whether the next step needs no measure of its own gradients."""
-    if optimizer.measure is None:
+    measure = optimizer.needs.measure
+    if measure is None:
         return True
-    ahead = optimizer.measures_ahead
-    return ahead is not None and ahead(take_state(state, donated=False, copied=False)[1])  # looked at, not loaded
+    return measure.ahead is not None and measure.ahead(
+        take_state(state, donated=False, copied=False)[1]
+    )  # looked at, not loaded
 
 
 def _units(plan: Plan, *, measures: bool) -> list[int]:

@@ -27,7 +27,8 @@ def in_phase(
     Raises:
         ValueError: the state has no values; or the layout does not go with the axes that the optimizer averages over.
     """
-    if optimizer.phase is None:
+    phases = optimizer.needs.phases
+    if phases is None:
         if phase is not None:
             raise ValueError(f"phase={phase} has no effect: the optimizer has no phases.")
         return plan
@@ -38,8 +39,8 @@ def in_phase(
                 "the optimizer has phases, and a state without values does not say in which it is; pass"
                 " phase=optim.Phase(name, local)."
             )
-        phase = optimizer.phase(here)
-    return plan.in_phase(phase, optimizer.over)
+        phase = phases.next(here)
+    return plan.in_phase(phase, phases.over)
 
 
 def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
@@ -49,11 +50,12 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
         ValueError: leaf by leaf, what does not go with the axes that the optimizer averages over; or that
             these have no effect.
     """
-    if optimizer.phase is None:
+    phases = optimizer.needs.phases
+    if phases is None:
         return
-    over = {a for a in optimizer.over if plan.mesh.axis_size(a) > 1}
+    over = {a for a in phases.over if plan.mesh.axis_size(a) > 1}
     leaves = [leaf for leaf in plan.leaves if leaf.trainable]
-    whose = f"the optimizer averages over {optimizer.over} itself:"
+    whose = f"the optimizer averages over {phases.over} itself:"
     raise_all(
         ValueError,
         whose,

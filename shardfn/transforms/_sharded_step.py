@@ -30,7 +30,7 @@ from shardfn.core import (
     tree_structure,
     tree_unflatten,
 )
-from shardfn.optim import GradientTransformation, Phase
+from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
 
 from ._backward import run_backward, run_forward
 from ._capture import capturing
@@ -72,7 +72,7 @@ MAX_APPLIED = 16
 
 def sharded_step(
     loss: Loss,
-    optimizer: GradientTransformation,
+    optimizer: GradientTransformation | Pair,
     *,
     mesh: Mesh | DeviceMesh | None = None,
     specs: PyTree = P(),
@@ -93,7 +93,8 @@ def sharded_step(
     Args:
         loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
             `WeightedMean`. `jit`, `accumulate` and `mixed_precision` around it, in any order, speak of the whole step.
-        optimizer: an (init, update) pair of `shardfn.optim`.
+        optimizer: a rule of `shardfn.optim`, or any pair `(init, update)`, as optax has them; see
+            `optim.as_transformation`.
         mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
         batch: how the global batch is cut: a prefix tree of `P`; each rank passes its own rows. Default: along "dp" and
@@ -135,7 +136,13 @@ def sharded_step(
     unwrapped = unwrap(loss)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
     return ShardedStep(
-        unwrapped, optimizer, planner, key=key, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
+        unwrapped,
+        as_transformation(optimizer),
+        planner,
+        key=key,
+        has_aux=has_aux,
+        donate=donate,
+        skip_nonfinite=skip_nonfinite,
     )
 
 
@@ -361,7 +368,7 @@ class ShardedStep:
                 "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
                 " without, and choose by torch.where on metrics['finite']."
             )
-        if self._optimizer.phase is not None:
+        if self._optimizer.needs.phases is not None:
             raise ValueError(
                 "the optimizer decides by counters of its state what it averages, which a step inside a torch.func"
                 " transform cannot read; use an optimizer without phases."

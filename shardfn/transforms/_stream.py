@@ -131,7 +131,7 @@ def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
 def stream_some(update: Update, order: Sequence[Rows]) -> Done:
     """Steps some leaves, whose new values are new files and new host memory; counters stay as they are.
 
-    No measure is known, so the rule takes none, or `measures_ahead`.
+    No measure is known, so the rule takes none, or measures ahead.
 
     Args:
         update: all leaves; gradients of those in `order` only.

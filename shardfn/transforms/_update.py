@@ -200,7 +200,7 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
     Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
     """
     rule = decided_on(plan, optimizer)
-    return rule if rule.phase is None else given(rule, _whole(plan), phase=plan.phase)
+    return rule if rule.needs.phases is None else given(rule, _whole(plan), phase=plan.phase)
 
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:

@@ -110,9 +110,7 @@ def test_a_function_that_looks_at_values_is_refused(look: Any, what: str) -> Non
 
 
 def rule_of_my_own(inner: Any) -> Any:
-    return optim.GradientTransformation(
-        inner.init, inner.update, decide=lambda p: rule_of_my_own(optim.decided(inner, p))
-    )
+    return optim.GradientTransformation(inner.init, inner.update, needs=optim.join_needs([inner], rule_of_my_own))
 
 
 @distributed(world=2)

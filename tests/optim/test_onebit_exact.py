@@ -67,11 +67,11 @@ def test_the_warm_up_has_the_bits_of_its_parent(name: str, in_place: bool) -> No
         params, other = make_params(dtype), make_params(dtype)
         state, known = tx.init(params), plain.init(other)
         for t in range(FREEZE):
-            assert tx.phase(state) == optim.Phase("warmup", False)
+            assert tx.needs.phases.next(state) == optim.Phase("warmup", False)
             params, state = step_by(tx, in_place, make_grads(params, t, 0), state, params)
             other, known = step_by(plain, in_place, make_grads(other, t, 0), known, other)
         assert_equal((params, state[1] if name == "onebit_lamb" else state.adam), (other, known))
-        assert tx.phase(state).name != "warmup"
+        assert tx.needs.phases.next(state).name != "warmup"
         params, state = step_by(tx, in_place, make_grads(params, FREEZE, 0), state, params)
         assert all(x.isfinite().all() for x in tree_leaves(params))
 
@@ -143,7 +143,7 @@ def test_through_the_identity_compressor_the_rules_are_exact(world: int) -> None
             params = make_params()
             state = tx.init(params)
             for t in range(1, STEPS + 1):
-                phase = tx.phase(local(state))
+                phase = tx.needs.phases.next(local(state))
                 ranks = [make_grads(params, t, r) for r in range(world)]
                 grads = ranks[rank] if phase.local else pmean(ranks[rank], "dp")
                 params, state = step_by(tx, in_place, grads, state, params)
@@ -168,7 +168,7 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
         mus, drifts = [p, p], [p, p]
         for t in range(1, 15):
             ranks = [make_grads([p], t, r)[0] for r in range(2)]
-            phase = tx.phase(local(state))
+            phase = tx.needs.phases.next(local(state))
             names.append(phase.name)
             grads = ranks[rank] if phase.local else average(ranks)
             params, state = step_by(tx, True, [grads], state, params)
@@ -211,11 +211,11 @@ def test_onebit_lamb_through_the_identity_compressor_is_exact() -> None:
         plain = optim.lamb(SCHEDULE, weight_decay=WD)
         known = plain.init(ps)
         last = scaling = coeff = torch.ones(2)
-        mus, nus, freshs, phase = ps, ps, ps, tx.phase(local(state))
+        mus, nus, freshs, phase = ps, ps, ps, tx.needs.phases.next(local(state))
         for t in range(1, STEPS + 1):
             ranks = [make_grads(ps, t, r) for r in range(2)]
             mean = tree_map(lambda *gs: average(list(gs)), *ranks)
-            phase = tx.phase(local(state))
+            phase = tx.needs.phases.next(local(state))
             params, state = step_by(tx, True, ranks[rank] if phase.local else mean, state, params)
             if t <= FREEZE:
                 ps, known = step_by(plain, True, mean, known, ps)

@@ -31,7 +31,7 @@ def walk(tx: Any, steps: int, dtype: torch.dtype = torch.float32) -> Any:
     params = draw(0, dtype)
     state, names = tx.init(params), []
     for t in range(1, steps + 1):
-        names.append(tx.phase(state).name)
+        names.append(tx.needs.phases.next(state).name)
         params, state = tx.apply(draw(t, dtype), state, params)
     return params, state, names
 
@@ -96,7 +96,7 @@ def test_it_freezes_when_the_variance_is_stable(name: str) -> None:
     params = {"w": torch.ones(4)}
     state, norms, names = tx.init(params), [], []
     for size in sizes:
-        names.append(tx.phase(state).name)
+        names.append(tx.needs.phases.next(state).name)
         params, state = tx.apply({"w": torch.full((4,), size)}, state, params)
         norms.append(float(state.freeze.norm))
     frozen = int(state.freeze.frozen)
@@ -119,11 +119,11 @@ def test_the_norm_of_a_variance_that_learns_ever_rarer_is_corrected_by_what_it_h
 def test_more_steps_may_be_asked_for() -> None:
     params, state, _ = walk(MAKE["onebit_lamb"](freeze=2), 4)
     more: Any = MAKE["onebit_lamb"](freeze=6)
-    assert more.phase(state).name == "warmup"
+    assert more.needs.phases.next(state).name == "warmup"
     params, state = more.apply(draw(5), state, params)
     assert (int(state.freeze.frozen), int(state.freeze.begun), float(state.factor.sum())) == (0, 0, 2.0)
     less: Any = MAKE["onebit_lamb"](freeze=3)
-    assert less.phase(state).name == "switch" and state.residual[0].worker.any()
+    assert less.needs.phases.next(state).name == "switch" and state.residual[0].worker.any()
     anew = state._replace(residual=tree_map(torch.zeros_like, state.residual))
     (_, anew), (_, state) = (less.apply(draw(6), *tree_map(torch.clone, (x, params))) for x in (anew, state))
     assert int(state.freeze.frozen) == 5
@@ -158,7 +158,7 @@ def test_leaves_without_elements_and_trees_without_leaves() -> None:
 def test_masters_and_chains_pass_phases_on() -> None:
     tx: Any = optim.master_weights(optim.chain(optim.clip(1.0), MAKE["zero_one_adam"]()))
     params, state, names = walk(tx, 8, torch.bfloat16)
-    assert (tx.over, names[:2]) == (("dp",), ["warmup", "full"]) and {"round", "switch"} <= set(names)
+    assert (tx.needs.phases.over, names[:2]) == (("dp",), ["warmup", "full"]) and {"round", "switch"} <= set(names)
     for p, m in zip(tree_leaves(params), tree_leaves(state.master), strict=True):
         assert torch.equal(p, m.bfloat16())
 

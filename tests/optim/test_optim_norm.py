@@ -53,9 +53,10 @@ def test_a_norm_that_is_not_finite_says_so(bad: float, num: int) -> None:
     x = torch.ones(num)
     x[num // 2] = bad
     assert not optim.global_norm([x]).isfinite()
-    for tx_update in (optim.clip_by_global_norm(1.0).update, optim.clip_by_global_norm(1.0).rewrite):
-        assert tx_update is not None
-        clipped, _ = tx_update([x.clone(), torch.ones(2)], optim.EmptyState())
+    for donate in (False, True):
+        clipped, _ = optim.clip_by_global_norm(1.0).update(
+            [x.clone(), torch.ones(2)], optim.EmptyState(), donate=donate
+        )
         assert all(c.isnan().all() for c in clipped)
 
 
@@ -78,7 +79,7 @@ def test_clip_by_value() -> None:
     torch.testing.assert_close(clipped[0], torch.tensor([-1.0, 0.5, 1.0, math.nan]), equal_nan=True)
 
 
-def test_rewriting_keeps_gradients_apart_that_share_memory() -> None:
+def test_donated_gradients_are_kept_apart_that_share_memory() -> None:
     one = torch.full((4,), 10.0)
     flat = torch.full((8,), 10.0)
     for shared in (
@@ -88,21 +89,21 @@ def test_rewriting_keeps_gradients_apart_that_share_memory() -> None:
         [flat[:4], flat[4:]],
         [flat[:5], flat[3:]],
     ):
-        rewrite = optim.clip_by_global_norm(1.0).rewrite
-        assert rewrite is not None
-        want, _ = optim.clip_by_global_norm(1.0).update([x.clone() for x in shared], optim.EmptyState())
-        got, _ = rewrite(shared, optim.EmptyState())
+        update = optim.clip_by_global_norm(1.0).update
+        want, _ = update([x.clone() for x in shared], optim.EmptyState())
+        got, _ = update(shared, optim.EmptyState(), donate=True)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
         one.fill_(10.0)
         flat.fill_(10.0)
 
 
-def test_rewriting_reuses_gradients() -> None:
+def test_donated_gradients_are_reused() -> None:
     xs = [torch.ones(4), torch.ones(2, 2)]
-    rewrite = optim.clip_by_global_norm(1.0).rewrite
-    assert rewrite is not None
-    assert [a is b for a, b in zip(rewrite(xs, optim.EmptyState())[0], xs, strict=True)] == [True, True]
+    tx = optim.clip_by_global_norm(1.0)
+    assert tx.needs.donates
+    got, _ = tx.update(xs, optim.EmptyState(), donate=True)
+    assert [a is b for a, b in zip(got, xs, strict=True)] == [True, True]
 
 
 # Simulated ranks: each runs the function twice. The first time `psum` records what the rank would send, the second time

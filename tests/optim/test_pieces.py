@@ -150,7 +150,7 @@ def assert_same(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_any_cut_has_the_bits_of_the_whole(name: str, wide: bool) -> None:
     tx, rng = {**ELEMENT, **LEAF}[name](), random.Random(name)
-    assert tx.grain == ("element" if name in ELEMENT else "leaf")
+    assert tx.needs.grain == ("element" if name in ELEMENT else "leaf")
     params = make_params()
     state = tx.init(params)
     if wide:  # moments of the half-precision leaf in float32

@@ -190,9 +190,9 @@ def test_a_rule_of_my_own_says_how_it_is_decided() -> None:
 
     mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist=0)
     inner = RULES["adamw"](two)
-    with pytest.raises(ValueError, match=r"mask is a function of whole leaves[^$]*decide=lambda params[^$]*\['w'\]"):
+    with pytest.raises(ValueError, match=r"mask is a function of whole leaves[^$]*optim.join_needs[^$]*\['w'\]"):
         assert_parity(loss, twice(inner), make_params(), batches(1), mesh=mesh, zero=zero)
-    right = twice(inner, decide=lambda params: twice(optim.decided(inner, params)))
+    right = twice(inner, needs=optim.join_needs([inner], twice))
     assert_parity(loss, right, make_params(), batches(2), mesh=mesh, zero=zero)
 
 

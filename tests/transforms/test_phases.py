@@ -55,10 +55,11 @@ def averaging(inner: optim.GradientTransformation, start: int, over: tuple[str, 
             us, new = inner.update(tree_unflatten(treedef, gs), state.inner, params, specs=specs)
             return us, Averaged(state.steps + 1, state.ranks + 1.0, new)
 
-        def on(params: PyTree, stats: Any, phase: optim.Phase | None = None) -> optim.GradientTransformation:
+        def on(params: PyTree, stats: Any, phase: optim.Phase | None) -> optim.GradientTransformation:
             return made(phase)
 
-        return optim.GradientTransformation(init, update, given=on, over=over, phase=phase)
+        needs = optim.Needs(given=on, phases=optim.Phases(over, phase))
+        return optim.GradientTransformation(init, update, needs=needs)
 
     return made(None)
 

@@ -1,0 +1,160 @@
+"""Needs: how they are answered, and how those of rules that work together join.
+
+| need | of rules in turn (`chain`) | side by side (`masked`) | around one |
+| --- | --- | --- | --- |
+| `grain` | the coarsest; "tree" if a later one measures | the coarsest; "tree" if they measure two things | its |
+| `measure` | the first's | the one that they share | its |
+| `decide` | each decides on all leaves | each on its own | it does |
+| `given` | all are told the phase, the first the measures | each those of its own leaves | it is told all |
+| `phases` | those of the one that has any | refused | its |
+| `whole` | if one is | if one is | if it is |
+| `donates` | no | no | no |
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
+
+from ._base import GradientTransformation, Measure, Needs, Phase, Phases
+from ._pair import as_transformation
+from ._types import Grain, OptState, Pair, Params
+
+Views = Sequence[tuple[Params, Tensor | None]]
+
+
+def coarsest(grains: Iterable[Grain]) -> Grain:
+    """The grain of rules that work together.
+
+    Example:
+        >>> coarsest(["element", "leaf"])
+        'leaf'
+    """
+    found = set(grains)
+    return "tree" if "tree" in found else "leaf" if "leaf" in found else "element"
+
+
+def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransformation:
+    """`tx` for a tree of whole leaves, and for blocks and parts of it: its functions of the tree are asked here.
+
+    `sharded_step` does so. Needed where you apply a rule to blocks yourself, inside a `shard_map` say.
+
+    Args:
+        tx: any rule.
+        params: the tree of whole leaves; only shapes and dtypes count, so tensors on the meta device will do.
+
+    Returns:
+        A rule whose masks and labels are fixed.
+
+    Raises:
+        ValueError: a mask does not match `params`, or its function looks at more than shapes and dtypes.
+
+    Example:
+        >>> from shardfn.optim import add_decayed_weights
+        >>> tx = add_decayed_weights(0.5, lambda params: [x.shape[0] > 2 for x in params])
+        >>> block = [torch.ones(2)]
+        >>> decided(tx, [torch.empty(4, device="meta")]).update(block, (), block)[0]
+        [tensor([1.5000, 1.5000])]
+    """
+    tx = as_transformation(tx)
+    return tx if tx.needs.decide is None else as_transformation(tx.needs.decide(params))
+
+
+def given(
+    tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
+) -> GradientTransformation:
+    """`tx` for parts of the tree `params`, in a step of which this is known; see `Needs.given`."""
+    return tx if tx.needs.given is None else tx.needs.given(params, stats, phase)
+
+
+def join_needs(
+    rules: Iterable[GradientTransformation],
+    rebuild: Callable[..., GradientTransformation],
+    *,
+    states: Callable[[OptState], Sequence[OptState]] = lambda state: (state,),
+    sees: Callable[[Params, Tensor | None], Views] | None = None,
+    own: Callable[[Params], GradientTransformation] | None = None,
+    in_turn: bool = True,
+) -> Needs:
+    """The needs of a rule that is made of others.
+
+    Args:
+        rules: the others.
+        rebuild: `rebuild(*rules)`: the same rule, made of these.
+        states: of its state theirs. The default is that of a rule around one other, which has no state of its own.
+        sees: `sees(params, stats)`: of the leaves of a tree and of their measures, what each of the rules gets. None =
+            all leaves; measures go to the first only.
+        own: `own(params) -> rule`: the same rule, whose own functions of the tree have been asked about whole leaves.
+            None = it has none.
+        in_turn: whether each gets the updates of the one before it; else each has leaves of its own.
+
+    Returns:
+        Their needs, joined as the table of this file says.
+
+    Example:
+        >>> from shardfn.optim import clip_by_global_norm, sgd
+        >>> def twice(inner):
+        ...     def update(updates, state, params=None, *, specs=None):
+        ...         updates, state = inner.update(updates, state, params, specs=specs)
+        ...         return [2 * u for u in updates], state
+        ...     return GradientTransformation(inner.init, update, needs=join_needs([inner], twice))
+        >>> twice(sgd(0.1)).needs.grain, twice(clip_by_global_norm(1.0)).needs.measure.additive
+        ('element', True)
+    """
+    rules = tuple(rules)
+
+    def views(params: Params, stats: Tensor | None) -> Views:
+        return [(params, stats if i == 0 else None) for i in range(len(rules))]
+
+    look = sees or views
+
+    def decide(params: Params) -> GradientTransformation:
+        if own is not None:
+            return decided(own(params), params)
+        return rebuild(*(decided(rule, p) for rule, (p, _) in zip(rules, look(params, None), strict=True)))
+
+    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+        return rebuild(*(given(rule, p, s, phase) for rule, (p, s) in zip(rules, look(params, stats), strict=True)))
+
+    measure, one = _in_turn(rules, states) if in_turn else _side_by_side(rules)
+    grain = coarsest(rule.needs.grain for rule in rules) if one else "tree"
+    whole = any(rule.needs.whole for rule in rules)
+    return Needs(grain, measure, decide, on, _phases(rules, states), whole)
+
+
+def _in_turn(
+    rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
+) -> tuple[Measure | None, bool]:
+    """What the first measures, and whether no other does: it would want to know what the first makes of gradients."""
+    measure, *late = (rule.needs.measure for rule in rules)
+    if measure is not None and (ahead := measure.ahead) is not None:
+        measure = measure._replace(ahead=lambda state: ahead(states(state)[0]))
+    return measure, not any(late)
+
+
+def _side_by_side(rules: Sequence[GradientTransformation]) -> tuple[Measure | None, bool]:
+    """What they measure, and whether it is one thing: a leaf is measured before anyone asks whose it is."""
+    kinds = dict.fromkeys(rule.needs.measure.of for rule in rules if rule.needs.measure is not None)
+    return next((Measure(of) for of in kinds), None), len(kinds) < 2
+
+
+def _phases(rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]) -> Phases | None:
+    """Those of the one rule that has any."""
+    own = [(i, rule.needs.phases) for i, rule in enumerate(rules) if rule.needs.phases is not None]
+    if not own:
+        return None
+    [(i, phases)] = own
+    return phases._replace(next=lambda state: phases.next(states(state)[i]))
+
+
+def refuse_phases(who: str, *txs: GradientTransformation) -> None:
+    """Refuses rules that average for themselves, where their leaves would not be all leaves, or not this step's.
+
+    Raises:
+        ValueError: there is one; says of which axes.
+    """
+    for i, tx in enumerate(txs):
+        if tx.needs.phases is not None:
+            raise ValueError(
+                f"{who} takes no rule that averages gradients for itself, as rule {i} does over"
+                f" {tx.needs.phases.over}; put such a rule outside, or use its own options."
+            )

@@ -1,0 +1,239 @@
+"""Rules of one's own: any pair of functions `(init, update)`, as optax has them.
+
+A rule whose `update` takes no `specs` cannot tell a block from a leaf: a norm that it takes would be its block's. So it
+is never shown one, unless it says that every element steps for itself:
+
+    A[I_x] --all_gather--> A[I] --update--> U[I] --take_own_block--> U[I_x]
+
+Leaves of its state that belong to a parameter are kept as the parameter's rows are, and gathered with them; all others
+are kept whole, by every rank. What it computes is what one device computes; what it costs is a gather of gradients,
+parameters and state a step, and the memory of the wholes while it lasts.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn.collectives import GlobalTensor, all_gather_invariant, current_mesh, take_own_block
+from shardfn.core import (
+    P,
+    PyTree,
+    raise_all,
+    tree_entries,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+
+from ._base import GradientTransformation
+from ._decide import Resolved
+from ._leaves import leaves_like, spec_leaves
+from ._types import OptState, Params, Specs, Updates
+
+
+def as_transformation(tx: Any) -> GradientTransformation:
+    """A rule as everything here takes it, from one that may be just `(init, update)`.
+
+    `sharded_step`, `chain`, `masked` and the others pass what they are given through this.
+
+    Args:
+        tx: a `GradientTransformation`, or any pair of functions `init(params) -> state` and `update(updates, state,
+            params) -> (updates, state)`. An `update` without `specs` is given whole leaves, unless `needs.grain` is
+            "element": then it is given blocks, for it treats every element alike. In a pair that is no
+            `GradientTransformation`, keywords (`**extra`) do not count as `specs`.
+
+    Returns:
+        `tx` itself where it takes `specs`.
+
+    Raises:
+        TypeError: `tx` is neither.
+
+    Example:
+        >>> pair = lambda params: (), lambda updates, state, params: ([-u for u in updates], state)
+        >>> as_transformation(pair).update([1.0], (), [0.0])
+        ([-1.0], ())
+    """
+    if isinstance(tx, GradientTransformation):
+        if _takes_specs(tx.update, keywords=True):
+            return tx
+    elif isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
+        tx = GradientTransformation(*tx)
+        if _takes_specs(tx.update, keywords=False):
+            return tx
+    else:
+        raise TypeError(
+            f"an optimizer is a pair of functions (init, update), but this is a {type(tx).__name__}; use one of"
+            " shardfn.optim, or write optim.GradientTransformation(init, update)."
+        )
+    if tx.needs.grain == "element":
+        return tx._replace(update=_without_specs(tx.update), apply=tx.apply and _without_specs(tx.apply))
+    return _Whole(tx).rule()
+
+
+def owners(state: PyTree, params: PyTree) -> list[int | None]:
+    """For each leaf of a state the parameter whose path ends its own, and whose shape it has; None = there is none."""
+    at = {path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))}
+    out: list[int | None] = []
+    for path, x in zip(tree_entries(state), tree_leaves(state), strict=True):
+        i, shape = next((at[path[k:]] for k in range(len(path) + 1) if path[k:] in at), (None, None))
+        out.append(i if x.shape == shape else None)
+    return out
+
+
+def _takes_specs(f: Callable[..., Any], *, keywords: bool) -> bool:
+    try:
+        parameters = inspect.signature(f).parameters
+    except ValueError:  # a builtin
+        return False
+    return "specs" in parameters or (keywords and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
+
+
+def _without_specs(f: Callable[..., Any]) -> Callable[..., Any]:
+    def call(updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None) -> Any:
+        del specs
+        return f(updates, state, params)
+
+    return call
+
+
+class _Leaf(NamedTuple):
+    """A whole leaf: its shape, and how it is cut; no spec where only each step will say that."""
+
+    shape: torch.Size
+    spec: P | None
+
+    def join(self, block: Tensor, spec: P) -> Tensor:
+        """The leaf that has this block. Collective."""
+        for dim, size in enumerate(self.shape):
+            block = all_gather_invariant(block, spec.dim_axes(dim), dim=dim, size=size)
+        return block
+
+    def first(self, block: Tensor) -> Tensor:
+        """The leaf that a state is made of. Collective, where blocks have values."""
+        if isinstance(block, FakeTensor) or block.device.type == "meta":
+            return block.new_empty(self.shape)
+        return self.join(block, self.spec or P())
+
+
+def _cut(x: Tensor, spec: P) -> Tensor:
+    """This rank's block of a leaf."""
+    for dim in range(x.ndim):
+        x = take_own_block(x, spec.dim_axes(dim), dim=dim)
+    return x
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A rule that is applied to whole leaves, whatever blocks it is given.
+
+    It learns what they are when it is decided, which a step does before all else: from `GlobalTensor`s the shapes of
+    leaves and their specs, from plain tensors the shapes. `update` is told the specs anew; the wholes that it makes
+    live while it runs.
+
+    Attributes:
+        inner: the rule, whose `update` takes no `specs`.
+        leaves: a `_Leaf` for each leaf of the tree it was decided on; None before.
+    """
+
+    inner: GradientTransformation
+    leaves: Resolved | None = field(default=None, repr=False)
+
+    def rule(self) -> GradientTransformation:
+        needs = self.inner.needs._replace(decide=self.decide if self.leaves is None else None, whole=True)
+        return GradientTransformation(self.init, self.update, needs=needs)
+
+    def decide(self, params: Params) -> GradientTransformation:
+        ask = self.inner.needs.decide
+        slots = tree_flatten(params, none_is_leaf=True)[0]
+        wholes = [None if x is None else _Leaf(x.shape, getattr(x, "spec", None)) for x in slots]
+        leaves = Resolved({str(i): whole for i, whole in enumerate(wholes)})
+        return _Whole(self.inner if ask is None else ask(params), leaves).rule()
+
+    def init(self, params: Params) -> OptState:
+        if self.leaves is None:
+            return self.inner.init(params)
+        blocks, treedef = tree_flatten(params)
+        wholes: tuple[_Leaf, ...] = self.leaves.of(params)
+        _check_blocks(params, blocks, wholes)
+        whole = tree_unflatten(treedef, [leaf.first(x) for leaf, x in zip(wholes, blocks, strict=True)])
+        state = self.inner.init(whole)
+        leaves, of = tree_flatten(state)
+        _check_tensors(state, leaves)
+        own = owners(state, whole)
+        cuts = [None if i is None else wholes[i].spec or P() for i in own]
+        kept = tree_unflatten(of, [_kept(x, spec) for x, spec in zip(leaves, cuts, strict=True)])
+        _check_owners(kept, own, owners(kept, params))
+        return kept
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        mesh = current_mesh()
+        cuts = [] if specs is None else spec_leaves(specs, updates)
+        if not any(mesh.axis_size(mesh.axes(spec.axes)) > 1 for spec in cuts):
+            return self.inner.update(updates, state, params)
+        if self.leaves is None:
+            raise ValueError(
+                "an update that takes no `specs` is given whole leaves, but how large these are is not known: decide"
+                " the rule first, by optim.decided(tx, whole) on a tree of whole leaves."
+            )
+        wholes: tuple[_Leaf, ...] = self.leaves.of(updates)
+        (gs, treedef), (ss, of), own = tree_flatten(updates), tree_flatten(state), owners(state, updates)
+
+        def joined(leaves: list[Tensor]) -> PyTree:
+            rows = zip(wholes, leaves, cuts, strict=True)
+            return tree_unflatten(treedef, [leaf.join(x, spec) for leaf, x, spec in rows])
+
+        full = [x if i is None else wholes[i].join(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
+        ps = None if params is None else joined(leaves_like(params, treedef, "params", "updates"))
+        new, after = self.inner.update(joined(gs), tree_unflatten(of, full), ps)
+        us = [_cut(u, spec) for u, spec in zip(leaves_like(new, treedef, "updates", "params"), cuts, strict=True)]
+        ss = leaves_like(after, of, "the new state", "the state")
+        ss = [x if i is None else _cut(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
+        return tree_unflatten(treedef, us), tree_unflatten(of, ss)
+
+
+def _kept(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
+    """A leaf of a first state as it is kept: cut as its parameter is, or by every rank the whole."""
+    if spec is not None or not x.ndim:
+        return _cut(x, spec or P())
+    return GlobalTensor(x.clone(), x.shape, P(), current_mesh())
+
+
+def _check_blocks(params: Params, blocks: list[Tensor], wholes: Sequence[_Leaf]) -> None:
+    rows = zip(tree_paths(params, "params"), blocks, wholes, strict=True)
+    wrong = [
+        f"{path} has shape {tuple(x.shape)}, but the leaf has {tuple(leaf.shape)}"
+        for path, x, leaf in rows
+        if leaf.spec is None and x.shape != leaf.shape
+    ]
+    raise_all(
+        ValueError,
+        "a rule whose update takes no `specs` makes its state from whole leaves, and it is not known how these blocks"
+        " are cut; decide it on `GlobalTensor`s, which say so, as a step does:",
+        wrong,
+    )
+
+
+def _check_tensors(state: OptState, leaves: list[Any]) -> None:
+    pairs = zip(tree_paths(state, "opt_state"), leaves, strict=True)
+    wrong = [f"{path} is of type {type(x).__name__}" for path, x in pairs if not isinstance(x, Tensor)]
+    raise_all(TypeError, "an optimizer's state is a tree of tensors; make a torch.tensor of:", wrong)
+
+
+def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]) -> None:
+    """What is cut is told from what is not by its shape, which must be so on every rank."""
+    rows = zip(tree_paths(state, "opt_state"), own, seen, strict=True)
+    wrong = [path for path, i, j in rows if i != j]
+    raise_all(
+        ValueError,
+        "leaves of the state stand at the path of a parameter and have the shape of its rows, but not its own; keep"
+        " them under other names:",
+        wrong,
+    )

@@ -1,0 +1,150 @@
+"""Covers needs: how those of rules that work together join, a wrapper of one's own, and the keywords of before."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardfn import optim
+from shardfn.core import tree_map
+from shardfn.optim import GradientTransformation, Measure, Needs, Phase, Phases
+
+
+def sums(block: Tensor) -> Tensor:
+    return block.sum()
+
+
+def ruled(needs: Needs) -> GradientTransformation:
+    """A rule that does nothing, and keeps its number of steps."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, specs: Any = None) -> Any:
+        return updates, state
+
+    return GradientTransformation(lambda params: {"n": torch.zeros((), dtype=torch.int32)}, update, needs=needs)
+
+
+ELEMENT, LEAF, TREE = ruled(Needs("element")), ruled(Needs("leaf")), ruled(Needs())
+NORM = ruled(Needs("element", Measure(sums, additive=True)))
+LATE = ruled(Needs("element", Measure(sums, additive=True, ahead=lambda state: bool(state["n"] > 0))))
+OTHER = ruled(Needs("element", Measure(lambda block: block.max())))
+OWN = ruled(Needs(phases=Phases(("dp",), lambda state: Phase(f"at {int(state['n'])}", True))))
+PAIR = (lambda params: (), lambda updates, state, params=None: (updates, state))
+
+
+def beside(*rules: Any) -> GradientTransformation:
+    names = "abc"[: len(rules)]
+    return optim.multi_transform(dict(zip(names, rules, strict=True)), dict.fromkeys(names, "a"))
+
+
+def around(inner: Any) -> GradientTransformation:
+    needs = optim.join_needs([inner], around)
+    return GradientTransformation(inner.init, inner.update, needs=needs)
+
+
+# How the parts are put together; then grain, what is measured, whether its sum does, and whether pairs are among them.
+JOINS: list[tuple[Any, tuple[Any, ...]]] = [
+    (optim.chain(), ("element", None, None, False)),
+    (optim.chain(ELEMENT, LEAF), ("leaf", None, None, False)),
+    (optim.chain(LEAF, TREE, ELEMENT), ("tree", None, None, False)),
+    (optim.chain(NORM, ELEMENT), ("element", sums, True, False)),
+    (optim.chain(NORM, LEAF), ("leaf", sums, True, False)),
+    (optim.chain(ELEMENT, NORM), ("tree", None, None, False)),
+    (optim.chain(NORM, NORM), ("tree", sums, True, False)),
+    (optim.chain(optim.chain(NORM, ELEMENT), ELEMENT), ("element", sums, True, False)),
+    (optim.chain(PAIR, ELEMENT), ("tree", None, None, True)),
+    (beside(ELEMENT, LEAF), ("leaf", None, None, False)),
+    (beside(NORM, ELEMENT), ("element", sums, False, False)),
+    (beside(NORM, LATE), ("element", sums, False, False)),
+    (beside(ELEMENT, PAIR), ("tree", None, None, True)),
+    (optim.masked(NORM, True), ("element", sums, False, False)),
+    (optim.master_weights(NORM), ("element", sums, True, False)),
+    (optim.master_weights(optim.chain(PAIR)), ("tree", None, None, True)),
+    (optim.delayed(NORM), ("element", sums, True, False)),
+    (optim.delayed(LEAF), ("leaf", None, None, False)),
+    (optim.delayed(OTHER), ("tree", None, None, False)),
+    (around(NORM), ("element", sums, True, False)),
+    (around(optim.chain(NORM, LEAF)), ("leaf", sums, True, False)),
+]
+
+
+@pytest.mark.parametrize(("tx", "want"), JOINS)
+def test_needs_join(tx: GradientTransformation, want: tuple[Any, ...]) -> None:
+    grain, measure, _, _, phases, whole, donates = tx.needs
+    of, additive = (None, None) if measure is None else measure[:2]
+    assert (grain, of, additive, whole) == want
+    assert phases is None and not donates
+
+
+def test_two_measures_side_by_side_take_the_tree() -> None:
+    assert beside(NORM, OTHER).needs.grain == "tree"
+
+
+def test_what_reads_a_state_is_shown_its_own() -> None:
+    params = {"w": torch.ones(2)}
+    for tx in (LATE, optim.chain(LATE, ELEMENT), optim.master_weights(optim.chain(optim.chain(LATE))), around(LATE)):
+        measure, state = tx.needs.measure, tx.init(params)
+        assert measure is not None and measure.ahead is not None
+        assert not measure.ahead(state)
+        assert measure.ahead(tree_map(lambda x: x + 1, state))
+    for tx in (
+        OWN,
+        optim.chain(ELEMENT, OWN),
+        optim.master_weights(optim.chain(ELEMENT, optim.chain(OWN))),
+        around(OWN),
+    ):
+        phases = tx.needs.phases
+        assert phases is not None and phases.over == ("dp",)
+        assert phases.next(tree_map(lambda x: x + 3, tx.init(params))) == Phase("at 3", True)
+
+
+def test_each_part_is_given_what_it_sees() -> None:
+    seen: list[Any] = []
+
+    def told(name: str) -> GradientTransformation:
+        def on(params: Any, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+            shapes = {k: None if x is None else tuple(x.shape) for k, x in params.items()}
+            seen.append((name, shapes, None if stats is None else stats.tolist(), phase))
+            return told(name)
+
+        return ruled(Needs("element", Measure(sums), given=on))
+
+    params, stats, phase = {"w": torch.ones(2), "b": torch.ones(3)}, torch.tensor([1.0, 2.0]), Phase("now", False)
+    whole = {"w": (2,), "b": (3,)}
+    optim.given(optim.chain(told("first"), told("then")), params, stats, phase)
+    assert seen == [("first", whole, [1.0, 2.0], phase), ("then", whole, None, phase)]
+    seen.clear()
+    optim.given(optim.multi_transform({"x": told("x"), "y": told("y")}, {"w": "x", "b": "y"}), params, stats)
+    assert seen == [("x", {"w": (2,), "b": None}, [2.0], None), ("y", {"w": None, "b": (3,)}, [1.0], None)]
+    seen.clear()
+    optim.given(around(optim.master_weights(told("in"))), params, stats, phase)
+    assert seen == [("in", whole, [1.0, 2.0], phase)]
+
+
+def test_keywords_of_before_say_what_they_said_and_warn() -> None:
+    init, update = ELEMENT.init, ELEMENT.update
+    with pytest.warns(DeprecationWarning, match=r"grain= is now needs=Needs\(grain=\.\.\.\).*next version"):
+        assert GradientTransformation(init, update, grain="leaf").needs == Needs("leaf")
+    marks: list[Any] = []
+
+    def on(params: Any, stats: Any) -> GradientTransformation:
+        marks.append((params, stats))
+        return ELEMENT
+
+    with pytest.warns(DeprecationWarning, match=r"measure= is now.*additive= is now.*given= is now"):
+        old = GradientTransformation(init, update, measure=sums, additive=True, given=on, decide=lambda params: LEAF)
+    assert old.needs.measure == Measure(sums, additive=True)
+    assert optim.given(old, [1], None, None) is ELEMENT and marks == [([1], None)]
+    assert optim.decided(old, []) is LEAF
+
+    def told(params: Any, stats: Any, phase: Any) -> GradientTransformation:
+        marks.append(phase)
+        return LEAF
+
+    with pytest.warns(DeprecationWarning, match=r"over= is now.*phase= is now"):
+        old = GradientTransformation(init, update, over=("dp",), phase=lambda state: state, given=told)
+    assert old.needs.phases is not None and old.needs.phases.over == ("dp",)
+    assert old.needs.phases.next(Phase("x", True)) == Phase("x", True)
+    assert optim.given(old, [1], None, Phase("x", True)) is LEAF and marks[1:] == [Phase("x", True)]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'grains'"):
+        GradientTransformation(init, update, grains="leaf")
