@@ -61,6 +61,14 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
     return loss, batches
 
 
+def num_microbatches(loss: Loss) -> int:
+    """Into how many microbatches a loss cuts its batch."""
+    num = 1
+    while isinstance(loss, Accumulated):
+        num, loss = num * loss.num_microbatches, loss.inner
+    return num
+
+
 def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     """Cuts every leaf of a batch in `n` equal pieces along dim 0.
 

@@ -20,7 +20,8 @@ from ._loss import NoGradientError
 from ._plan import Plan
 from ._pools import disk_of
 from ._state import TrainState, scale_of
-from ._traced_step import StepParts, StepProgram, capture_step
+from ._step import StepParts
+from ._traced_step import StepProgram, capture_step
 from ._update import next_state, take_state
 
 _Made = TypeVar("_Made")

@@ -32,6 +32,7 @@ from shardfn.core import (
 )
 from shardfn.optim import GradientTransformation, Phase
 
+from ._accumulate import num_microbatches
 from ._backward import run_backward, run_forward
 from ._capture import capturing
 from ._captured import CapturedSteps, signature
@@ -61,8 +62,9 @@ from ._phases import check_phases, in_phase
 from ._plan import Plan, Planner
 from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
+from ._schedule import Schedule, accumulation, as_text, check_schedule
 from ._state import TrainState, check_alive, scale_of
-from ._traced_step import StepParts
+from ._step import StepParts
 from ._unwrap import Unwrapped, unwrap
 from ._update import decided_on, update
 
@@ -152,6 +154,7 @@ class ShardedStep:
         has_aux: bool,
         donate: bool,
         skip_nonfinite: bool,
+        schedule: Schedule | None = None,
     ) -> None:
         self.mesh = planner.mesh
         self._loss, self._jitted, mixed = loss
@@ -164,8 +167,11 @@ class ShardedStep:
         self._agreed: set[tuple[int, str]] = set()
         self._key, self._has_aux, self._donate = key, has_aux, donate
         self._skip_nonfinite, self._skip = skip_nonfinite, skip_nonfinite or self._loss_scale is not None
-        parts = StepParts(self._loss, optimizer, has_aux, self._skip)
-        self._steps = CapturedSteps(self._jitted or Jitted(self._loss), parts, donate)
+        num = num_microbatches(self._loss)
+        schedule = accumulation(num) if schedule is None else schedule
+        check_schedule(schedule, num)
+        self._parts = StepParts(self._loss, optimizer, has_aux, self._skip, schedule)
+        self._steps = CapturedSteps(self._jitted or Jitted(self._loss), self._parts, donate)
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -344,9 +350,8 @@ class ShardedStep:
     ) -> tuple[TrainState, dict[str, Tensor]]:
         blocks = [g.held for g in tree_leaves(state.params)]
         by = scale_of(state)
-        how: dict[str, Any] = {"has_aux": self._has_aux, "even": even, "loss_scale": by}
         with early(plan, self._optimizer, state, decided=not self._skip) as ahead:
-            out = run_backward(plan, comms, blocks, self._loss, args, **how, ahead=ahead)
+            out = run_backward(plan, comms, blocks, self._parts, args, even=even, loss_scale=by, ahead=ahead)
             metrics, scale = measure(plan, out, by)
             if self._skip and not bool(metrics["finite"]):
                 metrics["skipped"] = torch.ones_like(metrics["finite"])
@@ -479,7 +484,8 @@ class ShardedStep:
         if key not in self._constants:
             flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux}"
             seed = f"key {None if self._key is None else self._key.tolist()}"
-            lines = [flags, seed, describe_step(self._unwrapped, decided_on(plan, self._optimizer)), plan.describe()]
+            made = describe_step(self._unwrapped, decided_on(plan, self._optimizer))
+            lines = [flags, seed, made, f"schedule {as_text(self._parts.schedule)}", plan.describe()]
             kept = [] if treedef is None else [f"the state of the optimizer: {treedef}"]
             self._constants[key] = Constant.of("\n".join([*lines, *kept]))
         return self._constants[key]

@@ -24,16 +24,15 @@ from shardfn.core import (
 )
 from shardfn.memory import TracedStored
 from shardfn.nn import looping
-from shardfn.optim import GradientTransformation
 
 from ._backward import run_backward
 from ._capture import Recorder, capture
 from ._comms import Comms
 from ._fakes import fakes
-from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan
 from ._splice import copied_loop
+from ._step import StepParts
 from ._update import update_blocks
 
 
@@ -62,16 +61,6 @@ class StepProgram:
     metrics: tuple[str, ...]
     outcome: str
     differentiated: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class StepParts:
-    """What a step is made of besides state and batch."""
-
-    loss: Loss
-    optimizer: GradientTransformation
-    has_aux: bool
-    skip_nonfinite: bool
 
 
 def capture_step(
@@ -111,10 +100,10 @@ def capture_step(
         given, scaled = tree_unflatten(arg_treedef, rest)
         by = None if scale is None else scaled
         with bind_mesh(plan.mesh), looping(copied_loop):
-            out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even, loss_scale=by)
+            out = run_backward(plan, comms, mine, parts, given, even=even, loss_scale=by)
             metrics, unscale = measure(plan, out, by)
             names[:], received[:] = metrics, [out.reducer.received or not plan.trained]
-            if parts.skip_nonfinite:
+            if parts.skip:
                 torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
             with torch.no_grad():
                 grads = out.gradients()
