@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
 
 from ._loss import Loss, WeightedMean
+
+Sum = TypeVar("Sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,18 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
         batches = [micro for b in batches for micro in split_batch(b, loss.num_microbatches)]
         loss = loss.inner
     return loss, batches
+
+
+def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
+    """`one(inner, microbatch)` of each microbatch, added up one after another: of two at a time both are alive.
+
+    For functions that make forward and backward in one; a step runs them apart, by its schedule.
+    """
+    inner, batches = microbatches(loss, batch)
+    total = one(inner, batches[0])
+    for micro in batches[1:]:
+        total = add(total, one(inner, micro))
+    return total
 
 
 def num_microbatches(loss: Loss) -> int:

@@ -17,7 +17,7 @@ from ._comms import Comms, described, open_channels
 from ._entered import check_capture, enter, watch_of
 from ._gather import DONE, IDLE, Gatherer
 from ._lazy import LeafBook
-from ._loss import NoGradientError, Value, WeightedMean, evaluate
+from ._loss import NoGradientError, Value, WeightedMean, evaluate, totals
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
@@ -252,9 +252,7 @@ def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
 
 
 def _outcome(values: list[Value], reducer: Reducer, plan: Plan) -> Outcome:
-    total = torch.stack([v.total for v in values]).sum()
-    weights = [v.weight for v in values if v.weight is not None]
-    weight = torch.stack(weights).sum() if weights else None
+    total, weight = totals(values)
     aux: dict[str, WeightedMean] = {}
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]

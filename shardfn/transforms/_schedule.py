@@ -28,10 +28,10 @@ class Action(NamedTuple):
         return f"{self.kind[0].upper()}{self.microbatch}"
 
 
-Schedule = tuple[Action, ...]
+Actions = tuple[Action, ...]
 
 
-def accumulation(num_microbatches: int) -> Schedule:
+def accumulation(num_microbatches: int) -> Actions:
     """Each backward right after its forward, so that one microbatch's activations are alive at a time.
 
     Example:
