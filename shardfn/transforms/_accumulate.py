@@ -3,21 +3,24 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
 
+from ._levels import Transform
 from ._loss import Loss, WeightedMean
 
 Sum = TypeVar("Sum")
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Transform):
     """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time."""
+
+    transform: ClassVar[str] = "accumulate"
 
     inner: Loss
     num_microbatches: int

@@ -32,7 +32,7 @@ def run_eager(
         args: this rank's batch, and a key if the loss takes one.
         even: whether all ranks hold batches of the same shapes.
     """
-    with early(plan, parts.optimizer, state, decided=not parts.skip) as ahead:
+    with early(plan, parts.optimizer, state, decided=not parts.skips) as ahead:
         return one_step(_Eager(parts, plan, comms, state, args, even, ahead))
 
 
@@ -63,7 +63,7 @@ class _Eager:
         return measure(self._plan, out, scale_of(self._state))
 
     def choose(self, metrics: Metrics, update: Callable[[], TrainState]) -> TrainState:
-        if self._parts.skip and not bool(metrics["finite"]):
+        if self._parts.skips and not bool(metrics["finite"]):
             metrics["skipped"] = torch.ones_like(metrics["finite"])
             return self._state
         return update()

@@ -61,7 +61,7 @@ from ._phases import check_phases, in_phase
 from ._plan import Plan, Planner
 from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
-from ._schedule import Actions, accumulation, as_text, check_schedule
+from ._schedule import accumulation, as_text, check_schedule
 from ._state import TrainState, check_alive, scale_of
 from ._step import StepParts, rescaled
 from ._unwrap import Unwrapped, unwrap
@@ -135,42 +135,31 @@ def sharded_step(
     check_specs(specs, batch, rule, on)
     unwrapped = unwrap(loss)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
-    return ShardedStep(
-        unwrapped, optimizer, planner, key=key, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
-    )
+    parts = _parts(unwrapped, optimizer, has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite)
+    return ShardedStep(parts, unwrapped, planner, key)
+
+
+def _parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) -> StepParts:
+    mixed = loss.mixed
+    if mixed is not None:
+        check_scaled(mixed)
+        optimizer = with_masters(optimizer, mixed.policy)
+    schedule = accumulation(num_microbatches(loss.loss))
+    return StepParts(loss.loss, optimizer, **flags, loss_scale=mixed and mixed.loss_scale, schedule=schedule)
 
 
 class ShardedStep:
     """A training step. Build one with `sharded_step`, which documents it."""
 
-    def __init__(
-        self,
-        loss: Unwrapped,
-        optimizer: GradientTransformation,
-        planner: Planner,
-        *,
-        key: Tensor | None,
-        has_aux: bool,
-        donate: bool,
-        skip_nonfinite: bool,
-        schedule: Actions | None = None,
-    ) -> None:
+    def __init__(self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None) -> None:
+        check_schedule(parts.schedule, num_microbatches(parts.loss))
         self.mesh = planner.mesh
-        self._loss, self._jitted, mixed = loss
-        self._loss_scale = None if mixed is None else mixed.loss_scale
-        if mixed is not None:
-            check_scaled(mixed)
-            optimizer = with_masters(optimizer, mixed.policy)
-        self._optimizer, self._planner, self._unwrapped = optimizer, planner, loss
+        self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
+        self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
         self._constants: dict[Any, Constant] = {}
         self._agreed: set[tuple[int, str]] = set()
-        self._key, self._skip_nonfinite = key, skip_nonfinite
-        num = num_microbatches(self._loss)
-        schedule = accumulation(num) if schedule is None else schedule
-        check_schedule(schedule, num)
-        skip = skip_nonfinite or self._loss_scale is not None
-        self._parts = StepParts(self._loss, optimizer, has_aux, skip, donate, self._loss_scale, schedule)
-        self._steps = CapturedSteps(self._jitted or Jitted(self._loss), self._parts)
+        self._jitted = unwrapped.jitted
+        self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -344,7 +333,7 @@ class ShardedStep:
         return new, metrics
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        if self._skip_nonfinite:
+        if self._parts.skip_nonfinite:
             raise ValueError(
                 "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
                 " without, and choose by torch.where on metrics['finite']."
@@ -384,7 +373,7 @@ class ShardedStep:
         plan = self._planner.plan_of(TrainState(params, (), torch.zeros((), dtype=torch.int64)))
         self._agree_once(plan, "the loss of a step")
         with bind_mesh(self.mesh):
-            return pure_loss(plan, params, self._loss, (batch, *key), has_aux=self._parts.has_aux)
+            return pure_loss(plan, params, self._parts.loss, (batch, *key), has_aux=self._parts.has_aux)
 
     def cache_info(self) -> CacheInfo:
         """What the step remembers of its captures, those of `lower` included."""
@@ -465,7 +454,7 @@ class ShardedStep:
         key = id(plan), treedef
         if key not in self._constants:
             parts = self._parts
-            flags = f"donate {parts.donate} skip_nonfinite {self._skip_nonfinite} has_aux {parts.has_aux}"
+            flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
             seed = f"key {None if self._key is None else self._key.tolist()}"
             made = describe_step(self._unwrapped, decided_on(plan, self._optimizer))
             lines = [flags, seed, made, f"schedule {as_text(parts.schedule)}", plan.describe()]

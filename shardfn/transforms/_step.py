@@ -33,8 +33,8 @@ class StepParts:
         loss: the user's loss, possibly accumulated.
         optimizer: the optimizer.
         has_aux: whether the loss returns aux.
-        skip: whether a step that is not finite returns the state as it was.
         donate: whether a step consumes its state.
+        skip_nonfinite: whether a step that is not finite returns the state as it was, without a loss scale, too.
         loss_scale: the rule of the loss scale; None = the loss is not scaled.
         schedule: the forwards and backwards of the loss's microbatches, in the order in which all ranks run them.
     """
@@ -42,10 +42,15 @@ class StepParts:
     loss: Loss
     optimizer: GradientTransformation
     has_aux: bool
-    skip: bool
     donate: bool
+    skip_nonfinite: bool
     loss_scale: LossScale | None
     schedule: Actions
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step that is not finite is skipped."""
+        return self.skip_nonfinite or self.loss_scale is not None
 
 
 @runtime_checkable

@@ -149,7 +149,7 @@ class _Traced:
         return measure(self._plan, out, self._loss_scale)
 
     def choose(self, metrics: Metrics, update: Callable[[], Blocks]) -> Blocks:
-        if self._parts.skip:
+        if self._parts.skips:
             torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
         return update()
 

@@ -1,5 +1,6 @@
 """Covers the schedule of a step: lists of forwards and backwards, and what they give in another order."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,12 +8,10 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import P, Zero, optim
+from shardfn import Zero, optim
 from shardfn.testing import RTOL, distributed
-from shardfn.transforms._plan import Planner
 from shardfn.transforms._schedule import Action, accumulation, as_text, check_schedule
 from shardfn.transforms._sharded_step import ShardedStep
-from shardfn.transforms._unwrap import unwrap
 
 LISTS = {
     "one by one": "F0 B0 F1 B1 F2 B2",
@@ -43,10 +42,11 @@ def _weighted(p: Any, x: Tensor) -> sf.WeightedMean:
 
 
 def _step(text: str, zero: Zero, loss: Any = _loss) -> ShardedStep:
-    cut = unwrap(sf.accumulate(loss, 3))
-    planner = Planner(sf.make_mesh({"dp": 2}, device="cpu"), P(), P("dp"), zero, True)
-    flags = {"key": None, "has_aux": False, "donate": True, "skip_nonfinite": False}
-    return ShardedStep(cut, optim.sgd(0.1), planner, **flags, schedule=_schedule(text))  # pyright: ignore[reportArgumentType]
+    step = sf.sharded_step(
+        sf.accumulate(loss, 3), optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}, device="cpu"), zero=zero
+    )
+    parts = dataclasses.replace(step._parts, schedule=_schedule(text))
+    return ShardedStep(parts, step._unwrapped, step._planner, None)
 
 
 def _trained(text: str, zero: Zero, loss: Any = _loss) -> Any:
