@@ -3,19 +3,24 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
 
+from ._levels import Transform
 from ._loss import Loss, WeightedMean
+
+Sum = TypeVar("Sum")
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Transform):
     """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time."""
+
+    transform: ClassVar[str] = "accumulate"
 
     inner: Loss
     num_microbatches: int
@@ -59,6 +64,26 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
         batches = [micro for b in batches for micro in split_batch(b, loss.num_microbatches)]
         loss = loss.inner
     return loss, batches
+
+
+def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
+    """`one(inner, microbatch)` of each microbatch, added up one after another: of two at a time both are alive.
+
+    For functions that make forward and backward in one; a step runs them apart, by its schedule.
+    """
+    inner, batches = microbatches(loss, batch)
+    total = one(inner, batches[0])
+    for micro in batches[1:]:
+        total = add(total, one(inner, micro))
+    return total
+
+
+def num_microbatches(loss: Loss) -> int:
+    """Into how many microbatches a loss cuts its batch."""
+    num = 1
+    while isinstance(loss, Accumulated):
+        num, loss = num * loss.num_microbatches, loss.inner
+    return num
 
 
 def split_batch(batch: PyTree, n: int) -> list[PyTree]:

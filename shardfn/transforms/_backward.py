@@ -1,31 +1,29 @@
-"""One step's loss and gradients: storage -> compute, the user's loss, and the transpose, microbatch by microbatch."""
+"""One step's loss and gradients: storage -> compute, the user's loss, and the transpose, action by action."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import TransportError
-from shardfn.core import PyTree, RankError, Stored, tree_unflatten
-from shardfn.graph import storage_of
+from shardfn.core import PyTree, RankError, Stored
 
 from ._accumulate import microbatches
 from ._ahead import Ahead
-from ._capture import recorder
 from ._comms import Comms, described, open_channels
-from ._copies import alias, traced_once
+from ._entered import check_capture, enter, watch_of
 from ._gather import DONE, IDLE, Gatherer
-from ._layout import LeafLayout
-from ._lazy import LazyLeaf, LeafBook
-from ._loss import Loss, NoGradientError, Value, WeightedMean, evaluate
+from ._lazy import LeafBook
+from ._loss import NoGradientError, Value, WeightedMean, evaluate, totals
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
+from ._schedule import Action
 from ._splice import taking_early
-from ._writes import Watch, check_graph
+from ._step import StepParts
 
 # How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
 WEIGHTED = "a WeightedMean"
@@ -54,10 +52,10 @@ def run_forward(
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
-    watch = _watch(plan, kept)
+    watch = watch_of(plan, kept)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     with _told(gatherer, comms), torch.no_grad():
-        params, _ = _enter(plan, blocks, book, None)
+        params, _ = enter(plan, blocks, book, None)
         gatherer.begin_phase()
         out = f(params)
         watch.check("the function")
@@ -70,82 +68,152 @@ def run_backward(
     plan: Plan,
     comms: Comms,
     blocks: Sequence[Tensor | Stored],
-    loss: Loss,
+    parts: StepParts,
     args: tuple[Any, ...],
     *,
-    has_aux: bool,
     even: bool,
     loss_scale: Tensor | None = None,
     ahead: Ahead | None = None,
 ) -> Outcome:
-    """The loss and the summed gradients of one global batch.
+    """The loss and the summed gradients of one global batch, by the actions of the step's schedule.
 
     Args:
         plan: the layout.
         comms: the communicators.
         blocks: this rank's block of each parameter.
-        loss: the user's loss, possibly accumulated.
+        parts: the loss, and in which order its microbatches run.
         args: this rank's batch, and a key if the loss takes one.
-        has_aux: whether the loss returns aux.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
         loss_scale: what the gradients come multiplied by; None = nothing.
         ahead: an update that takes gradients as they are complete; it is stopped if they must be divided by a weight.
     """
     open_channels(comms, plan)
-    ranks = plan.mesh.axis_size(plan.batch_axes)
-    watch, blocks = _watch(plan, blocks), plan.by_layer(blocks)
+    watch, blocks = watch_of(plan, blocks), plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
-    reducer = Reducer(plan, comms.channels, plan.reduce_order)
-    values: list[Value] = []
-    idle = False
     with _told(gatherer, comms), torch.enable_grad():
-        inner, batches = microbatches(loss, args[0])
         book = LeafBook(gatherer.whole, plan.layers, watch)
-        params, handles = _enter(plan, blocks, book, reducer)
-        for k, batch in enumerate(batches):
-            last = k == len(batches) - 1
-            send = last or plan.zero.accumulate == "each"
-            reducer.begin(send=send, last=last)
-            gatherer.begin_phase()
-            if last and ahead is not None:  # whose reads queue behind those of the first parameters
-                ahead.begin()
-            comms.mark("forward")
-            with book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
-                value = evaluate(inner, params, (batch, *args[1:]), has_aux)
-            watch.check("the loss")
-            if not even and value.weight is None:
-                raise ValueError(
-                    "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
-                    " return WeightedMean(total, weight) from the loss, or pass equal batches."
-                )
-            gatherer.end_phase(ask=False)
-            if k == 0:
-                reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
-            if last and ahead is not None:
-                if value.weight is None:
-                    reducer.give_to(ahead)
-                else:  # gradients are divided by the weight of all ranks' batches first
-                    ahead.stop()
-            values.append(Value(value.total.detach(), value.weight, value.aux))
-            gatherer.begin_phase()
-            comms.mark("backward")
-            _differentiate(value, handles, plan.num_left / (ranks * len(batches)), loss_scale)
-            del value
-            watch.check("the backward of the loss")
-            idle = gatherer.end_phase(ask=send, says=IDLE if last and handles and not reducer.received else DONE)
-            reducer.end()
-            book.forget_dead()
+        engine = Engine(plan, comms, parts, gatherer, book, ahead)
+        engine.enter(blocks, args, even=even, loss_scale=loss_scale)
+        for action in parts.schedule:
+            engine.perform(action)
         gatherer.close()
-        _check_capture(plan, blocks, book)
-        if idle and not plan.captured:  # ranks that capture agree on it afterwards
+        check_capture(plan, blocks, book)
+        return engine.finish()
+
+
+class Engine:
+    """The forwards and backwards of one step's microbatches, each a call. Made anew each step.
+
+    `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
+    of the agreed order of use: so all ranks perform the same actions in the same order, though their losses may take
+    different branches. Between actions a microbatch is its `Value` in `_open`, which holds its graph, from the forward
+    to the backward; any number may be open. Nothing else is a microbatch's own: lazy leaves are opened by whoever needs
+    them, and the reducer adds up the gradients of the backward that runs.
+
+    Args:
+        plan: the layout.
+        comms: the communicators.
+        parts: loss and schedule.
+        gatherer: serves whole leaves.
+        book: keeps them out of graphs.
+        ahead: see `run_backward`.
+    """
+
+    def __init__(
+        self, plan: Plan, comms: Comms, parts: StepParts, gatherer: Gatherer, book: LeafBook, ahead: Ahead | None
+    ) -> None:
+        self._plan, self._comms, self._parts = plan, comms, parts
+        self._gatherer, self._book, self._ahead = gatherer, book, ahead
+        self._reducer = Reducer(plan, comms.channels, plan.reduce_order)
+        kinds = [a.kind for a in parts.schedule]
+        self._last_forward = max(i for i, kind in enumerate(kinds) if kind == "forward")
+        self._last_backward = max(i for i, kind in enumerate(kinds) if kind == "backward")
+        self._performed = 0
+        self._idle = False
+        self._open: dict[int, Value] = {}
+        self._seen: dict[int, Value] = {}
+
+    def enter(
+        self, blocks: Sequence[Tensor | Stored], args: tuple[Any, ...], *, even: bool, loss_scale: Tensor | None
+    ) -> None:
+        """Cuts the batch, and lets the leaves enter."""
+        self._loss, self._batches = microbatches(self._parts.loss, args[0])
+        self._rest, self._even, self._loss_scale = args[1:], even, loss_scale
+        self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer)
+
+    def perform(self, action: Action) -> None:
+        """The next action of the schedule."""
+        if action.kind == "forward":
+            self._forward(action.microbatch, last=self._performed == self._last_forward)
+        else:
+            self._backward(action.microbatch, last=self._performed == self._last_backward)
+        self._performed += 1
+
+    def _forward(self, k: int, *, last: bool) -> None:
+        plan, ahead = self._plan, self._ahead
+        self._gatherer.begin_phase()
+        if last and ahead is not None:  # whose reads queue behind those of the first parameters
+            ahead.begin()
+        self._comms.mark("forward")
+        with self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
+            value = evaluate(self._loss, self._params, (self._batches[k], *self._rest), self._parts.has_aux)
+        self._book.watch.check("the loss")
+        if not self._even and value.weight is None:
+            raise ValueError(
+                "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
+                " return WeightedMean(total, weight) from the loss, or pass equal batches."
+            )
+        self._gatherer.end_phase(ask=False)
+        if self._performed == 0:
+            self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
+        if last and ahead is not None:
+            if value.weight is None:
+                self._reducer.give_to(ahead)
+            else:  # gradients are divided by the weight of all ranks' batches first
+                ahead.stop()
+        self._seen[k] = Value(value.total.detach(), value.weight, value.aux)
+        self._open[k] = value
+
+    def _backward(self, k: int, *, last: bool) -> None:
+        plan, reducer = self._plan, self._reducer
+        send = last or plan.zero.accumulate == "each"
+        reducer.begin(send=send, last=last)
+        self._gatherer.begin_phase()
+        self._comms.mark("backward")
+        self._differentiate(self._open.pop(k))
+        self._book.watch.check("the backward of the loss")
+        without = last and self._handles and not reducer.received
+        self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
+        reducer.end()
+        self._book.forget_dead()
+
+    def _differentiate(self, value: Value) -> None:
+        if not self._handles or not value.total.requires_grad:
+            return
+        ranks = self._plan.mesh.axis_size(self._plan.batch_axes)
+        scale = self._plan.num_left / (ranks * len(self._batches))
+        seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
+        if self._loss_scale is not None:
+            seed = seed * self._loss_scale.to(seed)
+        with taking_early(value.total):
+            torch.autograd.grad(value.total, self._handles, seed, allow_unused=True)
+
+    def finish(self) -> Outcome:
+        """What the microbatches add up to, and what all ranks learn from the first step of a plan.
+
+        Raises:
+            NoGradientError: no microbatch of any rank gives a leaf a gradient.
+        """
+        plan, comms = self._plan, self._comms
+        if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
             raise NoGradientError(plan.trained)
         comms.mark("update")
-        out = _outcome(values, reducer, plan)
+        out = _outcome([self._seen[k] for k in range(len(self._batches))], self._reducer, plan)
         if not plan.reduce_order:
-            first: Any = comms.control.gather(reducer.seen)[0]
+            first: Any = comms.control.gather(self._reducer.seen)[0]
             plan.reduce_order = first
         _agree_on_outcome(plan, comms, out)
-    return out
+        return out
 
 
 def _gatherer(
@@ -165,95 +233,8 @@ def _gatherer(
     )
 
 
-def _enter(
-    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, reducer: Reducer | None
-) -> tuple[PyTree, list[Tensor]]:
-    """The parameter tree as the loss sees it, and the handles that its gradients arrive at."""
-    entered: list[Tensor] = []
-    handles: list[Tensor] = []
-    for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
-        handle = _handle(plan, leaf) if leaf.lazy else _resident(leaf, block)
-        if isinstance(block, Tensor) and not leaf.lazy and not _as_it_is(leaf, block):
-            book.look_after(leaf.path, handle)
-        if not leaf.lazy:
-            book.watch.enter(leaf.path, handle)
-        if reducer is not None and leaf.trainable:
-            handle.requires_grad_()
-            handle.register_hook(_taker(reducer, i, alias(handle)))
-            handles.append(handle)
-        entered.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle)
-    layers = iter(entered)
-    tree = [
-        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)
-        for leaf in plan.leaves
-    ]
-    return tree_unflatten(plan.treedef, tree), handles
-
-
-def _watch(plan: Plan, blocks: Sequence[Tensor | Stored]) -> Watch:
-    """What sees writes to the blocks that the loss is given as they are."""
-    watch = Watch()
-    for leaf, block in zip(plan.leaves, blocks, strict=True):
-        if isinstance(block, Tensor) and _as_it_is(leaf, block) and not plan.captured:
-            watch.add(leaf.path, block, kept=True)
-    return watch
-
-
-def _check_capture(plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook) -> None:
-    """Refuses a captured loss that writes to parameters."""
-    notes = recorder()
-    if notes is None:
-        return
-    here = [(leaf.path, x) for leaf, x in zip(plan.layers, blocks, strict=True) if isinstance(x, Tensor)]
-    leaves = {storage_of(x): path for path, x in here} | {k: path for k, (path, _) in book.captured.items()}
-    check_graph(notes.tracer.graph, leaves)
-
-
-def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
-    """Whether the loss sees the state's own memory."""
-    return not leaf.lazy and block.dtype == leaf.dtypes.compute
-
-
-def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
-    """A tensor of the leaf's shape that costs one element."""
-    dtype = leaf.dtypes.compute
-
-    def make() -> list[Tensor]:
-        return [torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=dtype, device=plan.mesh.device)]
-
-    return traced_once(("handle", leaf.block, dtype), make, [])[0]
-
-
-def _resident(leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
-    """A leaf that is there, in the dtype that the loss sees."""
-    assert isinstance(block, Tensor)
-    return alias(block if _as_it_is(leaf, block) else block.to(leaf.dtypes.compute))
-
-
-def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
-    """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
-
-    def take(grad: Tensor | None) -> Tensor | None:
-        if grad is None:  # it was taken before
-            return None
-        reducer.take(leaf, alias(grad))
-        return stand_in
-
-    return take
-
-
-def _differentiate(value: Value, handles: list[Tensor], scale: float, loss_scale: Tensor | None) -> None:
-    if not handles or not value.total.requires_grad:
-        return
-    seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
-    if loss_scale is not None:
-        seed = seed * loss_scale.to(seed)
-    with taking_early(value.total):
-        torch.autograd.grad(value.total, handles, seed, allow_unused=True)
-
-
 @contextlib.contextmanager
-def _told(gatherer: Gatherer, comms: Comms) -> Any:
+def _told(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
     """Where connections cannot be closed: tells the other ranks of an error in their next round, before raising it."""
     try:
         yield
@@ -271,9 +252,7 @@ def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
 
 
 def _outcome(values: list[Value], reducer: Reducer, plan: Plan) -> Outcome:
-    total = torch.stack([v.total for v in values]).sum()
-    weights = [v.weight for v in values if v.weight is not None]
-    weight = torch.stack(weights).sum() if weights else None
+    total, weight = totals(values)
     aux: dict[str, WeightedMean] = {}
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]

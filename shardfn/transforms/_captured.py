@@ -29,9 +29,10 @@ from ._jit import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_
 from ._loss import NoGradientError
 from ._plan import Plan
 from ._pools import disk_of
-from ._state import TrainState, scale_of
-from ._traced_step import StepParts, StepProgram, capture_step
-from ._update import next_state, take_state
+from ._state import TrainState, scale_of, taken
+from ._step import StepParts
+from ._traced_step import StepProgram, capture_step
+from ._update import next_state
 
 _Made = TypeVar("_Made")
 
@@ -41,13 +42,12 @@ class CapturedSteps:
 
     Args:
         jitted: how to schedule and compile.
-        parts: loss and optimizer.
-        donate: whether a step consumes its state.
+        parts: what the step is made of.
     """
 
-    def __init__(self, jitted: Jitted, parts: StepParts, donate: bool) -> None:
+    def __init__(self, jitted: Jitted, parts: StepParts) -> None:
         # A copy, that counts for itself.
-        self._jitted, self._parts, self._donate = dataclasses.replace(jitted), parts, donate
+        self._jitted, self._parts = dataclasses.replace(jitted), parts
         self._known: dict[Any, _Ready] = {}
 
     def run(
@@ -99,34 +99,26 @@ class CapturedSteps:
     def _execute(
         self, ready: "_Ready", comms: Comms, state: TrainState, arg_leaves: list[Tensor]
     ) -> tuple[TrainState, dict[str, Tensor]]:
-        num, names = len(ready.program.plan.leaves), ready.program.metrics
+        program = ready.program
+        num, names = len(program.plan.leaves), program.metrics
         scale = scale_of(state)
         arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
-        params, opt = take_state(state, donated=False, copied=not self._donate)
-        held = [*tree_leaves(params), *tree_leaves(opt)]
-        given = [x if isinstance(x, Tensor) else token_of(x) for x in held]
-        before = [x._version for x in given]
-        pool = disk_of(ready.program.plan)
+        pool = disk_of(program.plan)
         for move in ready.of_the_loss:
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         try:
-            with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels), bind_pool(pool):
-                outs = ready.run(*given, *arg_leaves)
-        except StoppedError as stopped:
+            with taken(state, donate=self._parts.donate) as held, torch.no_grad(), plain_arithmetic():
+                given = [x if isinstance(x, Tensor) else token_of(x) for x in tree_leaves(held)]
+                with bind_channels(comms.channels), bind_pool(pool):
+                    outs = ready.run(*given, *arg_leaves)
+        except StoppedError as stopped:  # before anything was written
             metrics = dict(zip(names, stopped.carried, strict=True))
             metrics["skipped"] = torch.ones_like(metrics["skipped"])
             return state, metrics
-        except BaseException:
-            if self._donate and before != [x._version for x in given]:  # half updated, so of no use to anyone
-                take_state(state, donated=True, copied=False)
-            raise
-        if self._donate:  # only now, so that a step that fails leaves its state
-            take_state(state, donated=True, copied=False)
-        kinds, values = ready.program.kinds, outs[len(outs) - len(names) :]
-        new_held = [stored_of(x) if kind == "disk" else x for x, kind in zip(outs, kinds, strict=False)]
-        blocks, opt_state = new_held[:num], tree_unflatten(ready.program.opt_treedef, new_held[num:])
-        new = next_state(ready.program.plan, state, blocks, opt_state)
-        return new, dict(zip(names, values, strict=True))
+        values = outs[len(outs) - len(names) :]
+        new_held = [stored_of(x) if kind == "disk" else x for x, kind in zip(outs, program.kinds, strict=False)]
+        blocks, opt_state = new_held[:num], tree_unflatten(program.opt_treedef, new_held[num:])
+        return next_state(program.plan, state, blocks, opt_state), dict(zip(names, values, strict=True))
 
     def _make(
         self,

@@ -9,9 +9,8 @@ import torch
 from shardfn.core import describe
 from shardfn.optim import GradientTransformation
 
-from ._accumulate import Accumulated
 from ._jit import Jitted
-from ._mixed_precision import Mixed
+from ._levels import taken_over
 from ._unwrap import Unwrapped
 
 
@@ -22,13 +21,10 @@ def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> str:
     are agreed on as it runs.
     """
     lines = [f"torch {torch.__version__}", *_captured(loss.jitted)]
-    inner, cuts = loss.loss, []
-    while isinstance(inner, Accumulated | Mixed):
-        if isinstance(inner, Accumulated):
-            cuts.append(inner.num_microbatches)
-        else:
-            lines += describe((inner.policy, inner.loss_scale), "mixed_precision")
-        inner = inner.inner
+    around, inner = taken_over(loss.loss)
+    cuts = [x.num_microbatches for x in around if x.transform == "accumulate"]
+    if loss.mixed is not None:
+        lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")
     lines.append(f"accumulate {' x '.join(map(str, cuts))}" if cuts else "no accumulate")
     lines += describe(inner, "loss", strangers=False)
     return "\n".join([*lines, *describe(optimizer, "optimizer")])

@@ -17,9 +17,9 @@ from ._ahead import Ahead, Promised
 from ._backward import WEIGHTED
 from ._layout import LeafLayout, Unit
 from ._plan import Plan
-from ._state import TrainState
+from ._state import TrainState, looked_at
 from ._stream import Column, Rows
-from ._update import take_state, whole_update
+from ._update import whole_update
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
 
 
 def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]) -> Ahead:
-    params, opt_state = take_state(state, donated=False, copied=False)
+    params, opt_state = looked_at(state)
     where = _where(plan)
     layers = {
         u: [
@@ -75,9 +75,7 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
     measure = optimizer.needs.measure
     if measure is None:
         return True
-    return measure.ahead is not None and measure.ahead(
-        take_state(state, donated=False, copied=False)[1]
-    )  # looked at, not loaded
+    return measure.ahead is not None and measure.ahead(looked_at(state)[1])  # looked at, not loaded
 
 
 def _units(plan: Plan, *, measures: bool) -> list[int]:

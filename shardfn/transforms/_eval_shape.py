@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardfn.collectives import GlobalTensor, bind_mesh
-from shardfn.core import PyTree, block_slices, tree_flatten, tree_map, tree_unflatten
+from shardfn.collectives import GlobalTensor
+from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
 from shardfn.optim import GradientTransformation
 
 from ._fakes import fake, fakes
-from ._plan import Plan, Planner
+from ._first import abstract_state
+from ._plan import Planner
 from ._state import TrainState
-from ._update import init_optimizer, kept, wrap
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
@@ -44,22 +44,6 @@ def is_abstract(leaves: list[Any]) -> bool:
     return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
 
 
-def abstract_init(
-    plan: Plan, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree = ()
-) -> TrainState:
-    """The first state of a step as shapes: this rank's blocks, without data."""
-    mesh = plan.mesh
-    with bind_mesh(mesh), FakeTensorMode(allow_non_fake_inputs=True):
-        blocks = []
-        for leaf in plan.leaves:
-            where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)
-            shape = [s.stop - s.start for s in where]
-            blocks.append(torch.empty(shape, dtype=leaf.dtypes.master, device=mesh.device))
-        opt_state = init_optimizer(plan, optimizer, blocks)
-        held = wrap(plan, kept(plan, blocks))
-    return TrainState(held, opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key, loss_scale)
-
-
 def as_state(
     planner: Planner, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree, given: PyTree
 ) -> TrainState:
@@ -67,7 +51,7 @@ def as_state(
     if isinstance(given, TrainState):
         return given
     leaves, treedef = tree_flatten(given)
-    return abstract_init(planner.plan(treedef, leaves), optimizer, key, loss_scale)
+    return abstract_state(planner.plan(treedef, leaves), optimizer, key, loss_scale)
 
 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:

@@ -1,4 +1,8 @@
-"""The first state of a step: leaf by leaf where leaves are not kept on the device, each sent home at once."""
+"""The first state of a step, made in one way: drawn, or as shapes; at once, or leaf by leaf.
+
+Where leaves are not kept on the device each is sent home before the next is drawn. A state that is resumed is the one
+as shapes, filled from the disk.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,53 +11,107 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardfn.collectives import GlobalTensor, bind_mesh
 from shardfn.core import (
+    P,
     PyTree,
     Stored,
+    block_slices,
     raise_all,
     tree_entries,
     tree_flatten,
     tree_leaves,
+    tree_map,
     tree_paths,
     tree_unflatten,
 )
 from shardfn.optim import GradientTransformation
 
+from ._layout import LeafLayout
 from ._parts import send_home
 from ._plan import Plan
 from ._pools import pool_of
-from ._state import state_owners
-from ._update import init_optimizer, kept, own_rows, rule_of, wrap, wrap_state
+from ._state import TrainState, state_owners
+from ._update import own_rows, rule_of, wrap
+
+# Gives this rank's block of a leaf, on the device, in the dtype that the optimizer updates.
+Draw = Callable[[int], Tensor]
 
 
-def first_state(plan: Plan, optimizer: GradientTransformation, draw: Callable[[int], Tensor]) -> tuple[PyTree, PyTree]:
-    """Parameters and optimizer state; of what is not at home in memory, only one leaf is there at a time.
+def first_state(
+    plan: Plan, optimizer: GradientTransformation, draw: Draw, key: Tensor | None, loss_scale: PyTree
+) -> TrainState:
+    """The state before the first step; of what is not at home in memory, only one leaf is there at a time.
+
+    The mesh must be bound.
 
     Args:
         plan: the layout.
-        optimizer: the rule; its `init` must treat each leaf for itself.
-        draw: gives this rank's block of a leaf, on the device, in the dtype that the optimizer updates.
+        optimizer: the rule; where leaves are not kept on the device, its `init` must treat each leaf for itself.
+        draw: gives a leaf.
+        key: from which each step's key is folded; None = there is none.
+        loss_scale: the state of the loss scale.
 
     Raises:
         ValueError: the optimizer's state for a leaf depends on other leaves.
     """
-    if all(leaf.at_home for leaf in plan.leaves):
-        with torch.no_grad():
-            here = [draw(i) for i in range(len(plan.leaves))]
-        return wrap(plan, kept(plan, here)), init_optimizer(plan, optimizer, here)
-    first, pool = _FirstState(plan, optimizer), pool_of(plan)
-    blocks: list[Tensor | Stored] = []
+    make = _at_once if all(leaf.at_home for leaf in plan.leaves) else _one_by_one
     with torch.no_grad():
-        for i, leaf in enumerate(plan.leaves):
-            block = draw(i)
-            if leaf.trainable:
-                first.add(i, own_rows(plan, leaf, block))
-            blocks.append(send_home(block.to(leaf.dtypes.param), leaf.home, pool))
+        params, opt_state = make(plan, optimizer, draw)
+    return _complete(params, opt_state, key, loss_scale)
+
+
+def abstract_state(
+    plan: Plan, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree = ()
+) -> TrainState:
+    """The first state as shapes: this rank's blocks, without data."""
+    mesh = plan.mesh
+
+    def draw(i: int) -> Tensor:
+        leaf = plan.leaves[i]
+        where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)
+        return torch.empty([s.stop - s.start for s in where], dtype=leaf.dtypes.master, device=mesh.device)
+
+    with bind_mesh(mesh), FakeTensorMode(allow_non_fake_inputs=True):  # where nothing takes memory
+        params, opt_state = _at_once(plan, optimizer, draw)
+    return _complete(params, opt_state, key, loss_scale)
+
+
+def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale: PyTree) -> TrainState:
+    return TrainState(params, opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key, loss_scale)
+
+
+def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
+    here = [draw(i) for i in range(len(plan.leaves))]
+    params = wrap(plan, [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, here, strict=True)])
+    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
+    tree = tree_unflatten(plan.treedef, rows)
+    # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
+    held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
+
+    def own(x: Any) -> Any:
+        return x.clone() if isinstance(x, Tensor) and x.untyped_storage()._cdata in held else x
+
+    opt_state = tree_map(own, rule_of(plan, optimizer).init(tree))
+    return params, _wrapped(plan, opt_state, tree_leaves(opt_state), state_owners(opt_state, tree))
+
+
+def _one_by_one(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
+    first, pool = _OneByOne(plan, optimizer), pool_of(plan)
+    blocks: list[Tensor | Stored] = []
+    for i, leaf in enumerate(plan.leaves):
+        block = draw(i)
+        if leaf.trainable:
+            first.add(i, own_rows(plan, leaf, block))
+        blocks.append(send_home(block.to(leaf.dtypes.param), leaf.home, pool))
     return wrap(plan, blocks), first.state()
 
 
-class _FirstState:
-    """An optimizer's first state, put together from those of single leaves."""
+class _OneByOne:
+    """An optimizer's first state, put together from those of single leaves: `add` each once, then `state`.
+
+    What the state looks like is known from the start, as the rule says it of all leaves without data.
+    """
 
     def __init__(self, plan: Plan, optimizer: GradientTransformation) -> None:
         self._plan, self._optimizer, self._pool = plan, rule_of(plan, optimizer), pool_of(plan)
@@ -91,12 +149,25 @@ class _FirstState:
         raise_all(
             ValueError, "an optimizer whose state is kept on host or disk is initialised leaf by leaf; missing:", lost
         )
-        leaves = [None if k is None else self._plan.leaves[self._train[k]] for k in self._owners]
-        out = [wrap_state(self._plan, self._found[e], x) for e, x in zip(self._entries, leaves, strict=True)]
-        return tree_unflatten(tree_flatten(self._like)[1], out)
+        return _wrapped(self._plan, self._like, [self._found[e] for e in self._entries], self._owners)
 
     def _named(self, tree: PyTree) -> dict[Any, Any]:
         return dict(zip(tree_entries(tree), tree_leaves(tree), strict=True))
+
+
+def _wrapped(plan: Plan, like: PyTree, leaves: Sequence[Any], owners: Sequence[int | None]) -> PyTree:
+    """A state of the optimizer of these leaves; `owners` says which trainable leaf each belongs to, if one."""
+    train = [leaf for leaf in plan.leaves if leaf.trainable]
+    of = [None if k is None else train[k] for k in owners]
+    return tree_unflatten(tree_flatten(like)[1], [_global(plan, x, leaf) for x, leaf in zip(leaves, of, strict=True)])
+
+
+def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
+    if isinstance(x, GlobalTensor):
+        return x
+    if leaf is None:
+        return GlobalTensor(x, torch.Size(x.shape), P(), plan.mesh)
+    return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, leaf.state_home)
 
 
 def _no_rows(plan: Plan, i: int) -> Tensor:

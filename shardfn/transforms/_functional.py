@@ -9,6 +9,7 @@ torch.func takes no saved-tensor hooks, so gathered parameters stay alive from t
 leaves are gathered whole.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,71 +20,93 @@ from torch.func import grad_and_value
 
 from shardfn.collectives import GlobalTensor, local, psum
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_unflatten
-from shardfn.optim import GradientTransformation, LossScale, apply_updates, sum_squares
+from shardfn.optim import apply_updates, sum_squares
 
-from ._accumulate import microbatches
-from ._loss import Loss, Value, called, refuse_gradient_of
+from ._accumulate import fold, num_microbatches
+from ._loss import Loss, Value, called, refuse_gradient_of, totals
+from ._metrics import named
 from ._plan import Plan
 from ._pure_transfers import enter, own_rows, reduce, refresh
 from ._state import TrainState, scale_of
+from ._step import Metrics, StepParts, one_step, rescaled
 from ._update import next_state, rule_of
 
 
 def pure_step(
-    plan: Plan,
-    state: TrainState,
-    loss: Loss,
-    optimizer: GradientTransformation,
-    args: tuple[Any, ...],
-    *,
-    has_aux: bool,
-    loss_scale: LossScale | None = None,
+    plan: Plan, state: TrainState, parts: StepParts, args: tuple[Any, ...]
 ) -> tuple[TrainState, dict[str, Tensor]]:
     """The next state and the metrics; see `sharded_step`. The mesh must be bound.
 
     Args:
         plan: the layout.
         state: the current state, which stays as it is.
-        loss: the user's loss, possibly accumulated.
-        optimizer: the optimizer.
+        parts: what the step is made of; one that overflows a loss scale gives the values of the state it was given.
         args: this rank's batch, and a key if the loss takes one.
-        has_aux: whether the loss returns aux.
-        loss_scale: the rule of the loss scale; a step that overflows gives the values of the state it was given.
     """
-    plan = plan.with_whole_stacks()
-    blocks, by = [x.local for x in tree_leaves(state.params)], scale_of(state)
-    sums, grads = _differentiated(plan, loss, enter(plan, blocks), args, has_aux, by)
-    sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
-    scale = 1.0 / sums.row[1] if sums.weighted else 1.0 / (plan.mesh.axis_size(plan.batch_axes) * sums.num_microbatches)
-    scale = scale if by is None else scale / by.to(sums.row[0])
-    summed = reduce(plan, grads)
-    rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    own = [(summed[i] * scale).to(summed[i].dtype) if r is not None else None for i, r in enumerate(rows)]
-    gradient, old = tree_unflatten(plan.treedef, own), tree_unflatten(plan.treedef, rows)
-    specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])
-    rule = rule_of(plan, optimizer)
-    updates, opt_state = rule.update(gradient, local(state.opt_state), old, specs=specs)
-    fresh = iter(tree_leaves(apply_updates(old, updates)))
-    new = refresh(plan, blocks, [None if r is None else next(fresh) for r in rows])
-    stepped, metrics = next_state(plan, state, new, opt_state), _metrics(sums, gradient, specs, by)
-    if loss_scale is None:
-        return stepped, metrics
-    finite = metrics["finite"]
-    kept = _choose(finite, stepped, state)._replace(loss_scale=loss_scale.update(state.loss_scale, finite))
-    return kept, metrics | {"skipped": ~finite}
+    return one_step(_Pure(parts, plan.with_whole_stacks(), state, args))
+
+
+class _Pure:
+    """An `Executor` of differentiable functions: both outcomes of `choose` are computed, and neither is written over.
+
+    Its microbatches are folded in one order, whatever the schedule: torch.func makes a forward and its backward in one.
+    """
+
+    def __init__(self, parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> None:
+        self._parts, self._plan, self._state, self._args = parts, plan, state, args
+        self._blocks, self._by = [x.local for x in tree_leaves(state.params)], scale_of(state)
+        self._specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])
+
+    def differentiate(self) -> "tuple[_Sums, PyTree]":
+        plan = self._plan
+        sums, grads = _differentiated(plan, self._parts, enter(plan, self._blocks), self._args, self._by)
+        sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
+        ranks = plan.mesh.axis_size(plan.batch_axes)
+        scale = 1.0 / sums.row[1] if sums.weighted else 1.0 / (ranks * num_microbatches(self._parts.loss))
+        scale = scale if self._by is None else scale / self._by.to(sums.row[0])
+        summed = reduce(plan, grads)
+        own = [
+            (summed[i] * scale).to(summed[i].dtype) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)
+        ]
+        return sums, tree_unflatten(plan.treedef, own)
+
+    def measure(self, out: "tuple[_Sums, PyTree]") -> tuple[Metrics, None]:
+        sums, gradient = out
+        norm = sum_squares(gradient, self._specs).double().sum().sqrt().to(sums.row[0].device)
+        aux = ((name, sums.mean(k + 1)) for k, name in enumerate(sums.names))
+        return named(sums.mean(0).to(sums.dtype), norm, aux, self._by), None
+
+    def choose(self, metrics: Metrics, update: Callable[[], TrainState]) -> TrainState:
+        new = update()
+        if self._parts.loss_scale is None:
+            return new
+        metrics["skipped"] = ~metrics["finite"]
+        return rescaled(_either(metrics["finite"], new, self._state), self._state, self._parts.loss_scale, metrics)
+
+    def update(self, out: "tuple[_Sums, PyTree]", scale: Tensor | None) -> TrainState:
+        del scale
+        plan, blocks, (_, gradient) = self._plan, self._blocks, out
+        rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+        old, rule = tree_unflatten(plan.treedef, rows), rule_of(plan, self._parts.optimizer)
+        updates, opt_state = rule.update(gradient, local(self._state.opt_state), old, specs=self._specs)
+        fresh = iter(tree_leaves(apply_updates(old, updates)))
+        new = refresh(plan, blocks, [None if r is None else next(fresh) for r in rows])
+        return next_state(plan, self._state, new, opt_state)
 
 
 def pure_loss(plan: Plan, params: PyTree, loss: Loss, args: tuple[Any, ...], *, has_aux: bool) -> Tensor:
     """The mean of the loss over the global batch, the same on all ranks. The mesh must be bound."""
     wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)])
-    inner, batches = microbatches(loss, args[0])
     tree = tree_unflatten(plan.treedef, wholes)
-    values = [_evaluate(inner, tree, (batch, *args[1:]), has_aux) for batch in batches]
-    total = psum(torch.stack([v.total for v in values]).sum(), plan.batch_axes)
-    weights = [v.weight for v in values if v.weight is not None]
-    if weights:
-        return total / psum(torch.stack(weights).sum(), plan.batch_axes).to(total.dtype)
-    return total / (plan.mesh.axis_size(plan.batch_axes) * len(values))
+
+    def one(inner: Loss, batch: PyTree) -> list[Value]:
+        return [_evaluate(inner, tree, (batch, *args[1:]), has_aux)]
+
+    own, weight = totals(fold(loss, args[0], one, operator.add))
+    total = psum(own, plan.batch_axes)
+    if weight is not None:
+        return total / psum(weight, plan.batch_axes).to(total.dtype)
+    return total / (plan.mesh.axis_size(plan.batch_axes) * num_microbatches(loss))
 
 
 def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -92,7 +115,7 @@ def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[An
     return f(tree_unflatten(plan.treedef, wholes), *args)
 
 
-def _choose(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
+def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
     """The one or the other, value by value."""
 
     def either(a: Any, b: Any) -> Any:
@@ -109,7 +132,6 @@ class _Sums(NamedTuple):
     row: list[Tensor]
     names: list[str]
     weighted: bool
-    num_microbatches: int
     dtype: torch.dtype
 
     def mean(self, k: int) -> Tensor:
@@ -117,40 +139,43 @@ class _Sums(NamedTuple):
 
 
 def _differentiated(
-    plan: Plan, loss: Loss, wholes: Sequence[Tensor], args: tuple[Any, ...], has_aux: bool, scale: Tensor | None
+    plan: Plan, parts: StepParts, wholes: Sequence[Tensor], args: tuple[Any, ...], scale: Tensor | None
 ) -> tuple[_Sums, dict[int, Tensor]]:
     """The sums over microbatches of this rank's losses and of their gradients with respect to whole leaves.
 
     The gradients come multiplied by `scale`, added up in their accumulation dtypes.
     """
-    inner, batches = microbatches(loss, args[0])
     train = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     accum = [plan.leaves[i].dtypes.accum for i in train]
     seen: list[Value] = []
 
-    def total(handles: list[Tensor], batch: PyTree) -> tuple[Tensor, tuple[Tensor, ...]]:
-        leaves = list(wholes)
-        for i, handle in zip(train, handles, strict=True):
-            leaves[i] = handle
-        value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), has_aux)
-        if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):
-            refuse_gradient_of(value.weight)
-        seen.append(value)
-        seed = value.total if scale is None else value.total * scale.to(value.total)
-        return seed, tuple(_row(value))
+    def one(inner: Loss, batch: PyTree) -> tuple[list[Tensor], list[Tensor]]:
+        def total(handles: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            leaves = list(wholes)
+            for i, handle in zip(train, handles, strict=True):
+                leaves[i] = handle
+            value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), parts.has_aux)
+            if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):
+                refuse_gradient_of(value.weight)
+            seen[:] = [value]
+            return value.total if scale is None else value.total * scale.to(value.total), tuple(_row(value))
 
-    # torch.func.grad refuses an empty tree.
-    both = grad_and_value(total, has_aux=True) if train else lambda *args: ([], total(*args))
-    grads: list[Tensor] = []
-    row: list[Tensor] = []
-    for batch in batches:
-        new, (_, more) = both([wholes[i] for i in train], batch)
-        new = [g.to(d) for g, d in zip(new, accum, strict=True)]
-        grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
-        row = [a + b for a, b in zip(row, more, strict=True)] if row else list(more)
+        # torch.func.grad refuses an empty tree.
+        both = grad_and_value(total, has_aux=True) if train else lambda handles: ([], total(handles))
+        grads, (_, row) = both([wholes[i] for i in train])
+        return [g.to(d) for g, d in zip(grads, accum, strict=True)], list(row)
+
+    grads, row = fold(parts.loss, args[0], one, _both_added)
     last = seen[-1]
-    sums = _Sums(row, sorted(last.aux), last.weight is not None, len(batches), last.total.dtype)
+    sums = _Sums(row, sorted(last.aux), last.weight is not None, last.total.dtype)
     return sums, dict(zip(train, grads, strict=True))
+
+
+def _both_added(
+    a: tuple[list[Tensor], list[Tensor]], b: tuple[list[Tensor], list[Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    grads, row = ([x + y for x, y in zip(old, new, strict=True)] for old, new in zip(a, b, strict=True))
+    return grads, row
 
 
 def _evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
@@ -174,20 +199,3 @@ def _row(value: Value) -> list[Tensor]:
     weight = torch.ones_like(value.total) if value.weight is None else value.weight
     pairs = [x for name in sorted(value.aux) for x in value.aux[name]]
     return [x.to(device=value.total.device, dtype=torch.float64) for x in (value.total, weight, *pairs)]
-
-
-def _metrics(sums: _Sums, gradient: PyTree, specs: PyTree, scale: Tensor | None) -> dict[str, Tensor]:
-    norm = sum_squares(gradient, specs).double().sum().sqrt()
-    metrics = {
-        "loss": sums.mean(0).to(sums.dtype),
-        "grad_norm": norm.to(device=sums.row[0].device, dtype=torch.float32),
-    }
-    metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
-    metrics["skipped"] = torch.zeros_like(metrics["finite"])
-    if scale is not None:
-        metrics["loss_scale"] = scale
-    for k, name in enumerate(sums.names):
-        if name in metrics:
-            raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")
-        metrics[name] = sums.mean(k + 1).to(torch.float32)
-    return metrics

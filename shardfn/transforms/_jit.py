@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from shardfn.nn import looping
 
 from ._capture import CaptureError, capture, capturing, quiet
 from ._lazy import LazyLeaf
+from ._levels import Transform, check_order
 from ._splice import copied_loop
 
 log = logging.getLogger("shardfn.jit")
@@ -56,7 +57,7 @@ class CacheInfo(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Jitted:
+class Jitted(Transform):
     """A function that runs as a graph; `sharded_step` takes the whole step around it into that graph.
 
     Attributes:
@@ -67,6 +68,8 @@ class Jitted:
         memory: bytes that the device may hold; default the cluster's.
         given: the fields of the schedule that are not chosen.
     """
+
+    transform: ClassVar[str] = "jit"
 
     inner: Callable[..., Any]
     backend: str | None = None
@@ -265,8 +268,7 @@ def jit(
             raise ValueError(f"jit has no option {name!r}; there are {fields}.{did_you_mean(name, fields)}")
     if schedule is not None and options:
         raise ValueError(f"jit got schedule= and {sorted(options)}; put them in one Schedule.")
-    if isinstance(f, Jitted):
-        raise ValueError("jit(jit(f)) is jit(f); drop one.")
+    check_order("jit", f)
     _check_choosing(schedule, cluster, memory, options)
     return Jitted(f, backend, schedule or Schedule(**options), cluster, memory, options)
 

@@ -45,6 +45,13 @@ class Value(NamedTuple):
     aux: dict[str, WeightedMean]
 
 
+def totals(values: Sequence[Value]) -> tuple[Tensor, Tensor | None]:
+    """The sums of microbatches' losses and, where they have some, of their weights."""
+    total = torch.stack([v.total for v in values]).sum()
+    weights = [v.weight for v in values if v.weight is not None]
+    return total, torch.stack(weights).sum() if weights else None
+
+
 class NoGradientError(ValueError):
     """A loss through which no trainable leaf gets a gradient, on any rank."""
 

@@ -1,5 +1,7 @@
 """What a step measures: the global loss, the norm of the averaged gradient, and the loss's aux."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,10 +13,11 @@ from ._capture import capturing
 from ._copies import traced_once
 from ._parts import Parts
 from ._plan import Plan
+from ._step import Metrics
 from ._stored import loaded
 
 
-def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor | None]:
+def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
     """The metrics of a step, the same on all ranks; and what gradients are still to be multiplied by (None: nothing).
 
     The gradients come multiplied by `loss_scale`.
@@ -38,16 +41,32 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
         scale = (1.0 if scale is None else scale) / loss_scale.to(norm)
     if scale is not None:
         norm = norm * scale
-    metrics = {"loss": (sums[0] / sums[1]).to(like.dtype), "grad_norm": norm.to(torch.float32)}
+    aux = ((name, sums[2 + 2 * k] / sums[3 + 2 * k]) for k, name in enumerate(out.aux))
+    return named((sums[0] / sums[1]).to(like.dtype), norm, aux, loss_scale), scale
+
+
+def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:
+    """The metrics of a step, as if it is not skipped.
+
+    Args:
+        loss: the mean over the global batch.
+        norm: of the averaged gradient.
+        aux: names and means.
+        loss_scale: the one that was used.
+
+    Raises:
+        ValueError: an aux has the name of one of the step's own metrics.
+    """
+    metrics = {"loss": loss, "grad_norm": norm.to(torch.float32)}
     metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
     metrics["skipped"] = torch.zeros_like(metrics["finite"])
     if loss_scale is not None:
         metrics["loss_scale"] = loss_scale.clone()
-    for k, name in enumerate(out.aux):
+    for name, mean in aux:
         if name in metrics:
             raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")
-        metrics[name] = (sums[2 + 2 * k] / sums[3 + 2 * k]).to(torch.float32)
-    return metrics, scale
+        metrics[name] = mean.to(torch.float32)
+    return metrics
 
 
 def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:

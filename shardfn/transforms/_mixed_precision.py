@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,14 +10,13 @@ from torch import Tensor
 from shardfn.core import Policy, PyTree, tree_flatten, tree_map, tree_paths, tree_unflatten
 from shardfn.optim import GradientTransformation, LossScale, master_weights
 
-from ._accumulate import Accumulated
-from ._jit import Jitted
+from ._levels import Transform, check_order
 from ._loss import Loss, WeightedMean
 from ._module_dtypes import computing_in
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class Mixed(Transform):
     """A loss computed in a policy's precision; `sharded_step` keeps, sends and updates in the policy's dtypes too.
 
     Attributes:
@@ -25,6 +24,8 @@ class Mixed:
         policy: the precision.
         loss_scale: what the loss is multiplied by while a step differentiates it; None = nothing.
     """
+
+    transform: ClassVar[str] = "mixed_precision"
 
     inner: Loss
     policy: Policy
@@ -95,11 +96,7 @@ def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossSc
     References:
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
-    inner = loss
-    while isinstance(inner, Accumulated | Jitted | Mixed):
-        if isinstance(inner, Mixed):
-            raise ValueError("mixed_precision(mixed_precision(loss)): a loss has one policy; drop one.")
-        inner = inner.inner
+    check_order("mixed_precision", loss, deep=True)
     if loss_scale is not None and policy.accum == torch.float16:
         raise ValueError(
             "Policy(accum=torch.float16) with a loss scale: gradients are divided by the scale in the dtype they are"

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from torch import Tensor
 from shardfn.collectives import transforming
 from shardfn.core import tree_leaves
 
-from ._accumulate import Accumulated
 from ._activation_pool import pool_of
 from ._away import is_plain
-from ._jit import Jitted
-from ._mixed_precision import Mixed
+from ._levels import Transform, check_order
 from ._saved import Saved
 from .policies import SavePolicy
 
@@ -23,7 +21,7 @@ WINDOW = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Offloaded:
+class Offloaded(Transform):
     """A function whose saved tensors go where a policy says.
 
     Attributes:
@@ -32,6 +30,8 @@ class Offloaded:
         directory: where those on disk are; None = with the step's.
         window: bytes on their way out, and bytes back ahead of their use.
     """
+
+    transform: ClassVar[str] = "offload"
 
     inner: Callable[..., Any]
     policy: SavePolicy
@@ -95,29 +95,12 @@ def offload(
     References:
         Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
     """
-    _check_order(f)
+    check_order("offload", f)
     if not callable(policy):
         raise TypeError(f"offload takes a policy, which is a function of a SavedTensor; got {policy!r}.")
     if window < 0:
         raise ValueError(f"offload(window={window}): a number of bytes must not be negative.")
     return Offloaded(f, policy, directory, window)
-
-
-def _check_order(f: Callable[..., Any]) -> None:
-    if isinstance(f, Accumulated):
-        raise ValueError(
-            "offload(accumulate(f, n), policy) would hide the microbatches, whose activations would all wait at once;"
-            " use accumulate(offload(f, policy), n)."
-        )
-    if isinstance(f, Jitted):
-        raise ValueError("offload(jit(f), policy): a graph saves nothing; use jit(offload(f, policy)).")
-    if isinstance(f, Mixed):
-        raise ValueError(
-            "offload(mixed_precision(f, precision), policy) would hide the precision from the step; use"
-            " mixed_precision(offload(f, policy), precision)."
-        )
-    if isinstance(f, Offloaded):
-        raise ValueError("offload(offload(f, a), b): a function has one policy; drop one.")
 
 
 def _held(args: Any) -> list[Tensor]:

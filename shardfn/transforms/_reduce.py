@@ -34,6 +34,10 @@ PATIENCE = 2.0
 class Reducer:
     """Collects one step's gradients. Made anew each step.
 
+    Backwards run one at a time, of whichever microbatch: `begin`, any number of `take`s, `end`. What it knows of one
+    backward (which leaves are missing, what is next in the order, what is on its way) is empty between them; the sums
+    of those so far stay. All ranks begin backwards in the same order and with the same `send` and `last`.
+
     Args:
         plan: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
         channels: the step's communicators.
@@ -42,6 +46,7 @@ class Reducer:
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
+        collects: whether a backward has begun and not ended; a gradient that comes at another time is not the step's.
         received: whether any leaf has got a gradient on this rank, in any backward so far.
     """
 
@@ -70,11 +75,11 @@ class Reducer:
         self._patience = PATIENCE
         self._send = self._last = True
         self.seen: list[int] = []
-        self.received = False
+        self.collects = self.received = False
 
     def begin(self, *, send: bool, last: bool) -> None:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
-        self._send, self._last, self._next, self.seen = send, last, 0, []
+        self._send, self._last, self._next, self.seen, self.collects = send, last, 0, [], True
         self._missing = [len(unit.leaves) for unit in self._units]
 
     def expect(self, order: Sequence[int]) -> None:
@@ -108,6 +113,7 @@ class Reducer:
 
     def end(self) -> None:
         """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
+        self.collects = False
         if not self._send:
             return
         for u, unit in enumerate(self._units):

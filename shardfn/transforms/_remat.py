@@ -12,13 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_unflatten
 
-from ._accumulate import Accumulated
 from ._activation_pool import pool_of
 from ._capture import recomputing
-from ._jit import Jitted
 from ._lazy import LazyLeaf
-from ._mixed_precision import Mixed
-from ._offload import WINDOW, Offloaded
+from ._levels import check_order
+from ._offload import WINDOW
 from ._selective import Forward, Replay, Results
 from .policies import SavePolicy
 
@@ -60,23 +58,7 @@ def remat(
         >>> torch.equal(x.grad, torch.cos(x.detach()))
         True
     """
-    if isinstance(f, Accumulated):
-        raise ValueError("remat(accumulate(f, n)) would keep every microbatch at once; use accumulate(remat(f), n).")
-
-    if isinstance(f, Jitted):
-        raise ValueError("remat(jit(f)) would hide the graph in a recomputation; use jit(remat(f)).")
-
-    if isinstance(f, Mixed):
-        raise ValueError(
-            "remat(mixed_precision(f, policy)) would hide the policy from the step; use mixed_precision(remat(f),"
-            " policy)."
-        )
-
-    if isinstance(f, Offloaded):
-        raise ValueError(
-            "remat(offload(f, policy)) would drop and recompute what offload moves; use remat(f, policy=policy), or"
-            " offload(remat(f), policy)."
-        )
+    check_order("remat", f)
 
     def contexts() -> tuple[Any, Any]:
         assert policy is not None

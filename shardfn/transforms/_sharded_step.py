@@ -32,7 +32,8 @@ from shardfn.core import (
 )
 from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
 
-from ._backward import run_backward, run_forward
+from ._accumulate import num_microbatches
+from ._backward import run_forward
 from ._capture import capturing
 from ._captured import CapturedSteps, signature
 from ._check import (
@@ -47,24 +48,24 @@ from ._check import (
 )
 from ._comms import Comms, comms_of, losing_no_peer
 from ._constant import describe_step
-from ._early import early
-from ._eval_shape import abstract_init, abstract_leaves, as_state, is_abstract
-from ._first import first_state
+from ._eager_step import run_eager
+from ._eval_shape import abstract_leaves, as_state, is_abstract
+from ._first import abstract_state, first_state
 from ._functional import pure_apply, pure_loss, pure_step
 from ._jit import CacheInfo, Jitted
 from ._loss import Loss
 from ._lower import Lowered
-from ._metrics import measure
 from ._mixed_precision import check_scaled, with_masters
 from ._module_dtypes import computing_in
 from ._phases import check_phases, in_phase
 from ._plan import Plan, Planner
 from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
+from ._schedule import accumulation, as_text, check_schedule
 from ._state import TrainState, check_alive, scale_of
-from ._traced_step import StepParts
+from ._step import StepParts, rescaled
 from ._unwrap import Unwrapped, unwrap
-from ._update import decided_on, update
+from ._update import decided_on
 
 # Functions whose order of gathers a step remembers.
 MAX_APPLIED = 16
@@ -135,44 +136,33 @@ def sharded_step(
     check_specs(specs, batch, rule, on)
     unwrapped = unwrap(loss)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
-    return ShardedStep(
-        unwrapped,
-        as_transformation(optimizer),
-        planner,
-        key=key,
-        has_aux=has_aux,
-        donate=donate,
-        skip_nonfinite=skip_nonfinite,
+    parts = _parts(
+        unwrapped, as_transformation(optimizer), has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
     )
+    return ShardedStep(parts, unwrapped, planner, key)
+
+
+def _parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) -> StepParts:
+    mixed = loss.mixed
+    if mixed is not None:
+        check_scaled(mixed)
+        optimizer = with_masters(optimizer, mixed.policy)
+    schedule = accumulation(num_microbatches(loss.loss))
+    return StepParts(loss.loss, optimizer, **flags, loss_scale=mixed and mixed.loss_scale, schedule=schedule)
 
 
 class ShardedStep:
     """A training step. Build one with `sharded_step`, which documents it."""
 
-    def __init__(
-        self,
-        loss: Unwrapped,
-        optimizer: GradientTransformation,
-        planner: Planner,
-        *,
-        key: Tensor | None,
-        has_aux: bool,
-        donate: bool,
-        skip_nonfinite: bool,
-    ) -> None:
+    def __init__(self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None) -> None:
+        check_schedule(parts.schedule, num_microbatches(parts.loss))
         self.mesh = planner.mesh
-        self._loss, self._jitted, mixed = loss
-        self._loss_scale = None if mixed is None else mixed.loss_scale
-        if mixed is not None:
-            check_scaled(mixed)
-            optimizer = with_masters(optimizer, mixed.policy)
-        self._optimizer, self._planner, self._unwrapped = optimizer, planner, loss
+        self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
+        self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
         self._constants: dict[Any, Constant] = {}
         self._agreed: set[tuple[int, str]] = set()
-        self._key, self._has_aux, self._donate = key, has_aux, donate
-        self._skip_nonfinite, self._skip = skip_nonfinite, skip_nonfinite or self._loss_scale is not None
-        parts = StepParts(self._loss, optimizer, has_aux, self._skip)
-        self._steps = CapturedSteps(self._jitted or Jitted(self._loss), parts, donate)
+        self._jitted = unwrapped.jitted
+        self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -191,7 +181,7 @@ class ShardedStep:
         leaves, plan = self._drawn(params, args)
         check_phases(plan, self._optimizer)
         if self.mesh.abstract or is_abstract(leaves):
-            return abstract_init(plan, self._optimizer, self._key, self._first_scale())
+            return abstract_state(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
         self._agree(comms, "init", plan, None)
         check_replicas(leaves, plan, comms.control)
@@ -203,9 +193,8 @@ class ShardedStep:
             where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
             return draw_block(drawn, where).to(self.mesh.device).to(leaf.dtypes.master).contiguous()
 
-        step, key = torch.zeros((), dtype=torch.int64), () if self._key is None else self._key
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            state = TrainState(*first_state(plan, self._optimizer, draw), step, key, self._first_scale())
+            state = first_state(plan, self._optimizer, draw, self._key, self._first_scale())
             begin(plan, state, comms.control)
             _together(plan, comms)
         return state
@@ -243,7 +232,7 @@ class ShardedStep:
         _, plan = self._drawn(params, args)
         comms = comms_of(self.mesh)
         self._agree(comms, "resume", plan, None)
-        like = abstract_init(plan, self._optimizer, self._key, self._first_scale())
+        like = abstract_state(plan, self._optimizer, self._key, self._first_scale())
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
             _together(plan, comms)
@@ -270,7 +259,8 @@ class ShardedStep:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
         if transforming():
             return self._pure(state, batch)
-        return self._step(self._run if self._jitted is None else self._steps.run, None, state, batch)
+        run = functools.partial(run_eager, self._parts) if self._jitted is None else self._steps.run
+        return self._step(run, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
@@ -335,9 +325,8 @@ class ShardedStep:
         with bind_mesh(self.mesh), losing_no_peer(comms):
             new, metrics = run(plan, comms, state, args, even)
         if self._loss_scale is not None:
-            scale = self._loss_scale.update(state.loss_scale, metrics["finite"])
-            self._loss_scale.check(scale)
-            new = new._replace(loss_scale=scale)
+            new = rescaled(new, state, self._loss_scale, metrics)
+            self._loss_scale.check(new.loss_scale)
         with losing_no_peer(comms):
             commit(plan, new)
             _together(plan, comms)
@@ -346,24 +335,8 @@ class ShardedStep:
             plan.compared = True
         return new, metrics
 
-    def _run(
-        self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
-    ) -> tuple[TrainState, dict[str, Tensor]]:
-        blocks = [g.held for g in tree_leaves(state.params)]
-        by = scale_of(state)
-        how: dict[str, Any] = {"has_aux": self._has_aux, "even": even, "loss_scale": by}
-        with early(plan, self._optimizer, state, decided=not self._skip) as ahead:
-            out = run_backward(plan, comms, blocks, self._loss, args, **how, ahead=ahead)
-            metrics, scale = measure(plan, out, by)
-            if self._skip and not bool(metrics["finite"]):
-                metrics["skipped"] = torch.ones_like(metrics["finite"])
-                return state, metrics
-            grads, rest = out.gradients(), {"scale": scale, "donated": self._donate, "ahead": ahead}
-            del blocks
-            return update(plan, comms.channels, self._optimizer, state, grads, **rest), metrics
-
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        if self._skip_nonfinite:
+        if self._parts.skip_nonfinite:
             raise ValueError(
                 "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
                 " without, and choose by torch.where on metrics['finite']."
@@ -376,9 +349,8 @@ class ShardedStep:
         self._check_scale(state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)
         self._agree_once(plan, "a step in a transform")
-        how: dict[str, Any] = {"has_aux": self._has_aux, "loss_scale": self._loss_scale}
         with bind_mesh(self.mesh):
-            return pure_step(plan, state, self._loss, self._optimizer, args, **how)
+            return pure_step(plan, state, self._parts, args)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -404,7 +376,7 @@ class ShardedStep:
         plan = self._planner.plan_of(TrainState(params, (), torch.zeros((), dtype=torch.int64)))
         self._agree_once(plan, "the loss of a step")
         with bind_mesh(self.mesh):
-            return pure_loss(plan, params, self._loss, (batch, *key), has_aux=self._has_aux)
+            return pure_loss(plan, params, self._parts.loss, (batch, *key), has_aux=self._parts.has_aux)
 
     def cache_info(self) -> CacheInfo:
         """What the step remembers of its captures, those of `lower` included."""
@@ -484,9 +456,11 @@ class ShardedStep:
         treedef = None if state is None else tree_structure(state.opt_state)
         key = id(plan), treedef
         if key not in self._constants:
-            flags = f"donate {self._donate} skip_nonfinite {self._skip_nonfinite} has_aux {self._has_aux}"
+            parts = self._parts
+            flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
             seed = f"key {None if self._key is None else self._key.tolist()}"
-            lines = [flags, seed, describe_step(self._unwrapped, decided_on(plan, self._optimizer)), plan.describe()]
+            made = describe_step(self._unwrapped, decided_on(plan, self._optimizer))
+            lines = [flags, seed, made, f"schedule {as_text(parts.schedule)}", plan.describe()]
             kept = [] if treedef is None else [f"the state of the optimizer: {treedef}"]
             self._constants[key] = Constant.of("\n".join([*lines, *kept]))
         return self._constants[key]

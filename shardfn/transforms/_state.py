@@ -1,11 +1,15 @@
 """`TrainState`: what a step takes and gives back."""
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import DonatedError, PyTree, tree_entries, tree_leaves, tree_map, tree_paths
+from shardfn.core import DonatedError, PyTree, Stored, tree_entries, tree_leaves, tree_map, tree_paths
+from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation
 
 
@@ -31,6 +35,45 @@ class TrainState(NamedTuple):
 def scale_of(state: TrainState) -> Tensor | None:
     """What the next step's loss is multiplied by; None = nothing."""
     return state.loss_scale.scale if state.loss_scale else None
+
+
+def looked_at(state: TrainState) -> tuple[PyTree, PyTree]:
+    """This rank's blocks of params and optimizer state, as they are; they must not be written to."""
+    return _map_held(lambda x: x.held, state)
+
+
+@contextlib.contextmanager
+def taken(state: TrainState, *, donate: bool) -> Iterator[tuple[PyTree, PyTree]]:
+    """This rank's blocks of params and optimizer state, for an update to write to: the state's own, or copies.
+
+    What holds of `state` afterwards, if it is donated: an update that ended has consumed it. One that failed before it
+    wrote anything has left it as it was; one that failed half-way has consumed it, as it is of no use to anyone.
+    """
+    with torch.no_grad():
+        params, opt_state = looked_at(state) if donate else _map_held(_copy, state)
+    given = [x for x in (*tree_leaves(params), *tree_leaves(opt_state)) if isinstance(x, Tensor)]
+    before = [x._version for x in given]
+    try:
+        yield params, opt_state
+    except BaseException:
+        if donate and before != [x._version for x in given]:
+            _map_held(lambda x: x.donate(), state)
+        raise
+    if donate:
+        _map_held(lambda x: x.donate(), state)
+
+
+def _map_held(f: Callable[[GlobalTensor], Any], state: TrainState) -> tuple[PyTree, PyTree]:
+    def each(x: Any) -> Any:
+        return f(x) if isinstance(x, GlobalTensor) else x
+
+    return tree_map(each, state.params), tree_map(each, state.opt_state)
+
+
+def _copy(x: GlobalTensor) -> Tensor | Stored:
+    held = x.held
+    with on_host() if x.memory_kind == "host" else contextlib.nullcontext():
+        return held.clone() if isinstance(held, Tensor) else held
 
 
 def check_alive(state: TrainState) -> None:

@@ -4,7 +4,7 @@ What is captured is the engine itself, run on tensors without data and on commun
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,15 @@ from shardfn.core import (
 from shardfn.graph import Leaf
 from shardfn.memory import TracedStored
 from shardfn.nn import looping
-from shardfn.optim import GradientTransformation
 
-from ._backward import run_backward
+from ._backward import Outcome, run_backward
 from ._capture import Recorder, capture
 from ._comms import Comms
 from ._fakes import fakes
-from ._loss import Loss
 from ._metrics import measure
 from ._plan import Plan
 from ._splice import copied_loop
+from ._step import Metrics, StepParts, one_step
 from ._update import update_blocks
 
 
@@ -63,16 +62,6 @@ class StepProgram:
     metrics: tuple[str, ...]
     outcome: str
     differentiated: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class StepParts:
-    """What a step is made of besides state and batch."""
-
-    loss: Loss
-    optimizer: GradientTransformation
-    has_aux: bool
-    skip_nonfinite: bool
 
 
 def capture_step(
@@ -107,20 +96,14 @@ def capture_step(
 
     def program(*flat: Tensor) -> list[Tensor]:
         state, rest = [_entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
-        mine, opt = state[:num], tree_unflatten(opt_treedef, state[num:])
-        del state
         given, scaled = tree_unflatten(arg_treedef, rest)
-        by = None if scale is None else scaled
+        mine = state[:num], tree_unflatten(opt_treedef, state[num:])
+        del state
+        run = _Traced(parts, plan, comms, mine, given, None if scale is None else scaled, even)
         with bind_mesh(plan.mesh), looping(copied_loop):
-            out = run_backward(plan, comms, mine, parts.loss, given, has_aux=parts.has_aux, even=even, loss_scale=by)
-            metrics, unscale = measure(plan, out, by)
-            names[:], received[:] = metrics, [out.reducer.received or not plan.trained]
-            if parts.skip_nonfinite:
-                torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
-            with torch.no_grad():
-                grads = out.gradients()
-                mine, opt = update_blocks(plan, comms.channels, parts.optimizer, mine, opt, grads, unscale)
-        return [*map(_leaving, (*mine, *tree_leaves(opt))), *metrics.values()]
+            (blocks, opt), metrics = one_step(run)
+        names[:], received[:] = metrics, [run.received]
+        return [*map(_leaving, (*blocks, *tree_leaves(opt))), *metrics.values()]
 
     gm = capture(program, [*inputs_of(held, plan.mesh), *arg_leaves], recorder)
     paths = [(leaf.path, "params") for leaf in plan.leaves]
@@ -132,6 +115,51 @@ def capture_step(
     return StepProgram(
         gm, plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), plan.outcome or "", *received
     )
+
+
+Blocks = tuple[list[Tensor | Stored], PyTree]
+
+
+class _Traced:
+    """An `Executor` under the tracer, whose states are this rank's blocks of params and its optimizer state.
+
+    Attributes:
+        received: whether any trainable leaf has got a gradient, or there is none.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        plan: Plan,
+        comms: Comms,
+        state: Blocks,
+        args: tuple[Any, ...],
+        loss_scale: Tensor | None,
+        even: bool,
+    ) -> None:
+        self._parts, self._plan, self._comms, self._state = parts, plan, comms, state
+        self._args, self._loss_scale, self._even = args, loss_scale, even
+        self.received = not plan.trained
+
+    def differentiate(self) -> Outcome:
+        by, blocks = self._loss_scale, self._state[0]
+        out = run_backward(self._plan, self._comms, blocks, self._parts, self._args, even=self._even, loss_scale=by)
+        self.received = self.received or out.reducer.received
+        return out
+
+    def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
+        return measure(self._plan, out, self._loss_scale)
+
+    def choose(self, metrics: Metrics, update: Callable[[], Blocks]) -> Blocks:
+        if self._parts.skips:
+            torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
+        return update()
+
+    def update(self, out: Outcome, scale: Tensor | None) -> Blocks:
+        blocks, opt = self._state
+        with torch.no_grad():
+            grads = out.gradients()
+            return update_blocks(self._plan, self._comms.channels, self._parts.optimizer, blocks, opt, grads, scale)
 
 
 def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:

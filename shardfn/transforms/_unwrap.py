@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from ._accumulate import Accumulated
 from ._jit import Jitted
+from ._levels import taken_over
 from ._loss import Loss
 from ._mixed_precision import Mixed
 
@@ -29,24 +30,11 @@ def unwrap(loss: Callable[..., Any]) -> Unwrapped:
     Raises:
         ValueError: the loss is jitted twice, or has two policies.
     """
-    jitted: Jitted | None = None
-    mixed: Mixed | None = None
-    cuts: list[int] = []
-    inner: Any = loss
-    while isinstance(inner, Jitted | Accumulated | Mixed):
-        if isinstance(inner, Jitted):
-            if jitted is not None:
-                raise ValueError("the loss is jitted twice; drop one.")
-            jitted = inner
-        elif isinstance(inner, Accumulated):
-            cuts.append(inner.num_microbatches)
-        elif mixed is not None:
-            raise ValueError("the loss has two precision policies; drop one mixed_precision.")
-        else:
-            mixed = inner
-        inner = inner.inner
+    around, inner = taken_over(loss)
+    named = {x.transform: x for x in around}
+    jitted, mixed = named.get("jit"), named.get("mixed_precision")
     if mixed is not None:
         inner = mixed = Mixed(inner, mixed.policy, mixed.loss_scale)
-    for num in reversed(cuts):
+    for num in [x.num_microbatches for x in reversed(around) if x.transform == "accumulate"]:
         inner = Accumulated(inner, num)
     return Unwrapped(inner, jitted, mixed)

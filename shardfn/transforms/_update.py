@@ -1,6 +1,5 @@
 """The update: the optimizer on this rank's rows, then resident parameters made whole again."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,10 @@ from torch import Tensor
 from shardfn.collectives import AnyChannels, GlobalTensor
 from shardfn.core import (
     MemoryKind,
-    P,
     PyTree,
     Stored,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_structure,
     tree_unflatten,
 )
@@ -27,7 +24,8 @@ from ._layout import LeafLayout
 from ._plan import Plan
 from ._pools import pool_of
 from ._refresh import refresh
-from ._state import TrainState, state_owners
+from ._state import TrainState, state_owners, taken
+from ._step import StepParts
 from ._stored import loaded
 from ._stream import Column, Done, Update, stream
 
@@ -35,48 +33,29 @@ from ._stream import Column, Done, Update, stream
 def update(
     plan: Plan,
     channels: AnyChannels,
-    optimizer: GradientTransformation,
+    parts: StepParts,
     state: TrainState,
     grads: dict[int, Tensor | Stored],
     *,
     scale: Tensor | None,
-    donated: bool,
     ahead: Ahead | None = None,
 ) -> TrainState:
-    """The next state. With `donated` the buffers of `state` become its own; otherwise they are copied first.
+    """The next state. Where the step donates, the buffers of `state` become its own; otherwise they are copied first.
 
     Args:
         plan: the layout.
         channels: the step's communicators.
-        optimizer: the optimizer.
+        parts: the optimizer, and whether `state` is consumed.
         state: the current state.
         grads: by leaf, what the optimizer takes of the gradient; consumed.
         scale: what gradients are multiplied by first; None for nothing.
-        donated: whether `state` is consumed.
         ahead: what has stepped some of the leaves already.
     """
     done = Done() if ahead is None else ahead.finish()
-    params, opt_state = take_state(state, donated=False, copied=not donated)
-    given = [x for x in (*tree_leaves(params), *tree_leaves(opt_state)) if isinstance(x, Tensor)]
-    before = [x._version for x in given]
-    try:
-        with torch.no_grad():
-            blocks = tree_leaves(params)
-            blocks, opt_state = update_blocks(plan, channels, optimizer, blocks, opt_state, grads, scale, done)
-    except BaseException:
-        if donated and before != [x._version for x in given]:  # half updated, so of no use to anyone
-            take_state(state, donated=True, copied=False)
-        raise
-    if donated:  # only now, so that a step that fails before it writes leaves its state
-        take_state(state, donated=True, copied=False)
+    with taken(state, donate=parts.donate) as (params, opt_state), torch.no_grad():
+        held, rule = tree_leaves(params), parts.optimizer
+        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
     return next_state(plan, state, blocks, opt_state)
-
-
-def take_state(state: TrainState, *, donated: bool, copied: bool) -> tuple[PyTree, PyTree]:
-    """This rank's blocks of params and optimizer state: taken away from `state`, copied, or just looked at."""
-    take = _donate if donated else _clone if copied else _look
-    with torch.no_grad():
-        return take(state.params), take(state.opt_state)
 
 
 def next_state(plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree) -> TrainState:
@@ -174,26 +153,6 @@ def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
         return Column(own_rows(plan, leaf, loaded(block)), "host", read)
 
 
-def init_optimizer(plan: Plan, optimizer: GradientTransformation, blocks: Sequence[Tensor]) -> PyTree:
-    """The optimizer's first state, on this rank's rows, which come in the dtypes that the optimizer updates.
-
-    The mesh must be bound.
-    """
-    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
-    tree = tree_unflatten(plan.treedef, rows)
-    # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
-    held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
-
-    def own(x: Any) -> Any:
-        return x.clone() if isinstance(x, Tensor) and x.untyped_storage()._cdata in held else x
-
-    opt_state = tree_map(own, rule_of(plan, optimizer).init(tree))
-    train = [leaf for leaf in plan.leaves if leaf.trainable]
-    leaves, treedef = tree_flatten(opt_state)
-    owners = [None if k is None else train[k] for k in state_owners(opt_state, tree)]
-    return tree_unflatten(treedef, [wrap_state(plan, x, leaf) for x, leaf in zip(leaves, owners, strict=True)])
-
-
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
     """The optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
 
@@ -220,15 +179,6 @@ def _whole(plan: Plan) -> PyTree:
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 
 
-def wrap_state(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
-    """A leaf of the optimizer's state that belongs to `leaf`, is a counter, or says itself how it is kept."""
-    if isinstance(x, GlobalTensor):
-        return x
-    if leaf is None:
-        return GlobalTensor(x, torch.Size(x.shape), P(), plan.mesh)
-    return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, leaf.state_home)
-
-
 def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
     """This rank's blocks as a tree of global tensors."""
     pairs = zip(blocks, plan.leaves, strict=True)
@@ -237,34 +187,10 @@ def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
     )
 
 
-def kept(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's blocks in the dtypes in which they are kept between steps."""
-    return [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, blocks, strict=True)]
-
-
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
     """The part of a parameter that this rank updates: a view where it can be."""
     assert isinstance(block, Tensor)
     return leaf.rows(block, plan.zero_rank(leaf)).contiguous() if leaf.refreshed else block
-
-
-def _donate(tree: PyTree) -> PyTree:
-    return tree_map(lambda x: x.donate() if isinstance(x, GlobalTensor) else x, tree)
-
-
-def _look(tree: PyTree) -> PyTree:
-    return tree_map(lambda x: x.held if isinstance(x, GlobalTensor) else x, tree)
-
-
-def _clone(tree: PyTree) -> PyTree:
-    def clone(x: Any) -> Any:
-        if not isinstance(x, GlobalTensor):
-            return x
-        held = x.held
-        with on_host() if x.memory_kind == "host" else contextlib.nullcontext():
-            return held.clone() if isinstance(held, Tensor) else held
-
-    return tree_map(clone, tree)
 
 
 def _like(tree: PyTree, old: PyTree) -> PyTree:

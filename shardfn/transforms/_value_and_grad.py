@@ -5,15 +5,15 @@ the graph. torch.func's own transforms stay usable inside the loss.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_paths, tree_unflatten
 
-from ._accumulate import microbatches
-from ._loss import Loss, NoGradientError, evaluate
+from ._accumulate import fold
+from ._loss import Loss, NoGradientError, WeightedMean, evaluate
 
 
 def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -42,17 +42,14 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         _check_leaves(params, leaves)
         handles = [x.detach().requires_grad_() for x in leaves]
         tree = tree_unflatten(treedef, handles)
-        inner, batches = microbatches(loss, args[0]) if args else (loss, [None])
-        grads: list[Tensor | None] = [None] * len(handles)
-        total, weight, auxes = 0.0, 0.0, []
-        for batch in batches:
+
+        def one(inner: Loss, batch: PyTree) -> _Sums:
             with torch.enable_grad():
                 value = evaluate(inner, tree, (batch, *args[1:]) if args else (), has_aux)
-            new = _gradients(value.total, handles)
-            grads = [b if a is None else a if b is None else a + b for a, b in zip(grads, new, strict=True)]
-            total = total + value.total.detach()
-            weight = weight + (1.0 if value.weight is None else value.weight)
-            auxes.append(value.aux)
+            grads, total = _gradients(value.total, handles), 0.0 + value.total.detach()
+            return _Sums(total, 1.0 if value.weight is None else value.weight, grads, [value.aux])
+
+        total, weight, grads, auxes = fold(loss, args[0], one, _added) if args else one(loss, None)
         if handles and all(g is None for g in grads):
             raise NoGradientError(tree_paths(params, "params"))
         scaled = [torch.zeros_like(x) if g is None else g / weight for g, x in zip(grads, handles, strict=True)]
@@ -79,6 +76,21 @@ def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         return (grads, value[1]) if has_aux else grads
 
     return call
+
+
+class _Sums(NamedTuple):
+    """What microbatches add up to; of aux, what each has said."""
+
+    total: Tensor
+    weight: Any
+    grads: list[Tensor | None]
+    auxes: list[dict[str, WeightedMean]]
+
+
+def _added(a: _Sums, b: _Sums) -> _Sums:
+    pairs = zip(a.grads, b.grads, strict=True)
+    grads = [y if x is None else x if y is None else x + y for x, y in pairs]
+    return _Sums(a.total + b.total, a.weight + b.weight, grads, a.auxes + b.auxes)
 
 
 def _gradients(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:

@@ -1,0 +1,73 @@
+"""The step as it runs eagerly: each part at once, on real tensors and real transfers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import tree_leaves
+
+from ._ahead import Ahead
+from ._backward import Outcome, run_backward
+from ._comms import Comms
+from ._early import early
+from ._metrics import measure
+from ._plan import Plan
+from ._state import TrainState, scale_of
+from ._step import Metrics, StepParts, one_step
+from ._update import update
+
+
+def run_eager(
+    parts: StepParts, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
+) -> tuple[TrainState, Metrics]:
+    """One step. The mesh must be bound.
+
+    Args:
+        parts: what the step is made of.
+        plan: the layout.
+        comms: the communicators.
+        state: the current state; consumed if the step donates.
+        args: this rank's batch, and a key if the loss takes one.
+        even: whether all ranks hold batches of the same shapes.
+    """
+    with early(plan, parts.optimizer, state, decided=not parts.skips) as ahead:
+        return one_step(_Eager(parts, plan, comms, state, args, even, ahead))
+
+
+class _Eager:
+    """An `Executor` whose new state is a `TrainState`."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        plan: Plan,
+        comms: Comms,
+        state: TrainState,
+        args: tuple[Any, ...],
+        even: bool,
+        ahead: Ahead | None,
+    ) -> None:
+        self._parts, self._plan, self._comms, self._state = parts, plan, comms, state
+        self._args, self._even, self._ahead = args, even, ahead
+
+    def differentiate(self) -> Outcome:
+        blocks = [g.held for g in tree_leaves(self._state.params)]
+        by, ahead = scale_of(self._state), self._ahead
+        return run_backward(
+            self._plan, self._comms, blocks, self._parts, self._args, even=self._even, loss_scale=by, ahead=ahead
+        )
+
+    def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
+        return measure(self._plan, out, scale_of(self._state))
+
+    def choose(self, metrics: Metrics, update: Callable[[], TrainState]) -> TrainState:
+        if self._parts.skips and not bool(metrics["finite"]):
+            metrics["skipped"] = torch.ones_like(metrics["finite"])
+            return self._state
+        return update()
+
+    def update(self, out: Outcome, scale: Tensor | None) -> TrainState:
+        grads, channels = out.gradients(), self._comms.channels
+        return update(self._plan, channels, self._parts, self._state, grads, scale=scale, ahead=self._ahead)

@@ -1,0 +1,121 @@
+"""Which transform may stand around which: one table, that every order check reads.
+
+    around a step    the step takes it over, with everything in the step
+    around a loss    the step takes it over, for the loss as a whole
+    inside a loss    the loss, or a part of it, runs in it
+
+Those that a step takes over mean the same step in any order. One that stands inside a loss is around nothing that a
+step takes over, which would be hidden in there.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple
+
+Level = Literal["around a step", "around a loss", "inside a loss"]
+
+
+class Row(NamedTuple):
+    """A transform.
+
+    Attributes:
+        level: what it is around.
+        within: the transforms that it may stand directly inside.
+        twice: what to say where a step takes it over twice; None = that means something.
+    """
+
+    level: Level
+    within: frozenset[str]
+    twice: str | None = None
+
+
+_STEP = frozenset({"jit", "accumulate", "mixed_precision"})
+TABLE = {
+    "jit": Row("around a step", _STEP - {"jit"}, "the loss is jitted twice; drop one."),
+    "accumulate": Row("around a loss", _STEP),
+    "mixed_precision": Row(
+        "around a loss",
+        _STEP - {"mixed_precision"},
+        "the loss has two precision policies; drop one mixed_precision.",
+    ),
+    "remat": Row("inside a loss", _STEP | {"remat", "offload"}),
+    "offload": Row("inside a loss", _STEP),
+}
+# Of an order that the table refuses: what it would do, and what to write.
+WHY = {
+    ("jit", "jit"): "jit(jit(f)) is jit(f); drop one.",
+    ("mixed_precision", "mixed_precision"): "mixed_precision(mixed_precision(loss)): a loss has one policy; drop one.",
+    ("remat", "accumulate"): (
+        "remat(accumulate(f, n)) would keep every microbatch at once; use accumulate(remat(f), n)."
+    ),
+    ("remat", "jit"): "remat(jit(f)) would hide the graph in a recomputation; use jit(remat(f)).",
+    ("remat", "mixed_precision"): (
+        "remat(mixed_precision(f, policy)) would hide the policy from the step; use mixed_precision(remat(f), policy)."
+    ),
+    ("remat", "offload"): (
+        "remat(offload(f, policy)) would drop and recompute what offload moves; use remat(f, policy=policy), or"
+        " offload(remat(f), policy)."
+    ),
+    ("offload", "accumulate"): (
+        "offload(accumulate(f, n), policy) would hide the microbatches, whose activations would all wait at once; use"
+        " accumulate(offload(f, policy), n)."
+    ),
+    ("offload", "jit"): "offload(jit(f), policy): a graph saves nothing; use jit(offload(f, policy)).",
+    ("offload", "mixed_precision"): (
+        "offload(mixed_precision(f, precision), policy) would hide the precision from the step; use"
+        " mixed_precision(offload(f, policy), precision)."
+    ),
+    ("offload", "offload"): "offload(offload(f, a), b): a function has one policy; drop one.",
+}
+
+
+class Transform:
+    """A function that a transform has made of another, `inner`. What it is, its row says.
+
+    A transform whose functions nobody looks for (remat) makes plain functions.
+    """
+
+    transform: ClassVar[str]
+
+
+def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> None:
+    """Refuses `outer(f)` where the table does.
+
+    Args:
+        outer: the transform.
+        f: a function, perhaps made by another transform.
+        deep: whether to look further into `f`, through what a step takes over.
+
+    Raises:
+        ValueError: says which order to use.
+    """
+    for x in _inward(f):
+        if outer not in TABLE[x.transform].within:
+            raise ValueError(WHY[outer, x.transform])
+        if not deep:
+            return
+
+
+def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
+    """The transforms that a step takes over from its loss, outermost first, and what they are around.
+
+    Raises:
+        ValueError: one is there twice that means nothing twice.
+    """
+    found: list[Any] = []
+    for x in _inward(f):
+        twice = TABLE[x.transform].twice
+        if twice is not None and any(y.transform == x.transform for y in found):
+            raise ValueError(twice)
+        if TABLE[x.transform].level == "inside a loss":
+            return found, x
+        found.append(x)
+    return found, found[-1].inner if found else f
+
+
+def _inward(f: Any) -> Iterator[Any]:
+    """What transforms have made, as far as a step takes it over, and the first that it does not."""
+    while isinstance(f, Transform):
+        yield f
+        if TABLE[f.transform].level == "inside a loss":
+            return
+        f = f.inner  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,64 @@
+"""The order of a step's work as data: forwards and backwards of its microbatches, in a list.
+
+    accumulation(2) == F0 B0 F1 B1
+
+All ranks run one list, and agree on it before the first transfer: each action is a phase of the order of use. A list
+may keep any number of forwards open, and close them in any order; what it trades is activation memory.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from shardfn.core import raise_all
+
+
+class Action(NamedTuple):
+    """One entry of a schedule: the forward or the backward of one microbatch.
+
+    Example:
+        >>> print(Action("forward", 3))
+        F3
+    """
+
+    kind: Literal["forward", "backward"]
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind[0].upper()}{self.microbatch}"
+
+
+Actions = tuple[Action, ...]
+
+
+def accumulation(num_microbatches: int) -> Actions:
+    """Each backward right after its forward, so that one microbatch's activations are alive at a time.
+
+    Example:
+        >>> as_text(accumulation(2))
+        'F0 B0 F1 B1'
+    """
+    return tuple(Action(kind, k) for k in range(num_microbatches) for kind in ("forward", "backward"))
+
+
+def check_schedule(schedule: Sequence[Action], num_microbatches: int) -> None:
+    """Refuses a list that is no step of so many microbatches.
+
+    Raises:
+        ValueError: lists the actions that are missing, there twice, of no microbatch, or before their forward.
+    """
+    counts = Counter(schedule)
+    wanted = dict.fromkeys(accumulation(num_microbatches))
+    problems = [f"{a} is there {counts[a]} times, not once" for a in wanted if counts[a] != 1]
+    problems += [f"{a} is of no microbatch" for a in counts if a not in wanted]
+    at = {a: i for i, a in reversed([*enumerate(schedule)])}
+    for k in range(num_microbatches):
+        f, b = Action("forward", k), Action("backward", k)
+        if f in at and b in at and at[b] < at[f]:
+            problems.append(f"{b} comes before {f}")
+    raise_all(ValueError, f"the schedule {as_text(schedule)} is no step of {num_microbatches} microbatches:", problems)
+
+
+def as_text(schedule: Sequence[Action]) -> str:
+    """The list in letters."""
+    return " ".join(map(str, schedule))
