@@ -55,6 +55,7 @@ def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
     """Puts the in-place op in the node's stead; one over lists returns nothing, so its results are its operands."""
     here = new[node]
     here.target = twin
+    here.meta["overwrites"] = "dead"  # nobody reads that memory later but through its own result
     here.meta["val"] = abstract_value(here)
     operands: Any = node.args[0]
     if not isinstance(operands, list | tuple):

@@ -18,8 +18,10 @@ from shardfn.memory import on_host
 from ._moves import memory_of
 from ._ops import op_of
 from ._regions import Region
+from ._values import storage_of, tensors_of
 
 _FILE = "<shardfn graph "
+_LOOKS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
@@ -35,7 +37,7 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
         >>> emit(gm, list(gm.graph.nodes), [])(torch.zeros(1))
         (tensor([1.]),)
     """
-    writer = _Writer(gm, iter(calls))
+    writer = _Writer(gm, iter(calls), _written(gm))
     last = _last_uses(steps)
     for i, step in enumerate(steps):
         writer.write(step, last.get(i, []))
@@ -68,6 +70,26 @@ def name_line(error: BaseException) -> None:
         error.add_note(f"in a captured step, at {where}: {call}")
 
 
+def _written(gm: GraphModule) -> set[Any]:
+    """The memory, as storages without data, that some op overwrites for others to see."""
+    nodes = [node for node in gm.graph.nodes if node.meta.get("overwrites") != "dead"]
+    arguments = [x for node in nodes for i, name in op_of(node).writes for x in _given(node, i, name)]
+    return {storage_of(x) for node in arguments for x in tensors_of(node)}
+
+
+def _given(node: Node, position: int, name: str) -> list[Node]:
+    value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node)]
+
+
+def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A view where it can be one. Where a kernel lays its result out otherwise than torch said, it may need a copy."""
+    try:
+        return x.view(shape)
+    except RuntimeError:
+        return x.reshape(shape)
+
+
 def _reads(step: Node | Region) -> Sequence[Node]:
     return step.inputs if isinstance(step, Region) else step.all_input_nodes
 
@@ -90,8 +112,8 @@ def _last_uses(steps: Sequence[Node | Region]) -> dict[int, list[Node]]:
 
 
 class _Writer:
-    def __init__(self, gm: GraphModule, calls: Any) -> None:
-        self.gm, self.calls = gm, calls
+    def __init__(self, gm: GraphModule, calls: Any, written: set[Any]) -> None:
+        self.gm, self.calls, self.written = gm, calls, written
         self.names: dict[Node, str] = {}
         self.globals: dict[str, Any] = {}
         self.bound: dict[Any, str] = {}
@@ -147,6 +169,8 @@ class _Writer:
         if node.op == "call_module":
             return self._global(self.gm.get_submodule(str(node.target)))
         op: Any = node.target
+        if op in _LOOKS and self.written.isdisjoint(map(storage_of, tensors_of(node))):
+            return self._global(_view_or_copy)
         # The same kernels through torch's parsers written in C++: 1 us a call less, which tells where ops are small.
         binding = op_of(node).calls.get(getattr(op, "_overloadname", ""))
         return self._global(binding or (op._op if isinstance(op, torch._ops.OpOverload) else op))

@@ -111,3 +111,31 @@ def test_a_captured_step_views_gradients_that_lie_otherwise_than_torch_says() ->
         state = step(step.init({"w": torch.arange(16.0).view(4, 4) / 16}), torch.ones(6, 4))[0]
         runs.append(state.params["w"].local)
     assert torch.equal(*runs)
+
+
+@torch.library.custom_op("shardfn_tests::turned", mutates_args=())
+def _turned(x: Tensor) -> Tensor:
+    return x.t().clone(memory_format=torch.contiguous_format).t()
+
+
+@_turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)  # says that its rows lie one after another
+
+
+_turned.register_autograd(lambda ctx, grad: grad.clone())
+
+
+def test_a_view_of_what_lies_otherwise_than_an_op_says_is_a_copy_unless_it_is_written_to() -> None:
+    step = {
+        name: sf.sharded_step(sf.jit(loss, backend="graph"), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1}))
+        for name, loss in {
+            "read": lambda p, x: (_turned(x @ p).view(-1) * torch.arange(6.0)).sum(),
+            "written": lambda p, x: _turned(x @ p).view(-1).mul_(torch.arange(6.0)).sum(),
+        }.items()
+    }
+    state = step["read"].init(torch.ones(2, 3))
+    got = step["read"](state, torch.eye(2))[0].params.local
+    assert torch.equal(got, 1 - 0.1 * torch.arange(6.0).view(2, 3))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        step["written"](step["written"].init(torch.ones(2, 3)), torch.eye(2))

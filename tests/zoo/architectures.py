@@ -53,7 +53,8 @@ _PLAIN = """
     MistralForCausalLM MLCDVisionModel ModernBertDecoderForCausalLM ModernBertForMaskedLM MPNetForMaskedLM
     MptForCausalLM NanoChatForCausalLM NomicBertForMaskedLM NystromformerForMaskedLM Olmo2ForCausalLM
     Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel OPTForCausalLM PersimmonForCausalLM
-    Phi3ForCausalLM PhiForCausalLM PixioModel PoolFormerForImageClassification PvtV2ForImageClassification
+    Phi3ForCausalLM PhiForCausalLM PixioModel PoolFormerForImageClassification PvtForImageClassification
+    PvtV2ForImageClassification
     Qwen2ForCausalLM Qwen3_5ForCausalLM Qwen3ForCausalLM RadioModel RecurrentGemmaForCausalLM RemBertForCausalLM
     RobertaForCausalLM RoFormerForCausalLM RwkvForCausalLM SamVisionModel SegformerForImageClassification
     SiglipForImageClassification SqueezeBertForMaskedLM StableLmForCausalLM Starcoder2ForCausalLM
@@ -105,8 +106,6 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "HubertForCTC": Entry(refused_in=_NO_JIT),
     "JetMoeForCausalLM": Entry(refused_in=_NO_JIT),
     "Wav2Vec2ForCTC": Entry(refused_in=_NO_JIT),
-    # A defect: the strides that a capture thinks of are not the real ones.
-    "PvtForImageClassification": Entry(impossible={"jit": "view size is not compatible"}),
     # BatchNorm.
     "GLPNForDepthEstimation": Entry(refused=("constant statistics",)),
     "RegNetForImageClassification": Entry(refused=("constant statistics",)),
