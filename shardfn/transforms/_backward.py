@@ -90,15 +90,12 @@ def run_backward(
     open_channels(comms, plan)
     watch, blocks = watch_of(plan, blocks), plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
+    engine = Engine(plan, comms, parts, gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)
     with _told(gatherer, comms), torch.enable_grad():
-        book = LeafBook(gatherer.whole, plan.layers, watch)
-        engine = Engine(plan, comms, parts, gatherer, book, ahead)
         engine.enter(blocks, args, even=even, loss_scale=loss_scale)
         for action in parts.schedule:
             engine.perform(action)
-        gatherer.close()
-        check_capture(plan, blocks, book)
-        return engine.finish()
+        return engine.finish(blocks)
 
 
 class Engine:
@@ -198,13 +195,16 @@ class Engine:
         with taking_early(value.total):
             torch.autograd.grad(value.total, self._handles, seed, allow_unused=True)
 
-    def finish(self) -> Outcome:
+    def finish(self, blocks: Sequence[Tensor | Stored]) -> Outcome:
         """What the microbatches add up to, and what all ranks learn from the first step of a plan.
 
         Raises:
             NoGradientError: no microbatch of any rank gives a leaf a gradient.
+            ValueError: a captured loss writes to parameters.
         """
         plan, comms = self._plan, self._comms
+        self._gatherer.close()
+        check_capture(plan, blocks, self._book)
         if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
             raise NoGradientError(plan.trained)
         comms.mark("update")

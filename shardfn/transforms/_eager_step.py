@@ -1,5 +1,6 @@
 """The step as it runs eagerly: each part at once, on real tensors and real transfers."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -36,38 +37,32 @@ def run_eager(
         return one_step(_Eager(parts, plan, comms, state, args, even, ahead))
 
 
+@dataclasses.dataclass
 class _Eager:
     """An `Executor` whose new state is a `TrainState`."""
 
-    def __init__(
-        self,
-        parts: StepParts,
-        plan: Plan,
-        comms: Comms,
-        state: TrainState,
-        args: tuple[Any, ...],
-        even: bool,
-        ahead: Ahead | None,
-    ) -> None:
-        self._parts, self._plan, self._comms, self._state = parts, plan, comms, state
-        self._args, self._even, self._ahead = args, even, ahead
+    parts: StepParts
+    plan: Plan
+    comms: Comms
+    state: TrainState
+    args: tuple[Any, ...]
+    even: bool
+    ahead: Ahead | None
 
     def differentiate(self) -> Outcome:
-        blocks = [g.held for g in tree_leaves(self._state.params)]
-        by, ahead = scale_of(self._state), self._ahead
-        return run_backward(
-            self._plan, self._comms, blocks, self._parts, self._args, even=self._even, loss_scale=by, ahead=ahead
-        )
+        blocks = [g.held for g in tree_leaves(self.state.params)]
+        how: dict[str, Any] = {"even": self.even, "loss_scale": scale_of(self.state), "ahead": self.ahead}
+        return run_backward(self.plan, self.comms, blocks, self.parts, self.args, **how)
 
     def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
-        return measure(self._plan, out, scale_of(self._state))
+        return measure(self.plan, out, scale_of(self.state))
 
     def choose(self, metrics: Metrics, update: Callable[[], TrainState]) -> TrainState:
-        if self._parts.skips and not bool(metrics["finite"]):
+        if self.parts.skips and not bool(metrics["finite"]):
             metrics["skipped"] = torch.ones_like(metrics["finite"])
-            return self._state
+            return self.state
         return update()
 
     def update(self, out: Outcome, scale: Tensor | None) -> TrainState:
-        grads, channels = out.gradients(), self._comms.channels
-        return update(self._plan, channels, self._parts, self._state, grads, scale=scale, ahead=self._ahead)
+        grads, channels = out.gradients(), self.comms.channels
+        return update(self.plan, channels, self.parts, self.state, grads, scale=scale, ahead=self.ahead)

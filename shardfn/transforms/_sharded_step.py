@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
-from shardfn.collectives import Constant, bind_mesh, transforming
+from shardfn.collectives import bind_mesh, transforming
 from shardfn.core import (
     Mesh,
     P,
@@ -27,14 +26,13 @@ from shardfn.core import (
     fold_in,
     tree_flatten,
     tree_leaves,
-    tree_structure,
     tree_unflatten,
 )
 from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
 
 from ._accumulate import num_microbatches
+from ._agreement import Agreement
 from ._backward import run_forward
-from ._capture import capturing
 from ._captured import CapturedSteps, signature
 from ._check import (
     agree_on_step,
@@ -47,7 +45,6 @@ from ._check import (
     told_before,
 )
 from ._comms import Comms, comms_of, losing_no_peer
-from ._constant import describe_step
 from ._eager_step import run_eager
 from ._eval_shape import abstract_leaves, as_state, is_abstract
 from ._first import abstract_state, first_state
@@ -61,11 +58,10 @@ from ._phases import check_phases, in_phase
 from ._plan import Plan, Planner
 from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
-from ._schedule import accumulation, as_text, check_schedule
+from ._schedule import accumulation, check_schedule
 from ._state import TrainState, check_alive, scale_of
 from ._step import StepParts, rescaled
 from ._unwrap import Unwrapped, unwrap
-from ._update import decided_on
 
 # Functions whose order of gathers a step remembers.
 MAX_APPLIED = 16
@@ -159,8 +155,7 @@ class ShardedStep:
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
-        self._constants: dict[Any, Constant] = {}
-        self._agreed: set[tuple[int, str]] = set()
+        self._agreement = Agreement(parts, unwrapped, key)
         self._jitted = unwrapped.jitted
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
@@ -183,7 +178,7 @@ class ShardedStep:
         if self.mesh.abstract or is_abstract(leaves):
             return abstract_state(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
-        self._agree(comms, "init", plan, None)
+        self._agreement.agree(comms, "init", plan, None)
         check_replicas(leaves, plan, comms.control)
         del params
 
@@ -231,7 +226,7 @@ class ShardedStep:
         """
         _, plan = self._drawn(params, args)
         comms = comms_of(self.mesh)
-        self._agree(comms, "resume", plan, None)
+        self._agreement.agree(comms, "resume", plan, None)
         like = abstract_state(plan, self._optimizer, self._key, self._first_scale())
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
@@ -310,7 +305,7 @@ class ShardedStep:
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
-            constant = self._constant(plan, state)
+            constant = self._agreement.constant(plan, state)
             args = self._args_of(state, batch)
             self._check_scale(state)
             if only is not None and signature(plan, args) != only:
@@ -348,7 +343,7 @@ class ShardedStep:
             )
         self._check_scale(state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)
-        self._agree_once(plan, "a step in a transform")
+        self._agreement.agree_once(plan, "a step in a transform")
         with bind_mesh(self.mesh):
             return pure_step(plan, state, self._parts, args)
 
@@ -374,7 +369,7 @@ class ShardedStep:
             tensor(2.)
         """
         plan = self._planner.plan_of(TrainState(params, (), torch.zeros((), dtype=torch.int64)))
-        self._agree_once(plan, "the loss of a step")
+        self._agreement.agree_once(plan, "the loss of a step")
         with bind_mesh(self.mesh):
             return pure_loss(plan, params, self._parts.loss, (batch, *key), has_aux=self._parts.has_aux)
 
@@ -397,7 +392,7 @@ class ShardedStep:
             check_alive(state)
             plan = self._planner.plan_of(state)
             blocks = [g.held for g in tree_leaves(state.params)]
-        self._agree(comms, "apply", plan, state)
+        self._agreement.agree(comms, "apply", plan, state)
         known = ("apply", f) in plan.use_orders
         if not all(comms.control.exchange(int(known))):
             plan.use_orders.pop(("apply", f), None)
@@ -419,12 +414,11 @@ class ShardedStep:
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
-        return (batch,) if self._key is None else (batch, fold_in(self._key_of(state), state.step))
-
-    def _key_of(self, state: TrainState) -> Tensor:
+        if self._key is None:
+            return (batch,)
         if not isinstance(state.key, Tensor):
             raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
-        return state.key
+        return batch, fold_in(state.key, state.step)
 
     def _first_scale(self) -> PyTree:
         return () if self._loss_scale is None else self._loss_scale.init()
@@ -435,35 +429,6 @@ class ShardedStep:
             raise ValueError(
                 f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
             )
-
-    def _agree_once(self, plan: Plan, what: str) -> None:
-        """Compares how the step was built before the first of calls that are pure functions, and agree on no more."""
-        if self.mesh.size == 1 or self.mesh.abstract or capturing() or (id(plan), what) in self._agreed:
-            return
-        constant = self._constant(plan, None)
-        with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
-            agree_on_step(comms_of(self.mesh).control, what, constant=constant)
-        self._agreed.add((id(plan), what))
-
-    def _agree(self, comms: Comms, what: str, plan: Plan, state: TrainState | None) -> None:
-        """Compares how the step was built; what the optimizer's functions of the tree say, too, and that they do."""
-        with told_before(comms.control):
-            constant = self._constant(plan, state)
-        agree_on_step(comms.control, what, constant=constant)
-
-    def _constant(self, plan: Plan, state: TrainState | None) -> Constant:
-        """What calls with this plan have in common, hashed once; with a state, how its optimizer state is made, too."""
-        treedef = None if state is None else tree_structure(state.opt_state)
-        key = id(plan), treedef
-        if key not in self._constants:
-            parts = self._parts
-            flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
-            seed = f"key {None if self._key is None else self._key.tolist()}"
-            made = describe_step(self._unwrapped, decided_on(plan, self._optimizer))
-            lines = [flags, seed, made, f"schedule {as_text(parts.schedule)}", plan.describe()]
-            kept = [] if treedef is None else [f"the state of the optimizer: {treedef}"]
-            self._constants[key] = Constant.of("\n".join([*lines, *kept]))
-        return self._constants[key]
 
 
 def _together(plan: Plan, comms: Comms) -> None:

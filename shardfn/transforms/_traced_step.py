@@ -120,6 +120,7 @@ def capture_step(
 Blocks = tuple[list[Tensor | Stored], PyTree]
 
 
+@dataclasses.dataclass
 class _Traced:
     """An `Executor` under the tracer, whose states are this rank's blocks of params and its optimizer state.
 
@@ -127,39 +128,34 @@ class _Traced:
         received: whether any trainable leaf has got a gradient, or there is none.
     """
 
-    def __init__(
-        self,
-        parts: StepParts,
-        plan: Plan,
-        comms: Comms,
-        state: Blocks,
-        args: tuple[Any, ...],
-        loss_scale: Tensor | None,
-        even: bool,
-    ) -> None:
-        self._parts, self._plan, self._comms, self._state = parts, plan, comms, state
-        self._args, self._loss_scale, self._even = args, loss_scale, even
-        self.received = not plan.trained
+    parts: StepParts
+    plan: Plan
+    comms: Comms
+    state: Blocks
+    args: tuple[Any, ...]
+    loss_scale: Tensor | None
+    even: bool
+    received: bool = False
 
     def differentiate(self) -> Outcome:
-        by, blocks = self._loss_scale, self._state[0]
-        out = run_backward(self._plan, self._comms, blocks, self._parts, self._args, even=self._even, loss_scale=by)
-        self.received = self.received or out.reducer.received
+        by, blocks = self.loss_scale, self.state[0]
+        out = run_backward(self.plan, self.comms, blocks, self.parts, self.args, even=self.even, loss_scale=by)
+        self.received = out.reducer.received or not self.plan.trained
         return out
 
     def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
-        return measure(self._plan, out, self._loss_scale)
+        return measure(self.plan, out, self.loss_scale)
 
     def choose(self, metrics: Metrics, update: Callable[[], Blocks]) -> Blocks:
-        if self._parts.skips:
+        if self.parts.skips:
             torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
         return update()
 
     def update(self, out: Outcome, scale: Tensor | None) -> Blocks:
-        blocks, opt = self._state
+        blocks, opt = self.state
         with torch.no_grad():
             grads = out.gradients()
-            return update_blocks(self._plan, self._comms.channels, self._parts.optimizer, blocks, opt, grads, scale)
+            return update_blocks(self.plan, self.comms.channels, self.parts.optimizer, blocks, opt, grads, scale)
 
 
 def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:

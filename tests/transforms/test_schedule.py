@@ -1,6 +1,7 @@
 """Covers the schedule of a step: lists of forwards and backwards, and what they give in another order."""
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import Zero, optim
 from shardfn.testing import RTOL, distributed
+from shardfn.transforms import policies
 from shardfn.transforms._schedule import Action, accumulation, as_text, check_schedule
 from shardfn.transforms._sharded_step import ShardedStep
 
@@ -41,9 +43,9 @@ def _weighted(p: Any, x: Tensor) -> sf.WeightedMean:
     return sf.WeightedMean(_loss(p, x) * x[0, 0].abs(), x[0, 0].abs())
 
 
-def _step(text: str, zero: Zero, loss: Any = _loss) -> ShardedStep:
+def _step(text: str, zero: Zero, loss: Any = _loss, ranks: int = 2) -> ShardedStep:
     step = sf.sharded_step(
-        sf.accumulate(loss, 3), optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}, device="cpu"), zero=zero
+        sf.accumulate(loss, 3), optim.sgd(0.1), mesh=sf.make_mesh({"dp": ranks}, device="cpu"), zero=zero
     )
     parts = dataclasses.replace(step._parts, schedule=_schedule(text))
     return ShardedStep(parts, step._unwrapped, step._planner, None)
@@ -88,6 +90,41 @@ def test_any_list_gives_the_gradients_of_accumulation(stage: int) -> None:
 @pytest.mark.parametrize("rule", [{"stage": n} for n in range(4)] + [{"stage": 3, "params": "host", "grads": "host"}])
 def test_any_list_under_any_rule(rule: dict[str, Any], accumulate: Any, loss: Any) -> None:
     _check(Zero(**rule, **ODD, accumulate=accumulate), loss)
+
+
+WRAPPED = {
+    "plain": _loss,
+    "offload": sf.offload(_loss, policies.offload_larger_than(4096), window=1 << 14),
+    "remat": sf.remat(_loss, policies.offload_larger_than(4096)),
+}
+HOMES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"params": "host", "grads": "host", "optimizer": "host"},
+    "disk": {"params": "disk", "grads": "host", "optimizer": "disk"},
+}
+
+
+def _alone(text: str, wrap: str, zero: Zero) -> dict[str, Tensor]:
+    """Parameters after two steps of one process; of the second the update may begin beside the backward."""
+    step = _step(text, zero, WRAPPED[wrap], ranks=1)
+    g = torch.Generator().manual_seed(0)
+    state = step.init({k: torch.randn(64, 64, generator=g) / 8 for k in "abc"} | {"scale": torch.ones(())})
+    for _ in range(2):
+        state, _ = step(state, torch.randn(192, 64, generator=g))
+    return {k: x.full_tensor() for k, x in state.params.items()}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_what_waits_elsewhere_belongs_to_its_microbatch(wrap: str, home: str, tmp_path: pathlib.Path) -> None:
+    def trained(name: str) -> dict[str, Tensor]:
+        where: dict[str, Any] = {"directory": str(tmp_path / name)} if home == "disk" else {}
+        return _alone(LISTS[name], wrap, Zero(stage=3, persist=4, **HOMES[home], **where))
+
+    want = trained("one by one")
+    for name in ("first in, first out", "one forward, one backward"):
+        torch.testing.assert_close(trained(name), want, rtol=0, atol=0)
 
 
 @distributed(world=[2])
