@@ -49,6 +49,7 @@ def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransf
         ValueError: a mask does not match `params`, or its function looks at more than shapes and dtypes.
 
     Example:
+        >>> import torch
         >>> from shardfn.optim import add_decayed_weights
         >>> tx = add_decayed_weights(0.5, lambda params: [x.shape[0] > 2 for x in params])
         >>> block = [torch.ones(2)]

@@ -160,6 +160,12 @@ class _Whole:
             return self.inner.init(params)
         blocks, treedef = tree_flatten(params)
         wholes: tuple[_Leaf, ...] = self.leaves.of(params)
+        if self.inner.needs.grain == "tree" and len(blocks) < sum(x is not None for x in self.leaves.says.values()):
+            raise ValueError(
+                "a state on host or disk is made leaf by leaf, but an optimizer whose update takes no `specs` may look"
+                " at the whole tree: keep its state on the device, or say that it treats every element alike:"
+                ' GradientTransformation(init, update, needs=Needs(grain="element")).'
+            )
         _check_blocks(params, blocks, wholes)
         whole = tree_unflatten(treedef, [leaf.first(x) for leaf, x in zip(wholes, blocks, strict=True)])
         state = self.inner.init(whole)

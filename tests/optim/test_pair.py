@@ -200,3 +200,12 @@ def test_what_counts_as_specs() -> None:
 def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"an optimizer is a pair of functions \(init, update\), but this is a"):
         optim.as_transformation(wrong)
+
+
+@distributed(world=2)
+def test_a_pair_whose_state_is_on_the_host() -> None:
+    rule = GradientTransformation(*by_element(), needs=Needs("element"))
+    check(lambda: rule, 1, 2, optimizer="host", grads="host", chunk=64)
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist=0, optimizer="host")
+    with pytest.raises(ValueError, match="keep its state on the device, or say that it treats every element alike"):
+        sf.sharded_step(loss, by_element(), mesh=mesh, zero=zero).init(params())
