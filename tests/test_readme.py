@@ -28,6 +28,7 @@ DESIGN = [
     "docs/design/0008-compressed-communication.md",
     "docs/design/0009-zero-plus-plus.md",
     "docs/design/0010-placements-and-routes.md",
+    "docs/design/0013-op-table-and-types.md",
 ]
 DOCS = [
     "docs/index.md",
