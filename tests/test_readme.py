@@ -29,6 +29,8 @@ DESIGN = [
     "docs/design/0009-zero-plus-plus.md",
     "docs/design/0010-placements-and-routes.md",
     "docs/design/0011-one-step.md",
+    "docs/design/0012-optimizers.md",
+    "docs/design/0013-op-table-and-types.md",
 ]
 DOCS = [
     "docs/index.md",
