@@ -124,9 +124,13 @@ class _Run:
 
         return rerun
 
+    def path_of(self, sub: nn.Module) -> str | None:
+        """Where in the module `sub` is; None if it is no part of it."""
+        return next((path for path, m in self._parts.modules.items() if m is sub), None)
+
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
         """Whether `sub` is a part of the module; refuses a conversion that changes something."""
-        path = next((path for path, m in self._parts.modules.items() if m is sub), None)
+        path = self.path_of(sub)
         if path is None:
             return False
         dot = f"{path}." if path else ""

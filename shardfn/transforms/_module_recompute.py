@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
@@ -32,6 +33,10 @@ class Running(Protocol):
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
         """Whether `sub` is a part of the module, which `convert` leaves as it is."""
+        ...
+
+    def path_of(self, sub: nn.Module) -> str | None:
+        """Where in the module `sub` is; None if it is no part of it."""
         ...
 
 
@@ -66,6 +71,7 @@ def _patch() -> None:
             _replace(where, _GENERATOR, _generator(getattr(where, _GENERATOR)))
         _replace(torch_checkpoint, "CheckpointFunction", _reentrant(torch_checkpoint.CheckpointFunction))
         _replace(nn.Module, "_apply", _conversion(nn.Module._apply))
+        _replace(torch.autograd.Function, "apply", _application(vars(torch.autograd.Function)["apply"]))
 
 
 def _unpatch() -> None:
@@ -77,7 +83,8 @@ def _unpatch() -> None:
 
 
 def _replace(where: Any, name: str, new: Any) -> None:
-    _PATCHED.append(functools.partial(setattr, where, name, getattr(where, name)))
+    old = vars(where)[name]  # a class method itself, not bound to the class
+    _PATCHED.append(functools.partial(setattr, where, name, old))
     setattr(where, name, new)
 
 
@@ -124,3 +131,40 @@ def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, fn, recurse)
 
     return _apply
+
+
+@functools.cache
+def _application(original: Any) -> Any:
+    """`autograd.Function.apply` that refuses parts of the module: its backward would run them with their own weights.
+
+    Nothing tells it from here which call of the module it belongs to, so that they could not be put in their place.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for sub in _modules_in((args, kwargs)):
+            path = next((path for run in reversed(_stack()) if (path := run.path_of(sub)) is not None), None)
+            if path is not None and any(True for _ in sub.parameters()):
+                raise ValueError(
+                    f"the forward of the module gives its part {path or 'itself'!r} to an autograd.Function"
+                    f" ({cls.__name__}), whose backward would run it with the weights that the module was made with."
+                    " Pass the Function tensors only; or call that part as it is, under torch.utils.checkpoint if what"
+                    " it keeps takes too much memory."
+                )
+        return original.__func__(cls, *args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    """The modules in arguments: themselves, in containers, and behind methods and partial functions."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _modules_in(item)
+    elif isinstance(value, dict):
+        yield from _modules_in(list(value.values()))
+    elif isinstance(value, functools.partial):
+        yield from _modules_in((value.func, value.args, value.keywords))
+    elif isinstance(owner := getattr(value, "__self__", None), nn.Module):
+        yield owner

@@ -209,3 +209,49 @@ def test_what_runs_again_sees_the_buffers_as_they_were_where_it_began(way: str) 
     got = sf.grad(lambda p: apply(p, x.clone(), checkpointed))(params)
     assert all(torch.equal(got[k], want[k]) for k in want)
     assert module.length == 0 and torch.equal(module.scale, torch.ones(5))
+
+
+class _Reversed(torch.autograd.Function):
+    """As reversible layers do: the backward runs the part again, to differentiate it there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Any) -> Tensor:
+        ctx.parts = parts
+        ctx.save_for_backward(x)
+        return parts[0](x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.parts[0](x).backward(grads[0])
+        assert x.grad is not None
+        return x.grad, None
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_function_that_would_run_parts_in_its_backward_is_refused_and_the_remedy_works(jit: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(3, 3)])
+            self.plain = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.plain:
+                h = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
+            else:
+                h = _Reversed.apply(x, [self.blocks[0].forward])
+            return h.square().mean()
+
+    module = Model()
+    params, apply = sf.from_module(module)
+    step = sf.sharded_step(sf.jit(apply, backend="graph") if jit else apply, sf.optim.sgd(0.1), mesh=sf.make_mesh())
+    before = torch.autograd.Function.apply
+    with pytest.raises(ValueError, match=r"its part 'blocks.0' to an autograd.Function \(_Reversed\)"):
+        step(step.init(params), torch.ones(2, 3))
+    assert torch.autograd.Function.apply == before
+    module.plain = True
+    params, apply = sf.from_module(module)
+    step = sf.sharded_step(sf.jit(apply, backend="graph") if jit else apply, sf.optim.sgd(0.1), mesh=sf.make_mesh())
+    step(step.init(params), torch.ones(2, 3))
