@@ -155,7 +155,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     ):
         idle, abstract = averaging(optim.sgd(0.1), 0, over), sf.make_mesh(axes, abstract=True)
         with pytest.raises(ValueError, match=why):
-            sf.sharded_step(odd_loss, idle, mesh=abstract).init(odd_params())
+            sf.sharded_step(odd_loss, idle, mesh=abstract, batch=sf.P("dp")).init(odd_params())
     step = sf.sharded_step(odd_loss, tx, mesh=mesh)
     rows = own_rows(odd_batch(0), sf.P("dp"), mesh)
     with pytest.raises(ValueError, match="does not say in which it is"):
