@@ -239,7 +239,7 @@ def test_a_function_that_would_run_parts_in_its_backward_is_refused_and_the_reme
 
         def forward(self, x: Tensor) -> Tensor:
             if self.plain:
-                h = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
+                h = checkpoint(self.blocks[0], x, use_reentrant=False)
             else:
                 h = _Reversed.apply(x, [self.blocks[0].forward])
             return h.square().mean()
