@@ -114,6 +114,8 @@ class Types:
     def seen(self, node: Node, by: Node) -> int:
         """The type of a value where an op takes it."""
         type = self.of[node]
+        if _is_empty(node):
+            return 0
         if self._written:
             for tensor in tensors_of(node):
                 type = self._written.get(storage_of(tensor), type)
@@ -142,7 +144,7 @@ class Types:
             type = self._foreign(node, type)
         if op.writes:
             self._write(node, op, type)
-        return type
+        return 0 if _is_empty(node) else type
 
     def _local(self, node: Node, op: Op) -> int:
         """What an op makes that looks at this rank's values alone."""
@@ -259,6 +261,12 @@ def _decides(node: Node) -> bool:
     if any(t.is_floating_point() for t in tensors_of(node)):
         return False
     return any(t.is_floating_point() for n in node.all_input_nodes for t in tensors_of(n))
+
+
+def _is_empty(node: Node) -> bool:
+    """Whether it has no elements, which no ranks can differ in and nothing sums."""
+    found = tensors_of(node)
+    return bool(found) and not any(x.numel() for x in found)
 
 
 def _join(types: Iterable[int]) -> int:
