@@ -32,7 +32,7 @@ def test_ten_steps_have_the_bits_of_eager(world: int) -> None:
         _same(odd_loss, graph(odd_loss), optim.adamw(1e-2, weight_decay=0.1), odd_params(), batches, **options)
 
 
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.nightly)])
 @distributed(world=3, timeout=200)
 def test_composes_with_accumulate_remat_clip_and_every_optimizer(stages: tuple[int, ...]) -> None:
     mesh = sf.make_mesh({"dp": 3})

@@ -43,7 +43,7 @@ def _compare(stage: int, world: int, placements: Iterable[tuple[str, str, str]])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world=[1, 2])
 def test_placements_have_the_bits_of_none(world: int, stage: int) -> None:
-    _compare(stage, world, PAIRS)
+    _compare(stage, world, PAIRS if stage != 3 else PAIRS[::2])
 
 
 @pytest.mark.nightly
@@ -116,8 +116,8 @@ def test_compositions_have_the_bits_of_none_anywhere(world: int, stage: int) -> 
 
 # Others every night.
 DAILY = {
-    1: ["accumulate, reduced once", "lamb", "rules by leaf", "a part stays", "a batch that is not cut"],
-    3: ["accumulate", "delayed", "bf16", "stacked", "tensor parallel"],
+    1: ["accumulate, reduced once", "lamb", "rules by leaf", "a batch that is not cut"],
+    3: ["delayed", "bf16", "stacked", "tensor parallel"],
 }
 
 

@@ -112,16 +112,16 @@ def test_reduce_once_equals_reduce_each(world: int) -> None:
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("batch", [sf.P(("dp", "sp")), pytest.param(sf.P("sp"), marks=pytest.mark.nightly)], ids=str)
 @distributed(world=4)
-def test_batch_over_two_axes_and_zero_over_one() -> None:
+def test_batch_over_two_axes_and_zero_over_one(batch: sf.P) -> None:
     mesh = sf.make_mesh({"dp": 2, "sp": 2})
     batches = [odd_batch(n) for n in range(STEPS)]
     want = one_device(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches)
     for stage, axis in [(0, "dp"), *itertools.product((1, 3), ("dp", ("dp", "sp"), ("sp", "dp")))]:
         zero = sf.Zero(stage=stage, axis=axis, **ODD)
-        for batch in (sf.P(("dp", "sp")), sf.P("sp")):
-            got = on_mesh(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches, mesh=mesh, zero=zero, batch=batch)
-            assert_same(got, want)
+        got = on_mesh(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches, mesh=mesh, zero=zero, batch=batch)
+        assert_same(got, want)
     zero = sf.Zero(stage=3, axis=("dp", "sp"), secondary_axis="sp", **ODD)
     batch = sf.P(("dp", "sp"))
     assert_same(on_mesh(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches, mesh=mesh, zero=zero, batch=batch), want)
@@ -134,8 +134,9 @@ def _tp_loss(params: dict, batch: dict) -> torch.Tensor:
     return ((out - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.nightly)])
 @distributed(world=4)
-def test_tensor_parallel_leaves_compose_with_every_stage() -> None:
+def test_tensor_parallel_leaves_compose_with_every_stage(stages: tuple[int, ...]) -> None:
     g = torch.Generator().manual_seed(3)
     params = {
         "up": torch.randn(7, 5, generator=g),
@@ -150,9 +151,9 @@ def test_tensor_parallel_leaves_compose_with_every_stage() -> None:
         want = one_device(_tp_loss, optimizer, params, batches)
         for shape in ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 1, "tp": 4}):
             mesh = sf.make_mesh(shape)
-            for stage in range(4):
+            for stage in stages:
                 zero = sf.Zero(stage=stage, **ODD)
-                loss = sf.accumulate(_tp_loss, 1 + stage % 2)
+                loss = sf.accumulate(_tp_loss, 1 + (stage > 1))
                 assert_same(on_mesh(loss, optimizer, params, batches, mesh=mesh, zero=zero, specs=specs), want)
 
 
