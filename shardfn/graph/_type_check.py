@@ -18,6 +18,11 @@ class AxisTypeError(TypeError):
     """A `psum` or `pvary` too few or too many: ranks would drift apart, or count something several times."""
 
 
+_HEAD = (
+    "ranks would not compute what one device computes (if they are not meant to, jit(..., check_types=False) goes on):"
+)
+
+
 def value_types(gm: GraphModule) -> dict[Node, dict[str, str]]:
     """For each value of a captured step and each axis: "invariant", "declared", "varying" or "unknown".
 
@@ -54,7 +59,7 @@ def check_types(gm: GraphModule) -> None:
     sizes = gm.meta["mesh_shape"]
     # What is wrong at its own line comes before what is wrong for it.
     for found in (_twice(types, sizes), _results(types, sizes), _gradients(types), _outputs(gm, types)):
-        raise_all(AxisTypeError, "ranks would not compute what one device computes:", list(dict.fromkeys(found)))
+        raise_all(AxisTypeError, _HEAD, list(dict.fromkeys(found)))
 
 
 def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:

@@ -79,7 +79,7 @@ class CapturedSteps:
         start = time.perf_counter()
         program = capture_step(self._parts, plan, params, opt, args, scale, even=True)
         _refuse_no_gradient(program, [program.differentiated])
-        check_types(program.gm)
+        self._check_types(program)
         choice = self._jitted.choose(program.gm)
         gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
@@ -144,12 +144,16 @@ class CapturedSteps:
         program, gm = _agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
         _refuse_no_gradient(program, comms.control.exchange(int(program.differentiated)))
         # Only once all are known to run the same collectives: else that is the error.
-        _agreed(comms, lambda: (check_types(program.gm), True), lambda _: ("", Events([], [])))
+        _agreed(comms, lambda: (self._check_types(program), True), lambda _: ("", Events([], [])))
         # A phase of the optimizer has a plan, and so a graph, of its own.
         name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
         report(name, "batch", args[0], sum(of == id(plan) for _, (of, *_), _ in self._known))
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return self._compile(dataclasses.replace(program, gm=gm), comms, None)
+
+    def _check_types(self, program: StepProgram) -> None:
+        if self._jitted.check_types:
+            check_types(program.gm)
 
     def _schedule(self, comms: Comms, choice: Choice | None) -> Schedule | None:
         """The schedule that all ranks run: the one given, or rank 0's choice; None if rank 0 has none. Collective."""

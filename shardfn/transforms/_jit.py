@@ -67,6 +67,7 @@ class Jitted(Transform):
         cluster: what the cost model takes the step to run on when it chooses the schedule; None leaves it as it is.
         memory: bytes that the device may hold; default the cluster's.
         given: the fields of the schedule that are not chosen.
+        check_types: whether a step in which a collective is missing, or stands twice, is refused.
     """
 
     transform: ClassVar[str] = "jit"
@@ -77,6 +78,7 @@ class Jitted(Transform):
     cluster: Cluster | None = None
     memory: int | None = None
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    check_types: bool = True
     _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
     _counts: list[float] = dataclasses.field(
         default_factory=lambda: [0, 0, 0.0, 0.0], init=False, repr=False, compare=False
@@ -221,6 +223,7 @@ def jit(
     schedule: Schedule | None = None,
     cluster: Cluster | None = None,
     memory: int | None = None,
+    check_types: bool = True,
     **options: Any,
 ) -> Jitted:
     """`jit(f)(*args) == f(*args)`, run as a graph: captured once a signature, scheduled, and compiled.
@@ -237,6 +240,8 @@ def jit(
         cluster: what it runs on, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. The cost model then
             chooses the schedule of each graph (`sf.graph.choose`); all ranks of a step run what rank 0 chooses.
         memory: with `cluster`, bytes that a device may hold at the step's peak; default the cluster's `device.memory`.
+        check_types: whether a step is refused in which a `psum` or a `pvary` of the loss is missing, or stands twice.
+            Without, ranks that would go different ways are not told apart from those that are meant to.
         **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`. With `cluster` these are kept
             as they are given, and the others chosen.
 
@@ -270,7 +275,7 @@ def jit(
         raise ValueError(f"jit got schedule= and {sorted(options)}; put them in one Schedule.")
     check_order("jit", f)
     _check_choosing(schedule, cluster, memory, options)
-    return Jitted(f, backend, schedule or Schedule(**options), cluster, memory, options)
+    return Jitted(f, backend, schedule or Schedule(**options), cluster, memory, options, check_types)
 
 
 def _check_choosing(

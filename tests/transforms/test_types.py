@@ -1,5 +1,6 @@
 """Covers the types of a captured step along the axes of its mesh: what is refused is wrong, what is right is not."""
 
+import contextlib
 import functools
 import inspect
 import random
@@ -119,6 +120,16 @@ def _many_ways(p: Any, b: Any) -> Any:
     loss = ((y - b["y"]) ** 2).mean() + unused + 1e-3 * p["out"].square().sum()
     aux = {"share": (h > 0).float().mean(), "n": 1.0, "size": sf.psum(h.square().sum(), "tp")}
     return loss, aux
+
+
+def test_the_check_can_be_left_out() -> None:
+    mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu", abstract=True)
+    rows = {k: torch.empty(ROWS, D, device="meta") for k in "xy"}
+    for checked in (True, False):
+        loss = sf.jit(_two_psums, backend="graph", check_types=checked)
+        step = sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, specs=SPECS)
+        with pytest.raises(AxisTypeError, match="check_types=False") if checked else contextlib.nullcontext():
+            step.lower(_params(), rows)
 
 
 def test_what_is_right_is_not_refused() -> None:
