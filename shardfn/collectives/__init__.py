@@ -12,6 +12,7 @@ from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, 
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route
 from ._carry import carry as carry
+from ._packing import EvenPacking as EvenPacking, Packing as Packing, Pieces as Pieces, Run as Run, dealt as dealt
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
 from ._residual import Residual as Residual, compressed_init as compressed_init
@@ -32,6 +33,8 @@ from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyCo
 from ._hops import TwoHops as TwoHops
 from ._code import Code as Code
 from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
+from ._wires import GatherChannel as GatherChannel, gather_channel as gather_channel
+from ._wires import code_of as code_of, gather_channels as gather_channels, reduce_channel as reduce_channel
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
 from ._wire_ops import Sizes as Sizes, with_sizes as with_sizes
 from ._where import Applied as Applied, current_application as current_application

@@ -4,12 +4,13 @@ The plainest executor of routes: one collective a hop, each waited for, nothing 
 graphs that `jit` captures and inside transforms of `torch.func`, and is what other executors are compared with.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind
+from shardfn.core import MemoryKind, Placement
 
 from ._all_gather import all_gather_invariant
 from ._all_to_all import all_to_all
@@ -45,10 +46,26 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
         tensor([1., 1.], dtype=torch.bfloat16)
     """
     mesh = current_mesh()
-    for hop, after in zip(route.hops, route.stops[1:], strict=True):
+    for hop, after in _in_one(route):
         shape = after.block_shape(route.shape, mesh.shape, mesh.coords)
         block = _carried(block, hop, shape, move)
     return block
+
+
+def _in_one(route: Route) -> Iterator[tuple[Hop, Placement]]:
+    """Hops, and the placements after them; two hops of one gather, or of one sum, as one."""
+    if route.src.brought or route.dst.brought:
+        raise ValueError(f"`carry` takes two hops of a gather as one, so none of them is the last:\n{route}")
+    first: tuple[str, ...] = ()
+    for hop, before, after in zip(route.hops, route.stops, route.stops[1:], strict=False):
+        if after.brought and not before.brought and isinstance(hop, AllGather | PsumScatter):
+            first = hop.axes
+            continue
+        if first and isinstance(hop, AllGather | PsumScatter):
+            cut = before.spec.dim_axes(hop.dim)
+            both = tuple(a for a in cut if a in first or a in hop.axes)
+            hop, first = dataclasses.replace(hop, axes=both), ()
+        yield hop, after
 
 
 def _carried(x: Tensor, hop: Hop, shape: torch.Size, move: Mover | None) -> Tensor:

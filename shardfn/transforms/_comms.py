@@ -5,11 +5,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 
-from shardfn.collectives import AnyChannels, AnyControl, Channels, Control, close
+from shardfn.collectives import AnyChannels, AnyControl, Channels, Control, close, gather_channels
 from shardfn.core import Mesh, RankError
 
 from ._plan import Plan
-from ._wires import gather_channels
 
 
 class Comms:
@@ -69,7 +68,7 @@ def comms_of(mesh: Mesh) -> Comms:
 
 def open_channels(comms: Comms, plan: Plan) -> None:
     """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then."""
-    gather_channels(plan.layers, plan.gather_units, comms.channels)
+    gather_channels(comms.channels, [plan.layers[unit.leaves[0]].ways.use for unit in plan.gather_units])
     for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)
     for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):

@@ -15,10 +15,11 @@ from shardfn.optim import GradientTransformation
 
 from ._ahead import Ahead, Promised
 from ._backward import WEIGHTED
-from ._layout import LeafLayout, Unit
+from ._layout import LeafLayout
 from ._plan import Plan
 from ._state import TrainState, looked_at
 from ._stream import Column, Rows
+from ._units import Unit
 from ._update import whole_update
 
 
@@ -50,7 +51,8 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
     where = _where(plan)
     layers = {
         u: [
-            (where[i], plan.layers[i].shard_shapes[plan.zero_rank(plan.layers[i])]) for i in plan.reduce_units[u].leaves
+            (where[i], plan.layers[i].pieces.shapes[plan.zero_rank(plan.layers[i])])
+            for i in plan.reduce_units[u].leaves
         ]
         for u in units
     }
@@ -58,7 +60,7 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
     columns: list[Column | None] = []
     grads: list[Column | None] = []
     for i, (leaf, block) in enumerate(zip(plan.leaves, tree_leaves(params), strict=True)):
-        shape, dtypes = leaf.shard_shapes[plan.zero_rank(leaf)], leaf.dtypes
+        shape, dtypes = leaf.pieces.shapes[plan.zero_rank(leaf)], leaf.dtypes
         held = torch.empty(shape, dtype=dtypes.param, device="meta")
         if i in going:
             held = leaf.rows(block, plan.zero_rank(leaf)) if leaf.refreshed else block

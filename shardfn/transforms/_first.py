@@ -173,5 +173,5 @@ def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
 def _no_rows(plan: Plan, i: int) -> Tensor:
     """Rows of a leaf as the optimizer gets them, without data."""
     leaf = plan.leaves[i]
-    shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.shard_shapes[plan.zero_rank(leaf)]
+    shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.pieces.shapes[plan.zero_rank(leaf)]
     return torch.empty(shape, dtype=leaf.dtypes.master, device=plan.mesh.device)

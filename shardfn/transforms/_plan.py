@@ -27,19 +27,11 @@ from shardfn.core import (
 from shardfn.optim import GradientTransformation, Phase
 
 from ._check import check_travel, is_spec
-from ._layout import (
-    LeafLayout,
-    Unit,
-    gather_units,
-    leaf_layout,
-    reduce_units,
-    refresh_units,
-    stacked_layout,
-    with_ratio,
-)
+from ._layout import LeafLayout, leaf_layout, stacked_layout, with_ratio
 from ._order import UseOrder
 from ._state import TrainState
 from ._stored import layers_of, piled
+from ._units import Unit, gather_units, reduce_units, refresh_units
 
 
 @dataclasses.dataclass
