@@ -30,6 +30,7 @@ from ._channel import is_sole_owner as is_sole_owner
 from ._failure import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
+from ._traced import AnyRounds as AnyRounds
 from ._hops import TwoHops as TwoHops
 from ._code import Code as Code
 from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed

@@ -13,7 +13,7 @@ from shardfn.core import PyTree, RankError, Stored
 
 from ._accumulate import microbatches
 from ._ahead import Ahead
-from ._comms import Comms, described, open_channels
+from ._comms import Comms, described, open_channels, rounds_of
 from ._entered import check_capture, enter, watch_of
 from ._gather import DONE, IDLE, Gatherer
 from ._lazy import LeafBook
@@ -210,7 +210,7 @@ class Engine:
         comms.mark("update")
         out = _outcome([self._seen[k] for k in range(len(self._batches))], self._reducer, plan)
         if not plan.reduce_order:
-            first: Any = comms.control.gather(self._reducer.seen)[0]
+            first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
             plan.reduce_order = first
         _agree_on_outcome(plan, comms, out)
         return out
@@ -225,7 +225,7 @@ def _gatherer(
         plan.gather_units,
         pieces,
         comms.channels,
-        comms.control,
+        rounds_of(comms, plan),
         order,
         plan.zero.prefetch,
         plan.mesh.device,

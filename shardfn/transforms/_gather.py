@@ -7,13 +7,14 @@ Where a leaf comes in two hops, what the first has brought is kept for the step:
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import (
     AnyChannels,
-    AnyControl,
+    AnyRounds,
     CodedGather,
     GatherChannel,
     Packing,
@@ -45,7 +46,7 @@ class Gatherer:
         units: groups of leaves gathered together.
         blocks: this rank's piece of each leaf as it is kept (None for leaves that are not lazy).
         channels: the step's communicators.
-        control: agreement between ranks.
+        rounds: agreement between the ranks that share the leaves.
         order: the agreed order of use; extended in place.
         window: bytes of whole leaves that may be alive ahead of their use.
         device: where leaves are wanted.
@@ -58,7 +59,7 @@ class Gatherer:
         units: Sequence[Unit],
         blocks: Sequence[Tensor | Stored | None],
         channels: AnyChannels,
-        control: AnyControl,
+        rounds: AnyRounds,
         order: UseOrder,
         window: int,
         device: torch.device,
@@ -72,7 +73,7 @@ class Gatherer:
         self._wires = gather_channels(channels, [leaves[unit.leaves[0]].ways.use for unit in units])
         self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
         self._brought: dict[int, Pending | Tensor] = {}
-        self._channels, self._control, self._order, self._window = channels, control, order, window
+        self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
         self._scheduled: dict[int, _Whole] = {}
@@ -127,8 +128,8 @@ class Gatherer:
         if self._phase < 0:
             self.begin_phase()
         self._catch_up()
-        wants = self._control.exchange(FAILED)
-        self._control.gather(what if FAILED in wants else "")
+        wants = self._rounds.exchange(FAILED)
+        self._rounds.gather((self._rounds.rank, what if FAILED in wants else ""))
 
     def close(self) -> None:
         """Drops everything and waits until this rank's pieces may be written again."""
@@ -217,9 +218,9 @@ class Gatherer:
 
     def _ask(self, want: int) -> list[int]:
         """One round of asking: gathers what any rank wants. What each has said: units, or what is below 0."""
-        wants = self._control.exchange(want)
+        wants = self._rounds.exchange(want)
         if FAILED in wants:
-            _raise_failed(self._control, wants)
+            _raise_failed(self._rounds, wants)
         for unit in dict.fromkeys(w for w in wants if w >= 0):
             whole = self._issue(unit)
             self._served.append(unit)
@@ -340,7 +341,7 @@ def _arrived(pieces: Sequence[Piece]) -> list[Tensor]:
     return [p.result() if isinstance(p, Fetch) else p for p in pieces]
 
 
-def _raise_failed(control: AnyControl, codes: Sequence[int]) -> None:
-    texts = control.gather("")
-    told = [f"  - rank {r} raised {texts[r]}" for r, code in enumerate(codes) if code == FAILED]
+def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:
+    texts: list[Any] = rounds.gather((rounds.rank, ""))
+    told = [f"  - rank {rank} raised {text}" for (rank, text), c in zip(texts, codes, strict=True) if c == FAILED]
     raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))

@@ -1,6 +1,7 @@
 """The plan: everything that follows from a step's annotations and the shapes of a parameter tree, computed once."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,6 +168,12 @@ class Plan:
         """The axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
         disjoint = leaf.reduce_axes + leaf.left_axes + leaf.compute.axes
         return tuple(a for a in self.mesh.axis_names if a in disjoint)
+
+    @functools.cached_property
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axes along which leaves or gradients travel: ranks along others share none, and may do other things."""
+        used = {a for leaf in self.layers for a in (*leaf.zero_axes, *leaf.reduce_axes, *leaf.extra_axes)}
+        return tuple(a for a in self.mesh.axis_names if a in used or a in self.batch_axes)
 
     def zero_rank(self, leaf: LeafLayout) -> int:
         """This rank's index among those that share a leaf's rows."""
