@@ -156,6 +156,8 @@ class GlobalTensor:
 
         self._check_one()
         if self.mesh.device_mesh is None:
+            if self.mesh.size > 1:
+                raise ValueError(f"a DTensor needs a DeviceMesh, and {self.mesh!r} has none; make it of all ranks.")
             raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)
         for dim in range(len(self.shape)):
