@@ -11,7 +11,7 @@ from ._ppermute import ppermute as ppermute
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route
-from ._carry import carry as carry
+from ._carry import carry as carry, carry_all as carry_all
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
 from ._residual import Residual as Residual, compressed_init as compressed_init

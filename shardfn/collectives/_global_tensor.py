@@ -19,19 +19,20 @@ from shardfn.core import (
     MemoryKind,
     Mesh,
     P,
+    Placement,
     PyTree,
     Sharding,
     Stored,
     block_slices,
-    chunk_bounds,
     raise_all,
     tree_map,
     tree_paths,
     tree_structure,
 )
 
-from ._all_gather import all_gather
+from ._carry import carry
 from ._env import bind_mesh
+from ._route import Route, route
 
 if TYPE_CHECKING:
     import torch.distributed.tensor
@@ -139,11 +140,9 @@ class GlobalTensor:
             ValueError: the block is a stack of several members'.
         """
         self._check_one()
-        own = x = self.local.to(self.mesh.device)
+        own = self.local.to(self.mesh.device)
         with bind_mesh(self.mesh), torch.no_grad():
-            for dim, size in enumerate(self.shape):
-                for axis, extent in reversed(_extents(size, self.spec.dim_axes(dim), self.mesh)):
-                    x = all_gather(x, axis, dim=dim, size=extent)
+            x = carry(own, _gathering(self.shape, self.spec, self.mesh))
         return x.clone() if x is own and own is self._local else x
 
     def to_dtensor(self) -> "torch.distributed.tensor.DTensor":
@@ -303,10 +302,11 @@ torch_pytree.register_pytree_node(
 )
 
 
-def _extents(size: int, axes: tuple[str, ...], mesh: Mesh) -> list[tuple[str, int]]:
-    out = []
-    for axis in axes:
-        out.append((axis, size))
-        lo, hi = chunk_bounds(size, mesh.axis_size(axis), mesh.axis_index(axis))
-        size = hi - lo
-    return out
+def _gathering(shape: torch.Size, spec: P, mesh: Mesh) -> Route:
+    """To the whole, axis by axis: a group along several is made by all ranks of the mesh, and here fewer may call."""
+    stops, entries = [Placement(spec)], [spec.dim_axes(dim) for dim in range(len(spec))]
+    for dim in range(len(spec)):
+        while entries[dim]:
+            entries[dim] = entries[dim][:-1]
+            stops.append(Placement(P(*(axes or None for axes in entries))))
+    return route(shape, stops[0], stops[-1], mesh, via=stops[1:-1])
