@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as torch_pytree
 
 from shardfn.core import (
+    Absent,
     DonatedError,
     MemoryKind,
     Mesh,
@@ -74,6 +75,7 @@ class GlobalTensor:
 
         Raises:
             DonatedError: a step has consumed this leaf.
+            ValueError: this rank is not of the mesh.
         """
         held = self.held
         return held if isinstance(held, Tensor) else held.load()
@@ -137,7 +139,7 @@ class GlobalTensor:
         """The whole tensor, on every rank. Collective over the axes of `spec`.
 
         Raises:
-            ValueError: the block is a stack of several members'.
+            ValueError: the block is a stack of several members'; or this rank is not of the mesh.
         """
         self._check_one()
         own = self.local.to(self.mesh.device)
@@ -196,9 +198,28 @@ class GlobalTensor:
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
-    """The `GlobalTensor` of a tensor that every rank holds whole; keeps a copy of the own block only."""
+    """The `GlobalTensor` of a tensor that every rank holds whole; keeps a copy of the own block only.
+
+    On ranks that the mesh is not of, it is one without a block: see `absent`. Of the tensor, only shape and dtype count
+    there.
+    """
+    if not mesh.is_member:
+        return absent(x.shape, x.dtype, spec, mesh)
     block = x.detach()[block_slices(tuple(x.shape), spec, mesh.shape, mesh.coords)]
     return GlobalTensor(block.to(mesh.device, copy=True).contiguous(), x.shape, spec, mesh)
+
+
+def absent(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Mesh, kind: MemoryKind = "device") -> GlobalTensor:
+    """What a rank has of a leaf of a mesh that it is not of: the leaf without a block, whose value is an error to ask.
+
+    Example:
+        >>> others = Mesh({"dp": 2}, torch.device("cpu"), ranks=[1, 2])
+        >>> leaf = absent(torch.Size([4, 2]), torch.float32, P("dp"), others)
+        >>> leaf.shape, leaf.dtype, leaf.mesh.is_member
+        (torch.Size([4, 2]), torch.float32, False)
+    """
+    why = f"a leaf of shape {tuple(shape)} of {mesh!r} has no block on this rank, which is none of the mesh's."
+    return GlobalTensor(Absent(len(shape), dtype, kind, why), shape, spec, mesh, kind)
 
 
 def unshard(tree: PyTree) -> PyTree:

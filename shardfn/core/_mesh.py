@@ -70,7 +70,8 @@ class Mesh:
         where = np.argwhere(grid == self.rank).tolist()
         self._coords = dict(zip(self.shape, where[0], strict=False)) if where else None
         # Whether it makes groups by itself, for which only its own ranks are needed.
-        self._apart = NamedGroups(self.ranks) if ranks is not None and self.is_member and self.size > 1 else None
+        apart = ranks is not None and self.is_member and self.size > 1 and dist.is_initialized()
+        self._apart = NamedGroups(self.ranks) if apart else None
         self.resources: dict[str, Any] = {}
         self.made, self.closed = MadeGroups(), False
         # Of a `device_mesh` that was made with this mesh, and ends with it.
