@@ -11,8 +11,10 @@ from ._ppermute import ppermute as ppermute
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route
-from ._carry import carry as carry
 from ._packing import EvenPacking as EvenPacking, Packing as Packing, Pieces as Pieces, Run as Run, dealt as dealt
+from ._carry import carry as carry, carry_all as carry_all
+from ._overlaps import Box as Box, Overlap as Overlap, overlaps as overlaps, pieces as pieces
+from ._cross import Crossing as Crossing, cross as cross
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
 from ._residual import Residual as Residual, compressed_init as compressed_init
@@ -42,4 +44,4 @@ from ._where import Applied as Applied, current_application as current_applicati
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._control import Constant as Constant, Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
-from ._global_tensor import member as member, stack as stack, transforming as transforming
+from ._global_tensor import absent as absent, member as member, stack as stack, transforming as transforming

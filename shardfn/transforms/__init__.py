@@ -7,6 +7,7 @@ from ._loss import WeightedMean as WeightedMean
 from ._offload import Offloaded as Offloaded, offload as offload
 from . import policies as policies
 from .policies import SavedTensor as SavedTensor
+from ._reshard import reshard as reshard
 from ._remat import remat as remat
 from ._shard_map import shard_map as shard_map
 from ._capture import CaptureError as CaptureError

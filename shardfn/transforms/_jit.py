@@ -157,7 +157,7 @@ class Jitted(Transform):
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 old = leaves[i]
-                filled[i] = GlobalTensor(x, old.shape, old.spec, old.mesh) if isinstance(old, GlobalTensor) else x
+                filled[i] = _like(old, x) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
             with bind_mesh(mesh), looping(copied_loop):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
@@ -187,7 +187,13 @@ class _Slot(NamedTuple):
 
     def fill(self, x: Tensor) -> Tensor | GlobalTensor:
         like = self.like
-        return x if like is None else GlobalTensor(x, like.shape, like.spec, like.mesh)
+        return x if like is None else _like(like, x)
+
+
+def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
+    """A leaf with another block; what was on disk has been read."""
+    kind = "host" if leaf.memory_kind == "disk" else leaf.memory_kind
+    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind)
 
 
 def _slot(x: Any) -> Any:
@@ -321,7 +327,7 @@ def _signature(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):
-        return tuple(x.shape), x.spec, x.mesh, _signature(x.local)
+        return tuple(x.shape), x.spec, x.mesh, x.memory_kind, _signature(x.local)
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     return type(x), repr(x) if isinstance(x, float) else x
 
