@@ -33,7 +33,7 @@ from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
 from ._accumulate import num_microbatches
 from ._agreement import Agreement
 from ._backward import run_forward
-from ._captured import CapturedSteps, signature
+from ._captured import CapturedSteps
 from ._check import (
     agree_on_step,
     check_params,
@@ -49,6 +49,7 @@ from ._eager_step import run_eager
 from ._eval_shape import abstract_leaves, as_state, is_abstract
 from ._first import abstract_state, first_state
 from ._functional import pure_apply, pure_loss, pure_step
+from ._graphs import signature
 from ._jit import CacheInfo, Jitted
 from ._loss import Loss
 from ._lower import Lowered

@@ -37,37 +37,34 @@ def scale_of(state: TrainState) -> Tensor | None:
     return state.loss_scale.scale if state.loss_scale else None
 
 
-def looked_at(state: TrainState) -> tuple[PyTree, PyTree]:
-    """This rank's blocks of params and optimizer state, as they are; they must not be written to."""
-    return _map_held(lambda x: x.held, state)
+def looked_at(tree: PyTree) -> PyTree:
+    """Every `GlobalTensor` of a tree as this rank's block, as it is kept; it must not be written to."""
+    return _map_held(lambda x: x.held, tree)
 
 
 @contextlib.contextmanager
-def taken(state: TrainState, *, donate: bool) -> Iterator[tuple[PyTree, PyTree]]:
-    """This rank's blocks of params and optimizer state, for an update to write to: the state's own, or copies.
+def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
+    """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
 
-    What holds of `state` afterwards, if it is donated: an update that ended has consumed it. One that failed before it
+    What holds of `tree` afterwards, if it is donated: an update that ended has consumed it. One that failed before it
     wrote anything has left it as it was; one that failed half-way has consumed it, as it is of no use to anyone.
     """
     with torch.no_grad():
-        params, opt_state = looked_at(state) if donate else _map_held(_copy, state)
-    given = [x for x in (*tree_leaves(params), *tree_leaves(opt_state)) if isinstance(x, Tensor)]
+        blocks = looked_at(tree) if donate else _map_held(_copy, tree)
+    given = [x for x in tree_leaves(blocks) if isinstance(x, Tensor)]
     before = [x._version for x in given]
     try:
-        yield params, opt_state
+        yield blocks
     except BaseException:
         if donate and before != [x._version for x in given]:
-            _map_held(lambda x: x.donate(), state)
+            _map_held(lambda x: x.donate(), tree)
         raise
     if donate:
-        _map_held(lambda x: x.donate(), state)
+        _map_held(lambda x: x.donate(), tree)
 
 
-def _map_held(f: Callable[[GlobalTensor], Any], state: TrainState) -> tuple[PyTree, PyTree]:
-    def each(x: Any) -> Any:
-        return f(x) if isinstance(x, GlobalTensor) else x
-
-    return tree_map(each, state.params), tree_map(each, state.opt_state)
+def _map_held(f: Callable[[GlobalTensor], Any], tree: PyTree) -> PyTree:
+    return tree_map(lambda x: f(x) if isinstance(x, GlobalTensor) else x, tree)
 
 
 def _copy(x: GlobalTensor) -> Tensor | Stored:

@@ -30,6 +30,8 @@ from ._backward import Outcome, run_backward
 from ._capture import Recorder, capture
 from ._comms import Comms
 from ._fakes import fakes
+from ._graphs import Program
+from ._loss import NoGradientError
 from ._metrics import measure
 from ._plan import Plan
 from ._splice import copied_loop
@@ -38,7 +40,7 @@ from ._update import update_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class StepProgram:
+class StepProgram(Program):
     """A captured step.
 
     Its graph takes this rank's blocks of params and optimizer state (donated), a key if the loss takes one, and this
@@ -46,22 +48,23 @@ class StepProgram:
     returns a token.
 
     Attributes:
-        gm: the graph.
         plan: the layout.
         kinds: the memories of the blocks of params and optimizer state.
         opt_treedef: structure of the optimizer state.
         metrics: their names, in order.
-        outcome: what the loss returns; the same on all ranks.
         differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
     """
 
-    gm: GraphModule
     plan: Plan
     kinds: tuple[MemoryKind, ...]
     opt_treedef: Any
     metrics: tuple[str, ...]
-    outcome: str
     differentiated: bool
+
+    def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
+        """Refuses a loss that has a gradient on none of the ranks; where some have none, theirs count as zeros."""
+        if not any(exchange(int(self.differentiated))):
+            raise NoGradientError(self.plan.trained)
 
 
 def capture_step(
@@ -113,7 +116,7 @@ def capture_step(
     _annotate(gm, plan.mesh, paths, held)
     _say_types(gm, plan, held, names)
     return StepProgram(
-        gm, plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), plan.outcome or "", *received
+        gm, plan.outcome or "", plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), *received
     )
 
 

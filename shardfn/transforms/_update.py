@@ -52,7 +52,7 @@ def update(
         ahead: what has stepped some of the leaves already.
     """
     done = Done() if ahead is None else ahead.finish()
-    with taken(state, donate=parts.donate) as (params, opt_state), torch.no_grad():
+    with taken((state.params, state.opt_state), donate=parts.donate) as (params, opt_state), torch.no_grad():
         held, rule = tree_leaves(params), parts.optimizer
         blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
     return next_state(plan, state, blocks, opt_state)
