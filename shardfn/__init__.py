@@ -54,6 +54,7 @@ from shardfn.transforms import (
     policies as policies,
     remat as remat,
     shard_map as shard_map,
+    sharded as sharded,
     sharded_step as sharded_step,
     value_and_grad as value_and_grad,
 )

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import TransportError
-from shardfn.core import PyTree, RankError, Stored
+from shardfn.core import PyTree, RankError, Stored, tree_map
 
 from ._accumulate import microbatches
 from ._ahead import Ahead
 from ._comms import Comms, described, open_channels
 from ._entered import check_capture, enter, watch_of
 from ._gather import DONE, IDLE, Gatherer
-from ._lazy import LeafBook
+from ._lazy import LeafBook, opened
 from ._loss import NoGradientError, Value, WeightedMean, evaluate, totals
 from ._order import UseOrder
 from ._plan import Plan
@@ -48,7 +48,7 @@ class Outcome:
 def run_forward(
     plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], key: Any, f: Callable[[PyTree], Any]
 ) -> Any:
-    """`f(params)` without gradients, with the leaves as a loss sees them."""
+    """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
@@ -57,10 +57,11 @@ def run_forward(
     with _told(gatherer, comms), torch.no_grad():
         params, _ = enter(plan, blocks, book, None)
         gatherer.begin_phase()
-        out = f(params)
+        out = tree_map(opened, f(params))
         watch.check("the function")
         gatherer.end_phase(ask=True)
     gatherer.close()
+    check_capture(plan, blocks, book, "the function")
     return out
 
 
@@ -204,7 +205,7 @@ class Engine:
         """
         plan, comms = self._plan, self._comms
         self._gatherer.close()
-        check_capture(plan, blocks, self._book)
+        check_capture(plan, blocks, self._book, "the loss")
         if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
             raise NoGradientError(plan.trained)
         comms.mark("update")

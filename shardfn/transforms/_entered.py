@@ -60,8 +60,8 @@ def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored]) -> Watch:
     return watch
 
 
-def check_capture(plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook) -> None:
-    """Refuses a captured loss that writes to parameters.
+def check_capture(plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, name: str) -> None:
+    """Refuses a captured loss, called `name`, that writes to parameters.
 
     Raises:
         ValueError: lists every such op.
@@ -71,7 +71,7 @@ def check_capture(plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook)
         return
     here = [(leaf.path, x) for leaf, x in zip(plan.layers, blocks, strict=True) if isinstance(x, Tensor)]
     leaves = {storage_of(x): path for path, x in here} | {k: path for k, (path, _) in book.captured.items()}
-    check_graph(notes.tracer.graph, leaves)
+    check_graph(notes.tracer.graph, leaves, name)
 
 
 def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:

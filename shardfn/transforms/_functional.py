@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._functorch import maybe_get_level
 from torch.func import grad_and_value
 
-from shardfn.collectives import GlobalTensor, local, psum
+from shardfn.collectives import GlobalTensor, axis_size, local, psum
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_unflatten
 from shardfn.optim import apply_updates, sum_squares
 
@@ -94,19 +94,20 @@ class _Pure:
         return next_state(plan, self._state, new, opt_state)
 
 
-def pure_loss(plan: Plan, params: PyTree, loss: Loss, args: tuple[Any, ...], *, has_aux: bool) -> Tensor:
-    """The mean of the loss over the global batch, the same on all ranks. The mesh must be bound."""
-    wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)])
-    tree = tree_unflatten(plan.treedef, wholes)
+def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool) -> Callable[..., Tensor]:
+    """The mean of a loss over the batch of all ranks along `axes`, the same on all of them: `mean(params, batch)`."""
 
-    def one(inner: Loss, batch: PyTree) -> list[Value]:
-        return [_evaluate(inner, tree, (batch, *args[1:]), has_aux)]
+    def mean(params: PyTree, batch: PyTree, *key: Tensor) -> Tensor:
+        def one(inner: Loss, batch: PyTree) -> list[Value]:
+            return [_evaluate(inner, params, (batch, *key), has_aux)]
 
-    own, weight = totals(fold(loss, args[0], one, operator.add))
-    total = psum(own, plan.batch_axes)
-    if weight is not None:
-        return total / psum(weight, plan.batch_axes).to(total.dtype)
-    return total / (plan.mesh.axis_size(plan.batch_axes) * num_microbatches(loss))
+        own, weight = totals(fold(loss, batch, one, operator.add))
+        total = psum(own, axes)
+        if weight is not None:
+            return total / psum(weight, axes).to(total.dtype)
+        return total / (axis_size(axes) * num_microbatches(loss))
+
+    return mean
 
 
 def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:

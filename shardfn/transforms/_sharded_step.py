@@ -4,6 +4,7 @@ The law: `sharded_step(loss, tx)(state, batch)` computes what the one-device ste
 stages, memory and prefetch change where things are and when they move, never a value.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,26 +18,17 @@ from shardfn.core import (
     Mesh,
     P,
     PyTree,
-    Sharding,
     Zero,
     as_mesh,
-    block_slices,
-    deferred,
-    draw_block,
     fold_in,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
 )
 from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
 
 from ._accumulate import num_microbatches
 from ._agreement import Agreement
-from ._backward import run_forward
 from ._captured import CapturedSteps
 from ._check import (
     agree_on_step,
-    check_params,
     check_replicas,
     check_same_loss,
     check_specs,
@@ -45,27 +37,27 @@ from ._check import (
     told_before,
 )
 from ._comms import Comms, comms_of, losing_no_peer
+from ._constant import describe_step
 from ._eager_step import run_eager
 from ._eval_shape import abstract_leaves, as_state, is_abstract
-from ._first import abstract_state, first_state
-from ._functional import pure_apply, pure_loss, pure_step
+from ._first import abstract_state, drawn, first_state, own_blocks
+from ._functional import global_mean, pure_step
 from ._graphs import signature
+from ._interface import Interface
 from ._jit import CacheInfo, Jitted
 from ._loss import Loss
 from ._lower import Lowered
 from ._mixed_precision import check_scaled, with_masters
-from ._module_dtypes import computing_in
 from ._phases import check_phases, in_phase
-from ._plan import Plan, Planner
+from ._plan import OF_A_STATE, Plan, Planner
 from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
-from ._schedule import accumulation, check_schedule
+from ._schedule import accumulation, as_text, check_schedule
+from ._sharded import MAX_APPLIED, Sharded, kept_as
 from ._state import TrainState, check_alive, scale_of
 from ._step import StepParts, rescaled
 from ._unwrap import Unwrapped, unwrap
-
-# Functions whose order of gathers a step remembers.
-MAX_APPLIED = 16
+from ._update import decided_on
 
 
 def sharded_step(
@@ -156,8 +148,11 @@ class ShardedStep:
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
-        self._agreement = Agreement(parts, unwrapped, key)
+        self._agreement = Agreement(self._lines)
         self._jitted = unwrapped.jitted
+        mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux)
+        self._loss = self._over_params(Unwrapped(mean), "the loss of a step")
+        self._applied: dict[Any, Sharded] = {}
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
     def init(self, params: PyTree, *args: Any) -> TrainState:
@@ -174,23 +169,16 @@ class ShardedStep:
             ValueError: the tree does not fit the specs.
             RankError: ranks pass different trees or different values.
         """
-        leaves, plan = self._drawn(params, args)
+        leaves, plan = drawn(self._planner, params, args)
         check_phases(plan, self._optimizer)
         if self.mesh.abstract or is_abstract(leaves):
             return abstract_state(plan, self._optimizer, self._key, self._first_scale())
         comms = comms_of(self.mesh)
-        self._agreement.agree(comms, "init", plan, None)
+        self._agreement.agree(comms, "init", plan)
         check_replicas(leaves, plan, comms.control)
         del params
-
-        def draw(i: int) -> Tensor:
-            leaf, drawn = plan.leaves[i], leaves[i]
-            leaves[i] = None
-            where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
-            return draw_block(drawn, where).to(self.mesh.device).to(leaf.dtypes.master).contiguous()
-
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            state = first_state(plan, self._optimizer, draw, self._key, self._first_scale())
+            state = first_state(plan, self._optimizer, own_blocks(plan, leaves), self._key, self._first_scale())
             begin(plan, state, comms.control)
             _together(plan, comms)
         return state
@@ -225,9 +213,9 @@ class ShardedStep:
             ...     make(directory).resume(torch.ones(2)).step
             tensor(1)
         """
-        _, plan = self._drawn(params, args)
+        _, plan = drawn(self._planner, params, args)
         comms = comms_of(self.mesh)
-        self._agreement.agree(comms, "resume", plan, None)
+        self._agreement.agree(comms, "resume", plan)
         like = abstract_state(plan, self._optimizer, self._key, self._first_scale())
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
@@ -237,19 +225,6 @@ class ShardedStep:
     def close(self) -> None:
         """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
         close_pool(self._planner)
-
-    def _drawn(self, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
-        """The leaves of a first state, perhaps not drawn yet, and their plan."""
-        if transforming():
-            raise ValueError(
-                "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
-            )
-        if callable(params):
-            with deferred():
-                params = params(*args)
-        check_params(params)
-        leaves, treedef = tree_flatten(params)
-        return leaves, self._planner.plan(treedef, leaves)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
@@ -306,7 +281,7 @@ class ShardedStep:
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
-            constant = self._agreement.constant(plan, state)
+            constant = self._agreement.constant(plan, state.opt_state)
             args = self._args_of(state, batch)
             self._check_scale(state)
             if only is not None and signature(plan, args) != only:
@@ -369,10 +344,7 @@ class ShardedStep:
             >>> torch.func.grad(step.loss)(state.params, torch.tensor([1.0, 3.0])).full_tensor()
             tensor(2.)
         """
-        plan = self._planner.plan_of(TrainState(params, (), torch.zeros((), dtype=torch.int64)))
-        self._agreement.agree_once(plan, "the loss of a step")
-        with bind_mesh(self.mesh):
-            return pure_loss(plan, params, self._parts.loss, (batch, *key), has_aux=self._parts.has_aux)
+        return self._loss.pure(params, batch, *key)
 
     def cache_info(self) -> CacheInfo:
         """What the step remembers of its captures, those of `lower` included."""
@@ -384,34 +356,38 @@ class ShardedStep:
         Collective: every rank calls it. What `f` returns is returned as it is, so a mean over this rank's rows is this
         rank's. Passing the same function again reuses the order of gathers learnt the first time.
         """
-        if transforming():
-            with bind_mesh(self.mesh), computing_in(self._compute):
-                return pure_apply(self._planner.plan_of(state), state.params, f, args)
-        f = unwrap(f).loss  # leaves are gathered one by one, which a graph of f alone would not do
-        comms = comms_of(self.mesh)
-        with told_before(comms.control):
-            check_alive(state)
-            plan = self._planner.plan_of(state)
-            blocks = [g.held for g in tree_leaves(state.params)]
-        self._agreement.agree(comms, "apply", plan, state)
-        known = ("apply", f) in plan.use_orders
-        if not all(comms.control.exchange(int(known))):
-            plan.use_orders.pop(("apply", f), None)
-        with bind_mesh(self.mesh), losing_no_peer(comms), computing_in(self._compute):
-            out = run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
-        plan.forget_orders(MAX_APPLIED)
-        return out
+        if not isinstance(state, TrainState):
+            with told_before(comms_of(self.mesh).control):
+                self._planner.plan_of(state)
+        g = self._function(f)
+        with contextlib.nullcontext() if transforming() else torch.no_grad():
+            return g(state.params, *args)
+
+    def _function(self, f: Callable[..., Any]) -> Sharded:
+        """`f` over this step's parameters, as it was made for an earlier call, or anew."""
+        unwrapped = unwrap(f)
+        found = self._applied.pop(unwrapped.loss, None)
+        if found is None or found.jitted != unwrapped.jitted:
+            found = self._over_params(unwrapped, "apply")
+        self._applied[unwrapped.loss] = found  # the newest last
+        if len(self._applied) > MAX_APPLIED:
+            del self._applied[next(iter(self._applied))]
+        return found
+
+    def _over_params(self, f: Unwrapped, what: str) -> Sharded:
+        return Sharded(f, self._planner, Interface(self.mesh), self._agreement, what, OF_A_STATE)
 
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
-        leaves, treedef = tree_flatten(params)
-        plan = self._planner.plan(treedef, leaves)
-        kept = [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves]
-        return tree_unflatten(treedef, kept)
+        return kept_as(self._planner, params)
 
-    @property
-    def _compute(self) -> torch.dtype | None:
-        return None if self._planner.policy is None else self._planner.policy.compute
+    def _lines(self, plan: Plan) -> list[str]:
+        """What ranks agree on, besides the layout."""
+        parts = self._parts
+        flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
+        seed = f"key {None if self._key is None else self._key.tolist()}"
+        made = describe_step(self._unwrapped, decided_on(plan, parts.optimizer))
+        return [flags, seed, *made, f"schedule {as_text(parts.schedule)}"]
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""

@@ -73,8 +73,8 @@ def _copy(x: GlobalTensor) -> Tensor | Stored:
         return held.clone() if isinstance(held, Tensor) else held
 
 
-def check_alive(state: TrainState) -> None:
-    """Raises if the state cannot be stepped.
+def check_alive(state: PyTree, name: str = "state") -> None:
+    """Raises if a state, or a part of it called `name`, cannot be used any more.
 
     Raises:
         DonatedError: leaves were donated; lists them.
@@ -82,14 +82,14 @@ def check_alive(state: TrainState) -> None:
     """
     dead = [i for i, x in enumerate(tree_leaves(state)) if isinstance(x, GlobalTensor) and x.donated]
     if dead:
-        paths = tree_paths(state, "state")
+        paths = tree_paths(state, name)
         gone = [paths[i] for i in dead]
         shown = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
         raise DonatedError(
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
             " the step with donate=False."
         )
-    if any(x.stacked for x in tree_leaves(state.params)[:1] if isinstance(x, GlobalTensor)):
+    if any(x.stacked for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)):
         raise ValueError(
             "this state is that of a population: its blocks have a leading dim. Step it under torch.func.vmap, or take"
             " one by member(state, i)."

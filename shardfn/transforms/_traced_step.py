@@ -98,7 +98,7 @@ def capture_step(
     received: list[bool] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
-        state, rest = [_entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
+        state, rest = [entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
         given, scaled = tree_unflatten(arg_treedef, rest)
         mine = state[:num], tree_unflatten(opt_treedef, state[num:])
         del state
@@ -113,7 +113,7 @@ def capture_step(
     paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
     paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
     paths += [] if scale is None else [("loss_scale", "other")]
-    _annotate(gm, plan.mesh, paths, held)
+    annotate(gm, plan.mesh, paths, held)
     _say_types(gm, plan, held, names)
     return StepProgram(
         gm, plan.outcome or "", plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), *received
@@ -172,7 +172,7 @@ def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:
     return out
 
 
-def _entering(x: Tensor, like: GlobalTensor) -> Tensor | Stored:
+def entering(x: Tensor, like: GlobalTensor) -> Tensor | Stored:
     """A block as the engine knows it."""
     return TracedStored(x, like.held.shape, like.held.dtype) if like.memory_kind == "disk" else x
 
@@ -197,10 +197,14 @@ def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metric
         if node.meta["kind"] == "batch":
             node.meta["enters"] = Leaf(node.meta["leaf"], plan.batch_axes)
     gm.meta["batch_axes"] = plan.batch_axes
-    gm.meta["results"] = [*((x.path, x.axes) for x in entries), *((f"metrics[{name!r}]", ()) for name in metrics)]
+    gm.meta["results"] = [
+        *((f"new {x.path}", x.axes) for x in entries),
+        *((f"new metrics[{name!r}]", ()) for name in metrics),
+    ]
 
 
-def _annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held: Sequence[GlobalTensor]) -> None:
+def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held: Sequence[GlobalTensor]) -> None:
+    """Writes beside the inputs what they are: path and kind of each, and of the first, `held`, where they are kept."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, (leaf, kind) in zip(inputs, paths, strict=True):
         node.meta["leaf"], node.meta["kind"] = leaf, kind
