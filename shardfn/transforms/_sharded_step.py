@@ -353,8 +353,9 @@ class ShardedStep:
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
 
-        Collective: every rank calls it. What `f` returns is returned as it is, so a mean over this rank's rows is this
-        rank's. Passing the same function again reuses the order of gathers learnt the first time.
+        It is `sharded(f)` of the step's annotations. Collective: every rank calls it. What `f` returns is returned as
+        it is, so a mean over this rank's rows is this rank's. Passing the same function again reuses the order of
+        gathers learnt the first time; of a jitted one, the graph.
         """
         if not isinstance(state, TrainState):
             with told_before(comms_of(self.mesh).control):

@@ -75,13 +75,13 @@ def test_homes_stacked_leaves_and_precision_keep_every_bit(tmp_path: Any) -> Non
 
 
 @distributed(world=2, timeout=200)
-def _homes(tmp_path: Any, modes: list[str], homes: list[str]) -> None:
+def _homes(tmp_path: Any, modes: list[str], homes: list[Any]) -> None:
     mesh, g = sf.make_mesh({"dp": 2}), torch.Generator().manual_seed(0)
     whole = {"w": torch.randn(4, 5, 5, generator=g), "out": torch.randn(5, 3, generator=g)}
     x = torch.randn(2 + mesh.rank, 5, generator=g)
     for mode, jit in ((mode, JITS[mode]) for mode in modes):
         for home in homes:
-            where = {"directory": str(tmp_path / mode)} if home == "disk" else {}
+            where: dict[str, Any] = {"directory": str(tmp_path / mode)} if home == "disk" else {}
             zero = sf.Zero(stage=3, persist=0, prefetch=64, params=home, **where)
             f = sf.sharded(jit(_scanned), mesh=mesh, specs=STACKED, zero=zero)
             params = f.init(whole)
@@ -176,7 +176,7 @@ def _decodes(world: int) -> None:
         flat = {"k": whole["k"].flatten(1), "o": whole["o"].flatten(0, 1)}
         want = {"k": torch.zeros(B, H, T, K), "length": torch.zeros(())}
         cache = {n: sf.shard(x, _CUT[n], mesh) for n, x in want.items()}
-        rows = B // mesh.axis_size("dp")
+        rows, before = B // mesh.axis_size("dp"), cache
         for at in range(3):
             place, before = cache["k"].local.data_ptr(), cache
             y, want = _decode(flat, xs[at], want, at)
@@ -194,7 +194,8 @@ def _decodes(world: int) -> None:
 
 
 @distributed(world=2)
-def test_what_is_not_donated_is_not_written(tmp_path: Any) -> None:
+def test_what_is_not_donated_is_not_written() -> None:
+    cache: dict[str, sf.GlobalTensor] = {}
     mesh = sf.make_mesh({"dp": 1, "tp": 2})
     for mode, jit in JITS.items():
         f, params, _, xs = _decoder(mesh, _decode, jit=jit)
@@ -305,12 +306,13 @@ def test_results_are_blocks_of_one_tensor_or_an_error_on_all_ranks() -> None:
 def test_arguments_that_do_not_fit_are_named() -> None:
     mesh = sf.make_mesh({"dp": 1})
     x = sf.shard(torch.ones(4), P("dp"), mesh)
-    for options, words in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"in_specs": (P("pd"),)}, r"axis 'pd' is not in the mesh"),
         ({"in_specs": ("dp",)}, r"specs\['in_specs'\]\[0\] is 'dp'; say P"),
         ({"donate": 0}, r"donate=0: the first argument is gathered"),
         ({"in_specs": (None,), "donate": 1}, r"donate=1 has no effect: in_specs has no entry for args\[1\]"),
-    ):
+    ]
+    for options, words in wrong:
         with pytest.raises(ValueError, match=words):
             sf.sharded(lambda p, *args: p, mesh=mesh, **options)
     f = sf.sharded(lambda p, c: c["a"] * p, mesh=mesh, in_specs=({"a": P("dp")},))
