@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import StoppedError
-from shardfn.core import PyTree, Stored, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.core import Stored, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.graph import Choice, Schedule
 from shardfn.memory import stored_of, token_of
 
@@ -20,7 +20,7 @@ from ._pools import disk_of
 from ._state import TrainState, scale_of, taken
 from ._step import StepParts
 from ._traced_step import StepProgram, capture_step
-from ._update import next_state
+from ._update import blocks_of, next_state
 
 
 class CapturedSteps:
@@ -39,8 +39,9 @@ class CapturedSteps:
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """One step."""
         key = *signature(plan, args), even, _layouts(state)
+        how: dict[str, Any] = {"even": even, "model_state": state.model_state}
         capture = functools.partial(
-            capture_step, self._parts, plan, state.params, state.opt_state, args, scale_of(state), even=even
+            capture_step, self._parts, plan, state.params, state.opt_state, args, scale_of(state), **how
         )
         # A phase of the optimizer has a plan, and so a graph, of its own.
         name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
@@ -51,11 +52,11 @@ class CapturedSteps:
         """What is remembered."""
         return self._graphs.cache_info()
 
-    def lower(
-        self, plan: Plan, params: PyTree, opt: PyTree, args: tuple[Any, ...], scale: Tensor | None
-    ) -> tuple[StepProgram, Schedule | Choice]:
+    def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[StepProgram, Schedule | Choice]:
         """Captures and schedules a step for its shapes; see `Graphs.lower`."""
-        return self._graphs.lower(lambda: capture_step(self._parts, plan, params, opt, args, scale, even=True))
+        params, opt, scale = state.params, state.opt_state, scale_of(state)
+        how: dict[str, Any] = {"even": True, "model_state": state.model_state}
+        return self._graphs.lower(lambda: capture_step(self._parts, plan, params, opt, args, scale, **how))
 
     def compile(self, program: StepProgram, backend: str | None, comms: Comms) -> Callable[..., Any]:
         """A lowered step that runs as `run` does. Collective."""
@@ -75,7 +76,7 @@ class CapturedSteps:
         scale = scale_of(state)
         arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
         try:
-            with taken((state.params, state.opt_state), donate=self._parts.donate) as held:
+            with taken(blocks_of(state), donate=self._parts.donate) as held:
                 given = [x if isinstance(x, Tensor) else token_of(x) for x in tree_leaves(held)]
                 outs = ready(comms, disk_of(program.plan), [*given, *arg_leaves])
         except StoppedError as stopped:  # before anything was written
@@ -84,12 +85,14 @@ class CapturedSteps:
             return state, metrics
         values = outs[len(outs) - len(names) :]
         new_held = [stored_of(x) if kind == "disk" else x for x, kind in zip(outs, program.kinds, strict=False)]
-        blocks, opt_state = new_held[:num], tree_unflatten(program.opt_treedef, new_held[num:])
-        return next_state(program.plan, state, blocks, opt_state), dict(zip(names, values, strict=True))
+        then = num + program.opt_treedef.num_leaves
+        opt_state, kept = tree_unflatten(program.opt_treedef, new_held[num:then]), new_held[then:]
+        new = next_state(program.plan, state, new_held[:num], opt_state, kept)
+        return new, dict(zip(names, values, strict=True))
 
 
 def _layouts(state: TrainState) -> Any:
     """What a graph takes for granted of the state."""
-    leaves, treedef = tree_flatten(state.opt_state)
+    leaves, treedef = tree_flatten((state.opt_state, state.model_state))
     held: list[Tensor | Stored] = [x.held for x in (*tree_leaves(state.params), *leaves)]
     return treedef, *((x.stride() if isinstance(x, Tensor) else x.shape, x.dtype) for x in held)

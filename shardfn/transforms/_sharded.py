@@ -177,7 +177,7 @@ class Sharded(Transform):
             return abstract_params(plan)
         comms = comms_of(self.mesh)
         self._agreement.agree(comms, "init", plan)
-        check_replicas(leaves, plan, comms.control)
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
         del params
         with bind_mesh(self.mesh), losing_no_peer(comms):
             return first_params(plan, own_blocks(plan, leaves))

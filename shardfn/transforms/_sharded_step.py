@@ -21,6 +21,9 @@ from shardfn.core import (
     Zero,
     as_mesh,
     fold_in,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
 )
 from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
 
@@ -39,7 +42,7 @@ from ._check import (
 from ._comms import Comms, comms_of, losing_no_peer
 from ._constant import describe_step
 from ._eager_step import run_eager
-from ._eval_shape import abstract_leaves, as_state, is_abstract
+from ._eval_shape import abstract_leaves, is_abstract
 from ._first import abstract_state, drawn, first_state, own_blocks
 from ._functional import global_mean, pure_step
 from ._graphs import signature
@@ -48,6 +51,7 @@ from ._jit import CacheInfo, Jitted
 from ._loss import Loss
 from ._lower import Lowered
 from ._mixed_precision import check_scaled, with_masters
+from ._model_state import check_kept, check_same_state, first_model_state
 from ._phases import check_phases, in_phase
 from ._plan import OF_A_STATE, Plan, Planner
 from ._pools import begin, close_pool, commit, forget
@@ -70,6 +74,8 @@ def sharded_step(
     zero: Zero | None = None,
     key: Tensor | None = None,
     has_aux: bool = False,
+    has_state: bool = False,
+    state_specs: PyTree = P(),
     donate: bool = True,
     skip_nonfinite: bool = False,
     trainable: PyTree = True,
@@ -92,6 +98,11 @@ def sharded_step(
         zero: the ZeRO rule; default stage 0.
         key: when given, the loss gets `fold_in(key, step)`, the same on all ranks.
         has_aux: whether the loss returns `(loss, aux)`; aux is a dict of scalars, averaged into the metrics.
+        has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`: it takes
+            and returns a tree of tensors that are no parameters, such as running statistics. Pass the first one to
+            `init`. Microbatches hand it on; a step that is skipped keeps the old one. It has no gradient.
+        state_specs: a prefix tree of `P` for the model state, of which the loss sees this rank's blocks. What it
+            returns must be the same on all ranks along axes that a spec leaves out.
         donate: whether a step reuses the buffers of the state it is given, which then cannot be touched again.
         skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the state as it was.
         trainable: a prefix tree of bools for params; False leaves get no gradient and no optimizer state.
@@ -123,12 +134,11 @@ def sharded_step(
     on, rule = as_mesh(mesh), zero or Zero()
     batch = default_batch(specs, on) if batch is None else batch
     check_specs(specs, batch, rule, on)
-    unwrapped = unwrap(loss)
+    check_specs({"state_specs": state_specs}, P(), Zero(), on)
+    unwrapped = unwrap(loss, has_state=has_state)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
-    parts = _parts(
-        unwrapped, as_transformation(optimizer), has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
-    )
-    return ShardedStep(parts, unwrapped, planner, key)
+    flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
+    return ShardedStep(_parts(unwrapped, as_transformation(optimizer), **flags), unwrapped, planner, key, state_specs)
 
 
 def _parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) -> StepParts:
@@ -143,19 +153,24 @@ def _parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) ->
 class ShardedStep:
     """A training step. Build one with `sharded_step`, which documents it."""
 
-    def __init__(self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None) -> None:
+    def __init__(
+        self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None, state_specs: PyTree = P()
+    ) -> None:
         check_schedule(parts.schedule, num_microbatches(parts.loss))
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
+        self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
         self._agreement = Agreement(self._lines)
         self._jitted = unwrapped.jitted
-        mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux)
-        self._loss = self._over_params(Unwrapped(mean), "the loss of a step")
+        mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
+        self._loss = self._over_params(
+            Unwrapped(mean), "the loss of a step", *([state_specs] if parts.has_state else [])
+        )
         self._applied: dict[Any, Sharded] = {}
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
-    def init(self, params: PyTree, *args: Any) -> TrainState:
+    def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The first state: every rank keeps its own blocks only.
 
         Args:
@@ -163,6 +178,7 @@ class ShardedStep:
                 Inside such a function `shardfn`'s own draws are deferred, so that each rank draws its own blocks and no
                 others.
             *args: what such a function is called with.
+            model_state: with `has_state`, the first one: a tree of tensors, the same on all ranks.
 
         Raises:
             TypeError: a leaf is no tensor.
@@ -171,19 +187,23 @@ class ShardedStep:
         """
         leaves, plan = drawn(self._planner, params, args)
         check_phases(plan, self._optimizer)
+        kept = first_model_state(model_state, self._state_specs, self.mesh)
+        check_kept(kept, self._state_specs, has_state=self._parts.has_state)
         if self.mesh.abstract or is_abstract(leaves):
-            return abstract_state(plan, self._optimizer, self._key, self._first_scale())
+            return self._abstract_state(plan)._replace(model_state=kept)
         comms = comms_of(self.mesh)
         self._agreement.agree(comms, "init", plan)
-        check_replicas(leaves, plan, comms.control)
-        del params
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
+        check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
+        del params, model_state
         with bind_mesh(self.mesh), losing_no_peer(comms):
             state = first_state(plan, self._optimizer, own_blocks(plan, leaves), self._key, self._first_scale())
+            state = state._replace(model_state=kept)
             begin(plan, state, comms.control)
             _together(plan, comms)
         return state
 
-    def resume(self, params: PyTree, *args: Any) -> TrainState:
+    def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The state of the last step that all ranks finished, from what they left on disk. Collective.
 
         After each step the state is committed under `Zero(directory=...)`, unless parts of it are kept in memory only
@@ -193,6 +213,7 @@ class ShardedStep:
         Args:
             params: as for `init`; only shapes and dtypes count.
             *args: as for `init`.
+            model_state: as for `init`; only shapes and dtypes count.
 
         Raises:
             FileNotFoundError: the ranks have no commit in common.
@@ -216,7 +237,9 @@ class ShardedStep:
         _, plan = drawn(self._planner, params, args)
         comms = comms_of(self.mesh)
         self._agreement.agree(comms, "resume", plan)
-        like = abstract_state(plan, self._optimizer, self._key, self._first_scale())
+        like = self._abstract_state(plan)._replace(
+            model_state=first_model_state(model_state, self._state_specs, self.mesh)
+        )
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
             _together(plan, comms)
@@ -255,7 +278,7 @@ class ShardedStep:
             0
         """
         plan, given, args = self._abstract(state, batch, phase)
-        program, schedule = self._steps.lower(plan, given.params, given.opt_state, args, scale_of(given))
+        program, schedule = self._steps.lower(plan, given, args)
         key = signature(plan, args)
 
         def compile(backend: str | None) -> Callable[..., Any]:
@@ -265,7 +288,11 @@ class ShardedStep:
         return Lowered(program.gm, self.mesh, schedule, compile)
 
     def _abstract(self, state: PyTree, batch: PyTree, phase: Phase | None) -> tuple[Plan, TrainState, tuple[Any, ...]]:
-        given = as_state(self._planner, self._optimizer, self._key, self._first_scale(), state)
+        given = state
+        if not isinstance(state, TrainState):
+            leaves, treedef = tree_flatten(state)
+            given = self._abstract_state(self._planner.plan(treedef, leaves))
+        check_kept(given.model_state, self._state_specs, has_state=self._parts.has_state)
         plan = in_phase(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
         self._check_scale(given)
         describe_batch(batch, self._planner.batch, self.mesh)
@@ -281,9 +308,11 @@ class ShardedStep:
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
-            constant = self._agreement.constant(plan, state.opt_state)
+            kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
+            constant = self._agreement.constant(plan, kept)
             args = self._args_of(state, batch)
             self._check_scale(state)
+            check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
             if only is not None and signature(plan, args) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
@@ -303,6 +332,8 @@ class ShardedStep:
             _together(plan, comms)
             if not plan.compared and self.mesh.size > self.mesh.axis_size(plan.batch_axes):
                 check_same_loss(metrics["loss"], plan, comms.control)
+            if not plan.compared:
+                check_same_state(new.model_state, self.mesh, comms.control)
             plan.compared = True
         return new, metrics
 
@@ -318,12 +349,13 @@ class ShardedStep:
                 " transform cannot read; use an optimizer without phases."
             )
         self._check_scale(state)
+        check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
         with bind_mesh(self.mesh):
             return pure_step(plan, state, self._parts, args)
 
-    def loss(self, params: PyTree, batch: PyTree, *key: Tensor) -> Tensor:
+    def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
 
         `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it; a gradient is a tree of `GlobalTensor`
@@ -333,6 +365,7 @@ class ShardedStep:
             params: a state's params.
             batch: this rank's rows.
             *key: the key that the loss takes, if it does; used as it is.
+            model_state: with `has_state`, a state's; what the loss makes of it is dropped.
 
         Returns:
             A 0-d tensor.
@@ -344,7 +377,7 @@ class ShardedStep:
             >>> torch.func.grad(step.loss)(state.params, torch.tensor([1.0, 3.0])).full_tensor()
             tensor(2.)
         """
-        return self._loss.pure(params, batch, *key)
+        return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
 
     def cache_info(self) -> CacheInfo:
         """What the step remembers of its captures, those of `lower` included."""
@@ -375,8 +408,8 @@ class ShardedStep:
             del self._applied[next(iter(self._applied))]
         return found
 
-    def _over_params(self, f: Unwrapped, what: str) -> Sharded:
-        return Sharded(f, self._planner, Interface(self.mesh), self._agreement, what, OF_A_STATE)
+    def _over_params(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
+        return Sharded(f, self._planner, Interface(self.mesh, in_specs), self._agreement, what, OF_A_STATE)
 
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
@@ -386,9 +419,10 @@ class ShardedStep:
         """What ranks agree on, besides the layout."""
         parts = self._parts
         flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
+        kept = [f"state_specs {self._state_specs}"] if parts.has_state else []
         seed = f"key {None if self._key is None else self._key.tolist()}"
         made = describe_step(self._unwrapped, decided_on(plan, parts.optimizer))
-        return [flags, seed, *made, f"schedule {as_text(parts.schedule)}"]
+        return [flags, seed, *made, f"schedule {as_text(parts.schedule)}", *kept]
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
@@ -397,6 +431,10 @@ class ShardedStep:
         if not isinstance(state.key, Tensor):
             raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
         return batch, fold_in(state.key, state.step)
+
+    def _abstract_state(self, plan: Plan) -> TrainState:
+        """A first state as shapes, but for the model state."""
+        return abstract_state(plan, self._optimizer, self._key, self._first_scale())
 
     def _first_scale(self) -> PyTree:
         return () if self._loss_scale is None else self._loss_scale.init()

@@ -22,6 +22,7 @@ class TrainState(NamedTuple):
         step: 0-d int64 tensor on the CPU: number of updates made.
         key: the key from which each step's key is folded; `()`, an empty tree, when the loss takes none.
         loss_scale: the state of the loss scale; `()` when the step has none.
+        model_state: tree of `GlobalTensor`: what the loss takes and gives back; `()` when it has none.
     """
 
     params: PyTree
@@ -30,6 +31,7 @@ class TrainState(NamedTuple):
     # No None: torch's own trees, which torch.func maps over, count it as a leaf.
     key: Tensor | tuple[()] = ()
     loss_scale: PyTree = ()
+    model_state: PyTree = ()
 
 
 def scale_of(state: TrainState) -> Tensor | None:
