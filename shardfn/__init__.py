@@ -55,6 +55,7 @@ from shardfn.transforms import (
     remat as remat,
     reshard as reshard,
     shard_map as shard_map,
+    sharded as sharded,
     sharded_step as sharded_step,
     value_and_grad as value_and_grad,
 )

@@ -17,6 +17,7 @@ from ._jit import CacheInfo as CacheInfo, Jitted as Jitted, jit as jit
 from ._layout import LeafLayout as LeafLayout, leaf_layout as leaf_layout
 from ._units import gather_units as gather_units, reduce_units as reduce_units, refresh_units as refresh_units
 from ._check import default_batch as default_batch
+from ._sharded import Sharded as Sharded, sharded as sharded
 from ._sharded_step import ShardedStep as ShardedStep, sharded_step as sharded_step
 from ._state import TrainState as TrainState
 from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

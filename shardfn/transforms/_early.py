@@ -47,7 +47,7 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
 
 
 def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]) -> Ahead:
-    params, opt_state = looked_at(state)
+    params, opt_state = looked_at((state.params, state.opt_state))
     where = _where(plan)
     layers = {
         u: [
@@ -77,7 +77,7 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
     measure = optimizer.needs.measure
     if measure is None:
         return True
-    return measure.ahead is not None and measure.ahead(looked_at(state)[1])  # looked at, not loaded
+    return measure.ahead is not None and measure.ahead(looked_at(state.opt_state))  # looked at, not loaded
 
 
 def _units(plan: Plan, *, measures: bool) -> list[int]:

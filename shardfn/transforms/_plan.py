@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,21 @@ from ._order import UseOrder
 from ._state import TrainState
 from ._stored import layers_of, piled
 from ._units import Unit, gather_units, reduce_units, refresh_units
+
+
+class Words(NamedTuple):
+    """What is said of params that do not fit a plan: that leaves are none, are cut or kept elsewhere, or in a dtype."""
+
+    no_tensors: str
+    shardings: str
+    policy: str
+
+
+OF_A_STATE = Words(
+    "the state's params are not GlobalTensors; make the state with step.init:",
+    "the state was made by a step with other shardings:",
+    "the state was made under another policy:",
+)
 
 
 @dataclasses.dataclass
@@ -232,17 +247,26 @@ class Planner:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
-        leaves, treedef = tree_flatten(state.params)
+        return self.kept(state.params, OF_A_STATE)
+
+    def kept(self, params: PyTree, words: "Words") -> Plan:
+        """The plan of params, which must be kept as the plan says.
+
+        Raises:
+            TypeError: they are no global tensors.
+            ValueError: they were made under other annotations; every leaf is listed.
+        """
+        leaves, treedef = tree_flatten(params)
         wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
         if wrong:
-            paths = tree_paths(state.params, "params")
+            paths = tree_paths(params, "params")
             listed = [f"{paths[i]} is a {type(leaves[i]).__name__}" for i in wrong]
-            raise_all(TypeError, "the state's params are not GlobalTensors; make the state with step.init:", listed)
+            raise_all(TypeError, words.no_tensors, listed)
         plan = self.plan(treedef, leaves)
         pairs = zip(plan.leaves, leaves, strict=True)
         raise_all(
             ValueError,
-            "the state was made by a step with other shardings:",
+            words.shardings,
             [
                 f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
                 for leaf, x in pairs
@@ -251,7 +275,7 @@ class Planner:
         )
         raise_all(
             ValueError,
-            "the state was made under another policy:",
+            words.policy,
             [
                 f"{leaf.path} is {x.dtype}; here it is kept in {leaf.dtypes.param}"
                 for leaf, x in zip(plan.leaves, leaves, strict=True)
