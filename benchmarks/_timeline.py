@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardfn.collectives import _channel
+from shardfn.core import Pending
 
 Event = dict[str, Any]
 LANES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
@@ -34,13 +35,13 @@ class Recorder:
     def record(self, step: Callable[[], Any]) -> list[Event]:
         """Runs the step; returns its events, times in microseconds of the machine's clock."""
         originals = {name: getattr(_channel.Channel, name) for name in LANES}
-        result = _channel.Pending.result
+        result = Pending.result
         ended = threading.Event()
         looker = threading.Thread(target=self._look, args=(ended,))
         try:
             for name, inner in originals.items():
                 setattr(_channel.Channel, name, self._starting(name, inner))
-            setattr(_channel.Pending, "result", self._waiting(result))  # noqa: B010
+            setattr(Pending, "result", self._waiting(result))  # noqa: B010
             looker.start()
             begin = time.perf_counter()
             step()
@@ -48,7 +49,7 @@ class Recorder:
         finally:
             for name, inner in originals.items():
                 setattr(_channel.Channel, name, inner)
-            setattr(_channel.Pending, "result", result)  # noqa: B010
+            setattr(Pending, "result", result)  # noqa: B010
             ended.set()
             looker.join()
         return self._events(begin, end)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.core import Arriving, MemoryKind, Placement, Stored
+from shardfn.core import MemoryKind, Pending, Placement, Stored
 
 from ._buckets import staggered
 from ._env import current_mesh
@@ -22,7 +22,7 @@ from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Rou
 
 Mover = Callable[[Tensor, MemoryKind], Tensor]
 # From the memory that it is in to another; what it makes is on its way.
-Sender = Callable[[Tensor | Stored, MemoryKind, MemoryKind], Arriving[Tensor | Stored]]
+Sender = Callable[[Tensor | Stored, MemoryKind, MemoryKind], Pending[Tensor | Stored]]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:

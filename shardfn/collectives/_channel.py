@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.core import Mesh
+from shardfn.core import Mesh, Pending
 
 from ._failure import EndedGroup, TransportError, close
 from ._traffic import record
@@ -34,27 +34,16 @@ def _transport() -> Iterator[None]:
         raise TransportError(str(error)) from error
 
 
-class Pending:
-    """A transfer under way. `result()` waits and returns its value; `done()` tells without waiting."""
+def _when(works: Sequence[dist.Work], finish: Callable[[], Tensor]) -> Pending[Tensor]:
+    """What `finish` makes when all of `works` have ended; `done` is False where the backend cannot tell."""
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], Tensor]) -> None:
-        self._works = works
-        self._finish = finish
-
-    def done(self) -> bool:
-        """Whether `result()` would return at once (False where the backend cannot tell)."""
-        return all(w.is_completed() for w in self._works)
-
-    def result(self) -> Tensor:
-        """The value; waits for it."""
+    def result() -> Tensor:
         with _transport():
-            for work in self._works:
+            for work in works:
                 work.wait()
-        return self._finish()
+        return finish()
 
-    def then(self, f: Callable[[Tensor], Tensor]) -> "Pending":
-        """The same transfer, whose value is `f` of what arrives."""
-        return Pending(self._works, lambda: f(self._finish()))
+    return Pending(result, lambda: all(w.is_completed() for w in works))
 
 
 class Channel:
@@ -90,7 +79,7 @@ class Channel:
         *,
         settled: bool = False,
         idle: bool = False,
-    ) -> Pending:
+    ) -> Pending[Tensor]:
         """Every rank's block, one after another: `[A] [B] => [A, B]`.
 
         Args:
@@ -112,14 +101,14 @@ class Channel:
             mine.copy_(own.view(-1))
         record("all_gather", self.axes, mine.numel() * mine.element_size() * (self.size - 1), dtype=mine.dtype)
         if self.group is None:
-            return Pending((), lambda: out)
+            return Pending.of(out)
         if self._direct:
             with _transport():
                 works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks, settled)
-            return Pending(works, lambda: out)
-        return Pending([_native_all_gather(blocks, mine, self.group)], lambda: out)
+            return _when(works, lambda: out)
+        return _when([_native_all_gather(blocks, mine, self.group)], lambda: out)
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending:
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """Sums rank r's block over all ranks, in rank order, and keeps the own one.
 
         Args:
@@ -135,12 +124,12 @@ class Channel:
         record("psum_scatter", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
         group = self.group
         if group is None:
-            return Pending((), lambda: flat)
+            return Pending.of(flat)
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
             work = dist.reduce_scatter_single(out, flat, group=group, async_op=True)
             assert work is not None
-            return Pending([work], lambda: out)
+            return _when([work], lambda: out)
         # The own block need not travel through the exchange where it is the first or the last of `flat`.
         aside = self.index in (0, self.size - 1)
         send, there, back = flat, list(sizes), [own] * self.size
@@ -161,9 +150,9 @@ class Channel:
             # With two ranks the exchange's buffer is as large as the result, and becomes it.
             return _ordered_sum(rows, parts[0] if len(parts) == 1 else None)
 
-        return Pending([work], finish)
+        return _when([work], finish)
 
-    def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Sends rank r the r-th block, and gives the blocks that all ranks have for this one, in rank order.
 
         Args:
@@ -174,7 +163,7 @@ class Channel:
         record("all_to_all", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
         group = self.group
         if group is None:
-            return Pending((), lambda: flat)
+            return Pending.of(flat)
         out = flat.new_empty(own * self.size)
         back = [own] * self.size
         with _transport():
@@ -183,32 +172,32 @@ class Channel:
             else:
                 work = dist.all_to_all_single(out, flat, back, list(sizes), group=group, async_op=True)
         assert work is not None
-        return Pending([work], functools.partial(_last, flat, out))
+        return _when([work], functools.partial(_last, flat, out))
 
     @property
     def sums_in_one(self) -> bool:
         """Whether `all_reduce` may stand for `reduce_scatter` and `all_gather`: a sum of two has but one order."""
         return self._direct and self.size == 2
 
-    def all_reduce(self, flat: Tensor) -> Pending:
+    def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
         """Sums a flat tensor over all ranks, in place; bit-identical to the sum in rank order where `sums_in_one`."""
         nbytes = flat.numel() * flat.element_size()
         record("all_reduce", self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
         with _transport():
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
-        return Pending([work], lambda: flat)
+        return _when([work], lambda: flat)
 
-    def send(self, x: Tensor, to: int, tag: int) -> Pending:
+    def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
         """To one rank, on a gloo channel: a contiguous host tensor, not to be written until the result is taken."""
         record("send", (), x.nbytes, dtype=x.dtype)
         with _transport():
-            return Pending([self.group.send([_bytes(x)], to, tag)], lambda: x)
+            return _when([self.group.send([_bytes(x)], to, tag)], lambda: x)
 
-    def receive(self, into: Tensor, source: int, tag: int) -> Pending:
+    def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """From one rank what that sends by the same tag, which nothing else has that is under way between the two."""
         with _transport():
-            return Pending([self.group.recv([_bytes(into)], source, tag)], lambda: into)
+            return _when([self.group.recv([_bytes(into)], source, tag)], lambda: into)
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._channel import Pending
+from shardfn.core import Pending
+
 from ._code import Code
 from ._hops import Grid, TwoHops
 from ._traced import AnyChannel, AnyChannels
@@ -35,12 +36,12 @@ class CodedGather:
         self.axes, self.size, self.index = inner.axes, inner.size, inner.index
         self._inner, self._code, self._dtype = inner, code, dtype
 
-    def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending:
+    def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """See `TwoHops.bring`; what it brings is in code, and so takes half the memory and the wire, or a quarter."""
         assert isinstance(self._inner, TwoHops)
         return self._inner.bring(self._encoded(own, max(sizes)), self._lengths(sizes))
 
-    def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """See `Channel.all_gather`; of two hops the second, from what `bring` gave."""
         c = max(sizes)
         message = own if isinstance(self._inner, TwoHops) else self._encoded(own, c)
@@ -73,7 +74,7 @@ class CodedReduce:
         self.size = self._first.size * (1 if self._far is None else self._far.size)
         self.index = self._first.index if self._grid is None else self._grid.index
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> "Pending | Relayed":
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """See `Channel.reduce_scatter`; the result is in fp32."""
         del reuse
         code, own, c, near, far = self._code, sizes[self.index], max(sizes), self._first, self._far
@@ -82,19 +83,19 @@ class CodedReduce:
             pending = near.all_to_all(messages, [length] * near.size)
             return pending.then(lambda arrived: code.sum(arrived, near.size, own, c))
 
-        def go_on(arrived: Tensor) -> Pending:
+        def go_on(arrived: Tensor) -> Pending[Tensor]:
             pending = far.all_to_all(code.sum_again(arrived, near.size, c), [length] * far.size)
             return pending.then(lambda messages: code.sum(messages, far.size, own, c))
 
         first = near.all_to_all(self._grid.from_ranks(messages), [far.size * length] * near.size)
         return Relayed(far, first, go_on)
 
-    def all_reduce(self, flat: Tensor) -> Pending:
+    def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
         """Whole gradients are not quantised."""
         raise AssertionError("a gradient that is summed whole does not travel in a code")
 
 
-class Relayed:
+class Relayed(Pending[Tensor]):
     """A transfer in two hops, under way; the second starts when somebody looks, in the order of the first ones.
 
     Args:
@@ -103,19 +104,18 @@ class Relayed:
         go_on: starts the second from what the first has brought.
     """
 
-    def __init__(self, far: AnyChannel, first: Pending, go_on: Callable[[Tensor], Pending]) -> None:
+    def __init__(self, far: AnyChannel, first: Pending[Tensor], go_on: Callable[[Tensor], Pending[Tensor]]) -> None:
+        super().__init__(self._arrive, self._look)
         self._line, self._first, self._go_on = far.line, first, go_on
-        self._second: Pending | None = None
+        self._second: Pending[Tensor] | None = None
         self._line.append(self)
 
-    def done(self) -> bool:
-        """Whether `result()` would return at once."""
+    def _look(self) -> bool:
         while self._line and self._line[0]._first.done():
             self._line[0].pass_on()
         return self._second is not None and self._second.done()
 
-    def result(self) -> Tensor:
-        """The value; waits for it."""
+    def _arrive(self) -> Tensor:
         while self._second is None:
             self._line[0].pass_on()
         return self._second.result()

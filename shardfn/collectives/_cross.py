@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._channel import Channel, Pending
+from shardfn.core import Pending
+
+from ._channel import Channel
 from ._overlaps import Box, Overlap, pieces
 
 # Bytes of a message, and of those that a rank has under way; and how many these are.
@@ -63,7 +65,7 @@ def cross(crossings: Sequence[Crossing], channel: Channel, places: Mapping[int, 
 
 class _UnderWay(NamedTuple):
     nbytes: int
-    pending: Pending | None
+    pending: Pending[Tensor] | None
     then: Callable[[], None]
 
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._channel import Pending
+from shardfn.core import Pending
+
 from ._traced import AnyChannel, AnyChannels
 from ._wire_ops import as_runs
 
@@ -38,7 +39,7 @@ class TwoHops:
         self._grid = Grid(axes, self._far, self._near)
         self.axes, self.size, self.index = axes, self._far.size * self._near.size, self._grid.index
 
-    def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending:
+    def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Across the far axes: the blocks of the ranks that share this one's index along the near axes.
 
         Args:
@@ -49,7 +50,7 @@ class TwoHops:
         flat = own.reshape(-1) if own.numel() == c else torch.nn.functional.pad(own.reshape(-1), (0, c - own.numel()))
         return self._far.all_gather(flat, [c] * self._far.size)
 
-    def all_gather(self, brought: Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, brought: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Along the near axes: from what `bring` gave to the blocks of all ranks, in their order."""
         pending = self._near.all_gather(brought, [brought.numel()] * self._near.size)
         return pending.then(lambda out: _trimmed(self._grid.to_ranks(out), sizes))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import Mesh
+from shardfn.core import Mesh, Pending
 
-from ._channel import Channel, Channels, Pending
+from ._channel import Channel, Channels
 from ._control import Constant, Control
 from ._rounds import Rounds
 from ._wire_ops import as_runs
@@ -35,37 +35,37 @@ class TracedChannel:
 
     def all_gather(
         self, own: Tensor, sizes: Sequence[int], into: Tensor | None = None, *, idle: bool = False
-    ) -> Pending:
+    ) -> Pending[Tensor]:
         """See `Channel.all_gather`."""
         del idle
         flat = own.reshape(-1)
         if self.size == 1:
-            return Pending((), lambda: flat if into is None else into.copy_(flat))
+            return Pending(lambda: flat if into is None else into.copy_(flat))
         if into is None:
             out = _ops.wait(_ops.all_gather_start.runs(flat, as_runs(sizes), self._name))
-            return Pending((), lambda: out)
+            return Pending.of(out)
         _ops.wait(_ops.all_gather_into_start.runs(into, flat, as_runs(sizes), self._name))
-        return Pending((), lambda: into)
+        return Pending.of(into)
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending:
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """See `Channel.reduce_scatter`."""
         del reuse
         if self.size == 1:
-            return Pending((), lambda: flat)
+            return Pending.of(flat)
         out = _ops.wait(_ops.psum_scatter_start.runs(flat, as_runs(sizes), self.index, self._name))
-        return Pending((), lambda: out)
+        return Pending.of(out)
 
-    def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+    def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """See `Channel.all_to_all`."""
         if self.size == 1:
-            return Pending((), lambda: flat)
+            return Pending.of(flat)
         out = _ops.wait(_ops.all_to_all_start.runs(flat, as_runs(sizes), self.index, self._name))
-        return Pending((), lambda: out)
+        return Pending.of(out)
 
-    def all_reduce(self, flat: Tensor) -> Pending:
+    def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
         """See `Channel.all_reduce`; here the result is a new tensor."""
         out = _ops.wait(_ops.psum_start([flat], self._name))
-        return Pending((), lambda: out)
+        return Pending.of(out)
 
     def flush(self) -> None:
         """Nothing is under way."""

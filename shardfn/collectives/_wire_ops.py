@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from ._channel import Channels, Pending
+from shardfn.core import Pending
+
+from ._channel import Channels
 
 _LIBRARY = torch.library.Library("shardfn", "DEF")
 _LIBRARY.define("all_gather_start(Tensor own, int[] sizes, str axes) -> Tensor")
@@ -44,7 +46,7 @@ _LIBRARY.define("pvary(Tensor(a) x, str axes) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
 # By storage of the handle: the transfers under way. By nesting: the channels they use.
-_IN_FLIGHT: dict[int, tuple[Tensor, Pending]] = {}
+_IN_FLIGHT: dict[int, tuple[Tensor, Pending[Tensor]]] = {}
 _CHANNELS: list[Any] = []
 
 
@@ -75,7 +77,7 @@ def bind_channels(channels: "Channels | Any") -> Iterator[None]:
         _IN_FLIGHT.clear()
 
 
-def _under_way(handle: Tensor, pending: Pending) -> Tensor:
+def _under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
     _IN_FLIGHT[handle.untyped_storage()._cdata] = (handle, pending)
     return handle
 

@@ -3,27 +3,13 @@
 The type stands here so that rooms which carry such values need not know the room that keeps them.
 """
 
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ._pending import Pending
 from ._spec import MemoryKind
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-@runtime_checkable
-class Arriving(Protocol[T_co]):
-    """A value that is under way."""
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        ...
-
-    def result(self) -> T_co:
-        """Waits, and gives the value or raises what went wrong on the way."""
-        ...
 
 
 @runtime_checkable
@@ -69,7 +55,7 @@ class Stored(Protocol):
         """The whole value as a fresh host tensor; waits for it."""
         ...
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Arriving[Tensor]:
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
         """Rows `lo:hi` of dim 0, asynchronously, in `out` or in a fresh host tensor."""
         ...
 
@@ -102,7 +88,7 @@ class Absent:
         """
         raise ValueError(self._why)
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Arriving[Tensor]:
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
         """There is nothing to read.
 
         Raises:

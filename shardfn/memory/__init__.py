@@ -1,12 +1,12 @@
 """How values cross device, host and disk: transfers with a wait, identities, and a ledger that counts them."""
 
-from ._transfer import Transfer as Transfer, arrived as arrived, to_device as to_device, to_host as to_host
+from ._transfer import to_device as to_device, to_host as to_host
 from ._threads import background as background
 from ._put import put as put
 from ._host import host_empty as host_empty, return_freed_pages as return_freed_pages
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
 from ._pool import AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
-from ._traced import TracedPool as TracedPool, TracedStored as TracedStored, TracedTransfer as TracedTransfer
+from ._traced import TracedPool as TracedPool, TracedStored as TracedStored
 from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of
 from ._errors import DamagedError as DamagedError, DiskFullError as DiskFullError, PoolInUseError as PoolInUseError

@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn.core import MemoryKind
+from shardfn.core import MemoryKind, Pending
 
 from ._host import Bytes, aligned_window, as_bytes, host_empty
 from ._io import Io, Sums
 from ._ledger import record_move
 from ._slots import Slot
-from ._transfer import Transfer, arrived, of_futures
+from ._transfer import of_futures
 
 
 class DiskTensor:
@@ -77,7 +77,7 @@ class DiskTensor:
         """
         return self.read().result()
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Shaped[Tensor, "..."] | None = None) -> Transfer[Tensor]:
+    def read(self, lo: int = 0, hi: int | None = None, out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
         """Starts to read rows `lo:hi` of dim 0; a value without dims has one row.
 
         With direct I/O, reading into `out` needs no copy where `out` begins on a page as the rows do in the file:
@@ -104,7 +104,7 @@ class DiskTensor:
         if out is not None:
             _check_source(out, shape, self.dtype, "out")
         if start == stop or self.slot is None:
-            return arrived(host_empty(shape, self.dtype) if out is None else out)
+            return Pending.of(host_empty(shape, self.dtype) if out is None else out)
         self._pool.check_open()
         record_move("disk", "host", stop - start)
         if out is None:
@@ -146,7 +146,7 @@ class DiskWriter:
         self._futures: list[concurrent.futures.Future[Any]] = []
         self._lock = threading.Lock()
 
-    def write(self, lo: int, rows: Shaped[Tensor, "..."]) -> Transfer[None]:
+    def write(self, lo: int, rows: Shaped[Tensor, "..."]) -> Pending[None]:
         """Starts to write rows from `lo` on.
 
         Args:
@@ -165,7 +165,7 @@ class DiskWriter:
         self._pool.check_open()
         source = as_bytes(rows.detach().resolve_conj().resolve_neg().contiguous())
         if not len(source) or self._slot is None:
-            return arrived(None)
+            return Pending.of(None)
         record_move("host", "disk", len(source))
         futures = self._submit(self._slot, lo * self._row, source)
         return of_futures(None, futures)
@@ -179,7 +179,7 @@ class DiskWriter:
         """
         return self.finishing().result()
 
-    def finishing(self) -> Transfer[DiskTensor]:
+    def finishing(self) -> Pending[DiskTensor]:
         """As `finish`, without the wait.
 
         Raises:

@@ -28,7 +28,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from shardfn.core import Arriving, Stored
+from shardfn.core import Pending, Stored
 
 from ._host import host_empty
 from ._ledger import on_host
@@ -49,7 +49,7 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
 # By storage of the handle: transfers under way. By number: what tokens stand for. By nesting: the pools.
-_IN_FLIGHT: dict[int, tuple[Tensor, Arriving[Any]]] = {}
+_IN_FLIGHT: dict[int, tuple[Tensor, Pending[Any]]] = {}
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
 _POOLS: list[Any] = []
@@ -104,7 +104,7 @@ def stored_of(token: Int64[Tensor, "1"]) -> Any:
     return _NAMED[int(token)]
 
 
-def _under_way(pending: Arriving[Any]) -> Tensor:
+def _under_way(pending: Pending[Any]) -> Tensor:
     with on_host():
         handle = torch.empty(0)
     _IN_FLIGHT[handle.untyped_storage()._cdata] = handle, pending

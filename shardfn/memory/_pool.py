@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from shardfn.core import Pending
+
 from . import _manifest as manifest
 from ._disk import DiskTensor, DiskWriter
 from ._errors import PoolInUseError
@@ -27,7 +29,6 @@ from ._host import PAGE
 from ._io import Io, Sums, check_sizes, why_not_direct
 from ._slots import Slot, Slots
 from ._traced import TracedPool
-from ._transfer import Transfer
 
 _LOG = logging.getLogger("shardfn.memory")
 _SUMMED_GRAIN = 64 << 10
@@ -193,7 +194,7 @@ class Pool:
         """
         return manifest.about(pathlib.Path(directory))
 
-    def write(self, x: Shaped[Tensor, "..."]) -> Transfer[DiskTensor]:
+    def write(self, x: Shaped[Tensor, "..."]) -> Pending[DiskTensor]:
         """Starts to write a host tensor, which must stay as it is until the transfer is done.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from shardfn.core import MemoryKind
+from shardfn.core import MemoryKind, Pending
 
 _ops: Any = torch.ops.shardfn_memory
 _MODES = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
@@ -23,43 +23,32 @@ def capturing() -> bool:
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
 
 
-class TracedTransfer:
-    """A value that arrives when the graph runs. Its wait stands where it is first asked for.
+def _traced(handle: Tensor, out: Tensor | None = None) -> Pending[Any]:
+    """A value that arrives when the graph runs: its wait stands where it is first asked for.
 
     Args:
         handle: what the start gave.
         out: the tensor that the transfer fills, if it exists.
     """
+    here: list[Tensor] = []
 
-    def __init__(self, handle: Tensor, out: Tensor | None = None) -> None:
-        self._handle: Tensor | None = handle
-        self._value = out
+    def result() -> Tensor:
+        if not here:
+            arrived = _ops.wait(handle)
+            here.append(arrived if out is None else out)
+        return here[0]
 
-    def done(self) -> bool:
-        """No: a graph has one path, which does not depend on time."""
-        return False
-
-    def result(self) -> Shaped[Tensor, "..."]:
-        """The value, behind its wait."""
-        if self._handle is not None:
-            arrived, self._handle = _ops.wait(self._handle), None
-            self._value = arrived if self._value is None else self._value
-        assert self._value is not None
-        return self._value
-
-    def wait(self) -> None:
-        """Puts the wait here."""
-        self.result()
+    return Pending(result)
 
 
-def traced_to_host(x: Tensor, out: Tensor | None) -> TracedTransfer:
+def traced_to_host(x: Tensor, out: Tensor | None) -> Pending[Any]:
     """`to_host`, as an op."""
-    return TracedTransfer(_ops.to_host_start(x) if out is None else _ops.to_host_into_start(out, x), out)
+    return _traced(_ops.to_host_start(x) if out is None else _ops.to_host_into_start(out, x), out)
 
 
-def traced_to_device(x: Tensor, device: torch.device, out: Tensor | None) -> TracedTransfer:
+def traced_to_device(x: Tensor, device: torch.device, out: Tensor | None) -> Pending[Any]:
     """`to_device`, as an op."""
-    return TracedTransfer(_ops.to_device_start(x, device) if out is None else _ops.to_device_into_start(out, x), out)
+    return _traced(_ops.to_device_start(x, device) if out is None else _ops.to_device_into_start(out, x), out)
 
 
 def traced_host_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -97,13 +86,13 @@ class TracedStored:
         """The whole value, read at once."""
         return self.read().result()
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> TracedTransfer:
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Any]:
         """Rows `lo:hi` of dim 0."""
         hi = (self.shape[0] if self.shape else 1) if hi is None else hi
         if out is not None:
-            return TracedTransfer(_ops.read_into_start(out, self.token, lo, hi), out)
+            return _traced(_ops.read_into_start(out, self.token, lo, hi), out)
         shape = (hi - lo, *self.shape[1:]) if self.shape else ()
-        return TracedTransfer(_ops.read_start(self.token, lo, hi, shape, self.dtype))
+        return _traced(_ops.read_start(self.token, lo, hi, shape, self.dtype))
 
 
 class TracedWriter:
@@ -113,9 +102,9 @@ class TracedWriter:
         self._shape, self._dtype = torch.Size(shape), dtype
         self._token = _ops.writer(self._shape, dtype)
 
-    def write(self, lo: int, rows: Shaped[Tensor, "..."]) -> TracedTransfer:
+    def write(self, lo: int, rows: Shaped[Tensor, "..."]) -> Pending[Any]:
         """Writes rows from `lo` on."""
-        return TracedTransfer(_ops.write_start(self._token, lo, rows))
+        return _traced(_ops.write_start(self._token, lo, rows))
 
     def finish(self) -> TracedStored:
         """The value, when all rows are there."""
@@ -125,30 +114,19 @@ class TracedWriter:
 class TracedPool:
     """A pool of the graph: which one it means is said when the graph runs, by `bind_pool`."""
 
-    def write(self, x: Shaped[Tensor, "..."]) -> "TracedWrite":
+    def write(self, x: Shaped[Tensor, "..."]) -> Pending[TracedStored]:
         """Writes a host tensor."""
         writer = self.writer(x.shape, x.dtype)
-        return TracedWrite(writer, writer.write(0, x))
+        going, here = writer.write(0, x), list[TracedStored]()
+
+        def result() -> TracedStored:
+            if not here:
+                going.result()
+                here.append(writer.finish())
+            return here[0]
+
+        return Pending(result)
 
     def writer(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> TracedWriter:
         """A value to be written in chunks of rows."""
         return TracedWriter(torch.Size(shape), dtype)
-
-
-class TracedWrite:
-    """A whole value on its way to the disk."""
-
-    def __init__(self, writer: TracedWriter, going: TracedTransfer) -> None:
-        self._writer, self._going = writer, going
-        self._value: TracedStored | None = None
-
-    def done(self) -> bool:
-        """No: a graph has one path."""
-        return False
-
-    def result(self) -> TracedStored:
-        """The value."""
-        if self._value is None:
-            self._going.result()
-            self._value = self._writer.finish()
-        return self._value

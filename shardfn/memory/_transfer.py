@@ -8,63 +8,24 @@ are what they would be, only the link is RAM. Ren et al., ZeRO-Offload, 2021, ht
 import concurrent.futures
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from shardfn.core import Pending
+
 from ._host import host_empty
 from ._ledger import default_device, record_move
 from ._threads import Threads
-from ._traced import TracedTransfer, capturing, traced_to_device, traced_to_host
+from ._traced import capturing, traced_to_device, traced_to_host
 
 T = TypeVar("T")
 
 
-class Transfer(Generic[T]):
-    """A value under way. The source must stay as it is until the transfer is done.
-
-    Example:
-        >>> to_host(torch.ones(2)).result()
-        tensor([1., 1.])
-    """
-
-    def __init__(self, value: T, wait: Callable[[], Any], done: Callable[[], bool], ready: Callable[[], Any]) -> None:
-        self._value, self._wait, self._done, self._ready = value, wait, done, ready
-
-    def done(self) -> bool:
-        """Whether it has arrived, or failed; `result` then returns or raises at once."""
-        return self._done()
-
-    def result(self) -> T:
-        """Waits until the value may be used, and gives it.
-
-        For a tensor on an accelerator the current stream is made to wait, not the caller.
-
-        Raises:
-            Exception: whatever went wrong on the way, at every call.
-        """
-        self._ready()
-        return self._value
-
-    def wait(self) -> None:
-        """Waits until the transfer has left its source alone, so that this may be overwritten."""
-        self._wait()
-
-
-def arrived(value: T) -> Transfer[T]:
-    """A transfer that has nothing to do.
-
-    Example:
-        >>> arrived(3).result()
-        3
-    """
-    return Transfer(value, _nothing, lambda: True, _nothing)
-
-
-def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> Transfer[T]:
+def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> Pending[T]:
     """A transfer that is done when all of `futures` are; its error is the first one's."""
     futures = tuple(futures)
 
@@ -74,10 +35,14 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> T
             if error is not None:
                 raise error
 
-    return Transfer(value, wait, lambda: all(f.done() for f in futures), wait)
+    def result() -> T:
+        wait()
+        return value
+
+    return Pending(result, lambda: all(f.done() for f in futures), wait)
 
 
-def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Transfer[Tensor] | TracedTransfer:
+def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
     """Starts the copy of a device tensor to the host. Not differentiable; `put` is.
 
     Args:
@@ -109,7 +74,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
 
 def to_device(
     x: Shaped[Tensor, "..."], device: torch.device | str | None = None, out: Shaped[Tensor, "..."] | None = None
-) -> Transfer[Tensor] | TracedTransfer:
+) -> Pending[Tensor]:
     """Starts the copy of a host tensor to a device. Not differentiable; `put` is.
 
     Args:
@@ -159,7 +124,7 @@ def _copy(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
-def _copy_cuda(out: Tensor, x: Tensor, device: torch.device, way: str) -> Transfer[Tensor]:
+def _copy_cuda(out: Tensor, x: Tensor, device: torch.device, way: str) -> Pending[Tensor]:
     stream, event = _stream(device.index, way), torch.cuda.Event()
     # Behind whatever computes the source, and whatever used the memory of a fresh `out` before.
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -170,11 +135,15 @@ def _copy_cuda(out: Tensor, x: Tensor, device: torch.device, way: str) -> Transf
         if side.is_cuda:
             side.record_stream(stream)
 
-    def ready() -> None:
-        torch.cuda.current_stream(device).wait_event(event)
+    def ready() -> Tensor:
+        if way == "up":
+            torch.cuda.current_stream(device).wait_event(event)
+        else:
+            event.synchronize()
+        return out
 
     # Nobody need hold a pinned source: torch's allocator waits for the copy. A pageable one is copied before we return.
-    return Transfer(out, event.synchronize, event.query, ready if way == "up" else event.synchronize)
+    return Pending(ready, event.query, event.synchronize)
 
 
 @functools.cache
@@ -187,10 +156,6 @@ def _stream(index: int, way: str) -> "torch.cuda.Stream":
 def _thread(way: str) -> Threads:
     """One thread a direction: copies of one direction keep their order, as on a stream."""
     return Threads(1, f"shardfn-{way}")
-
-
-def _nothing() -> None:
-    pass
 
 
 # A forked child has none of its parent's threads.

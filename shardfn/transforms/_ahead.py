@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.core import Arriving, MemoryKind, Stored
+from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import background, host_empty
 from shardfn.optim import sum_squares
 
@@ -35,7 +35,7 @@ class Ahead:
         self.units = units
         self._update, self._order = update, order
         self._unit = {(rows.leaf, rows.lo): u for u, layers in units.items() for rows, _ in layers}
-        self._coming: dict[int, _Coming] = {}
+        self._coming: dict[int, Pending[Tensor]] = {}
         self._here: dict[tuple[int, int], Tensor] = {}
         self._squares: dict[int, Tensor] = {}
         self._measures: dict[int, Tensor] = {}
@@ -54,8 +54,8 @@ class Ahead:
         self._thread.start()
 
     def take(
-        self, unit: int, coming: Arriving[Tensor], before: Tensor | Stored | None, dtype: torch.dtype
-    ) -> "Arriving[None]":
+        self, unit: int, coming: Pending[Tensor], before: Tensor | Stored | None, dtype: torch.dtype
+    ) -> Pending[None]:
         """Takes the summed gradient of a unit, on its way to the host.
 
         Args:
@@ -69,9 +69,9 @@ class Ahead:
         """
         with self._change:
             if not self._over:
-                self._coming[unit] = _Coming(coming, before, dtype)
+                self._coming[unit] = coming.then(lambda x: _added(x, before, dtype))
                 self._change.notify_all()
-        return _Taken(self, unit)
+        return Pending(lambda: self.wait(unit), lambda: self.is_used(unit))
 
     def square(self, unit: int) -> Tensor:
         """The sum of squares, [1], of a gradient that was taken; waits for it.
@@ -134,7 +134,7 @@ class Ahead:
         """Lets go of a gradient."""
         del self._here[leaf, lo]
 
-    def _await(self, unit: int) -> "_Coming":
+    def _await(self, unit: int) -> Pending[Tensor]:
         with self._change:
             self._wanted = unit not in self._coming
             self._change.notify_all()
@@ -191,56 +191,28 @@ class Promised:
         """The whole of it."""
         return self.read().result()
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Arriving[Tensor]:
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
         """Rows `lo:hi` as they are on the host; the last rows of a layer let go of it, so rows are read in order."""
-        assert out is None and self.ahead is not None
-        return _Rows(self.ahead, self._leaf, lo, hi, self._stacked)
+        assert out is None
+        return Pending(lambda: self._rows(lo, hi))
 
-
-class _Coming:
-    """A summed gradient on its way to the host."""
-
-    def __init__(self, last: Arriving[Tensor], before: Tensor | Stored | None, dtype: torch.dtype) -> None:
-        self._last, self._before, self._dtype = last, before, dtype
-
-    def result(self) -> Tensor:
-        part = self._last.result()
-        if part.dtype != self._dtype:
-            part = host_empty(part.shape, self._dtype).copy_(part)
-        return part if self._before is None else loaded(self._before).add_(part)
-
-
-class _Taken:
-    """A gradient until the update uses it."""
-
-    def __init__(self, ahead: Ahead, unit: int) -> None:
-        self._ahead, self._unit = ahead, unit
-
-    def done(self) -> bool:
-        return self._ahead.is_used(self._unit)
-
-    def result(self) -> None:
-        self._ahead.wait(self._unit)
-
-
-class _Rows:
-    """Rows of a gradient that may not be there yet."""
-
-    def __init__(self, ahead: Ahead, leaf: int, lo: int, hi: int | None, stacked: bool) -> None:
-        self._ahead, self._leaf, self._lo, self._hi, self._stacked = ahead, leaf, lo, hi, stacked
-
-    def done(self) -> bool:
-        return False
-
-    def result(self) -> Tensor:
+    def _rows(self, lo: int, hi: int | None) -> Tensor:
+        ahead = self.ahead
+        assert ahead is not None
         if self._stacked:
-            x = self._ahead.gradient(self._leaf, self._lo)[None]
-            self._ahead.drop(self._leaf, self._lo)
+            x = ahead.gradient(self._leaf, lo)[None]
+            ahead.drop(self._leaf, lo)
             return x
-        x = self._ahead.gradient(self._leaf, 0)
-        if self._hi is None or self._hi == x.shape[0]:
-            self._ahead.drop(self._leaf, 0)
-        return x if self._hi is None else x[self._lo : self._hi]
+        x = ahead.gradient(self._leaf, 0)
+        if hi is None or hi == x.shape[0]:
+            ahead.drop(self._leaf, 0)
+        return x if hi is None else x[lo:hi]
+
+
+def _added(x: Tensor, before: Tensor | Stored | None, dtype: torch.dtype) -> Tensor:
+    """A summed gradient on the host, in `dtype`, and what was there already."""
+    part = x if x.dtype == dtype else host_empty(x.shape, dtype).copy_(x)
+    return part if before is None else loaded(before).add_(part)
 
 
 class _Stopped(Exception):

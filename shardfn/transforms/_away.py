@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfn.core import Arriving, Stored
+from shardfn.core import Pending, Stored
 from shardfn.memory import AnyPool, to_host
 
 from ._capture import capturing
@@ -31,9 +31,9 @@ class Away:
         self._pool = pool() if to == "disk" else None
         self._source: Tensor | None = flat
         self._version, self._spoiled = flat._version, False
-        self._down: Arriving[Tensor] | None = to_host(flat)
+        self._down: Pending[Tensor] | None = to_host(flat)
         self._host: Tensor | None = None
-        self._writing: Arriving[Any] | None = None
+        self._writing: Pending[Any] | None = None
         self._stored: Stored | None = None
         self._back: Fetch | None = None
 
@@ -63,7 +63,7 @@ class Away:
             return
         with plumbing():
             if self._back is None:
-                source: Tensor | Arriving[Tensor] | None = self._host
+                source: Tensor | Pending[Tensor] | None = self._host
                 if source is None:
                     assert self._stored is not None
                     source = self._stored.read()

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from shardfn.core import Arriving
+from shardfn.core import Pending
 from shardfn.memory import to_device
 
 
-class Fetch:
+class Fetch(Pending[Tensor]):
     """A piece that comes to the device in one or two steps: from the disk to the host, from the host to the device.
 
     Args:
@@ -15,10 +15,11 @@ class Fetch:
         device: where it is wanted.
     """
 
-    def __init__(self, source: Tensor | Arriving[Tensor], device: torch.device) -> None:
-        self._source: Tensor | Arriving[Tensor] | None = source
+    def __init__(self, source: Tensor | Pending[Tensor], device: torch.device) -> None:
+        super().__init__(self._arrive, lambda: self._moving is not None and self._moving.done())
+        self._source: Tensor | Pending[Tensor] | None = source
         self._device = device
-        self._moving: Arriving[Tensor] | None = None
+        self._moving: Pending[Tensor] | None = None
 
     def move(self) -> None:
         """Begins the step to the device; waits for the disk."""
@@ -31,12 +32,7 @@ class Fetch:
         if isinstance(self._source, Tensor) or (self._source is not None and self._source.done()):
             self.move()
 
-    def done(self) -> bool:
-        """Whether `result()` would return at once."""
-        return self._moving is not None and self._moving.done()
-
-    def result(self) -> Tensor:
-        """The piece, on the device; waits for it."""
+    def _arrive(self) -> Tensor:
         self.move()
         assert self._moving is not None
         return self._moving.result()

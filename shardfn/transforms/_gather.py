@@ -18,11 +18,10 @@ from shardfn.collectives import (
     CodedGather,
     GatherChannel,
     Packing,
-    Pending,
     TwoHops,
     gather_channels,
 )
-from shardfn.core import RankError, Stored
+from shardfn.core import Pending, RankError, Stored
 
 from ._capture import capturing
 from ._copies import traced_once
@@ -72,7 +71,7 @@ class Gatherer:
         self._keep = keep
         self._wires = gather_channels(channels, [leaves[unit.leaves[0]].ways.use for unit in units])
         self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
-        self._brought: dict[int, Pending | Tensor] = {}
+        self._brought: dict[int, Pending[Tensor] | Tensor] = {}
         self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
@@ -255,26 +254,26 @@ class Gatherer:
             self._brought[unit] = piece
         return piece
 
-    def _bring(self, unit: int) -> Pending:
+    def _bring(self, unit: int) -> Pending[Tensor]:
         members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
         packing = self._units[unit].packing
         assert isinstance(hops, TwoHops | CodedGather)
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
         own = _arrived(pieces)
 
-        def bring(*own: Tensor) -> Pending:
+        def bring(*own: Tensor) -> Pending[Tensor]:
             return start_gather(members, packing, own, hops.bring)
 
         if not capturing():
             return bring(*own)
         looks = *(leaf.looks for leaf in members), hops.axes
         (piece,) = traced_once(("bring", looks), lambda *own: [bring(*own).result()], own)
-        return Pending((), lambda: piece)
+        return Pending.of(piece)
 
 
 Piece = Tensor | Fetch
 # From this rank's pieces to a transfer.
-Start = Callable[[Sequence[Tensor]], Pending]
+Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
 
 
 class _Whole:
@@ -284,7 +283,7 @@ class _Whole:
         self, leaves: list[LeafLayout], packing: Packing, pieces: list[Piece], channel: GatherChannel, start: Start
     ) -> None:
         self._leaves, self._packing = leaves, packing
-        self._pending: Pending | Fetch | None = None
+        self._pending: Pending[Tensor] | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
         self.arrived = capturing()
@@ -327,8 +326,8 @@ def start_gather(
     leaves: Sequence[LeafLayout],
     packing: Packing,
     own: Sequence[Tensor],
-    send: Callable[[Tensor, Sequence[int]], Pending],
-) -> Pending:
+    send: Callable[[Tensor, Sequence[int]], Pending[Tensor]],
+) -> Pending[Tensor]:
     """Begins to send this rank's pieces of leaves, in one message, in the dtype that the loss sees."""
     pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
     return send(packing.pack(pieces), packing.sizes)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, bind_mesh, carry, carry_all
-from shardfn.core import Arriving, MemoryKind, Mesh, Placement, Stored
-from shardfn.memory import Pool, arrived, on_host, put, to_device, to_host
+from shardfn.core import MemoryKind, Mesh, Pending, Placement, Stored
+from shardfn.memory import Pool, on_host, put, to_device, to_host
 
 from ._transit import Transit
 
@@ -39,7 +39,7 @@ def _moved_on(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
     if not mesh.is_member:
         return [t.x if t.stays else t.elsewhere() for t in transits]
 
-    def send(block: Tensor | Stored, src: MemoryKind, dst: MemoryKind) -> Arriving[Tensor | Stored]:
+    def send(block: Tensor | Stored, src: MemoryKind, dst: MemoryKind) -> Pending[Tensor | Stored]:
         return _sent(block, src, dst, mesh.device, transits[0].pool)
 
     routes = [t.route() for t in transits]
@@ -51,7 +51,7 @@ def _moved_on(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
 
 def _sent(
     block: Tensor | Stored, src: MemoryKind, dst: MemoryKind, device: torch.device, pool: Pool | None
-) -> Arriving[Tensor | Stored]:
+) -> Pending[Tensor | Stored]:
     """A block on its way to another memory."""
     if not isinstance(block, Tensor):
         block = block.load()
@@ -63,7 +63,7 @@ def _sent(
     if dst == "disk":
         assert pool is not None
         return pool.write(block)
-    return to_device(block, device) if dst == "device" else arrived(block)
+    return to_device(block, device) if dst == "device" else Pending.of(block)
 
 
 def _copy(held: Tensor | Stored, at: Placement) -> Tensor | Stored:

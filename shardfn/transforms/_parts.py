@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import Arriving, MemoryKind, Stored
+from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import AnyPool, on_host, to_host
 
 from ._ahead import Ahead
@@ -29,11 +29,11 @@ class Parts:
     def __init__(self, homes: Sequence[MemoryKind], dtypes: Sequence[torch.dtype], pool: AnyPool | None) -> None:
         self._homes, self._dtypes, self._pool = homes, dtypes, pool
         self._at: dict[int, Tensor | Stored] = {}
-        self._coming: dict[int, Arriving[Tensor]] = {}
-        self._writing: dict[int, Arriving[Stored]] = {}
+        self._coming: dict[int, Pending[Tensor]] = {}
+        self._writing: dict[int, Pending[Stored]] = {}
         self._leaving: dict[int, int] = {}
         self._ahead: Ahead | None = None
-        self._taken: dict[int, Arriving[Any]] = {}
+        self._taken: dict[int, Pending[Any]] = {}
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._at or unit in self._coming or unit in self._writing

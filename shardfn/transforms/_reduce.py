@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels, Pending, Relayed, dealt, is_sole_owner, psum, reduce_channel
-from shardfn.core import MemoryKind, Stored
+from shardfn.collectives import AnyChannels, dealt, is_sole_owner, psum, reduce_channel
+from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import to_device
 
 from ._ahead import Ahead
@@ -63,13 +63,13 @@ class Reducer:
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._missing: list[int] = []
-        self._pending: list[tuple[int, Pending | Relayed]] = []
+        self._pending: list[tuple[int, Pending[Tensor]]] = []
         self._pool = pool = pool_of(plan)
         self._parts = Parts(
             [self._home(u) for u in range(len(units))], [leaves[x.leaves[0]].dtypes.accum for x in units], pool
         )
         self._flats: dict[int, Tensor] = {}
-        self._whole: dict[int, tuple[Tensor | None, Pending | None]] = {}
+        self._whole: dict[int, tuple[Tensor | None, Pending[Tensor] | None]] = {}
         self._next = self._in_flight = 0
         self._patience = PATIENCE
         self._send = self._last = True
@@ -201,7 +201,7 @@ class Reducer:
                 pending = self._start(unit, members)
             self._pending.append((unit, pending))
 
-    def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending | Relayed:
+    def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         channel, packing = self._scatter[unit], self._units[unit].packing
         flat = packing.lay([grad for _, grad in members])
         members.clear()
@@ -212,7 +212,7 @@ class Reducer:
         sizes = packing.sizes if self._cut[unit] else dealt(flat.numel(), channel.size)
         return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
 
-    def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending:
+    def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""
         leaves, grads = [leaf for leaf, _ in members], [grad for _, grad in members]
         looks = *(leaf.looks for leaf in leaves), self._scatter[unit].axes
@@ -221,7 +221,7 @@ class Reducer:
             return [self._start(unit, list(zip(leaves, grads, strict=True))).result()]
 
         (part,) = traced_once(("reduce", looks), start, grads)
-        return Pending((), lambda: part)
+        return Pending.of(part)
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""

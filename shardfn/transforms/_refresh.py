@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels, Pending
-from shardfn.core import Stored
+from shardfn.collectives import AnyChannels
+from shardfn.core import Pending, Stored
 from shardfn.memory import AnyPool, to_device, to_host
 
 from ._plan import Plan
@@ -107,7 +107,7 @@ def _start(
     unit: Unit,
     blocks: Sequence[Tensor | None],
     rows: Sequence[Tensor | Stored | None],
-) -> tuple[Pending, bool]:
+) -> tuple[Pending[Tensor], bool]:
     """The transfer of one unit, and whether it lands in the parameter itself."""
     first, packing = plan.layers[unit.leaves[0]], unit.packing
     channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]

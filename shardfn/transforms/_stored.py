@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import Arriving, MemoryKind, Stored
+from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import on_host
 
 
@@ -64,28 +64,13 @@ class Slice:
         """The whole of it."""
         return self.read().result()
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> "_Shaped":
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
         """Rows `lo:hi` of dim 0; of a 0-d tensor, all there is."""
         row = self.shape[1:].numel()
         hi = (self.shape[0] if self.shape else 1) if hi is None else hi
         shape = torch.Size((hi - lo, *self.shape[1:])) if self.shape else self.shape
         flat = None if out is None else out.view(-1)
-        return _Shaped(self._base.read(self._start + lo * row, self._start + hi * row, flat), shape)
-
-
-class _Shaped:
-    """A transfer whose value gets another shape."""
-
-    def __init__(self, inner: Arriving[Tensor], shape: torch.Size) -> None:
-        self._inner, self._shape = inner, shape
-
-    def done(self) -> bool:
-        """Whether `result()` would return at once."""
-        return self._inner.done()
-
-    def result(self) -> Tensor:
-        """The value."""
-        return self._inner.result().view(self._shape)
+        return self._base.read(self._start + lo * row, self._start + hi * row, flat).then(lambda x: x.view(shape))
 
 
 class Pile:
@@ -122,25 +107,15 @@ class Pile:
         """The whole of it."""
         return self.read().result()
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> "_Piled":
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
         """Parts `lo:hi`."""
         parts = self._parts[lo : len(self._parts) if hi is None else hi]
         rows: Sequence[Tensor | None] = [None] * len(parts) if out is None else out.unbind(0)
-        return _Piled([x.read(out=row) for x, row in zip(parts, rows, strict=True)], out)
+        coming = [x.read(out=row) for x, row in zip(parts, rows, strict=True)]
 
+        def result() -> Tensor:
+            here = [x.result() for x in coming]
+            with on_host():
+                return torch.stack(here) if out is None else out
 
-class _Piled:
-    """Transfers whose values are stacked on the host."""
-
-    def __init__(self, inner: list[Arriving[Tensor]], out: Tensor | None) -> None:
-        self._inner, self._out = inner, out
-
-    def done(self) -> bool:
-        """Whether `result()` would return at once."""
-        return all(x.done() for x in self._inner)
-
-    def result(self) -> Tensor:
-        """The value."""
-        parts = [x.result() for x in self._inner]
-        with on_host():
-            return torch.stack(parts) if self._out is None else self._out
+        return Pending(result, lambda: all(x.done() for x in coming))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import Arriving, MemoryKind, P, PyTree, Stored, tree_leaves, tree_unflatten
-from shardfn.memory import AnyPool, TracedTransfer, Transfer, host_empty, on_host, to_device, to_host
+from shardfn.core import MemoryKind, P, Pending, PyTree, Stored, tree_leaves, tree_unflatten
+from shardfn.memory import AnyPool, host_empty, on_host, to_device, to_host
 from shardfn.optim import GradientTransformation, in_pieces
 
 from ._capture import capturing
@@ -359,7 +359,7 @@ class _Chunk:
         self._buffers: list[Tensor] = []
         self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
         self._here: list[list[Tensor]] = []
-        self._going: list[Transfer[Any] | TracedTransfer] = []
+        self._going: list[Pending[Any]] = []
 
     def _buffer(self, rows: Rows, held: Held) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
@@ -369,7 +369,7 @@ class _Chunk:
         self._buffers.append(x)
         return x
 
-    def _bring(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
+    def _bring(self, rows: Rows, column: Column) -> Tensor | Pending[Tensor]:
         """Rows to where they are stepped; a view of those that are there already."""
         held = column.held
         if column.kept:
@@ -390,7 +390,7 @@ class _Chunk:
             return held.read(rows.lo, rows.hi, self._buffer(rows, held))
         return Fetch(held.read(rows.lo, rows.hi), self._device)
 
-    def _beside(self, rows: Rows, column: Column) -> "Tensor | Arriving[Tensor]":
+    def _beside(self, rows: Rows, column: Column) -> Tensor | Pending[Tensor]:
         """Rows in the memory of their new value."""
         into = rows.of(self._stream.kept(column))
         assert isinstance(column.held, Tensor)

@@ -7,13 +7,13 @@ import torch
 from torch.func import grad, hessian, jvp, vjp, vmap
 
 from shardfn import memory
-from shardfn.core import Arriving
+from shardfn.core import Pending
 
 
 def test_a_round_trip_copies_every_kind_of_tensor() -> None:
     for x in (torch.randn(3, 5), torch.randn(5, 3).t(), torch.tensor(7), torch.empty(0, 4), torch.rand(300, 300) > 0.5):
         down = memory.to_host(x)
-        assert isinstance(down, Arriving)
+        assert isinstance(down, Pending)
         up = memory.to_device(down.result())
         assert torch.equal(up.result(), x) and up.done()
         up.wait()

@@ -106,11 +106,14 @@ def test_live_whole_parameters_are_bounded_by_the_window() -> None:
     peak = [0]
     issue = _gather.start_gather
 
-    def counted(*args, **kwargs):
-        out = issue(*args, **kwargs)
-        alive.append(torch.multiprocessing.reductions.StorageWeakRef(out._finish().untyped_storage()))
-        peak[0] = max(peak[0], sum(not ref.expired() for ref in alive) * leaf)
-        return out
+    def counted(leaves, packing, own, send):
+        def noted(flat, sizes):
+            into = flat.new_empty(sum(sizes))
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(into.untyped_storage()))
+            peak[0] = max(peak[0], sum(not ref.expired() for ref in alive) * leaf)
+            return send(flat, sizes, into)
+
+        return issue(leaves, packing, own, noted)
 
     def loss(p: list, x: Tensor) -> Tensor:
         for w in p:
