@@ -49,6 +49,7 @@ DOCS = [
     "docs/zero_plus_plus.md",
     "docs/plan.md",
     "docs/compression.md",
+    "docs/reshard.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]

@@ -75,6 +75,9 @@ def _bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
 def _unpacked(message: UInt8[Tensor, "rows bytes"], places: list[_Place], like: Sequence[Parts]) -> list[Parts]:
     flat: dict[int, Tensor] = {}
     for place in places:
+        if not place.width:  # torch calls it contiguous whatever its strides, and then cannot view it
+            flat[place.number] = message.new_empty((len(message), *place.shape), dtype=place.dtype)
+            continue
         row_bytes = message.narrow(1, place.start, place.width).contiguous()
         flat[place.number] = row_bytes.view(place.dtype).view(-1, *place.shape)
     tensors = iter([flat[i] for i in range(len(flat))])

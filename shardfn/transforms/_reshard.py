@@ -55,7 +55,7 @@ def reshard(
     Example:
         >>> import torch
         >>> from shardfn.collectives import shard
-        >>> from shardfn.core import make_mesh
+        >>> from shardfn.core import P, make_mesh
         >>> with make_mesh({"dp": -1}, device="cpu") as mesh:
         ...     tree = {"w": shard(torch.ones(4, 2), P("dp"), mesh)}
         ...     reshard(tree, P(None, "dp"), dtype=torch.bfloat16)

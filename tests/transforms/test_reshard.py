@@ -428,3 +428,16 @@ def test_a_rank_that_fails_under_way_is_heard_of() -> None:
             sf.reshard(x, sf.Sharding(P(), "disk"), mesh=new, pool=Broken())
     out = sf.reshard(x, P(), mesh=new)
     assert not new.is_member or torch.equal(out.local, torch.arange(6.0))
+
+
+@distributed(world=2, timeout=60)
+def test_a_rank_that_comes_to_a_step_instead_is_an_error_on_both() -> None:
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+    step = sf.sharded_step(lambda p, x: (p * x).mean(), sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    state = step.init(torch.ones(4))
+    with pytest.raises(sf.RankError, match=r"(?s)ranks disagree on what to run.*rank 0: reshard"):
+        if mesh.rank == 0:
+            sf.reshard(state.params, P())
+        else:
+            step(state, torch.ones(2, 4))
+    assert torch.equal(sf.reshard(state.params, P()).local, torch.ones(4))

@@ -1,0 +1,37 @@
+"""Covers what goes over the wire by torch's ops: elements of dtypes that no backend sends travel as their bytes."""
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.testing import distributed
+
+ODD = [torch.complex64, torch.complex128, torch.int16, torch.float8_e4m3fn]
+
+
+@distributed(world=3)
+def test_other_dtypes_are_moved_as_they_are() -> None:
+    mesh = sf.make_mesh({"dp": 3}, device="cpu")
+    bits = torch.arange(7 * 5 * 16).remainder(120).to(torch.uint8)
+    with sf.collectives.bind_mesh(mesh):
+        for dtype in ODD:
+            x = bits.view(dtype).view(7, -1) if dtype.itemsize > 1 else bits.view(7, -1).view(dtype)
+            own = sf.shard(x, sf.P("dp"), mesh).local
+            with sf.count_traffic() as traffic:
+                assert torch.equal(_bytes(sf.all_gather(own, "dp", size=7)), _bytes(x)), dtype
+            assert traffic.by_dtype == {dtype: 2 * 3 * x[0].nbytes}
+            columns = sf.all_to_all(own, "dp", split_dim=1, concat_dim=0, size=7)
+            assert torch.equal(_bytes(columns), _bytes(sf.shard(x, sf.P(None, "dp"), mesh).local)), dtype
+
+
+@distributed(world=2)
+def test_what_is_summed_must_be_known_to_the_backend() -> None:
+    with (
+        sf.collectives.bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")),
+        pytest.raises(RuntimeError, match="Invalid scalar type"),
+    ):
+        sf.psum(torch.ones(2, dtype=torch.int16), "dp")
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
