@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardfn.core import Axes
 
@@ -305,7 +306,7 @@ def from_module(
         return params, ModuleFunction(module, keep_dtype)
     kept = module.state_dict().keys()
     state = {name: x.detach().clone() for name, x in module.named_buffers() if name in kept}
-    if not state:
+    if not state and not any(isinstance(sub, _BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
         )

@@ -174,6 +174,22 @@ def test_a_state_by_the_rows_of_each_rank_is_told_in_the_first_step() -> None:
         step(step.init(params, model_state=first), torch.full((2, 3), mesh.rank + 1.0))
 
 
+@distributed(world=2)
+def test_batch_norm_without_statistics_needs_no_buffers() -> None:
+    mesh, net = sf.make_mesh({"dp": 2}), nn.BatchNorm1d(3, track_running_stats=False).double()
+    params, first, apply = sf.from_module(net, has_state=True)
+
+    def loss(p: dict, s: dict, x: Tensor) -> tuple[Tensor, dict]:
+        out, s = apply(p, s, x)
+        return (out - x).square().mean(), s
+
+    step = sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, has_state=True)
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    state, metrics = step(step.init(params, model_state=first), x.chunk(2)[mesh.rank])
+    torch.testing.assert_close(metrics["loss"], (net(x) - x).square().mean().detach())
+    assert first == state.model_state == {}
+
+
 def test_dropout_goes_by_the_key_too() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     params, state, apply = sf.from_module(net, has_state=True)
