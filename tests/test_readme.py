@@ -40,6 +40,7 @@ DOCS = [
     "docs/sharded.md",
     "docs/transforms.md",
     "docs/modules.md",
+    "docs/model_state.md",
     "docs/precision.md",
     "docs/offload.md",
     "docs/memory.md",

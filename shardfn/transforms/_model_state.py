@@ -148,7 +148,7 @@ def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
     leaves = tree_leaves(tree)
     if leaves and not has_state:
         raise ValueError("the state has a model state, but the step was built without; pass has_state=True.")
-    if has_state and not leaves:
+    if has_state and tree == ():
         raise ValueError(
             "the state has no model state, but the step was built with has_state=True; make it with"
             " init(params, model_state=...)."

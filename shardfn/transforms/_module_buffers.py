@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._module_parts import Placed
+from ._module_parts import Placed, Slot
 
 WRITES_WHOLE = frozenset({"copy_", "fill_", "zero_"})
 # The same values, perhaps elsewhere or in another dtype.
@@ -23,6 +23,8 @@ _NO_WRITES = frozenset({"__index__", "__int__", "__invert__", "__init__", "requi
 class Buffers:
     """Finds out what a forward does to buffers; must be told of each function before it runs.
 
+    Of buffers that are the forward's own for the call, `state`, it knows nothing: they may change in any way.
+
     A forward may read a buffer, and it may give one another value for the rest of the call if that does not come of
     the old one: a cache, such as rotary frequencies for a longer text. A value that comes of the old one is a state,
     which the next step would need: that is refused.
@@ -31,9 +33,10 @@ class Buffers:
     tensors are never written to by a function that this class was told of.
     """
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, state: frozenset[Slot] = frozenset()) -> None:
         self._placed = placed
-        self._tensors = {n: x for n, s in placed.parts.buffers.items() if (x := s.owner._buffers[s.name]) is not None}
+        buffers = {n: s for n, s in placed.parts.buffers.items() if s not in state}
+        self._tensors = {n: x for n, s in buffers.items() if (x := s.owner._buffers[s.name]) is not None}
         self._known = {id(x): name for name, x in self._tensors.items()}
         self._storages = {x.untyped_storage()._cdata: name for name, x in self._tensors.items() if has_storage(x)}
         self._versions = {name: _version(x) for name, x in self._tensors.items()}
@@ -140,9 +143,10 @@ class Buffers:
         evaluated = f"module.get_submodule({where!r}).eval()" if where else "module.eval()"
         return (
             f"the forward of {where or 'the module'} ({type(sub).__name__}) changes its buffer {name!r}: it {what}. A"
-            " step has no place for such a state: ranks would change it each by its own rows, and a recomputation would"
+            " step would lose such a state: ranks would change it each by its own rows, and a recomputation would"
             f" change it twice. If it changes in training only, {evaluated} makes it a constant; or use a layer that"
-            " keeps no statistics, such as LayerNorm or GroupNorm."
+            " keeps no statistics, such as LayerNorm or GroupNorm; or hand it on as model state:"
+            " from_module(module, has_state=True)."
         )
 
 

@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardfn.core import Axes
+
 from ._lazy import LazyLeaf
 from ._module_buffers import Buffers, has_storage, tensors_of, writes
 from ._module_checks import BY_FREQUENCY, MAX_NORM
 from ._module_draws import Draws
 from ._module_dropouts import dropout_of
-from ._module_parts import Placed
+from ._module_parts import Placed, Slot
+from ._module_statistics import global_batch_norm
 
 
 class ModuleMode(TorchFunctionMode):
@@ -27,11 +30,14 @@ class ModuleMode(TorchFunctionMode):
     Args:
         placed: the module.
         draws: where random numbers come from.
+        state: the buffers that the forward may change.
+        axis: with `state`, the axes along which ranks hold other rows of the batch.
     """
 
-    def __init__(self, placed: Placed, draws: Draws) -> None:
+    def __init__(self, placed: Placed, draws: Draws, state: frozenset[Slot] | None = None, axis: Axes = None) -> None:
         super().__init__()
-        self._own, self._buffers, self._draws = placed.own, Buffers(placed), draws
+        self._own, self._buffers, self._draws = placed.own, Buffers(placed, state or frozenset()), draws
+        self._batch_norm = None if state is None else global_batch_norm(axis)
         self._given = placed.given.params
         # What of parameters alone is, by identity: themselves, and their views. Nothing is kept alive by it.
         self._of_params: dict[int, Callable[[], Any]] = {id(p): weakref.ref(p) for p in self._given.values()}
@@ -57,7 +63,7 @@ class ModuleMode(TorchFunctionMode):
             self._buffers.check_write(name, (written, kwargs.get("out", ())))
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
-        handler = None if func is F.batch_norm and self._is_of_params(args) else _HANDLERS.get(func)
+        handler = None if func is F.batch_norm and self._is_of_params(args) else self._handler(func)
         handler = handler or dropout_of(self._draws, name) or self._draws.handler(name)
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         if args:
@@ -65,6 +71,9 @@ class ModuleMode(TorchFunctionMode):
             if name in _VIEWS and self._is_of_params(args):
                 self._of_params[id(out)] = weakref.ref(out)
         return out
+
+    def _handler(self, func: Any) -> Any:
+        return self._batch_norm if func is F.batch_norm and self._batch_norm is not None else _HANDLERS.get(func)
 
     def _is_of_params(self, args: tuple[Any, ...]) -> bool:
         """Whether the first argument is a parameter or a view of one: a weight that is standardised, say."""
@@ -170,7 +179,8 @@ def _batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "batch_norm in training normalises by the mean and the variance of this rank's rows, which depend on the"
             " number of ranks. Let it use its statistics as constants: eval() of that layer (which has some, if"
-            " track_running_stats=True); or use a layer that normalises each sample, such as GroupNorm or LayerNorm."
+            " track_running_stats=True); or use a layer that normalises each sample, such as GroupNorm or LayerNorm;"
+            " or hand its statistics on, over the rows of all ranks: from_module(module, has_state=True)."
         )
     return func(*args, **kwargs)
 
