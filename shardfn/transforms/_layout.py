@@ -44,7 +44,7 @@ class LeafLayout:
         home: the memory in which the parameter is kept.
         grad_home: the memory in which its summed gradient waits for the update.
         state_home: the memory in which its optimizer state is kept.
-        near: the axes of `zero_axes`, that are near, if it is gathered and some are not; see `Zero.secondary_axis`.
+        near: the axes of `zero_axes`, that are near, if it is gathered and some are not; see `Travel.secondary_axis`.
         gather_code: what it travels as when it is gathered; None = in the dtype that the loss sees.
         reduce_code: what its gradient travels as; None = in `dtypes.reduce`.
         layers: of a stacked leaf, the layouts of its layers, which enter the loss and travel one by one; else empty.
@@ -209,7 +209,7 @@ def leaf_layout(
     rule = zero_spec(tuple(shape), compute, zero.axis, mesh) if zero.stage >= 1 else compute
     dim = next((d for d in range(len(shape)) if rule.dim_axes(d) != compute.dim_axes(d)), None)
     zero_axes = tuple(a for a in rule.axes if a not in compute.axes)
-    large = shape.numel() > zero.persist
+    large = shape.numel() > zero.persist_elements
     param = rule if zero.stage == 3 and large else compute
     slices = block_slices(tuple(shape), compute, mesh.shape, mesh.coords)
     block = torch.Size(s.stop - s.start for s in slices)
@@ -221,7 +221,11 @@ def leaf_layout(
     dtypes = dtype if isinstance(dtype, Dtypes) else Dtypes.plain(dtype)
 
     def code(how: str | None) -> Code | None:
-        return Code(BITS[how], zero.block) if how is not None and dtypes.compute.is_floating_point else None
+        return (
+            Code(BITS[how], zero.travel.block_elements)
+            if how is not None and dtypes.compute.is_floating_point
+            else None
+        )
 
     cut = dim is not None and set(zero_axes) <= set(summed)
     reduce_axes = zero_axes if cut else summed
@@ -246,8 +250,8 @@ def leaf_layout(
         zero.grads,
         zero.optimizer,
         near if len(near) < len(zero_axes) and param != compute else (),
-        code(zero.gather) if param != compute else None,
-        code(zero.reduce) if cut and large else None,
+        code(zero.travel.gather) if param != compute else None,
+        code(zero.travel.reduce) if cut and large else None,
     )
 
 
@@ -265,7 +269,9 @@ def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
             room -= leaf.shape.numel()
             stay.add(leaf.path)
     if train and ratio < 1 and not stay:
-        raise ValueError(f"Zero(ratio={ratio}) has no effect: every leaf is larger than what may stay on the device.")
+        raise ValueError(
+            f"Zero(optimizer_fraction={ratio}) has no effect: every leaf is larger than what may stay on the device."
+        )
     return [dataclasses.replace(leaf, state_home="device") if leaf.path in stay else leaf for leaf in leaves]
 
 
@@ -348,7 +354,7 @@ def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which resident leaves are gathered after their shards were updated."""
     members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
     key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home))  # noqa: E731
-    return make_units(leaves, members, zero.bucket, key, math.inf)
+    return make_units(leaves, members, zero.travel.bucket_bytes, key, math.inf)
 
 
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
@@ -364,10 +370,14 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
     units = [Unit((i,), leaves[i].numel * leaves[i].dtypes.reduce.itemsize) for i in trainable if alone(leaves[i])]
     shared = [i for i in trainable if not alone(leaves[i])]
     cut, whole = ([i for i in shared if leaves[i].cut == on] for on in (True, False))
-    units += make_units(leaves, cut, zero.bucket, _reduce_key, math.inf)
+    units += make_units(leaves, cut, zero.travel.bucket_bytes, _reduce_key, math.inf)
     # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
     return units + make_units(
-        leaves, whole, max(zero.bucket, WHOLE_BUCKET) if zero.bucket else 0, _reduce_key, math.inf
+        leaves,
+        whole,
+        max(zero.travel.bucket_bytes, WHOLE_BUCKET) if zero.travel.bucket_bytes else 0,
+        _reduce_key,
+        math.inf,
     )
 
 
