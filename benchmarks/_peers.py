@@ -172,8 +172,9 @@ PEERS: dict[str, Build] = {
 
 
 def build(name: str) -> Build:
-    """The peer of that name. Fields may follow a shardfn peer: those of `Zero`, as in `shardfn3:prefetch_bytes=0:bucket_bytes=0`, a
-    back end, as in `shardfn3:jit=graph`, and options of `sf.jit`, as in `shardfn3:jit=graph:jit_prefetch=none`.
+    """The peer of that name. Fields may follow a shardfn peer: those of `Zero.flat`, as in
+    `shardfn3:prefetch_bytes=0:bucket_bytes=0`, a back end, as in `shardfn3:jit=graph`, and options of `sf.jit`,
+    as in `shardfn3:jit=graph:jit_prefetch=none`.
 
     Raises:
         ValueError: there is no such peer.

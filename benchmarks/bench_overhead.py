@@ -1,8 +1,8 @@
 """Microseconds of Python that stage 3 costs per leaf and step, under a process group that moves nothing.
 
-The model is a chain of tiny leaves, each gathered for itself (`persist_elements=0`, `bucket_bytes=0`), on torch's fake process group of
-two ranks. What remains after the plain step is taken away is the machinery: lazy leaves, hooks, the schedule, the calls
-into the process group. The values computed are meaningless, since the fake group delivers nothing.
+The model is a chain of tiny leaves, each gathered for itself (`persist_elements=0`, `bucket_bytes=0`), on torch's fake
+process group of two ranks. What remains after the plain step is taken away is the machinery: lazy leaves, hooks, the
+schedule, the calls into the process group. The values computed are meaningless, since the fake group delivers nothing.
 """
 
 import argparse

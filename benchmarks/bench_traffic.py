@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", default="2,4")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--zero", default="", help="fields of Zero, as in persist_elements=0:prefetch_bytes=0:bucket_bytes=0")
+    parser.add_argument("--zero", default="", help="fields of Zero: persist_elements=0:prefetch_bytes=0:bucket_bytes=0")
     parser.add_argument("--out", default="", help="Markdown file")
     parser.add_argument("--json", action="store_true", help="also the raw numbers")
     args = parser.parse_args()
