@@ -56,7 +56,9 @@ from shardfn.transforms import (
     offload as offload,
     policies as policies,
     remat as remat,
+    reshard as reshard,
     shard_map as shard_map,
+    sharded as sharded,
     sharded_step as sharded_step,
     value_and_grad as value_and_grad,
 )

@@ -38,6 +38,7 @@ DOCS = [
     "docs/jit.md",
     "docs/scan.md",
     "docs/passes.md",
+    "docs/sharded.md",
     "docs/transforms.md",
     "docs/modules.md",
     "docs/precision.md",

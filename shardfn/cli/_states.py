@@ -187,7 +187,7 @@ def _rows(leaf: LeafLayout) -> int:
     """Elements of the first ZeRO rank's part: blocks are cut so that it is the largest."""
     if leaf.dim is None:
         return leaf.block.numel()
-    lo, hi = leaf.bounds[0]
+    lo, hi = leaf.pieces.bounds[0]
     return leaf.block.numel() // leaf.block[leaf.dim] * (hi - lo)
 
 

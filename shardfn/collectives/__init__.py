@@ -11,7 +11,10 @@ from ._ppermute import ppermute as ppermute
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route
-from ._carry import carry as carry
+from ._packing import EvenPacking as EvenPacking, Packing as Packing, Pieces as Pieces, Run as Run, dealt as dealt
+from ._carry import carry as carry, carry_all as carry_all
+from ._overlaps import Box as Box, Overlap as Overlap, overlaps as overlaps, pieces as pieces
+from ._cross import Crossing as Crossing, cross as cross
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
 from ._residual import Residual as Residual, compressed_init as compressed_init
@@ -29,13 +32,16 @@ from ._channel import is_sole_owner as is_sole_owner
 from ._failure import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
+from ._traced import AnyRounds as AnyRounds
 from ._hops import TwoHops as TwoHops
 from ._code import Code as Code
 from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
+from ._wires import GatherChannel as GatherChannel, gather_channel as gather_channel
+from ._wires import code_of as code_of, gather_channels as gather_channels, reduce_channel as reduce_channel
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
 from ._wire_ops import Sizes as Sizes, with_sizes as with_sizes
 from ._where import Applied as Applied, current_application as current_application
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._control import Constant as Constant, Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
-from ._global_tensor import member as member, stack as stack, transforming as transforming
+from ._global_tensor import absent as absent, member as member, stack as stack, transforming as transforming

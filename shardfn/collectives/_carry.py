@@ -1,24 +1,28 @@
-"""`carry`: a block along a route, by the differentiable collectives.
+"""Blocks along routes: `carry`, by the differentiable collectives, and `carry_all`, with several under way.
 
-The plainest executor of routes: one collective a hop, each waited for, nothing in place. It runs in eager programs, in
-graphs that `jit` captures and inside transforms of `torch.func`, and is what other executors are compared with.
+`carry` is the plainest executor of routes: one collective a hop, each waited for, nothing in place. It runs in eager
+programs, in graphs that `jit` captures and inside transforms of `torch.func`, and is what other executors are compared
+with. `carry_all` is for programs that only want the values: the same wire, with the next leaf's transfer on its way
+while the last one's is waited for.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind
+from shardfn.core import Arriving, MemoryKind, Placement, Stored
 
-from ._all_gather import all_gather_invariant
-from ._all_to_all import all_to_all
+from ._buckets import staggered
 from ._env import current_mesh
-from ._psum import psum
-from ._psum_scatter import psum_scatter, take_own_block
-from ._route import AllGather, AllToAll, Cast, Decode, Encode, Hop, Move, Psum, PsumScatter, Route, Slice
+from ._line import line_along
+from ._primitive import Call, bind, start
+from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
 
 Mover = Callable[[Tensor, MemoryKind], Tensor]
+# From the memory that it is in to another; what it makes is on its way.
+Sender = Callable[[Tensor | Stored, MemoryKind, MemoryKind], Arriving[Tensor | Stored]]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
@@ -44,28 +48,89 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
         ...     carry(torch.ones(2), route((2,), Placement(), half, mesh))
         tensor([1., 1.], dtype=torch.bfloat16)
     """
-    mesh = current_mesh()
-    for hop, after in zip(route.hops, route.stops[1:], strict=True):
-        shape = after.block_shape(route.shape, mesh.shape, mesh.coords)
-        block = _carried(block, hop, shape, move)
+    for hop, _, shape in _in_one(route):
+        if isinstance(hop, Cast):
+            block = block.to(hop.dtype)
+        elif isinstance(hop, Move) and move is not None:
+            block = move(block, hop.memory_kind)
+        else:
+            block = bind(block, _call(block, hop, shape))
     return block
 
 
-def _carried(x: Tensor, hop: Hop, shape: torch.Size, move: Mover | None) -> Tensor:
+def carry_all(blocks: Sequence[Tensor | Stored], routes: Sequence[Route], send: Sender) -> list[Tensor | Stored]:
+    """What this rank holds at the end of each route. Collective over the mesh, which must be bound; no gradients.
+
+    The value is `carry`'s, the bytes are, too. At most as many blocks are under way as a route has hops, and one more.
+
+    Args:
+        blocks: what this rank holds at their starts; of what is on disk, as it is stored.
+        routes: for the bound mesh; the same on all ranks.
+        send: starts to bring a block to another memory.
+
+    Raises:
+        ValueError: a route rounds to codes.
+    """
+    out: list[Tensor | Stored] = list(blocks)
+    staggered([_run(out, i, way, send) for i, way in enumerate(routes)])
+    return out
+
+
+def _run(out: list[Tensor | Stored], i: int, route: Route, send: Sender) -> Iterator[None]:
+    """Brings `out[i]` along a route; each time that something is on its way, others go on."""
+    for hop, before, shape in _in_one(route):
+        block = out[i]
+        if isinstance(hop, Move):
+            arriving = send(block, before.memory_kind, hop.memory_kind)
+            del block
+            yield
+            out[i] = arriving.result()
+            continue
+        assert isinstance(block, Tensor)  # a route moves to the device first
+        if isinstance(hop, Cast):
+            out[i] = block.to(hop.dtype)
+            continue
+        wait = start(block, _call(block, hop, shape))
+        del block
+        yield
+        out[i] = wait()
+
+
+def _in_one(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:
+    """Hops, the placements before them, and the shapes of this rank's block after them.
+
+    Two hops of one gather, or of one sum, are one.
+    """
+    if route.src.brought or route.dst.brought:
+        raise ValueError(f"`carry` takes two hops of a gather as one, so none of them is the last:\n{route}")
+    mesh = current_mesh()
+    first: tuple[str, ...] = ()
+    for hop, before, after in zip(route.hops, route.stops, route.stops[1:], strict=False):
+        if after.brought and not before.brought and isinstance(hop, AllGather | PsumScatter):
+            first = hop.axes
+            continue
+        if first and isinstance(hop, AllGather | PsumScatter):
+            cut = before.spec.dim_axes(hop.dim)
+            both = tuple(a for a in cut if a in first or a in hop.axes)
+            hop, first = dataclasses.replace(hop, axes=both), ()
+        yield hop, before, after.block_shape(route.shape, mesh.shape, mesh.coords)
+
+
+def _call(x: Tensor, hop: Hop, shape: torch.Size) -> Call:
+    """The collective that a hop is, of a block that then has `shape`."""
     match hop:
-        case Cast(dtype):
-            return x.to(dtype)
-        case Slice(axes, dim):
-            return take_own_block(x, axes, dim=dim)
         case Psum(axes):
-            return psum(x, axes)
+            name, sizes = "psum", (0, 0, 0, 0)
+        case Slice(axes, dim):
+            name, sizes = "take_own_block", (dim, x.shape[dim], 0, 0)
         case PsumScatter(axes, dim):
-            return psum_scatter(x, axes, dim=dim)
+            name, sizes = "psum_scatter", (dim, x.shape[dim], 0, 0)
         case AllGather(axes, dim):
-            return all_gather_invariant(x, axes, dim=dim, size=shape[dim])
+            name, sizes = "all_gather_invariant", (dim, shape[dim], 0, 0)
         case AllToAll(axes, split_dim, concat_dim):
-            return all_to_all(x, axes, split_dim=split_dim, concat_dim=concat_dim, size=shape[concat_dim])
-        case Move(memory_kind) if move is not None:
-            return move(x, memory_kind)
-        case Move() | Encode() | Decode():
+            name, sizes = "all_to_all", (split_dim, x.shape[split_dim], concat_dim, shape[concat_dim])
+        case _:
             raise ValueError(f"{hop} is not for `carry`: it has no derivative, or needs a `move`.")
+    line = line_along(axes)
+    assert line is not None  # a route has no hop along one rank
+    return Call(name, line, *sizes)

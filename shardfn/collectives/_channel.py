@@ -66,12 +66,12 @@ class Channel:
         index: this rank's index among them.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], backend: str | None = None) -> None:
         self.axes = mesh.axes(axes)
         self.shape = {a: mesh.shape[a] for a in self.axes}
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
-        group = mesh.new_group(self.axes)
+        group = mesh.new_group(self.axes, backend)
         self.group: Any = group
         # Of a relay: transfers that wait for their turn to use it.
         self.line: collections.deque[Any] = collections.deque()
@@ -199,6 +199,17 @@ class Channel:
         assert work is not None
         return Pending([work], lambda: flat)
 
+    def send(self, x: Tensor, to: int, tag: int) -> Pending:
+        """To one rank, on a gloo channel: a contiguous host tensor, not to be written until the result is taken."""
+        record("send", (), x.nbytes, dtype=x.dtype)
+        with _transport():
+            return Pending([self.group.send([_bytes(x)], to, tag)], lambda: x)
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        """From one rank what that sends by the same tag, which nothing else has that is under way between the two."""
+        with _transport():
+            return Pending([self.group.recv([_bytes(into)], source, tag)], lambda: into)
+
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
         with _transport():
@@ -247,7 +258,7 @@ class Channel:
 
 
 class Channels:
-    """For each set of axes one channel that gathers and one that reduces, so that neither waits in the other's line.
+    """For each set of axes one channel of each kind, so that those who gather and reduce wait in lines of their own.
 
     They are made on first request, which is collective: all ranks must ask in the same order.
     """
@@ -267,6 +278,10 @@ class Channels:
     def relay(self, axes: tuple[str, ...]) -> Channel:
         """The channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
         return self._get("relay", axes)
+
+    def between(self, axes: tuple[str, ...]) -> Channel:
+        """The channel from rank to rank, through the host whatever the device."""
+        return self._get("between", axes)
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it."""
@@ -288,8 +303,12 @@ class Channels:
     def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
         key = (kind, axes)
         if key not in self._made:
-            self._made[key] = Channel(self._mesh, axes)
+            self._made[key] = Channel(self._mesh, axes, "gloo" if kind == "between" else None)
         return self._made[key]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
 
 
 def _last(kept: Tensor, value: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ An exchange is one all_reduce of two integers when the ranks agree. A failing pe
 """
 
 import hashlib
-import pickle
 import time
 import weakref
 from collections.abc import Callable
@@ -15,8 +14,9 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError
 
-from ._failure import COURTESY, Board, EndedGroup, close, is_of_the_wire
+from ._failure import COURTESY, Board, EndedGroup, is_of_the_wire
 from ._presence import Presence
+from ._rounds import Rounds
 
 # Seconds to wait for others to report a failure; and in which one that waited, too, is woken and reports it.
 GRACE, WAKING = 3.0, 1.0
@@ -55,6 +55,8 @@ class Control:
         self.size = mesh.size
         self.rank = mesh.rank
         self._group: Any = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
+        self._mesh, self._rounds = mesh, Rounds(self._group, mesh.rank, _failure_of(self))
+        self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = False
         self.wake: Callable[[], None] = lambda: None
         # What this rank does: the last thing that it wanted to agree on, and whether all ranks came to it.
@@ -67,34 +69,25 @@ class Control:
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
-        """Every rank's value (63 bits), in rank order.
-
-        Raises:
-            RankError: a rank did not answer within the group's timeout.
-        """
-        if self._group is None:
-            return [value]
-        pair = torch.tensor([value, -value])
-        self._reduce_max(pair)
-        if int(pair[0]) == -int(pair[1]):
-            return [value] * self.size
-        return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
+        """Every rank's value (63 bits), in rank order; see `Rounds.exchange`."""
+        return self._rounds.exchange(value)
 
     def gather(self, value: object) -> list[object]:
         """Every rank's picklable value, in rank order."""
-        if self._group is None:
-            return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        self._reduce_max(size)
-        padded = torch.zeros(int(size) + 8, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
-        try:
-            dist.all_gather_single(out, padded, group=self._group)
-        except RuntimeError as error:
-            raise self.failure(error) from error
-        return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]
+        return self._rounds.gather(value)
+
+    def along(self, axes: tuple[str, ...]) -> Rounds:
+        """The rounds of the ranks along some axes alone, of which others need know nothing.
+
+        Collective over the mesh the first time. That a rank has failed is told to the whole mesh all the same.
+        """
+        names = tuple(a for a in self._mesh.axis_names if a in self._mesh.axes(axes))
+        if self._mesh.axis_size(names) == self.size:
+            return self._rounds
+        if names not in self._along:
+            group = self._mesh.new_group(names, backend="gloo") if names else None
+            self._along[names] = Rounds(group, self.rank, _failure_of(self))
+        return self._along[names]
 
     def agree(self, what: str, text: str, constant: Constant | None = None, sizes: tuple[int, ...] = ()) -> bool:
         """Raises the same error on all ranks unless all pass the same texts; one exchange if they do.
@@ -163,9 +156,9 @@ class Control:
     def close(self) -> None:
         """Ends the control plane: whoever waits for this rank is woken, and finds what it left word of."""
         self.lost = self._group is not None
-        if self._group is not None and not isinstance(self._group, EndedGroup):
-            close(self._group)
-            self._group = EndedGroup()
+        for rounds in (self._rounds, *self._along.values()):
+            rounds.close()
+        self._group = None if self._group is None else EndedGroup()
 
     def _look_around(self, error: BaseException) -> list[tuple[str, list[int]]]:
         """Finds out who is missing, and leaves word of it for the others, unless they were quicker.
@@ -215,16 +208,21 @@ class Control:
         dist.all_reduce(now, op=dist.ReduceOp.MAX, group=self._group)
         return f"{self._group.group_name}.{int(now)}"
 
-    def _reduce_max(self, x: torch.Tensor) -> None:
-        try:
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise self.failure(error) from error
-
 
 def text_hash(text: str) -> int:
     """A 62-bit hash of `text` that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+def _failure_of(control: Control) -> Callable[[BaseException], RankError]:
+    """`control.failure`, without holding the control plane: in a cycle, what is closed would live on."""
+    this = weakref.ref(control)
+
+    def failure(error: BaseException) -> RankError:
+        live = this()
+        return RankError(f"the step's communicators are gone ({error}).") if live is None else live.failure(error)
+
+    return failure
 
 
 def _say_goodbye(control: Control | None, why: str) -> None:

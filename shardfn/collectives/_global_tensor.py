@@ -15,23 +15,25 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as torch_pytree
 
 from shardfn.core import (
+    Absent,
     DonatedError,
     MemoryKind,
     Mesh,
     P,
+    Placement,
     PyTree,
     Sharding,
     Stored,
     block_slices,
-    chunk_bounds,
     raise_all,
     tree_map,
     tree_paths,
     tree_structure,
 )
 
-from ._all_gather import all_gather
+from ._carry import carry
 from ._env import bind_mesh
+from ._route import Route, route
 
 if TYPE_CHECKING:
     import torch.distributed.tensor
@@ -73,6 +75,7 @@ class GlobalTensor:
 
         Raises:
             DonatedError: a step has consumed this leaf.
+            ValueError: this rank is not of the mesh.
         """
         held = self.held
         return held if isinstance(held, Tensor) else held.load()
@@ -136,14 +139,12 @@ class GlobalTensor:
         """The whole tensor, on every rank. Collective over the axes of `spec`.
 
         Raises:
-            ValueError: the block is a stack of several members'.
+            ValueError: the block is a stack of several members'; or this rank is not of the mesh.
         """
         self._check_one()
-        own = x = self.local.to(self.mesh.device)
+        own = self.local.to(self.mesh.device)
         with bind_mesh(self.mesh), torch.no_grad():
-            for dim, size in enumerate(self.shape):
-                for axis, extent in reversed(_extents(size, self.spec.dim_axes(dim), self.mesh)):
-                    x = all_gather(x, axis, dim=dim, size=extent)
+            x = carry(own, _gathering(self.shape, self.spec, self.mesh))
         return x.clone() if x is own and own is self._local else x
 
     def to_dtensor(self) -> "torch.distributed.tensor.DTensor":
@@ -156,6 +157,8 @@ class GlobalTensor:
 
         self._check_one()
         if self.mesh.device_mesh is None:
+            if self.mesh.size > 1:
+                raise ValueError(f"a DTensor needs a DeviceMesh, and {self.mesh!r} has none; make it of all ranks.")
             raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)
         for dim in range(len(self.shape)):
@@ -195,9 +198,28 @@ class GlobalTensor:
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
-    """The `GlobalTensor` of a tensor that every rank holds whole; keeps a copy of the own block only."""
+    """The `GlobalTensor` of a tensor that every rank holds whole; keeps a copy of the own block only.
+
+    On ranks that the mesh is not of, it is one without a block: see `absent`. Of the tensor, only shape and dtype count
+    there.
+    """
+    if not mesh.is_member:
+        return absent(x.shape, x.dtype, spec, mesh)
     block = x.detach()[block_slices(tuple(x.shape), spec, mesh.shape, mesh.coords)]
     return GlobalTensor(block.to(mesh.device, copy=True).contiguous(), x.shape, spec, mesh)
+
+
+def absent(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Mesh, kind: MemoryKind = "device") -> GlobalTensor:
+    """What a rank has of a leaf of a mesh that it is not of: the leaf without a block, whose value is an error to ask.
+
+    Example:
+        >>> others = Mesh({"dp": 2}, torch.device("cpu"), ranks=[1, 2])
+        >>> leaf = absent(torch.Size([4, 2]), torch.float32, P("dp"), others)
+        >>> leaf.shape, leaf.dtype, leaf.mesh.is_member
+        (torch.Size([4, 2]), torch.float32, False)
+    """
+    why = f"a leaf of shape {tuple(shape)} of {mesh!r} has no block on this rank, which is none of the mesh's."
+    return GlobalTensor(Absent(len(shape), dtype, kind, why), shape, spec, mesh, kind)
 
 
 def unshard(tree: PyTree) -> PyTree:
@@ -301,10 +323,11 @@ torch_pytree.register_pytree_node(
 )
 
 
-def _extents(size: int, axes: tuple[str, ...], mesh: Mesh) -> list[tuple[str, int]]:
-    out = []
-    for axis in axes:
-        out.append((axis, size))
-        lo, hi = chunk_bounds(size, mesh.axis_size(axis), mesh.axis_index(axis))
-        size = hi - lo
-    return out
+def _gathering(shape: torch.Size, spec: P, mesh: Mesh) -> Route:
+    """To the whole, axis by axis: a group along several is made by all ranks of the mesh, and here fewer may call."""
+    stops, entries = [Placement(spec)], [spec.dim_axes(dim) for dim in range(len(spec))]
+    for dim in range(len(spec)):
+        while entries[dim]:
+            entries[dim] = entries[dim][:-1]
+            stops.append(Placement(P(*(axes or None for axes in entries))))
+    return route(shape, stops[0], stops[-1], mesh, via=stops[1:-1])

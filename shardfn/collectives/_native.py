@@ -17,6 +17,9 @@ from ._line import Line
 from ._traffic import record
 
 _ops = torch.ops._c10d_functional
+# What every backend sends as it is. Where nothing is computed on the way, others travel as bytes.
+_KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_KNOWN += (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 
 
 def _unknown(x: Tensor) -> Tensor:
@@ -45,10 +48,14 @@ def all_gather_start(x: Tensor, line: Line, *, name: str) -> Callable[[], Tensor
     if x.numel() == 0:
         return lambda: x.new_empty((n, *shape))
     record(name, line.axes, x.numel() * x.element_size() * (n - 1), dtype=x.dtype)
-    under_way = _ops.all_gather_into_tensor(_unknown(x).contiguous(), n, line.group.group_name)
+    own = _unknown(x).contiguous()
+    known = x.dtype in _KNOWN
+    own = own if known else own.view(-1).view(torch.uint8)
+    under_way = _ops.all_gather_into_tensor(own, n, line.group.group_name)
 
     def wait() -> Tensor:
-        out = _ops.wait_tensor(under_way).view(n, *shape)
+        out = _ops.wait_tensor(under_way)
+        out = (out if known else out.view(x.dtype)).view(n, *shape)
         return out if line.in_order else out[list(line.ranks)]
 
     return wait
@@ -82,11 +89,14 @@ def exchange_start(
     if not line.in_order:
         pieces = x.split(list(send))
         x, send, recv = torch.cat([pieces[i] for i in order]), [send[i] for i in order], [recv[i] for i in order]
-    flat = _unknown(x).contiguous()
-    under_way = _ops.all_to_all_single(flat, list(recv), list(send), line.group.group_name)
+    flat, known = _unknown(x).contiguous(), x.dtype in _KNOWN
+    flat, width = (flat, 1) if known else (flat.view(torch.uint8), x.dtype.itemsize)
+    sizes = [n * width for n in recv], [n * width for n in send]
+    under_way = _ops.all_to_all_single(flat, *sizes, line.group.group_name)
 
     def wait() -> Tensor:
         out = _ops.wait_tensor(under_way)
+        out = out if known else out.view(x.dtype)
         return out if line.in_order else torch.cat([out.split(list(recv))[rank] for rank in line.ranks])
 
     return wait

@@ -13,20 +13,18 @@ from shardfn.core import Mesh, is_known
 
 # The tags of messages that nobody takes.
 _TAGS = itertools.count(1 << 20)
-# One for the process: it outlives meshes, as closing one says nothing of the process.
-_GROUPS: list[dist.ProcessGroup] = []
+# By ranks, one for the process: it outlives meshes, as closing one says nothing of the process.
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 class Presence:
-    """Whether the other ranks of a mesh are there. Making one is collective over the mesh, which spans the program."""
+    """Whether the other ranks of a mesh are there. Making one is collective over the mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
-        if not _GROUPS or not is_known(_GROUPS[-1]):
-            made = dist.new_group(backend="gloo", timeout=mesh.timeout)
-            assert isinstance(made, dist.ProcessGroup)
-            _GROUPS[:] = [made]
+        if mesh.ranks not in _GROUPS or not is_known(_GROUPS[mesh.ranks]):
+            _GROUPS[mesh.ranks] = mesh.group_for_good()
         self._others = [r for r in range(mesh.size) if r != mesh.rank]
-        self._group = _GROUPS[-1]
+        self._group = _GROUPS[mesh.ranks]
 
     def gone(self) -> list[int]:
         """The ranks whose process is known to have ended. It may take a moment until that is noticed."""

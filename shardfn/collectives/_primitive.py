@@ -68,12 +68,23 @@ class Call:
     transposes: int = 0
 
 
+Wait = Callable[[], Tensor]
+
+
 class Primitive(NamedTuple):
-    """A row of the table: the wire, the call that is the transpose of a call, and the call that maps tangents."""
+    """A row of the table.
+
+    Attributes:
+        impl: the wire.
+        transpose: the call that is the transpose of a call.
+        tangent: the call that maps tangents.
+        start: the wire, under way; `impl` waits for it. None where nobody has anything else to do meanwhile.
+    """
 
     impl: Callable[[Tensor, Call], Tensor]
     transpose: Callable[[Call], Call]
     tangent: Callable[[Call], Call] = lambda call: call
+    start: Callable[[Tensor, Call], Wait] | None = None
 
 
 def bind(x: Tensor, call: Call) -> Tensor:
@@ -81,6 +92,18 @@ def bind(x: Tensor, call: Call) -> Tensor:
     if has_torch_function_unary(x):
         return handle_torch_function(bind, (x,), x, call)
     return _Collective.apply(x, call)
+
+
+def start(x: Tensor, call: Call) -> Wait:
+    """The value of `bind`, for those who differentiate nothing, on its way; `x` is not to be written until it is there.
+
+    On all ranks of the line, calls are started and waited for in one order.
+    """
+    row = PRIMITIVES[call.name]
+    if row.start is not None:
+        return row.start(x, call)
+    out = row.impl(x, call)
+    return lambda: out
 
 
 def transposed(call: Call) -> Call:
@@ -154,10 +177,14 @@ def _pmax(x: Tensor, call: Call) -> Tensor:
 
 
 def _all_gather(x: Tensor, call: Call) -> Tensor:
+    return _all_gather_start(x, call)()
+
+
+def _all_gather_start(x: Tensor, call: Call) -> Wait:
     lengths = call.line.lengths(call.size)
     rows = _pad(x.movedim(call.dim, 0), lengths[0])
-    blocks = native.all_gather(rows, call.line, name="all_gather")
-    return _join(blocks, lengths).movedim(0, call.dim).contiguous()
+    wait = native.all_gather_start(rows, call.line, name="all_gather")
+    return lambda: _join(wait(), lengths).movedim(0, call.dim).contiguous()
 
 
 # quantized_all_gather: V -> V
@@ -200,13 +227,21 @@ def _take_own_block(x: Tensor, call: Call) -> Tensor:
 
 
 def _all_to_all(x: Tensor, call: Call) -> Tensor:
+    return _all_to_all_start(x, call)()
+
+
+def _all_to_all_start(x: Tensor, call: Call) -> Wait:
     line, rows = call.line, call.line.lengths(call.size)
     arriving = [_arriving(x, call, width) for width in line.lengths(call.concat_size)]
     per_row = x.numel() // max(x.shape[call.dim], 1)
     send, recv = [r * per_row for r in rows], [shape.numel() for shape in arriving]
-    flat = native.exchange(x.movedim(call.dim, 0).reshape(-1), send, recv, line, name="all_to_all")
-    blocks = [b.view(shape).movedim(0, call.dim) for b, shape in zip(flat.split(recv), arriving, strict=True)]
-    return torch.cat(blocks, call.concat_dim)
+    wait = native.exchange_start(x.movedim(call.dim, 0).reshape(-1), send, recv, line, name="all_to_all")
+
+    def joined() -> Tensor:
+        pairs = zip(wait().split(recv), arriving, strict=True)
+        return torch.cat([block.view(shape).movedim(0, call.dim) for block, shape in pairs], call.concat_dim)
+
+    return joined
 
 
 def _arriving(x: Tensor, call: Call, width: int) -> torch.Size:
@@ -272,11 +307,11 @@ PRIMITIVES: dict[str, Primitive] = {
     "psum": Primitive(_psum, _becomes("pvary")),
     "pvary": Primitive(_pvary, _becomes("psum")),
     "pmax": Primitive(_pmax, _no_transpose),
-    "all_gather": Primitive(_all_gather, _becomes("psum_scatter")),
+    "all_gather": Primitive(_all_gather, _becomes("psum_scatter"), start=_all_gather_start),
     "psum_scatter": Primitive(_psum_scatter, _becomes("all_gather")),
     "quantized_all_gather": Primitive(_quantized_all_gather, _becomes("psum_scatter"), _becomes("all_gather")),
-    "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block")),
+    "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block"), start=_all_gather_start),
     "take_own_block": Primitive(_take_own_block, _becomes("all_gather_invariant")),
-    "all_to_all": Primitive(_all_to_all, _swap_dims),
+    "all_to_all": Primitive(_all_to_all, _swap_dims, start=_all_to_all_start),
     "ppermute": Primitive(_ppermute, _inverse),
 }

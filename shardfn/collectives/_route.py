@@ -73,7 +73,7 @@ class Psum:
 
 @dataclasses.dataclass(frozen=True)
 class PsumScatter:
-    """Summands along `axes` become blocks of their sum, cut along `dim`."""
+    """Summands along `axes` become blocks of their sum, cut along `dim`. Codes are decoded and then added."""
 
     axes: tuple[str, ...]
     dim: int
@@ -192,7 +192,11 @@ def _on(placement: Placement, mesh: Mesh) -> Placement:
     """Without axes that have one rank; summands in the mesh's order."""
     spec = P(*(mesh.axes(placement.spec.dim_axes(d)) or None for d in range(len(placement.spec))))
     unreduced = tuple(a for a in mesh.axis_names if a in mesh.axes(placement.unreduced))
-    return placement.with_(spec=spec, unreduced=unreduced)
+    here = placement.with_(spec=spec, unreduced=unreduced, brought=mesh.axes(placement.brought))
+    for dim in range(len(spec)) if here.brought else ():
+        if set(spec.dim_axes(dim)) == set(here.brought):  # the others have one rank, so this is the whole
+            return here.with_(spec=_without(spec, dim, here.brought), brought=())
+    return here
 
 
 def _check_pair(src: Placement, dst: Placement, name: str) -> None:
@@ -204,6 +208,12 @@ def _check_pair(src: Placement, dst: Placement, name: str) -> None:
         why = "one stacks layers along dim 0 and the other does not; say the same of both"
     elif src.code is not None and src.code == dst.code and not _only_gathers(src.spec, dst.spec):
         why = "codes can be gathered, not cut or exchanged; go through a placement without code"
+    elif src.code is not None and not set(src.unreduced) <= {*dst.unreduced, *dst.spec.axes}:
+        why = (
+            "codes can be summed block by block alone; leave each rank a block, or go through a placement without code"
+        )
+    elif src.brought != dst.brought and not _may_bring(src, dst):
+        why = "a hop of two begins with the blocks of one dim and ends with the whole of it, or the other way"
     if why:
         raise ValueError(f"no route leads {name} from {src!r} to {dst!r}: {why}.")
 
@@ -211,6 +221,17 @@ def _check_pair(src: Placement, dst: Placement, name: str) -> None:
 def _only_gathers(src: P, dst: P) -> bool:
     dims = range(max(len(src), len(dst)))
     return all(src.dim_axes(d)[: len(dst.dim_axes(d))] == dst.dim_axes(d) for d in dims)
+
+
+def _may_bring(src: Placement, dst: Placement) -> bool:
+    """Whether one is half of the way from the blocks of one dim to their whole, or from summands to their blocks."""
+    if src.brought and dst.brought:
+        return False
+    brought = set(src.brought or dst.brought)
+    sums = brought <= set(src.unreduced)
+    if src.brought:
+        return src.spec == dst.spec if sums else not brought & set(dst.spec.axes)
+    return sums and brought <= set(dst.unreduced) if src.spec != dst.spec else not sums
 
 
 class _Walk:
@@ -236,9 +257,9 @@ class _Walk:
         computes = self.now.with_(memory_kind="device") != dst.with_(memory_kind="device")
         if computes and self.now.memory_kind != "device":
             self.step(Move("device"), memory_kind="device")
-        if self.now.code is not None and self.now.code != dst.code:
-            self.step(Decode(), code=None)
         sums = [a for a in self.now.unreduced if a not in dst.unreduced]
+        if self.now.code is not None and self.now.code != dst.code and not sums:
+            self.step(Decode(), code=None)
         # A sum is taken in the wider dtype; what is not summed travels in the narrower one.
         if self.now.dtype != dst.dtype and (dst.dtype.itemsize > self.now.dtype.itemsize) == bool(sums):
             self.step(Cast(dst.dtype), dtype=dst.dtype)
@@ -252,6 +273,8 @@ class _Walk:
 
     def _cut(self, dst: Placement) -> None:
         """From this spec, and the sums that are still to be taken, to those of `dst`."""
+        if self.now.brought != dst.brought:
+            self._half(dst)
         self._add(dst)
         rest = tuple(a for a in self.now.unreduced if a not in dst.unreduced)
         if rest:
@@ -263,6 +286,26 @@ class _Walk:
                 self.step(AllGather(axes, dim), spec=_without(self.now.spec, dim, axes))
             self._add(dst)
 
+    def _half(self, dst: Placement) -> None:
+        """The first or the second of two hops: of a gather across `brought` first, of a sum across the others first."""
+        now, brought = self.now, self.now.brought or dst.brought
+        spec = now.spec if now.brought else dst.spec
+        dim = next(d for d in range(len(spec)) if set(brought) & set(spec.dim_axes(d)))
+        others = tuple(a for a in spec.dim_axes(dim) if a not in brought)
+        if set(brought) <= set(now.unreduced):
+            axes = brought if now.brought else tuple(a for a in others if a in now.unreduced)
+            self._sum_up(axes, dim, {"spec": spec, "brought": dst.brought})
+        elif dst.brought:
+            self.step(AllGather(brought, dim), brought=brought)
+        else:
+            rest = tuple(a for a in others if a not in dst.spec.dim_axes(dim))
+            left = _without(spec, dim, tuple(a for a in spec.dim_axes(dim) if a in brought or a in rest))
+            self.step(AllGather(rest, dim), spec=left, brought=())
+
+    def _sum_up(self, axes: tuple[str, ...], dim: int, here: Mapping[str, object]) -> None:
+        left = tuple(a for a in self.now.unreduced if a not in axes)
+        self.step(PsumScatter(axes, dim), unreduced=left, code=None, **here)
+
     def _add(self, dst: Placement) -> None:
         """Cuts along axes that cut nothing yet, major ones first: a slice, or the block of a sum."""
         for dim in range(len(dst.spec)):
@@ -270,8 +313,7 @@ class _Walk:
                 scatter = axes[0] in self.now.unreduced
                 spec = self.now.spec.with_axes(dim, axes)
                 if scatter:
-                    left = tuple(a for a in self.now.unreduced if a not in axes)
-                    self.step(PsumScatter(axes, dim), spec=spec, unreduced=left)
+                    self._sum_up(axes, dim, {"spec": spec})
                 else:
                     self.step(Slice(axes, dim), spec=spec)
 
@@ -312,6 +354,7 @@ def _surplus(now: P, dst: P, dim: int) -> tuple[str, ...]:
 
 
 def _without(spec: P, dim: int, axes: tuple[str, ...]) -> P:
+    """Without the last axes of `dim`, as many as `axes` are."""
     entries = [spec.dim_axes(d) for d in range(len(spec))]
     entries[dim] = entries[dim][: len(entries[dim]) - len(axes)]
     return P(*(e or None for e in entries))

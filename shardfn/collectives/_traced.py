@@ -15,6 +15,7 @@ from shardfn.core import Mesh
 
 from ._channel import Channel, Channels, Pending
 from ._control import Constant, Control
+from ._rounds import Rounds
 from ._wire_ops import as_runs
 
 _ops = torch.ops.shardfn
@@ -107,6 +108,11 @@ class TracedControl:
         """This rank's value, for all."""
         return [value] * self.size
 
+    def along(self, axes: tuple[str, ...]) -> "TracedControl":
+        """Whoever takes part says what this rank says."""
+        del axes
+        return self
+
     def agree(self, what: str, text: str, constant: Constant | None = None, sizes: tuple[int, ...] = ()) -> bool:
         """Agrees."""
         del what, text, constant, sizes
@@ -120,3 +126,4 @@ class TracedControl:
 AnyChannel = Channel | TracedChannel
 AnyChannels = Channels | TracedChannels
 AnyControl = Control | TracedControl
+AnyRounds = Rounds | Control | TracedControl

@@ -23,5 +23,5 @@ from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, d
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
 from ._draw import stack_draws as stack_draws
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros
-from ._stored import Arriving as Arriving, Stored as Stored
+from ._stored import Absent as Absent, Arriving as Arriving, Stored as Stored
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names

@@ -8,10 +8,12 @@ is destroyed when the next mesh is made, or at the end of the program.
 
 import collections
 import contextlib
+import datetime
 import gc
 import itertools
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -61,6 +63,36 @@ class MadeGroups:
         self._groups, self._sends = [], []
 
 
+class NamedGroups:
+    """Makes groups of some of the program's ranks, with none but these: the names are theirs, and not torch's count.
+
+    Ranks that make groups of the same ranks do so in the same order; so each knows what the others call a group.
+
+    Args:
+        ranks: of the program, in order; this one among them.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        counts = _COUNTS.setdefault(dist.distributed_c10d._get_default_group(), collections.Counter[tuple[int, ...]]())
+        counts[tuple(ranks)] += 1
+        self._name = f"shardfn:{'.'.join(map(str, ranks))}:{counts[tuple(ranks)]}"
+        self._numbers = itertools.count()
+
+    def new(self, line: Sequence[int], backend: str | None, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+        """A group of some of these ranks. Collective over all of them: each makes that of the ranks in line with it."""
+        c10d: Any = dist.distributed_c10d
+        name = f"{self._name}:{next(self._numbers)}:{line[0]}"
+        default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
+        made = dist.Backend(backend or default_backend)
+        limit = timeout or c10d._get_default_timeout(made)
+        at = line.index(dist.get_rank())
+        group, _ = c10d._new_process_group_helper(len(line), at, list(line), made, store, name, timeout=limit)
+        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(line)}
+        return group
+
+
+# By default group: how many `NamedGroups` there have been of the same ranks.
+_COUNTS: weakref.WeakKeyDictionary[Any, "collections.Counter[tuple[int, ...]]"] = weakref.WeakKeyDictionary()
 _LOST: list[MadeGroups] = []
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import did_you_mean
-from ._groups import MadeGroups, end_lost, end_with
+from ._groups import MadeGroups, NamedGroups, end_lost, end_with
 
 HOUSE_AXES = ("dp", "tp", "sp", "ep", "pp")
 Axes = str | tuple[str, ...] | None
@@ -34,9 +34,12 @@ class Mesh:
 
     Attributes:
         shape: axis name -> size, in order (row-major over ranks: the last axis varies fastest).
-        coords: this rank's index on each axis.
+        ranks: the ranks of the program that it is of, in its order: all of them, if `make_mesh` was not told which.
+        rank: this rank's place among them, by which errors call it; -1 on ranks that are none of them, which can but
+            name the mesh.
         device: the device this rank computes on.
-        device_mesh: the `torch.distributed.DeviceMesh` behind it, or None when everything is one process.
+        device_mesh: the `torch.distributed.DeviceMesh` behind it; None when everything is one process, and of a mesh of
+            some ranks.
         timeout: how long a collective may wait for a peer: by default as long as in the default process group.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from rank 0, but not run.
         resources: what other rooms keep for as long as the mesh lives (communicators, say).
@@ -51,17 +54,24 @@ class Mesh:
         device_mesh: DeviceMesh | None = None,
         timeout: datetime.timedelta | None = None,
         abstract: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.abstract = abstract
         self.shape = dict(shape)
         self.device = device
         self.device_mesh = device_mesh
         self.timeout = timeout or _default_timeout(device)
-        self.rank = dist.get_rank() if device_mesh is not None else 0
+        here = dist.get_rank() if dist.is_initialized() else 0
+        self.ranks = (here,) if self.size == 1 and ranks is None else tuple(ranks or range(self.size))
+        told = device_mesh is not None or ranks is not None  # else it is seen from its first rank
+        self.rank = 0 if not told else self.ranks.index(here) if here in self.ranks else -1
         # Not a tensor: groups are made while a step is captured, too, when tensors have no values.
         grid = np.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
-        where = np.argwhere(grid == self.rank)[0].tolist()
-        self.coords = dict(zip(self.shape, where, strict=False))
+        where = np.argwhere(grid == self.rank).tolist()
+        self._coords = dict(zip(self.shape, where[0], strict=False)) if where else None
+        # Whether it makes groups by itself, for which only its own ranks are needed.
+        apart = ranks is not None and self.is_member and self.size > 1 and dist.is_initialized()
+        self._apart = NamedGroups(self.ranks) if apart else None
         self.resources: dict[str, Any] = {}
         self.made, self.closed = MadeGroups(), False
         # Of a `device_mesh` that was made with this mesh, and ends with it.
@@ -71,7 +81,7 @@ class Mesh:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         # Of groups that this mesh has made: the first one's name, which captured graphs hold.
         self._names: dict[tuple[str, ...], Any] = {}
-        if device_mesh is not None:
+        if device_mesh is not None or self._apart is not None:
             end_with(self, self.made)
             _ALIVE.add(self)
 
@@ -110,16 +120,45 @@ class Mesh:
         self._at_close[name] = end
 
     def check_open(self) -> None:
-        """Refuses to go on with a mesh that is closed.
+        """Refuses to go on with a mesh that is closed, or not of this rank.
 
         Raises:
             ValueError: it is.
         """
+        self.check_member()
         if self.closed:
             raise ValueError(
                 f"{self!r} is closed: nothing can be sent on it any more. Make another mesh, and the step on it anew;"
                 " or close this one later."
             )
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is one of the mesh."""
+        return self.rank >= 0
+
+    def check_member(self) -> None:
+        """Refuses to go on with a mesh that this rank is not of.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if not self.is_member:
+            raise ValueError(
+                f"rank {dist.get_rank()} of the program is not of {self!r}, and takes no part in what runs there; ask"
+                " mesh.is_member first."
+            )
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's index on each axis.
+
+        Raises:
+            ValueError: this rank is not of the mesh.
+        """
+        self.check_member()
+        assert self._coords is not None
+        return self._coords
 
     def __enter__(self) -> "Mesh":
         return self
@@ -164,7 +203,7 @@ class Mesh:
     @property
     def backend(self) -> str:
         """What moves tensors between ranks: "nccl", "gloo", ..."""
-        if self.device_mesh is not None and dist.is_initialized():
+        if (self.device_mesh is not None or self._apart is not None) and dist.is_initialized():
             return dist.get_backend()
         return "nccl" if self.device.type == "cuda" else "gloo"
 
@@ -210,7 +249,7 @@ class Mesh:
 
         Where the backend is not gloo the groups of `device_mesh` stay: each would cost memory on the device.
         """
-        if self.backend == "gloo" and self.device_mesh is not None:
+        if self.backend == "gloo" and (self.device_mesh is not None or self._apart is not None):
             for names in sorted({*((n,) for n in self.axes(self.axis_names)), *self._names} - {*self.own_groups()}):
                 self._own(names)
 
@@ -231,6 +270,14 @@ class Mesh:
         names = self.axes(axes)
         return self._make_group(names, backend) if names else None
 
+    def group_for_good(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks that outlives the mesh. Collective over the mesh."""
+        if self._apart is not None:
+            return self._apart.new(self.ranks, "gloo", self.timeout)
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def _make_group(self, names: tuple[str, ...], backend: str | None = None) -> dist.ProcessGroup:
         if list(names) != [n for n in self.axis_names if n in names]:
             ordered = tuple(n for n in self.axis_names if n in names)
@@ -239,17 +286,23 @@ class Mesh:
         rest = [d for d in range(len(self.shape)) if d not in dims]
         rows = self._grid.transpose(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))
         mine = None
-        for ranks in rows.tolist():
-            group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
-            if self.rank in ranks and isinstance(group, dist.ProcessGroup):
-                mine = group
+        for row in rows.tolist():
+            made = None
+            if self._apart is None:
+                made = dist.new_group(row, backend=backend, timeout=self.timeout)
+            elif self.rank in row:
+                made = self._apart.new([self.ranks[i] for i in row], backend, self.timeout)
+            if self.rank in row and isinstance(made, dist.ProcessGroup):
+                mine = made
         assert mine is not None
         self.made.add(mine)
         return mine
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{k}={v}" for k, v in self.shape.items())
-        return f"Mesh({axes}; {'abstract' if self.abstract else f'rank {self.rank}'} on {self.device})"
+        where = "abstract" if self.abstract else f"rank {self.rank}" if self.is_member else "not this rank"
+        where += "" if self.ranks == tuple(range(self.size)) else f" of the program's {list(self.ranks)}"
+        return f"Mesh({axes}; {where} on {self.device})"
 
 
 # Whose communicators must end before the interpreter does.
@@ -271,8 +324,9 @@ def make_mesh(
     timeout: float | None = None,
     abstract: bool = False,
     alone: bool = False,
+    ranks: Sequence[int] | None = None,
 ) -> Mesh:
-    """A mesh over all ranks of the program.
+    """A mesh over all ranks of the program, or some.
 
     Starts torch.distributed when the launcher (torchrun) has set its environment and nobody started it yet: NCCL on
     CUDA, gloo on CPU. With one rank nothing is started at all.
@@ -283,12 +337,15 @@ def make_mesh(
         timeout: seconds that a collective may wait for a peer; default torch's (30 minutes for gloo).
         abstract: a mesh of ranks that do not exist, for `step.lower`: any sizes, no process group, nothing can run.
         alone: a mesh of this rank alone, whatever others there are: for a computation that each does for itself.
+        ranks: which ranks of the program, in ascending order; default all. The others make it, too, if they are to name
+            it, as in `reshard`; they are not members, and whatever runs there is an error on them. Its communicators
+            are made when they are needed, by its own ranks alone.
 
     Returns:
         The mesh; `close` it, or use it in a `with`, where a program makes many.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of ranks.
+        ValueError: the sizes do not multiply to the number of ranks; or `ranks` are not the program's, in order.
 
     Example:
         >>> make_mesh({"dp": -1}, device="cpu").shape
@@ -310,6 +367,9 @@ def make_mesh(
         atexit.register(_leave)
     _close_at_exit()
     world = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks is not None:
+        end_lost()
+        return Mesh(_fill(shape, len(_checked(ranks, world))), dev, timeout=limit, ranks=ranks)
     shape = _fill(shape, world)
     if world == 1:
         return Mesh(shape, dev)
@@ -327,6 +387,15 @@ def make_mesh(
 def num_launched() -> int:
     """The number of processes of the program, whether or not they are connected yet."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _checked(ranks: Sequence[int], world: int) -> Sequence[int]:
+    if not ranks or list(ranks) != sorted({*ranks} & {*range(world)}):
+        raise ValueError(
+            f"make_mesh(ranks={list(ranks)}): some of the program's ranks, 0 to {world - 1}, each once and in ascending"
+            " order."
+        )
+    return ranks
 
 
 def _rename(group: dist.ProcessGroup, name: Any) -> None:
@@ -376,12 +445,13 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
     """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, always in the same one, None is the mesh of one rank and no axes.
 
     Raises:
-        ValueError: the program has more ranks than one, and there is no mesh; or a DeviceMesh has no names, or is not
-            of all ranks in order.
+        ValueError: the program has more ranks than one, and there is no mesh; or this rank is not of it; or a
+            DeviceMesh has no names, or is not of all ranks in order.
     """
     if mesh is None:
         return _of_one_rank()
     if isinstance(mesh, Mesh):
+        mesh.check_member()
         return mesh
     known: _Wrapped | None = getattr(mesh, "_shardfn", None)
     if known is not None and known.mesh is not None and not known.mesh.closed:

@@ -8,6 +8,8 @@ leaves, and what lies between two of them is a route (`shardfn.collectives.route
     the same as it is used   A[I, J]                P()
     its gradient as it comes A[I, J]{U_dp}          P(), unreduced=("dp",)
     its gradient as kept     A[I_dp, J]             P("dp")
+    of 2 nodes of 2, after
+    a first hop, across them A[I_gpu of each I_node]  P(("node", "gpu")), brought=("node",)
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ from typing import get_args
 
 import torch
 
-from ._mesh import Mesh
+from ._mesh import Mesh, all_coords
 from ._spec import MemoryKind, P, block_slices
 
 
@@ -31,6 +33,8 @@ class Placement:
         dtype: of its elements; with a code, of the elements that the codes stand for.
         code: (bits, elements that share a scale) where it is rounded to codes; None = elements as they are.
         stacked: whether the leading dim stacks layers that are used, and cut, one by one; `spec` then does not cut it.
+        brought: axes of `spec` along which every block is here, one after another: what a first hop has brought of a
+            gather that takes two. Each is its dim's own, and some axis of that dim is still to be gathered.
 
     Example:
         >>> kept = Placement(P("dp"))
@@ -48,6 +52,7 @@ class Placement:
     dtype: torch.dtype = torch.float32
     code: tuple[int, int] | None = None
     stacked: bool = False
+    brought: tuple[str, ...] = ()
 
     def with_(self, **changes: object) -> "Placement":
         """This placement with other values of some fields."""
@@ -64,7 +69,16 @@ class Placement:
 
     def block_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> torch.Size:
         """The shape of the block of a leaf of global `shape` that the rank at `coords` holds."""
-        return torch.Size(s.stop - s.start for s in block_slices(shape, self.spec, sizes, coords))
+        if not self.brought:
+            return torch.Size(s.stop - s.start for s in block_slices(shape, self.spec, sizes, coords))
+        blocks = [
+            block_slices(shape, self.spec, sizes, {**coords, **at})
+            for at in all_coords({a: sizes[a] for a in self.brought})
+        ]
+        dim = next(d for d in range(len(self.spec)) if set(self.brought) & set(self.spec.dim_axes(d)))
+        lengths = [s.stop - s.start for s in blocks[0]]
+        lengths[dim] = sum(block[dim].stop - block[dim].start for block in blocks)
+        return torch.Size(lengths)
 
     def nbytes(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
         """The bytes of that block: of its elements, or of its codes and scales (4 bytes each)."""
@@ -81,7 +95,7 @@ class Placement:
         foreign = [a for a in (*self.spec.axes, *self.unreduced) if not _known(mesh, a)]
         if foreign:
             yield f"axes {foreign} are not in the mesh, which has {mesh.axis_names}"
-        both = sorted(set(self.spec.axes) & set(self.unreduced))
+        both = sorted(set(self.spec.axes) & set(self.unreduced) - set(self.brought))
         if both:
             yield f"along {both} it would be cut and unreduced at once; a value is one of the two"
         if self.memory_kind not in get_args(MemoryKind):
@@ -90,8 +104,9 @@ class Placement:
             yield f"code={self.code!r}; a code is (8 or 4 bits, an even number of elements that share a scale)"
         if self.code is not None and not self.dtype.is_floating_point:
             yield f"{self.dtype} has no code; only floating-point elements are rounded"
-        if self.code is not None and self.unreduced:
-            yield "codes cannot be summed; take the sum first, or unreduced=()"
+        cut = [self.spec.dim_axes(d) for d in range(len(self.spec))]
+        if self.brought and not any(set(self.brought) < set(axes) for axes in cut):
+            yield f"brought={self.brought} are not some, and not all, of the axes that cut one dim"
         if self.stacked and (not shape or self.spec.dim_axes(0)):
             yield f"{self.spec!r} cuts dim 0, along which layers are stacked; start it with None"
 
@@ -102,6 +117,7 @@ class Placement:
         parts += [str(self.dtype).removeprefix("torch.")]
         parts += [f"code={self.code}"] if self.code is not None else []
         parts += ["stacked"] if self.stacked else []
+        parts += [f"brought={self.brought}"] if self.brought else []
         return f"Placement({', '.join(parts)})"
 
 

@@ -72,3 +72,40 @@ class Stored(Protocol):
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Arriving[Tensor]:
         """Rows `lo:hi` of dim 0, asynchronously, in `out` or in a fresh host tensor."""
         ...
+
+
+class Absent:
+    """`Stored` nowhere: what a rank has of a leaf of a mesh that it is not of. It has a dtype, no elements, no value.
+
+    Args:
+        ndim: of the leaf.
+        dtype: of the leaf.
+        kind: the memory that others keep it in.
+        why: what an error says.
+    """
+
+    nbytes = 0
+
+    def __init__(self, ndim: int, dtype: torch.dtype, kind: MemoryKind, why: str) -> None:
+        self.shape, self.dtype, self._why = torch.Size([0] * ndim), dtype, why
+        self.kind: MemoryKind = kind
+
+    def flat(self) -> "Absent":
+        """The same, as one dim."""
+        return Absent(1, self.dtype, self.kind, self._why)
+
+    def load(self) -> Tensor:
+        """There is nothing to load.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(self._why)
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Arriving[Tensor]:
+        """There is nothing to read.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(self._why)

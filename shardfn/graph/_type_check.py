@@ -152,7 +152,7 @@ def _outputs(gm: GraphModule, types: Types) -> Iterator[str]:
     for node, (path, axes) in zip(output.all_input_nodes and output.args[0], gm.meta.get("results", ()), strict=False):
         for axis in types.axes:
             if isinstance(node, Node) and axis not in axes and types.is_varying(types.seen(node, output), axis):
-                yield f"the new {path} varies along {axis!r}; {_origin(types, node, axis)}."
+                yield f"the {path} varies along {axis!r}; {_origin(types, node, axis)}."
 
 
 def _told(node: Node) -> str:

@@ -7,6 +7,7 @@ from ._loss import WeightedMean as WeightedMean
 from ._offload import Offloaded as Offloaded, offload as offload
 from . import policies as policies
 from .policies import SavedTensor as SavedTensor
+from ._reshard import reshard as reshard
 from ._remat import remat as remat
 from ._shard_map import shard_map as shard_map
 from ._capture import CaptureError as CaptureError
@@ -14,8 +15,9 @@ from ._eval_shape import eval_shape as eval_shape
 from ._lower import Lowered as Lowered
 from ._jit import CacheInfo as CacheInfo, Jitted as Jitted, jit as jit
 from ._layout import LeafLayout as LeafLayout, leaf_layout as leaf_layout
-from ._layout import gather_units as gather_units, reduce_units as reduce_units, refresh_units as refresh_units
+from ._units import gather_units as gather_units, reduce_units as reduce_units, refresh_units as refresh_units
 from ._check import default_batch as default_batch
+from ._sharded import Sharded as Sharded, sharded as sharded
 from ._sharded_step import ShardedStep as ShardedStep, sharded_step as sharded_step
 from ._state import TrainState as TrainState
 from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

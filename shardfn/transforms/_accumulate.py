@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
 
-from ._levels import Transform
+from ._levels import Transform, check_order
 from ._loss import Loss, WeightedMean
 
 Sum = TypeVar("Sum")
@@ -44,7 +44,8 @@ def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
         num_microbatches: into how many pieces; must divide the rows.
 
     Raises:
-        ValueError: `num_microbatches` is not positive, or (when called) does not divide a leaf's rows.
+        ValueError: `num_microbatches` is not positive; `loss` is sharded already; or (when called) the number does not
+            divide a leaf's rows.
 
     Example:
         >>> import torch
@@ -54,6 +55,7 @@ def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"accumulate needs a positive number of microbatches, got {num_microbatches!r}.")
+    check_order("accumulate", loss)
     return Accumulated(loss, num_microbatches)
 
 

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import TransportError
-from shardfn.core import PyTree, RankError, Stored
+from shardfn.core import PyTree, RankError, Stored, tree_map
 
 from ._accumulate import microbatches
 from ._ahead import Ahead
-from ._comms import Comms, described, open_channels
+from ._comms import Comms, described, open_channels, rounds_of
 from ._entered import check_capture, enter, watch_of
 from ._gather import DONE, IDLE, Gatherer
-from ._lazy import LeafBook
+from ._lazy import LeafBook, opened
 from ._loss import NoGradientError, Value, WeightedMean, evaluate, totals
+from ._model_state import ModelState, named_leaves
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
@@ -31,7 +32,7 @@ WEIGHTED = "a WeightedMean"
 
 @dataclasses.dataclass
 class Outcome:
-    """What the backward leaves: sums over this rank's microbatches, and gradients summed over ranks."""
+    """What is left: sums over this rank's microbatches, gradients summed over ranks, the last model state."""
 
     total: Tensor
     weight: Tensor | None
@@ -39,6 +40,7 @@ class Outcome:
     num_microbatches: int
     reducer: Reducer
     plan: Plan
+    model_state: PyTree
 
     def gradients(self) -> dict[int, Tensor | Stored]:
         """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
@@ -48,7 +50,7 @@ class Outcome:
 def run_forward(
     plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], key: Any, f: Callable[[PyTree], Any]
 ) -> Any:
-    """`f(params)` without gradients, with the leaves as a loss sees them."""
+    """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
@@ -57,10 +59,11 @@ def run_forward(
     with _told(gatherer, comms), torch.no_grad():
         params, _ = enter(plan, blocks, book, None)
         gatherer.begin_phase()
-        out = f(params)
+        out = tree_map(opened, f(params))
         watch.check("the function")
         gatherer.end_phase(ask=True)
     gatherer.close()
+    check_capture(plan, blocks, book, "the function")
     return out
 
 
@@ -72,6 +75,7 @@ def run_backward(
     args: tuple[Any, ...],
     *,
     even: bool,
+    model_state: PyTree = (),
     loss_scale: Tensor | None = None,
     ahead: Ahead | None = None,
 ) -> Outcome:
@@ -84,6 +88,7 @@ def run_backward(
         parts: the loss, and in which order its microbatches run.
         args: this rank's batch, and a key if the loss takes one.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
+        model_state: a tree of this rank's blocks, for a loss that takes one.
         loss_scale: what the gradients come multiplied by; None = nothing.
         ahead: an update that takes gradients as they are complete; it is stopped if they must be divided by a weight.
     """
@@ -92,10 +97,10 @@ def run_backward(
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     engine = Engine(plan, comms, parts, gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)
     with _told(gatherer, comms), torch.enable_grad():
-        engine.enter(blocks, args, even=even, loss_scale=loss_scale)
+        engine.enter(blocks, args, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in parts.schedule:
             engine.perform(action)
-        return engine.finish(blocks)
+        return engine.finish(blocks, model_state)
 
 
 class Engine:
@@ -131,9 +136,19 @@ class Engine:
         self._seen: dict[int, Value] = {}
 
     def enter(
-        self, blocks: Sequence[Tensor | Stored], args: tuple[Any, ...], *, even: bool, loss_scale: Tensor | None
+        self,
+        blocks: Sequence[Tensor | Stored],
+        args: tuple[Any, ...],
+        *,
+        even: bool,
+        model_state: PyTree,
+        loss_scale: Tensor | None,
     ) -> None:
-        """Cuts the batch, and lets the leaves enter."""
+        """Cuts the batch, and lets the leaves and the model state enter."""
+        self._model_state = ModelState(model_state)
+        if not self._plan.captured:
+            for path, x in named_leaves(model_state):
+                self._book.watch.add(path, x, kept=True)
         self._loss, self._batches = microbatches(self._parts.loss, args[0])
         self._rest, self._even, self._loss_scale = args[1:], even, loss_scale
         self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer)
@@ -152,7 +167,8 @@ class Engine:
         if last and ahead is not None:  # whose reads queue behind those of the first parameters
             ahead.begin()
         self._comms.mark("forward")
-        with self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext():
+        kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
+        with kept, self._model_state.through():
             value = evaluate(self._loss, self._params, (self._batches[k], *self._rest), self._parts.has_aux)
         self._book.watch.check("the loss")
         if not self._even and value.weight is None:
@@ -195,7 +211,7 @@ class Engine:
         with taking_early(value.total):
             torch.autograd.grad(value.total, self._handles, seed, allow_unused=True)
 
-    def finish(self, blocks: Sequence[Tensor | Stored]) -> Outcome:
+    def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
         """What the microbatches add up to, and what all ranks learn from the first step of a plan.
 
         Raises:
@@ -204,13 +220,13 @@ class Engine:
         """
         plan, comms = self._plan, self._comms
         self._gatherer.close()
-        check_capture(plan, blocks, self._book)
+        check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state))
         if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
             raise NoGradientError(plan.trained)
         comms.mark("update")
-        out = _outcome([self._seen[k] for k in range(len(self._batches))], self._reducer, plan)
+        out = _outcome([self._seen[k] for k in range(len(self._batches))], self._reducer, plan, self._model_state.now)
         if not plan.reduce_order:
-            first: Any = comms.control.gather(self._reducer.seen)[0]
+            first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
             plan.reduce_order = first
         _agree_on_outcome(plan, comms, out)
         return out
@@ -225,7 +241,7 @@ def _gatherer(
         plan.gather_units,
         pieces,
         comms.channels,
-        comms.control,
+        rounds_of(comms, plan),
         order,
         plan.zero.pace.prefetch_bytes,
         plan.mesh.device,
@@ -251,10 +267,10 @@ def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
         comms.control.agree("what the loss returns", plan.outcome)
 
 
-def _outcome(values: list[Value], reducer: Reducer, plan: Plan) -> Outcome:
+def _outcome(values: list[Value], reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
     total, weight = totals(values)
     aux: dict[str, WeightedMean] = {}
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, len(values), reducer, plan)
+    return Outcome(total, weight, aux, len(values), reducer, plan, model_state)

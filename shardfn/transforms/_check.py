@@ -109,15 +109,15 @@ def check_params(params: PyTree) -> None:
     )
 
 
-def check_replicas(leaves: list[Tensor], plan: Any, control: AnyControl) -> None:
+def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
     """Refuses parameters whose values differ between ranks (drawn without a common seed, say).
 
     Raises:
         RankError: lists every such leaf.
     """
-    if control.size == 1:
+    if control.size == 1 or not paths:
         return
-    plain = [(leaf.path, _checksum(x)) for leaf, x in zip(plan.leaves, leaves, strict=True)]
+    plain = [(path, _checksum(x)) for path, x in zip(paths, leaves, strict=True)]
     rows: list[Any] = control.gather([c for _, c in plain])
     bad = [
         f"{path}: checksums {[row[k] for row in rows]}"

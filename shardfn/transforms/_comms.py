@@ -5,11 +5,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 
-from shardfn.collectives import AnyChannels, AnyControl, Channels, Control, close
+from shardfn.collectives import AnyChannels, AnyControl, AnyRounds, Channels, Control, close, gather_channels
 from shardfn.core import Mesh, RankError
 
 from ._plan import Plan
-from ._wires import gather_channels
 
 
 class Comms:
@@ -69,11 +68,20 @@ def comms_of(mesh: Mesh) -> Comms:
 
 def open_channels(comms: Comms, plan: Plan) -> None:
     """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then."""
-    gather_channels(plan.layers, plan.gather_units, comms.channels)
+    rounds_of(comms, plan)
+    gather_channels(comms.channels, [plan.layers[unit.leaves[0]].ways.use for unit in plan.gather_units])
     for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)
     for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):
         comms.mesh.group(tuple(n for n in comms.mesh.axis_names if n in names))
+
+
+def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
+    """The rounds in which ranks agree on an order of use: of those that share leaves, along which others may differ.
+
+    Where connections cannot be closed a failure is told in them, so that all ranks of the mesh take part.
+    """
+    return comms.control if comms.meets else comms.control.along(plan.sharing_axes)
 
 
 @contextlib.contextmanager

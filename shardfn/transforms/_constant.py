@@ -1,4 +1,4 @@
-"""What a step is made of, in lines: everything that decides what its ranks send, and that stays as it is.
+"""What a step, or a sharded function, is made of, in lines: what decides what its ranks send, and stays as it is.
 
 Ranks compare it, hashed, in the exchange with which a call begins. So steps that differ never meet in a transfer, and
 the lines in which they differ are what the error says.
@@ -14,8 +14,13 @@ from ._levels import taken_over
 from ._unwrap import Unwrapped
 
 
-def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> str:
-    """The loss's transforms, how the step is captured, and the optimizer's rules and numbers, a line a fact.
+def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> list[str]:
+    """The loss's transforms, how the step is captured, and the optimizer's rules and numbers, a line a fact."""
+    return [*describe_function(loss, "loss"), *describe(optimizer, "optimizer")]
+
+
+def describe_function(loss: Unwrapped, name: str) -> list[str]:
+    """A function's transforms, and how it is captured, a line a fact.
 
     Of the function that they are around nothing is said: each rank may have one of its own, whose leaves and gradients
     are agreed on as it runs.
@@ -26,8 +31,7 @@ def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> str:
     if loss.mixed is not None:
         lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")
     lines.append(f"accumulate {' x '.join(map(str, cuts))}" if cuts else "no accumulate")
-    lines += describe(inner, "loss", strangers=False)
-    return "\n".join([*lines, *describe(optimizer, "optimizer")])
+    return [*lines, *describe(inner, name, strangers=False)]
 
 
 def _captured(jitted: Jitted | None) -> list[str]:

@@ -15,7 +15,7 @@ from ._comms import Comms
 from ._early import early
 from ._metrics import measure
 from ._plan import Plan
-from ._state import TrainState, scale_of
+from ._state import TrainState, looked_at, scale_of
 from ._step import Metrics, StepParts, one_step
 from ._update import update
 
@@ -52,6 +52,7 @@ class _Eager:
     def differentiate(self) -> Outcome:
         blocks = [g.held for g in tree_leaves(self.state.params)]
         how: dict[str, Any] = {"even": self.even, "loss_scale": scale_of(self.state), "ahead": self.ahead}
+        how["model_state"] = looked_at(self.state.model_state)
         return run_backward(self.plan, self.comms, blocks, self.parts, self.args, **how)
 
     def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
@@ -65,4 +66,5 @@ class _Eager:
 
     def update(self, out: Outcome, scale: Tensor | None) -> TrainState:
         grads, channels = out.gradients(), self.comms.channels
-        return update(self.plan, channels, self.parts, self.state, grads, scale=scale, ahead=self.ahead)
+        how: dict[str, Any] = {"model_state": out.model_state, "scale": scale, "ahead": self.ahead}
+        return update(self.plan, channels, self.parts, self.state, grads, **how)

@@ -15,10 +15,11 @@ from shardfn.optim import GradientTransformation
 
 from ._ahead import Ahead, Promised
 from ._backward import WEIGHTED
-from ._layout import LeafLayout, Unit
+from ._layout import LeafLayout
 from ._plan import Plan
 from ._state import TrainState, looked_at
 from ._stream import Column, Rows
+from ._units import Unit
 from ._update import whole_update
 
 
@@ -46,11 +47,12 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
 
 
 def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]) -> Ahead:
-    params, opt_state = looked_at(state)
+    params, opt_state = looked_at((state.params, state.opt_state))
     where = _where(plan)
     layers = {
         u: [
-            (where[i], plan.layers[i].shard_shapes[plan.zero_rank(plan.layers[i])]) for i in plan.reduce_units[u].leaves
+            (where[i], plan.layers[i].pieces.shapes[plan.zero_rank(plan.layers[i])])
+            for i in plan.reduce_units[u].leaves
         ]
         for u in units
     }
@@ -58,7 +60,7 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
     columns: list[Column | None] = []
     grads: list[Column | None] = []
     for i, (leaf, block) in enumerate(zip(plan.leaves, tree_leaves(params), strict=True)):
-        shape, dtypes = leaf.shard_shapes[plan.zero_rank(leaf)], leaf.dtypes
+        shape, dtypes = leaf.pieces.shapes[plan.zero_rank(leaf)], leaf.dtypes
         held = torch.empty(shape, dtype=dtypes.param, device="meta")
         if i in going:
             held = leaf.rows(block, plan.zero_rank(leaf)) if leaf.refreshed else block
@@ -75,7 +77,7 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
     measure = optimizer.needs.measure
     if measure is None:
         return True
-    return measure.ahead is not None and measure.ahead(looked_at(state)[1])  # looked at, not loaded
+    return measure.ahead is not None and measure.ahead(looked_at(state.opt_state))  # looked at, not loaded
 
 
 def _units(plan: Plan, *, measures: bool) -> list[int]:

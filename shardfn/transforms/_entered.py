@@ -60,8 +60,10 @@ def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored]) -> Watch:
     return watch
 
 
-def check_capture(plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook) -> None:
-    """Refuses a captured loss that writes to parameters.
+def check_capture(
+    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, name: str, others: Sequence[tuple[str, Tensor]] = ()
+) -> None:
+    """Refuses a captured loss, called `name`, that writes to parameters, or to others that it is given.
 
     Raises:
         ValueError: lists every such op.
@@ -70,8 +72,8 @@ def check_capture(plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook)
     if notes is None:
         return
     here = [(leaf.path, x) for leaf, x in zip(plan.layers, blocks, strict=True) if isinstance(x, Tensor)]
-    leaves = {storage_of(x): path for path, x in here} | {k: path for k, (path, _) in book.captured.items()}
-    check_graph(notes.tracer.graph, leaves)
+    leaves = {storage_of(x): path for path, x in (*here, *others)} | {k: path for k, (path, _) in book.captured.items()}
+    check_graph(notes.tracer.graph, leaves, name)
 
 
 def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:

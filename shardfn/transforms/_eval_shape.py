@@ -1,4 +1,4 @@
-"""`eval_shape`: what a function would return, uncomputed; and the abstract states that steps are lowered for."""
+"""`eval_shape`: what a function would return, uncomputed; and abstract tensors that steps are lowered for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
-from shardfn.optim import GradientTransformation
 
 from ._fakes import fake, fakes
-from ._first import abstract_state
-from ._plan import Planner
-from ._state import TrainState
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
@@ -42,16 +38,6 @@ def is_abstract(leaves: list[Any]) -> bool:
     """Whether any of these tensors has no data, or none is made any more."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
-
-
-def as_state(
-    planner: Planner, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree, given: PyTree
-) -> TrainState:
-    """A state, or the first state of a tree of parameters, of which only shapes and dtypes count."""
-    if isinstance(given, TrainState):
-        return given
-    leaves, treedef = tree_flatten(given)
-    return abstract_state(planner.plan(treedef, leaves), optimizer, key, loss_scale)
 
 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:

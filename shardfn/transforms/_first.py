@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardfn.collectives import GlobalTensor, bind_mesh
+from shardfn.collectives import GlobalTensor, bind_mesh, transforming
 from shardfn.core import (
     P,
     PyTree,
     Stored,
     block_slices,
+    deferred,
+    draw_block,
     raise_all,
     tree_entries,
     tree_flatten,
@@ -27,9 +29,10 @@ from shardfn.core import (
 )
 from shardfn.optim import GradientTransformation
 
+from ._check import check_params
 from ._layout import LeafLayout
 from ._parts import send_home
-from ._plan import Plan
+from ._plan import Plan, Planner
 from ._pools import pool_of
 from ._state import TrainState, state_owners
 from ._update import own_rows, rule_of, wrap
@@ -65,6 +68,59 @@ def abstract_state(
     plan: Plan, optimizer: GradientTransformation, key: Tensor | None, loss_scale: PyTree = ()
 ) -> TrainState:
     """The first state as shapes: this rank's blocks, without data."""
+    with bind_mesh(plan.mesh), FakeTensorMode(allow_non_fake_inputs=True):  # where nothing takes memory
+        params, opt_state = _at_once(plan, optimizer, _without_data(plan))
+    return _complete(params, opt_state, key, loss_scale)
+
+
+def first_params(plan: Plan, draw: Draw) -> PyTree:
+    """Parameters alone, each at home before the next is drawn."""
+    pool = pool_of(plan)
+    with torch.no_grad():
+        return wrap(plan, [send_home(draw(i).to(x.dtypes.param), x.home, pool) for i, x in enumerate(plan.leaves)])
+
+
+def abstract_params(plan: Plan) -> PyTree:
+    """Parameters as shapes: this rank's blocks, without data."""
+    draw = _without_data(plan)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return wrap(plan, [draw(i).to(leaf.dtypes.param) for i, leaf in enumerate(plan.leaves)])
+
+
+def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
+    """The leaves of a first tree of parameters, perhaps not drawn yet, and their plan.
+
+    Args:
+        planner: the annotations.
+        params: a tree of tensors, or a function that makes one, in which draws are deferred.
+        args: what such a function is called with.
+    """
+    if transforming():
+        raise ValueError(
+            "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
+        )
+    if callable(params):
+        with deferred():
+            params = params(*args)
+    check_params(params)
+    leaves, treedef = tree_flatten(params)
+    return leaves, planner.plan(treedef, leaves)
+
+
+def own_blocks(plan: Plan, leaves: list[Any]) -> Draw:
+    """Gives this rank's block of each of these leaves, once: a leaf is let go when its block is given."""
+    mesh = plan.mesh
+
+    def draw(i: int) -> Tensor:
+        leaf, whole = plan.leaves[i], leaves[i]
+        leaves[i] = None
+        where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)
+        return draw_block(whole, where).to(mesh.device).to(leaf.dtypes.master).contiguous()
+
+    return draw
+
+
+def _without_data(plan: Plan) -> Draw:
     mesh = plan.mesh
 
     def draw(i: int) -> Tensor:
@@ -72,9 +128,7 @@ def abstract_state(
         where = block_slices(tuple(leaf.shape), leaf.param, mesh.shape, mesh.coords)
         return torch.empty([s.stop - s.start for s in where], dtype=leaf.dtypes.master, device=mesh.device)
 
-    with bind_mesh(mesh), FakeTensorMode(allow_non_fake_inputs=True):  # where nothing takes memory
-        params, opt_state = _at_once(plan, optimizer, draw)
-    return _complete(params, opt_state, key, loss_scale)
+    return draw
 
 
 def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale: PyTree) -> TrainState:
@@ -173,5 +227,5 @@ def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
 def _no_rows(plan: Plan, i: int) -> Tensor:
     """Rows of a leaf as the optimizer gets them, without data."""
     leaf = plan.leaves[i]
-    shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.shard_shapes[plan.zero_rank(leaf)]
+    shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.pieces.shapes[plan.zero_rank(leaf)]
     return torch.empty(shape, dtype=leaf.dtypes.master, device=plan.mesh.device)

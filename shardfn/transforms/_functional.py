@@ -18,13 +18,14 @@ from torch import Tensor
 from torch._C._functorch import maybe_get_level
 from torch.func import grad_and_value
 
-from shardfn.collectives import GlobalTensor, local, psum
-from shardfn.core import PyTree, tree_leaves, tree_map, tree_unflatten
+from shardfn.collectives import GlobalTensor, axis_size, local, psum
+from shardfn.core import PyTree, tree_leaves, tree_map, tree_structure, tree_unflatten
 from shardfn.optim import apply_updates, sum_squares
 
 from ._accumulate import fold, num_microbatches
 from ._loss import Loss, Value, called, refuse_gradient_of, totals
 from ._metrics import named
+from ._model_state import ModelState
 from ._plan import Plan
 from ._pure_transfers import enter, own_rows, reduce, refresh
 from ._state import TrainState, scale_of
@@ -55,11 +56,14 @@ class _Pure:
     def __init__(self, parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> None:
         self._parts, self._plan, self._state, self._args = parts, plan, state, args
         self._blocks, self._by = [x.local for x in tree_leaves(state.params)], scale_of(state)
+        self._model_state = ModelState(local(state.model_state))
         self._specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])
 
     def differentiate(self) -> "tuple[_Sums, PyTree]":
         plan = self._plan
-        sums, grads = _differentiated(plan, self._parts, enter(plan, self._blocks), self._args, self._by)
+        sums, grads = _differentiated(
+            plan, self._parts, enter(plan, self._blocks), self._args, self._by, self._model_state
+        )
         sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
         ranks = plan.mesh.axis_size(plan.batch_axes)
         scale = 1.0 / sums.row[1] if sums.weighted else 1.0 / (ranks * num_microbatches(self._parts.loss))
@@ -91,22 +95,30 @@ class _Pure:
         updates, opt_state = rule.update(gradient, local(self._state.opt_state), old, specs=self._specs)
         fresh = iter(tree_leaves(apply_updates(old, updates)))
         new = refresh(plan, blocks, [None if r is None else next(fresh) for r in rows])
-        return next_state(plan, self._state, new, opt_state)
+        return next_state(plan, self._state, new, opt_state, tree_leaves(self._model_state.now))
 
 
-def pure_loss(plan: Plan, params: PyTree, loss: Loss, args: tuple[Any, ...], *, has_aux: bool) -> Tensor:
-    """The mean of the loss over the global batch, the same on all ranks. The mesh must be bound."""
-    wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)])
-    tree = tree_unflatten(plan.treedef, wholes)
+def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: bool) -> Callable[..., Tensor]:
+    """The mean of a loss over the batch of all ranks along `axes`, the same on all of them.
 
-    def one(inner: Loss, batch: PyTree) -> list[Value]:
-        return [_evaluate(inner, tree, (batch, *args[1:]), has_aux)]
+    `mean(params, batch[, key])`; with `has_state`, `mean(params, model_state, batch[, key])`.
+    """
 
-    own, weight = totals(fold(loss, args[0], one, operator.add))
-    total = psum(own, plan.batch_axes)
-    if weight is not None:
-        return total / psum(weight, plan.batch_axes).to(total.dtype)
-    return total / (plan.mesh.axis_size(plan.batch_axes) * num_microbatches(loss))
+    def mean(params: PyTree, *args: Any) -> Tensor:
+        state, batch, *key = args if has_state else ((), *args)
+        through = ModelState(state)
+
+        def one(inner: Loss, batch: PyTree) -> list[Value]:
+            with through.through():
+                return [_evaluate(inner, params, (batch, *key), has_aux)]
+
+        own, weight = totals(fold(loss, batch, one, operator.add))
+        total = psum(own, axes)
+        if weight is not None:
+            return total / psum(weight, axes).to(total.dtype)
+        return total / (axis_size(axes) * num_microbatches(loss))
+
+    return mean
 
 
 def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -139,30 +151,40 @@ class _Sums(NamedTuple):
 
 
 def _differentiated(
-    plan: Plan, parts: StepParts, wholes: Sequence[Tensor], args: tuple[Any, ...], scale: Tensor | None
+    plan: Plan,
+    parts: StepParts,
+    wholes: Sequence[Tensor],
+    args: tuple[Any, ...],
+    scale: Tensor | None,
+    model_state: ModelState,
 ) -> tuple[_Sums, dict[int, Tensor]]:
     """The sums over microbatches of this rank's losses and of their gradients with respect to whole leaves.
 
-    The gradients come multiplied by `scale`, added up in their accumulation dtypes.
+    The gradients come multiplied by `scale`, added up in their accumulation dtypes. `model_state` goes through the
+    microbatches.
     """
     train = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     accum = [plan.leaves[i].dtypes.accum for i in train]
     seen: list[Value] = []
 
     def one(inner: Loss, batch: PyTree) -> tuple[list[Tensor], list[Tensor]]:
-        def total(handles: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def total(handles: list[Tensor]) -> tuple[Tensor, tuple[tuple[Tensor, ...], list[Tensor]]]:
             leaves = list(wholes)
             for i, handle in zip(train, handles, strict=True):
                 leaves[i] = handle
-            value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), parts.has_aux)
+            with model_state.through():
+                value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), parts.has_aux)
             if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):
                 refuse_gradient_of(value.weight)
             seen[:] = [value]
-            return value.total if scale is None else value.total * scale.to(value.total), tuple(_row(value))
+            scaled = value.total if scale is None else value.total * scale.to(value.total)
+            return scaled, (tuple(_row(value)), tree_leaves(model_state.now))
 
         # torch.func.grad refuses an empty tree.
         both = grad_and_value(total, has_aux=True) if train else lambda handles: ([], total(handles))
-        grads, (_, row) = both([wholes[i] for i in train])
+        structure = tree_structure(model_state.now)
+        grads, (_, (row, kept)) = both([wholes[i] for i in train])
+        model_state.now = tree_unflatten(structure, kept)  # as it is outside of the gradient
         return [g.to(d) for g, d in zip(grads, accum, strict=True)], list(row)
 
     grads, row = fold(parts.loss, args[0], one, _both_added)

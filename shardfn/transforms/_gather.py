@@ -7,19 +7,29 @@ Where a leaf comes in two hops, what the first has brought is kept for the step:
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels, AnyControl, CodedGather, Pending, TwoHops
+from shardfn.collectives import (
+    AnyChannels,
+    AnyRounds,
+    CodedGather,
+    GatherChannel,
+    Packing,
+    Pending,
+    TwoHops,
+    gather_channels,
+)
 from shardfn.core import RankError, Stored
 
 from ._capture import capturing
 from ._copies import traced_once
 from ._fetch import Fetch
-from ._layout import LeafLayout, Unit, unit_parts, unit_sizes
+from ._layout import LeafLayout
 from ._order import Move, UseOrder
-from ._wires import GatherChannel, gather_channels
+from ._units import Unit
 
 # What a rank says in a round where it wants no unit: that it is done; that it failed; that it is done with the step's
 # backwards, and none has given a gradient.
@@ -36,7 +46,7 @@ class Gatherer:
         units: groups of leaves gathered together.
         blocks: this rank's piece of each leaf as it is kept (None for leaves that are not lazy).
         channels: the step's communicators.
-        control: agreement between ranks.
+        rounds: agreement between the ranks that share the leaves.
         order: the agreed order of use; extended in place.
         window: bytes of whole leaves that may be alive ahead of their use.
         device: where leaves are wanted.
@@ -49,7 +59,7 @@ class Gatherer:
         units: Sequence[Unit],
         blocks: Sequence[Tensor | Stored | None],
         channels: AnyChannels,
-        control: AnyControl,
+        rounds: AnyRounds,
         order: UseOrder,
         window: int,
         device: torch.device,
@@ -60,10 +70,10 @@ class Gatherer:
         self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep
-        self._wires = gather_channels(leaves, units, channels)
+        self._wires = gather_channels(channels, [leaves[unit.leaves[0]].ways.use for unit in units])
         self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
         self._brought: dict[int, Pending | Tensor] = {}
-        self._channels, self._control, self._order, self._window = channels, control, order, window
+        self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
         self._scheduled: dict[int, _Whole] = {}
@@ -118,8 +128,8 @@ class Gatherer:
         if self._phase < 0:
             self.begin_phase()
         self._catch_up()
-        wants = self._control.exchange(FAILED)
-        self._control.gather(what if FAILED in wants else "")
+        wants = self._rounds.exchange(FAILED)
+        self._rounds.gather((self._rounds.rank, what if FAILED in wants else ""))
 
     def close(self) -> None:
         """Drops everything and waits until this rank's pieces may be written again."""
@@ -208,9 +218,9 @@ class Gatherer:
 
     def _ask(self, want: int) -> list[int]:
         """One round of asking: gathers what any rank wants. What each has said: units, or what is below 0."""
-        wants = self._control.exchange(want)
+        wants = self._rounds.exchange(want)
         if FAILED in wants:
-            _raise_failed(self._control, wants)
+            _raise_failed(self._rounds, wants)
         for unit in dict.fromkeys(w for w in wants if w >= 0):
             whole = self._issue(unit)
             self._served.append(unit)
@@ -226,14 +236,14 @@ class Gatherer:
             self._unused.append(whole)
 
     def _issue(self, unit: int) -> "_Whole":
-        members = [self._leaves[i] for i in self._units[unit].leaves]
+        members, packing = [self._leaves[i] for i in self._units[unit].leaves], self._units[unit].packing
         channel = self._wires[unit]
         if unit in self._hops:
-            sizes, piece = unit_sizes(members, channel.size), self._secondary(unit)
-            return _Whole(members, [piece], channel, lambda near: channel.all_gather(near[0], sizes))
+            piece = self._secondary(unit)
+            return _Whole(members, packing, [piece], channel, lambda near: channel.all_gather(near[0], packing.sizes))
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
         return _Whole(
-            members, pieces, channel, lambda own: start_gather(members, own, channel.all_gather, channel.size)
+            members, packing, pieces, channel, lambda own: start_gather(members, packing, own, channel.all_gather)
         )
 
     def _secondary(self, unit: int) -> Tensor:
@@ -247,12 +257,13 @@ class Gatherer:
 
     def _bring(self, unit: int) -> Pending:
         members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
+        packing = self._units[unit].packing
         assert isinstance(hops, TwoHops | CodedGather)
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
         own = _arrived(pieces)
 
         def bring(*own: Tensor) -> Pending:
-            return start_gather(members, own, hops.bring, hops.size)
+            return start_gather(members, packing, own, hops.bring)
 
         if not capturing():
             return bring(*own)
@@ -269,8 +280,10 @@ Start = Callable[[Sequence[Tensor]], Pending]
 class _Whole:
     """The leaves of one unit, in flight or here."""
 
-    def __init__(self, leaves: list[LeafLayout], pieces: list[Piece], channel: GatherChannel, start: Start) -> None:
-        self._leaves = leaves
+    def __init__(
+        self, leaves: list[LeafLayout], packing: Packing, pieces: list[Piece], channel: GatherChannel, start: Start
+    ) -> None:
+        self._leaves, self._packing = leaves, packing
         self._pending: Pending | Fetch | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
@@ -284,7 +297,7 @@ class _Whole:
             looks = *(leaf.looks for leaf in leaves), channel.axes
 
             def gather(*own: Tensor) -> list[Tensor]:
-                return finish_gather(leaves, start(own).result())
+                return packing.unpack(start(own).result())
 
             self._tensors = list(traced_once(("gather", looks), gather, own))
         else:
@@ -305,22 +318,20 @@ class _Whole:
         if not self._tensors:
             self.arrive()
             assert self._out is not None
-            self._tensors = finish_gather(self._leaves, self._out)
+            self._tensors = self._packing.unpack(self._out)
             self._out = None
         return self._tensors[slot]
 
 
-def packed(pieces: Sequence[Tensor]) -> Tensor:
-    """This rank's pieces of leaves that travel together, as they are sent."""
-    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
-
-
 def start_gather(
-    leaves: Sequence[LeafLayout], own: Sequence[Tensor], send: Callable[[Tensor, Sequence[int]], Pending], size: int
+    leaves: Sequence[LeafLayout],
+    packing: Packing,
+    own: Sequence[Tensor],
+    send: Callable[[Tensor, Sequence[int]], Pending],
 ) -> Pending:
-    """Begins to send this rank's pieces of leaves to `size` ranks, in one message, in the dtype that the loss sees."""
+    """Begins to send this rank's pieces of leaves, in one message, in the dtype that the loss sees."""
     pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
-    return send(packed(pieces), unit_sizes(leaves, size))
+    return send(packing.pack(pieces), packing.sizes)
 
 
 def _arrived(pieces: Sequence[Piece]) -> list[Tensor]:
@@ -330,23 +341,7 @@ def _arrived(pieces: Sequence[Piece]) -> list[Tensor]:
     return [p.result() if isinstance(p, Fetch) else p for p in pieces]
 
 
-def finish_gather(leaves: Sequence[LeafLayout], out: Tensor) -> list[Tensor]:
-    """The whole leaves of a transfer that has arrived; a single one cut along dim 0 has landed in place."""
-    if len(leaves) == 1 and (leaves[0].dim == 0 or not leaves[0].gathered):
-        return [out.view(leaves[0].block)]
-    runs = unit_parts(leaves, out)
-    whole = []
-    for k, leaf in enumerate(leaves):
-        assert leaf.dim is not None
-        rows = [leaf.from_ranks(parts[k]) for run, parts in runs if run.sizes[k]]
-        if len(rows) == 1:
-            whole.append(rows[0].contiguous())
-        else:
-            whole.append(torch.cat(rows, leaf.dim) if rows else out.new_empty(leaf.block))
-    return whole
-
-
-def _raise_failed(control: AnyControl, codes: Sequence[int]) -> None:
-    texts = control.gather("")
-    told = [f"  - rank {r} raised {texts[r]}" for r, code in enumerate(codes) if code == FAILED]
+def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:
+    texts: list[Any] = rounds.gather((rounds.rank, ""))
+    told = [f"  - rank {rank} raised {text}" for (rank, text), c in zip(texts, codes, strict=True) if c == FAILED]
     raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))

@@ -93,7 +93,7 @@ class Jitted(Transform):
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
         inputs = [x.local if isinstance(x, GlobalTensor) else x for x in (leaves[i] for i in at)]
         _refuse_gradients(inputs, leaves, treedef, at)
-        key = (treedef, current_mesh(), ambient(), *(_signature(x) for x in leaves))
+        key = (treedef, current_mesh(), ambient(), *(leaf_signature(x) for x in leaves))
         try:
             found = self._cache.get(key)
         except TypeError as error:
@@ -106,7 +106,7 @@ class Jitted(Transform):
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         with torch.no_grad(), plain_arithmetic(), bind_pool():
             outs = iter(compiled(*inputs))
-        return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, _Slot) else s for s in statics])
+        return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, Slot) else s for s in statics])
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and seconds so far."""
@@ -157,11 +157,11 @@ class Jitted(Transform):
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 old = leaves[i]
-                filled[i] = GlobalTensor(x, old.shape, old.spec, old.mesh) if isinstance(old, GlobalTensor) else x
+                filled[i] = _like(old, x) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
             with bind_mesh(mesh), looping(copied_loop):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
-            result[:] = [out_def, [_slot(x) for x in outs]]
+            result[:] = [out_def, [slot_of(x) for x in outs]]
             return [x.local if isinstance(x, GlobalTensor) else x for x in outs if isinstance(x, Tensor | GlobalTensor)]
 
         with noting_meshes() as meshes:
@@ -180,20 +180,28 @@ class Jitted(Transform):
         return self.compile(gm), sent_by_the_loss(gm), *result
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Where a tensor of the graph goes in the result; as a `GlobalTensor` like `like`, if there is one."""
 
     like: GlobalTensor | None
 
     def fill(self, x: Tensor) -> Tensor | GlobalTensor:
+        """The leaf."""
         like = self.like
-        return x if like is None else GlobalTensor(x, like.shape, like.spec, like.mesh)
+        return x if like is None else _like(like, x)
 
 
-def _slot(x: Any) -> Any:
+def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
+    """A leaf with another block; what was on disk has been read."""
+    kind = "host" if leaf.memory_kind == "disk" else leaf.memory_kind
+    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind)
+
+
+def slot_of(x: Any) -> Any:
+    """What stands for a leaf of a result until the graph has run: where a tensor goes, or the leaf itself."""
     if isinstance(x, GlobalTensor):
-        return _Slot(x)
-    return _Slot(None) if isinstance(x, Tensor) else x
+        return Slot(x)
+    return Slot(None) if isinstance(x, Tensor) else x
 
 
 def sent_by_the_loss(gm: GraphModule) -> list[Transfer]:
@@ -317,11 +325,12 @@ def report(name: str, root: str, tree: PyTree, known: int) -> None:
         log.warning("captured %s again, for the shapes %s: graph number %d", name, shown, known + 1)
 
 
-def _signature(x: Any) -> Any:
+def leaf_signature(x: Any) -> Any:
+    """What a graph takes for granted of an argument's leaf."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):
-        return tuple(x.shape), x.spec, x.mesh, _signature(x.local)
+        return tuple(x.shape), x.spec, x.mesh, x.memory_kind, leaf_signature(x.local)
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     return type(x), repr(x) if isinstance(x, float) else x
 

@@ -310,6 +310,11 @@ def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
     )
 
 
+def opened(x: Any) -> Any:
+    """A lazy leaf's whole tensor; of anything else, itself."""
+    return x.whole() if type(x) is LazyLeaf else x
+
+
 def _whole(x: Any) -> Any:
     if type(x) is LazyLeaf:
         return x.whole()

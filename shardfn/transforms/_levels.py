@@ -3,6 +3,7 @@
     around a step    the step takes it over, with everything in the step
     around a loss    the step takes it over, for the loss as a whole
     inside a loss    the loss, or a part of it, runs in it
+    a program        runs on a mesh, and stands around all of these
 
 Those that a step takes over mean the same step in any order. One that stands inside a loss is around nothing that a
 step takes over, which would be hidden in there.
@@ -11,7 +12,7 @@ step takes over, which would be hidden in there.
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
-Level = Literal["around a step", "around a loss", "inside a loss"]
+Level = Literal["around a step", "around a loss", "inside a loss", "a program"]
 
 
 class Row(NamedTuple):
@@ -28,7 +29,7 @@ class Row(NamedTuple):
     twice: str | None = None
 
 
-_STEP = frozenset({"jit", "accumulate", "mixed_precision"})
+_STEP = frozenset({"jit", "accumulate", "mixed_precision", "sharded"})
 TABLE = {
     "jit": Row("around a step", _STEP - {"jit"}, "the loss is jitted twice; drop one."),
     "accumulate": Row("around a loss", _STEP),
@@ -39,6 +40,11 @@ TABLE = {
     ),
     "remat": Row("inside a loss", _STEP | {"remat", "offload"}),
     "offload": Row("inside a loss", _STEP),
+    "sharded": Row(
+        "a program",
+        frozenset(),
+        "the function is sharded already, by sharded(f, ...); give f itself to what shards it, a step or sharded.",
+    ),
 }
 # Of an order that the table refuses: what it would do, and what to write.
 WHY = {
@@ -65,6 +71,21 @@ WHY = {
         " mixed_precision(offload(f, policy), precision)."
     ),
     ("offload", "offload"): "offload(offload(f, a), b): a function has one policy; drop one.",
+    ("jit", "sharded"): (
+        "jit(sharded(f)) would hide the gathers from the agreement of the ranks; use sharded(jit(f), ...), whose graph"
+        " holds them."
+    ),
+    ("accumulate", "sharded"): (
+        "accumulate(sharded(f), n) would gather every leaf once a microbatch; use sharded(accumulate(f, n), ...)."
+    ),
+    ("mixed_precision", "sharded"): (
+        "mixed_precision(sharded(f), policy) would cast what is sharded; use sharded(mixed_precision(f, policy), ...)."
+    ),
+    ("remat", "sharded"): ("remat(sharded(f)) would run a whole program again; use sharded(remat(f), ...)."),
+    ("offload", "sharded"): (
+        "offload(sharded(f), policy): a sharded function saves nothing; use sharded(offload(f, policy), ...)."
+    ),
+    ("sharded", "sharded"): "sharded(sharded(f)): a function is sharded once; drop one.",
 }
 
 
@@ -99,14 +120,15 @@ def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
     """The transforms that a step takes over from its loss, outermost first, and what they are around.
 
     Raises:
-        ValueError: one is there twice that means nothing twice.
+        ValueError: one is there twice that means nothing twice; or it is a program already.
     """
     found: list[Any] = []
     for x in _inward(f):
-        twice = TABLE[x.transform].twice
-        if twice is not None and any(y.transform == x.transform for y in found):
-            raise ValueError(twice)
-        if TABLE[x.transform].level == "inside a loss":
+        row = TABLE[x.transform]
+        again = row.level == "a program" or any(y.transform == x.transform for y in found)
+        if row.twice is not None and again:
+            raise ValueError(row.twice)
+        if row.level == "inside a loss":
             return found, x
         found.append(x)
     return found, found[-1].inner if found else f

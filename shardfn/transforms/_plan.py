@@ -1,8 +1,9 @@
 """The plan: everything that follows from a step's annotations and the shapes of a parameter tree, computed once."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +28,26 @@ from shardfn.core import (
 from shardfn.optim import GradientTransformation, Phase
 
 from ._check import check_travel, is_spec
-from ._layout import (
-    LeafLayout,
-    Unit,
-    gather_units,
-    leaf_layout,
-    reduce_units,
-    refresh_units,
-    stacked_layout,
-    with_ratio,
-)
+from ._layout import LeafLayout, leaf_layout, stacked_layout, with_ratio
 from ._order import UseOrder
 from ._state import TrainState
 from ._stored import layers_of, piled
+from ._units import Unit, gather_units, reduce_units, refresh_units
+
+
+class Words(NamedTuple):
+    """What is said of params that do not fit a plan: that leaves are none, are cut or kept elsewhere, or in a dtype."""
+
+    no_tensors: str
+    shardings: str
+    policy: str
+
+
+OF_A_STATE = Words(
+    "the state's params are not GlobalTensors; make the state with step.init:",
+    "the state was made by a step with other shardings:",
+    "the state was made under another policy:",
+)
 
 
 @dataclasses.dataclass
@@ -176,6 +184,12 @@ class Plan:
         disjoint = leaf.reduce_axes + leaf.left_axes + leaf.compute.axes
         return tuple(a for a in self.mesh.axis_names if a in disjoint)
 
+    @functools.cached_property
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axes along which leaves or gradients travel: ranks along others share none, and may do other things."""
+        used = {a for leaf in self.layers for a in (*leaf.zero_axes, *leaf.reduce_axes, *leaf.extra_axes)}
+        return tuple(a for a in self.mesh.axis_names if a in used or a in self.batch_axes)
+
     def zero_rank(self, leaf: LeafLayout) -> int:
         """This rank's index among those that share a leaf's rows."""
         return self.mesh.axis_index(leaf.zero_axes)
@@ -233,17 +247,26 @@ class Planner:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
-        leaves, treedef = tree_flatten(state.params)
+        return self.kept(state.params, OF_A_STATE)
+
+    def kept(self, params: PyTree, words: "Words") -> Plan:
+        """The plan of params, which must be kept as the plan says.
+
+        Raises:
+            TypeError: they are no global tensors.
+            ValueError: they were made under other annotations; every leaf is listed.
+        """
+        leaves, treedef = tree_flatten(params)
         wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
         if wrong:
-            paths = tree_paths(state.params, "params")
+            paths = tree_paths(params, "params")
             listed = [f"{paths[i]} is a {type(leaves[i]).__name__}" for i in wrong]
-            raise_all(TypeError, "the state's params are not GlobalTensors; make the state with step.init:", listed)
+            raise_all(TypeError, words.no_tensors, listed)
         plan = self.plan(treedef, leaves)
         pairs = zip(plan.leaves, leaves, strict=True)
         raise_all(
             ValueError,
-            "the state was made by a step with other shardings:",
+            words.shardings,
             [
                 f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
                 for leaf, x in pairs
@@ -252,7 +275,7 @@ class Planner:
         )
         raise_all(
             ValueError,
-            "the state was made under another policy:",
+            words.policy,
             [
                 f"{leaf.path} is {x.dtype}; here it is kept in {leaf.dtypes.param}"
                 for leaf, x in zip(plan.leaves, leaves, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Disk, Mesh, Stored, raise_all, tree_leaves, tree_paths
+from shardfn.core import Disk, Mesh, PyTree, Stored, raise_all, tree_leaves, tree_paths
 from shardfn.memory import AnyPool, Pool, TracedPool
 
 from ._origin import check_origins, origin_of
@@ -98,9 +98,14 @@ def commit(plan: Plan, state: TrainState) -> None:
     number = _commits(plan).get(disk.directory, -1) + 1
     values = {path: _value(x) for path, x, _ in leaves if _is_held(plan, x)}
     run = _runs(plan).get(disk.directory, "")
-    about = origin_of(plan.mesh, run, ("params", state.params), ("opt_state", state.opt_state))
+    about = origin_of(plan.mesh, run, *cut_parts(state))
     pool.commit(values, number, durable=disk.durable, keep_before=True, about=about)
     _commits(plan)[disk.directory] = number
+
+
+def cut_parts(state: TrainState) -> list[tuple[str, PyTree]]:
+    """What of a state the ranks have blocks of, each with what a commit calls it."""
+    return [("params", state.params), ("opt_state", state.opt_state), ("state.model_state", state.model_state)]
 
 
 def _commits(plan: Plan) -> dict[str | None, int]:

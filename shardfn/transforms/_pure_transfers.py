@@ -9,17 +9,17 @@ unit travel in one message, padded to the rows of the first rank. A message of a
 there are as many of them.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import all_gather, all_gather_invariant, psum, psum_scatter, pvary, take_own_block
+from shardfn.collectives import EvenPacking, all_gather, all_gather_invariant, psum, psum_scatter, pvary, take_own_block
 from shardfn.core import raise_all
 
 from ._layout import LeafLayout
 from ._plan import Plan
+from ._units import Unit
 
 
 def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
@@ -41,7 +41,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
     blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]
     wholes = list(blocks)
     for unit in plan.gather_units:
-        for i, whole in _gathered(plan, unit.leaves, blocks, invariant=not plan.leaves[unit.leaves[0]].cut):
+        for i, whole in _gathered(plan, unit, blocks, invariant=not plan.leaves[unit.leaves[0]].cut):
             wholes[i] = whole
     # What the gather's transpose has summed already, if anything, is not summed again.
     return [_vary(leaf, x) for leaf, x in zip(plan.leaves, wholes, strict=True)]
@@ -73,7 +73,7 @@ def refresh(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor | None])
     """The parameters to keep, given this rank's updated rows (None: a leaf that is not trained)."""
     out = [b if r is None else r for b, r in zip(blocks, rows, strict=True)]
     for unit in plan.refresh_units:
-        for i, whole in _gathered(plan, unit.leaves, out, invariant=True):
+        for i, whole in _gathered(plan, unit, out, invariant=True):
             out[i] = whole
     return out
 
@@ -83,25 +83,19 @@ def _vary(leaf: LeafLayout, x: Tensor) -> Tensor:
     return pvary(x, axes) if x.is_floating_point() else x
 
 
-def _gathered(
-    plan: Plan, members: Sequence[int], pieces: Sequence[Tensor], *, invariant: bool
-) -> Iterator[tuple[int, Tensor]]:
+def _gathered(plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bool) -> Iterator[tuple[int, Tensor]]:
     """The whole leaves of one unit, from every rank's rows."""
-    leaves = [plan.leaves[i] for i in members]
-    flat = torch.cat([_padded(leaf, pieces[i]).reshape(-1) for leaf, i in zip(leaves, members, strict=True)])
+    packing = EvenPacking([plan.leaves[i].pieces for i in unit.leaves])
     gather = all_gather_invariant if invariant else all_gather
-    stacked = gather(flat, leaves[0].zero_axes).reshape(len(leaves[0].bounds), -1)
-    parts = stacked.split([_padded_size(leaf) for leaf in leaves], 1)
-    for i, leaf, part in zip(members, leaves, parts, strict=True):
-        yield i, _joined(leaf, part)
+    arrived = gather(packing.pack([pieces[i] for i in unit.leaves]), plan.leaves[unit.leaves[0]].zero_axes)
+    yield from zip(unit.leaves, packing.unpack(arrived), strict=True)
 
 
 def _scattered(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
     """The sum over all axes of the batch, of which this rank gets its rows in the same message."""
-    stacked = torch.cat([_cut(leaf, g) for leaf, g in zip(leaves, grads, strict=True)], 1)
-    own = psum(psum_scatter(stacked, leaves[0].reduce_axes), leaves[0].extra_axes)
-    parts = own.reshape(-1).split([_padded_size(leaf) for leaf in leaves])
-    return [_trimmed(leaf, part, plan.zero_rank(leaf)) for leaf, part in zip(leaves, parts, strict=True)]
+    packing = EvenPacking([leaf.pieces for leaf in leaves])
+    own = psum(psum_scatter(packing.lay(grads), leaves[0].reduce_axes), leaves[0].extra_axes)
+    return packing.split(own, plan.zero_rank(leaves[0]))
 
 
 def _summed(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
@@ -113,42 +107,3 @@ def _summed(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[T
         x if leaf.dim is None else take_own_block(x, leaf.zero_axes, dim=leaf.dim)
         for leaf, x in zip(leaves, wholes, strict=True)
     ]
-
-
-# A leaf's rows, cut dim first and padded to those of the first rank, which has the most.
-
-
-def _lengths(leaf: LeafLayout) -> list[int]:
-    return [hi - lo for lo, hi in leaf.bounds]
-
-
-def _row_shape(leaf: LeafLayout) -> tuple[int, ...]:
-    return tuple(n for d, n in enumerate(leaf.block) if d != leaf.dim)
-
-
-def _padded_size(leaf: LeafLayout) -> int:
-    return _lengths(leaf)[0] * math.prod(_row_shape(leaf))
-
-
-def _padded(leaf: LeafLayout, rows: Tensor) -> Tensor:
-    rows = rows.movedim(leaf.dim or 0, 0)
-    missing = _lengths(leaf)[0] - rows.shape[0]
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
-
-
-def _cut(leaf: LeafLayout, whole: Tensor) -> Tensor:
-    """Whole -> [ranks, padded rows, flat]."""
-    pieces = whole.split(_lengths(leaf), leaf.dim or 0)
-    return torch.stack([_padded(leaf, piece).reshape(-1) for piece in pieces])
-
-
-def _joined(leaf: LeafLayout, stacked: Tensor) -> Tensor:
-    """[ranks, padded rows, flat] -> whole."""
-    pieces = [_trimmed(leaf, part, rank) for rank, part in enumerate(stacked.unbind(0))]
-    return torch.cat(pieces, leaf.dim or 0)
-
-
-def _trimmed(leaf: LeafLayout, flat: Tensor, rank: int) -> Tensor:
-    """Padded rows, flat -> the rows of one rank."""
-    rows = flat.reshape(_lengths(leaf)[0], *_row_shape(leaf))[: _lengths(leaf)[rank]]
-    return rows.movedim(0, leaf.dim or 0)

@@ -12,19 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels, Pending, Relayed, is_sole_owner, psum
-from shardfn.core import MemoryKind, Stored, chunk_bounds
+from shardfn.collectives import AnyChannels, Pending, Relayed, dealt, is_sole_owner, psum, reduce_channel
+from shardfn.core import MemoryKind, Stored
 from shardfn.memory import to_device
 
 from ._ahead import Ahead
 from ._capture import capturing, mark
 from ._copies import traced_once
-from ._layout import LeafLayout, unit_runs, unit_sizes
+from ._layout import LeafLayout
 from ._parts import Parts, send_home
 from ._plan import Plan
 from ._pools import pool_of
 from ._stored import Slice, loaded
-from ._wires import reduce_channel
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -54,7 +53,7 @@ class Reducer:
         self._plan, self._leaves, self._units, self._device = plan, plan.layers, plan.reduce_units, plan.mesh.device
         leaves, units = self._leaves, self._units
         axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
-        self._scatter = [reduce_channel(channels, leaves[unit.leaves[0]]) for unit in units]
+        self._scatter = [reduce_channel(channels, leaves[unit.leaves[0]].ways.reduce) for unit in units]
         self._cut = [leaves[unit.leaves[0]].cut for unit in units]
         self._gather = {u: channels.gather(a) for u, a in enumerate(axes) if not self._cut[u]}
         # Leaves are made whole during the backward, but not while parameters use the same channel.
@@ -149,8 +148,7 @@ class Reducer:
                 continue
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
-            rank = self._scatter[u].index
-            shapes = [m.shard_shapes[rank] if self._cut[u] else m.block for m in members]
+            shapes = self._units[u].packing.shapes(self._scatter[u].index)
             alone = self._cut[u] or self._scatter[u].size == 1
             flat = self._parts.pop(u) if alone else self._whole_part(u)
             if isinstance(flat, Tensor):
@@ -204,13 +202,14 @@ class Reducer:
             self._pending.append((unit, pending))
 
     def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending | Relayed:
-        channel = self._scatter[unit]
-        flat, sizes = flatten_for(members, channel.size, self._cut[unit])
+        channel, packing = self._scatter[unit], self._units[unit].packing
+        flat = packing.lay([grad for _, grad in members])
         members.clear()
         if self._in_one(unit):
             return channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
         if not self._cut[unit] and self._last and channel.size > 1:
             self._flats[unit] = flat
+        sizes = packing.sizes if self._cut[unit] else dealt(flat.numel(), channel.size)
         return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
 
     def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending:
@@ -236,7 +235,7 @@ class Reducer:
             self._in_flight -= self._units[unit].nbytes
             if self._in_one(unit):
                 self._whole[unit] = (part, None)
-                own = flat_sizes(part.numel(), 2)
+                own = dealt(part.numel(), 2)
                 self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index], last=True)
                 continue
             self._finish(unit, part)
@@ -261,7 +260,7 @@ class Reducer:
         part = self._parts[unit]
         assert isinstance(part, Tensor)
         out: Tensor | None = self._flats.pop(unit)
-        sizes = flat_sizes(out.numel(), self._scatter[unit].size)
+        sizes = dealt(out.numel(), self._scatter[unit].size)
         in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
         if out.dtype != part.dtype or not (in_place or is_sole_owner(out)):
             out = None
@@ -293,28 +292,3 @@ def _pieces(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor 
 def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
     pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
     return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
-
-
-def flatten_for(members: Sequence[tuple[LeafLayout, Tensor]], size: int, cut: bool) -> tuple[Tensor, list[int]]:
-    """Gradients as one flat tensor in which each rank's part is contiguous, and the sizes of the parts.
-
-    A single contiguous leaf cut along dim 0, or not cut at all, is not copied.
-    """
-    first, grad = members[0]
-    if not cut or size == 1:
-        # Always a view of its own, as `is_sole_owner` counts on.
-        flat = grad.contiguous().view(-1) if len(members) == 1 else torch.cat([g.reshape(-1) for _, g in members])
-        return flat, flat_sizes(flat.numel(), size)
-    if len(members) == 1 and first.dim == 0:
-        return grad.contiguous().view(-1), first.shard_sizes
-    leaves = [leaf for leaf, _ in members]
-    grids = [
-        torch.cat([leaf.by_rank(g, run).flatten(1) for leaf, g in members], dim=1).view(-1) for run in unit_runs(leaves)
-    ]
-    flat = grids[0] if len(grids) == 1 else torch.cat(grids or [grad.new_empty(0)])
-    return flat, unit_sizes(leaves, size)
-
-
-def flat_sizes(total: int, size: int) -> list[int]:
-    """How an uncut flat tensor is dealt to the ranks while it is summed."""
-    return [stop - start for start, stop in (chunk_bounds(total, size, r) for r in range(size))]

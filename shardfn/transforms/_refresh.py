@@ -10,9 +10,8 @@ from shardfn.collectives import AnyChannels, Pending
 from shardfn.core import Stored
 from shardfn.memory import AnyPool, to_device, to_host
 
-from ._gather import packed
-from ._layout import Unit, unit_parts, unit_sizes
 from ._plan import Plan
+from ._units import Unit
 
 
 def refresh(
@@ -38,11 +37,11 @@ def refresh(
     layered, fresh = plan.by_layer(out), plan.by_layer(rows)
     resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home == "device"]
     here = [x if isinstance(x, Tensor) else None for x in layered]
-    started = [_start(plan, channels, unit.leaves, here, fresh) for unit in resident]
+    started = [_start(plan, channels, unit, here, fresh) for unit in resident]
     for unit, (pending, landed) in zip(resident, started, strict=True):
         arrived = pending.result()
         if not landed:
-            _spread(plan, unit, arrived, here)
+            _spread(unit, arrived, here)
     away = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home != "device"]
     if away:
         _send_home(plan, channels, away, fresh, layered, out, pool)
@@ -50,13 +49,9 @@ def refresh(
     return out
 
 
-def _spread(plan: Plan, unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
-    leaves = [plan.layers[i] for i in unit.leaves]
-    for run, parts in unit_parts(leaves, arrived):
-        for i, part in zip(unit.leaves, parts, strict=True):
-            block = into[i]
-            assert block is not None
-            plan.layers[i].by_rank(block, run).copy_(part)
+def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
+    blocks = [block for i in unit.leaves if (block := into[i]) is not None]
+    unit.packing.unpack_into(arrived, blocks)
 
 
 def _send_home(
@@ -98,10 +93,10 @@ def _made_whole(
         assert isinstance(row, Tensor)
         up[i] = to_device(row, device).result()
         whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
-    pending, landed = _start(plan, channels, unit.leaves, whole, up)
+    pending, landed = _start(plan, channels, unit, whole, up)
     arrived = pending.result()
     if not landed:
-        _spread(plan, unit, arrived, whole)
+        _spread(unit, arrived, whole)
     made = {i: whole[i] for i in unit.leaves}
     return {i: x for i, x in made.items() if x is not None}
 
@@ -109,20 +104,15 @@ def _made_whole(
 def _start(
     plan: Plan,
     channels: AnyChannels,
-    members: Sequence[int],
+    unit: Unit,
     blocks: Sequence[Tensor | None],
     rows: Sequence[Tensor | Stored | None],
 ) -> tuple[Pending, bool]:
     """The transfer of one unit, and whether it lands in the parameter itself."""
-    leaves = [plan.layers[i] for i in members]
-    channel = channels.gather(leaves[0].zero_axes)
-    block, row = blocks[members[0]], rows[members[0]]
-    assert isinstance(row, Tensor) and block is not None
-    if len(members) == 1 and leaves[0].dim == 0 and block.is_contiguous():
-        return channel.all_gather(row, unit_sizes(leaves, channel.size), block.view(-1), idle=True), True
-    pieces: list[Tensor] = []
-    for i in members:
-        piece = rows[i]
-        assert isinstance(piece, Tensor)
-        pieces.append(piece)
-    return channel.all_gather(packed(pieces), unit_sizes(leaves, channel.size), idle=True), False
+    first, packing = plan.layers[unit.leaves[0]], unit.packing
+    channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
+    pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
+    assert block is not None
+    if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
+        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
+    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False

@@ -14,7 +14,7 @@ from shardfn.optim import MasterState
 from ._origin import cuts_of
 from ._parts import send_home
 from ._plan import Plan
-from ._pools import pool_of, reopen
+from ._pools import cut_parts, pool_of, reopen
 from ._refresh import refresh
 from ._state import TrainState
 from ._stored import loaded
@@ -49,7 +49,7 @@ def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[s
     """The leaves that this step cuts along other axes than the one that wrote them: blocks may have equal shapes."""
     if "cut" not in told:
         return []
-    here, there = cuts_of(plan.mesh, ("params", like.params), ("opt_state", like.opt_state)), told["cut"]
+    here, there = cuts_of(plan.mesh, *cut_parts(like)), told["cut"]
     return [
         f"{path} is cut along {here.get(path, [])} here, but along {there.get(path, [])} on disk"
         for path in sorted({*here, *there})

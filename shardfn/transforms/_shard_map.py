@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
-from shardfn.collectives import GlobalTensor, all_gather_invariant, bind_mesh, psum, pvary, take_own_block
+from shardfn.collectives import GlobalTensor, all_gather_invariant, bind_mesh, take_own_block
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
 
 from ._check import check_specs, is_spec
+from ._interface import block_of, size_along, varying
 
 
 def shard_map(
@@ -64,11 +63,7 @@ def shard_map(
 
 def _enter(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     if isinstance(x, GlobalTensor):
-        if x.spec != spec:
-            raise ValueError(
-                f"{name} is kept as {x.spec!r}, in_specs says {spec!r}; pass x.full_tensor() or change the spec."
-            )
-        return x.local
+        return block_of(x, spec, name, "in_specs")
     if not isinstance(x, Tensor):
         return x
     if len(spec) > x.ndim:
@@ -78,8 +73,7 @@ def _enter(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     for dim in range(len(spec)):
         for axis in spec.dim_axes(dim):
             x = take_own_block(x, axis, dim=dim)
-    rest = tuple(a for a in mesh.axis_names if a not in spec.axes)
-    return pvary(x, rest) if x.is_floating_point() else x
+    return varying(x, mesh.axis_names, spec)
 
 
 def _leave(x: Any, spec: P, mesh: Mesh) -> Any:
@@ -87,7 +81,5 @@ def _leave(x: Any, spec: P, mesh: Mesh) -> Any:
         return x
     for dim in range(len(spec)):
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):
-            with _disable_current_modes():  # while a program is captured, too, sizes are numbers
-                size = int(psum(torch.tensor(x.shape[dim], device=mesh.device), axis))
-            x = all_gather_invariant(x, axis, dim=dim, size=size)
+            x = all_gather_invariant(x, axis, dim=dim, size=size_along(x.shape[dim], axis, mesh))
     return x

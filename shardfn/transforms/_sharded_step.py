@@ -4,6 +4,7 @@ The law: `sharded_step(loss, tx)(state, batch)` computes what the one-device ste
 stages, memory and prefetch change where things are and when they move, never a value.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,26 +18,20 @@ from shardfn.core import (
     Mesh,
     P,
     PyTree,
-    Sharding,
     Zero,
     as_mesh,
-    block_slices,
-    deferred,
-    draw_block,
     fold_in,
     tree_flatten,
     tree_leaves,
-    tree_unflatten,
+    tree_paths,
 )
 from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
 
 from ._accumulate import num_microbatches
 from ._agreement import Agreement
-from ._backward import run_forward
-from ._captured import CapturedSteps, signature
+from ._captured import CapturedSteps
 from ._check import (
     agree_on_step,
-    check_params,
     check_replicas,
     check_same_loss,
     check_specs,
@@ -45,26 +40,28 @@ from ._check import (
     told_before,
 )
 from ._comms import Comms, comms_of, losing_no_peer
+from ._constant import describe_step
 from ._eager_step import run_eager
-from ._eval_shape import abstract_leaves, as_state, is_abstract
-from ._first import abstract_state, first_state
-from ._functional import pure_apply, pure_loss, pure_step
+from ._eval_shape import abstract_leaves, is_abstract
+from ._first import abstract_state, drawn, first_state, own_blocks
+from ._functional import global_mean, pure_step
+from ._graphs import signature
+from ._interface import Interface
 from ._jit import CacheInfo, Jitted
 from ._loss import Loss
 from ._lower import Lowered
 from ._mixed_precision import check_scaled, with_masters
-from ._module_dtypes import computing_in
+from ._model_state import check_kept, check_same_state, first_model_state
 from ._phases import check_phases, in_phase
-from ._plan import Plan, Planner
+from ._plan import OF_A_STATE, Plan, Planner
 from ._pools import begin, close_pool, commit, forget
 from ._resume import resumed
-from ._schedule import accumulation, check_schedule
+from ._schedule import accumulation, as_text, check_schedule
+from ._sharded import MAX_APPLIED, Sharded, kept_as
 from ._state import TrainState, check_alive, scale_of
 from ._step import StepParts, rescaled
 from ._unwrap import Unwrapped, unwrap
-
-# Functions whose order of gathers a step remembers.
-MAX_APPLIED = 16
+from ._update import decided_on
 
 
 def sharded_step(
@@ -77,6 +74,8 @@ def sharded_step(
     zero: Zero | None = None,
     key: Tensor | None = None,
     has_aux: bool = False,
+    has_state: bool = False,
+    state_specs: PyTree = P(),
     donate: bool = True,
     skip_nonfinite: bool = False,
     trainable: PyTree = True,
@@ -99,6 +98,11 @@ def sharded_step(
         zero: the ZeRO rule; default stage 0.
         key: when given, the loss gets `fold_in(key, step)`, the same on all ranks.
         has_aux: whether the loss returns `(loss, aux)`; aux is a dict of scalars, averaged into the metrics.
+        has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`: it takes
+            and returns a tree of tensors that are no parameters, such as running statistics. Pass the first one to
+            `init`. Microbatches hand it on; a step that is skipped keeps the old one. It has no gradient.
+        state_specs: a prefix tree of `P` for the model state, of which the loss sees this rank's blocks. What it
+            returns must be the same on all ranks along axes that a spec leaves out.
         donate: whether a step reuses the buffers of the state it is given, which then cannot be touched again.
         skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the state as it was.
         trainable: a prefix tree of bools for params; False leaves get no gradient and no optimizer state.
@@ -130,12 +134,11 @@ def sharded_step(
     on, rule = as_mesh(mesh), zero or Zero()
     batch = default_batch(specs, on) if batch is None else batch
     check_specs(specs, batch, rule, on)
-    unwrapped = unwrap(loss)
+    check_specs({"state_specs": state_specs}, P(), Zero(), on)
+    unwrapped = unwrap(loss, has_state=has_state)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
-    parts = _parts(
-        unwrapped, as_transformation(optimizer), has_aux=has_aux, donate=donate, skip_nonfinite=skip_nonfinite
-    )
-    return ShardedStep(parts, unwrapped, planner, key)
+    flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
+    return ShardedStep(_parts(unwrapped, as_transformation(optimizer), **flags), unwrapped, planner, key, state_specs)
 
 
 def _parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) -> StepParts:
@@ -150,16 +153,24 @@ def _parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) ->
 class ShardedStep:
     """A training step. Build one with `sharded_step`, which documents it."""
 
-    def __init__(self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None) -> None:
+    def __init__(
+        self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None, state_specs: PyTree = P()
+    ) -> None:
         check_schedule(parts.schedule, num_microbatches(parts.loss))
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
+        self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
-        self._agreement = Agreement(parts, unwrapped, key)
+        self._agreement = Agreement(self._lines)
         self._jitted = unwrapped.jitted
+        mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
+        self._loss = self._over_params(
+            Unwrapped(mean), "the loss of a step", *([state_specs] if parts.has_state else [])
+        )
+        self._applied: dict[Any, Sharded] = {}
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
-    def init(self, params: PyTree, *args: Any) -> TrainState:
+    def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The first state: every rank keeps its own blocks only.
 
         Args:
@@ -167,34 +178,32 @@ class ShardedStep:
                 Inside such a function `shardfn`'s own draws are deferred, so that each rank draws its own blocks and no
                 others.
             *args: what such a function is called with.
+            model_state: with `has_state`, the first one: a tree of tensors, the same on all ranks.
 
         Raises:
             TypeError: a leaf is no tensor.
             ValueError: the tree does not fit the specs.
             RankError: ranks pass different trees or different values.
         """
-        leaves, plan = self._drawn(params, args)
+        leaves, plan = drawn(self._planner, params, args)
         check_phases(plan, self._optimizer)
+        kept = first_model_state(model_state, self._state_specs, self.mesh)
+        check_kept(kept, self._state_specs, has_state=self._parts.has_state)
         if self.mesh.abstract or is_abstract(leaves):
-            return abstract_state(plan, self._optimizer, self._key, self._first_scale())
+            return self._abstract_state(plan)._replace(model_state=kept)
         comms = comms_of(self.mesh)
-        self._agreement.agree(comms, "init", plan, None)
-        check_replicas(leaves, plan, comms.control)
-        del params
-
-        def draw(i: int) -> Tensor:
-            leaf, drawn = plan.leaves[i], leaves[i]
-            leaves[i] = None
-            where = block_slices(tuple(leaf.shape), leaf.param, self.mesh.shape, self.mesh.coords)
-            return draw_block(drawn, where).to(self.mesh.device).to(leaf.dtypes.master).contiguous()
-
+        self._agreement.agree(comms, "init", plan)
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
+        check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
+        del params, model_state
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            state = first_state(plan, self._optimizer, draw, self._key, self._first_scale())
+            state = first_state(plan, self._optimizer, own_blocks(plan, leaves), self._key, self._first_scale())
+            state = state._replace(model_state=kept)
             begin(plan, state, comms.control)
             _together(plan, comms)
         return state
 
-    def resume(self, params: PyTree, *args: Any) -> TrainState:
+    def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The state of the last step that all ranks finished, from what they left on disk. Collective.
 
         After each step the state is committed under `Zero(disk=Disk(...))`, unless parts of it are kept in memory only
@@ -204,6 +213,7 @@ class ShardedStep:
         Args:
             params: as for `init`; only shapes and dtypes count.
             *args: as for `init`.
+            model_state: as for `init`; only shapes and dtypes count.
 
         Raises:
             FileNotFoundError: the ranks have no commit in common.
@@ -224,10 +234,12 @@ class ShardedStep:
             ...     make(directory).resume(torch.ones(2)).step
             tensor(1)
         """
-        _, plan = self._drawn(params, args)
+        _, plan = drawn(self._planner, params, args)
         comms = comms_of(self.mesh)
-        self._agreement.agree(comms, "resume", plan, None)
-        like = abstract_state(plan, self._optimizer, self._key, self._first_scale())
+        self._agreement.agree(comms, "resume", plan)
+        like = self._abstract_state(plan)._replace(
+            model_state=first_model_state(model_state, self._state_specs, self.mesh)
+        )
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
             _together(plan, comms)
@@ -236,19 +248,6 @@ class ShardedStep:
     def close(self) -> None:
         """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
         close_pool(self._planner)
-
-    def _drawn(self, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
-        """The leaves of a first state, perhaps not drawn yet, and their plan."""
-        if transforming():
-            raise ValueError(
-                "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
-            )
-        if callable(params):
-            with deferred():
-                params = params(*args)
-        check_params(params)
-        leaves, treedef = tree_flatten(params)
-        return leaves, self._planner.plan(treedef, leaves)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
@@ -279,7 +278,7 @@ class ShardedStep:
             0
         """
         plan, given, args = self._abstract(state, batch, phase)
-        program, schedule = self._steps.lower(plan, given.params, given.opt_state, args, scale_of(given))
+        program, schedule = self._steps.lower(plan, given, args)
         key = signature(plan, args)
 
         def compile(backend: str | None) -> Callable[..., Any]:
@@ -289,7 +288,11 @@ class ShardedStep:
         return Lowered(program.gm, self.mesh, schedule, compile)
 
     def _abstract(self, state: PyTree, batch: PyTree, phase: Phase | None) -> tuple[Plan, TrainState, tuple[Any, ...]]:
-        given = as_state(self._planner, self._optimizer, self._key, self._first_scale(), state)
+        given = state
+        if not isinstance(state, TrainState):
+            leaves, treedef = tree_flatten(state)
+            given = self._abstract_state(self._planner.plan(treedef, leaves))
+        check_kept(given.model_state, self._state_specs, has_state=self._parts.has_state)
         plan = in_phase(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
         self._check_scale(given)
         describe_batch(batch, self._planner.batch, self.mesh)
@@ -305,9 +308,11 @@ class ShardedStep:
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
-            constant = self._agreement.constant(plan, state)
+            kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
+            constant = self._agreement.constant(plan, kept)
             args = self._args_of(state, batch)
             self._check_scale(state)
+            check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
             if only is not None and signature(plan, args) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
@@ -327,6 +332,8 @@ class ShardedStep:
             _together(plan, comms)
             if not plan.compared and self.mesh.size > self.mesh.axis_size(plan.batch_axes):
                 check_same_loss(metrics["loss"], plan, comms.control)
+            if not plan.compared:
+                check_same_state(new.model_state, self.mesh, comms.control)
             plan.compared = True
         return new, metrics
 
@@ -342,12 +349,13 @@ class ShardedStep:
                 " transform cannot read; use an optimizer without phases."
             )
         self._check_scale(state)
+        check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
         with bind_mesh(self.mesh):
             return pure_step(plan, state, self._parts, args)
 
-    def loss(self, params: PyTree, batch: PyTree, *key: Tensor) -> Tensor:
+    def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
 
         `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it; a gradient is a tree of `GlobalTensor`
@@ -357,6 +365,7 @@ class ShardedStep:
             params: a state's params.
             batch: this rank's rows.
             *key: the key that the loss takes, if it does; used as it is.
+            model_state: with `has_state`, a state's; what the loss makes of it is dropped.
 
         Returns:
             A 0-d tensor.
@@ -368,10 +377,7 @@ class ShardedStep:
             >>> torch.func.grad(step.loss)(state.params, torch.tensor([1.0, 3.0])).full_tensor()
             tensor(2.)
         """
-        plan = self._planner.plan_of(TrainState(params, (), torch.zeros((), dtype=torch.int64)))
-        self._agreement.agree_once(plan, "the loss of a step")
-        with bind_mesh(self.mesh):
-            return pure_loss(plan, params, self._parts.loss, (batch, *key), has_aux=self._parts.has_aux)
+        return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
 
     def cache_info(self) -> CacheInfo:
         """What the step remembers of its captures, those of `lower` included."""
@@ -380,37 +386,43 @@ class ShardedStep:
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
 
-        Collective: every rank calls it. What `f` returns is returned as it is, so a mean over this rank's rows is this
-        rank's. Passing the same function again reuses the order of gathers learnt the first time.
+        It is `sharded(f)` of the step's annotations. Collective: every rank calls it. What `f` returns is returned as
+        it is, so a mean over this rank's rows is this rank's. Passing the same function again reuses the order of
+        gathers learnt the first time; of a jitted one, the graph.
         """
-        if transforming():
-            with bind_mesh(self.mesh), computing_in(self._compute):
-                return pure_apply(self._planner.plan_of(state), state.params, f, args)
-        f = unwrap(f).loss  # leaves are gathered one by one, which a graph of f alone would not do
-        comms = comms_of(self.mesh)
-        with told_before(comms.control):
-            check_alive(state)
-            plan = self._planner.plan_of(state)
-            blocks = [g.held for g in tree_leaves(state.params)]
-        self._agreement.agree(comms, "apply", plan, state)
-        known = ("apply", f) in plan.use_orders
-        if not all(comms.control.exchange(int(known))):
-            plan.use_orders.pop(("apply", f), None)
-        with bind_mesh(self.mesh), losing_no_peer(comms), computing_in(self._compute):
-            out = run_forward(plan, comms, blocks, ("apply", f), lambda params: f(params, *args))
-        plan.forget_orders(MAX_APPLIED)
-        return out
+        if not isinstance(state, TrainState):
+            with told_before(comms_of(self.mesh).control):
+                self._planner.plan_of(state)
+        g = self._function(f)
+        with contextlib.nullcontext() if transforming() else torch.no_grad():
+            return g(state.params, *args)
+
+    def _function(self, f: Callable[..., Any]) -> Sharded:
+        """`f` over this step's parameters, as it was made for an earlier call, or anew."""
+        unwrapped = unwrap(f)
+        found = self._applied.pop(unwrapped.loss, None)
+        if found is None or found.jitted != unwrapped.jitted:
+            found = self._over_params(unwrapped, "apply")
+        self._applied[unwrapped.loss] = found  # the newest last
+        if len(self._applied) > MAX_APPLIED:
+            del self._applied[next(iter(self._applied))]
+        return found
+
+    def _over_params(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
+        return Sharded(f, self._planner, Interface(self.mesh, in_specs), self._agreement, what, OF_A_STATE)
 
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
-        leaves, treedef = tree_flatten(params)
-        plan = self._planner.plan(treedef, leaves)
-        kept = [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves]
-        return tree_unflatten(treedef, kept)
+        return kept_as(self._planner, params)
 
-    @property
-    def _compute(self) -> torch.dtype | None:
-        return None if self._planner.policy is None else self._planner.policy.compute
+    def _lines(self, plan: Plan) -> list[str]:
+        """What ranks agree on, besides the layout."""
+        parts = self._parts
+        flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
+        kept = [f"state_specs {self._state_specs}"] if parts.has_state else []
+        seed = f"key {None if self._key is None else self._key.tolist()}"
+        made = describe_step(self._unwrapped, decided_on(plan, parts.optimizer))
+        return [flags, seed, *made, f"schedule {as_text(parts.schedule)}", *kept]
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
@@ -419,6 +431,10 @@ class ShardedStep:
         if not isinstance(state.key, Tensor):
             raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
         return batch, fold_in(state.key, state.step)
+
+    def _abstract_state(self, plan: Plan) -> TrainState:
+        """A first state as shapes, but for the model state."""
+        return abstract_state(plan, self._optimizer, self._key, self._first_scale())
 
     def _first_scale(self) -> PyTree:
         return () if self._loss_scale is None else self._loss_scale.init()

@@ -22,6 +22,7 @@ class TrainState(NamedTuple):
         step: 0-d int64 tensor on the CPU: number of updates made.
         key: the key from which each step's key is folded; `()`, an empty tree, when the loss takes none.
         loss_scale: the state of the loss scale; `()` when the step has none.
+        model_state: tree of `GlobalTensor`: what the loss takes and gives back; `()` when it has none.
     """
 
     params: PyTree
@@ -30,6 +31,7 @@ class TrainState(NamedTuple):
     # No None: torch's own trees, which torch.func maps over, count it as a leaf.
     key: Tensor | tuple[()] = ()
     loss_scale: PyTree = ()
+    model_state: PyTree = ()
 
 
 def scale_of(state: TrainState) -> Tensor | None:
@@ -37,37 +39,34 @@ def scale_of(state: TrainState) -> Tensor | None:
     return state.loss_scale.scale if state.loss_scale else None
 
 
-def looked_at(state: TrainState) -> tuple[PyTree, PyTree]:
-    """This rank's blocks of params and optimizer state, as they are; they must not be written to."""
-    return _map_held(lambda x: x.held, state)
+def looked_at(tree: PyTree) -> PyTree:
+    """Every `GlobalTensor` of a tree as this rank's block, as it is kept; it must not be written to."""
+    return _map_held(lambda x: x.held, tree)
 
 
 @contextlib.contextmanager
-def taken(state: TrainState, *, donate: bool) -> Iterator[tuple[PyTree, PyTree]]:
-    """This rank's blocks of params and optimizer state, for an update to write to: the state's own, or copies.
+def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
+    """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
 
-    What holds of `state` afterwards, if it is donated: an update that ended has consumed it. One that failed before it
+    What holds of `tree` afterwards, if it is donated: an update that ended has consumed it. One that failed before it
     wrote anything has left it as it was; one that failed half-way has consumed it, as it is of no use to anyone.
     """
     with torch.no_grad():
-        params, opt_state = looked_at(state) if donate else _map_held(_copy, state)
-    given = [x for x in (*tree_leaves(params), *tree_leaves(opt_state)) if isinstance(x, Tensor)]
+        blocks = looked_at(tree) if donate else _map_held(_copy, tree)
+    given = [x for x in tree_leaves(blocks) if isinstance(x, Tensor)]
     before = [x._version for x in given]
     try:
-        yield params, opt_state
+        yield blocks
     except BaseException:
         if donate and before != [x._version for x in given]:
-            _map_held(lambda x: x.donate(), state)
+            _map_held(lambda x: x.donate(), tree)
         raise
     if donate:
-        _map_held(lambda x: x.donate(), state)
+        _map_held(lambda x: x.donate(), tree)
 
 
-def _map_held(f: Callable[[GlobalTensor], Any], state: TrainState) -> tuple[PyTree, PyTree]:
-    def each(x: Any) -> Any:
-        return f(x) if isinstance(x, GlobalTensor) else x
-
-    return tree_map(each, state.params), tree_map(each, state.opt_state)
+def _map_held(f: Callable[[GlobalTensor], Any], tree: PyTree) -> PyTree:
+    return tree_map(lambda x: f(x) if isinstance(x, GlobalTensor) else x, tree)
 
 
 def _copy(x: GlobalTensor) -> Tensor | Stored:
@@ -76,8 +75,8 @@ def _copy(x: GlobalTensor) -> Tensor | Stored:
         return held.clone() if isinstance(held, Tensor) else held
 
 
-def check_alive(state: TrainState) -> None:
-    """Raises if the state cannot be stepped.
+def check_alive(state: PyTree, name: str = "state") -> None:
+    """Raises if a state, or a part of it called `name`, cannot be used any more.
 
     Raises:
         DonatedError: leaves were donated; lists them.
@@ -85,14 +84,14 @@ def check_alive(state: TrainState) -> None:
     """
     dead = [i for i, x in enumerate(tree_leaves(state)) if isinstance(x, GlobalTensor) and x.donated]
     if dead:
-        paths = tree_paths(state, "state")
+        paths = tree_paths(state, name)
         gone = [paths[i] for i in dead]
         shown = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
         raise DonatedError(
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
             " the step with donate=False."
         )
-    if any(x.stacked for x in tree_leaves(state.params)[:1] if isinstance(x, GlobalTensor)):
+    if any(x.stacked for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)):
         raise ValueError(
             "this state is that of a population: its blocks have a leading dim. Step it under torch.func.vmap, or take"
             " one by member(state, i)."

@@ -33,6 +33,7 @@ class StepParts:
         loss: the user's loss, possibly accumulated.
         optimizer: the optimizer.
         has_aux: whether the loss returns aux.
+        has_state: whether it takes a model state, and returns one.
         donate: whether a step consumes its state.
         skip_nonfinite: whether a step that is not finite returns the state as it was, without a loss scale, too.
         loss_scale: the rule of the loss scale; None = the loss is not scaled.
@@ -42,6 +43,7 @@ class StepParts:
     loss: Loss
     optimizer: GradientTransformation
     has_aux: bool
+    has_state: bool
     donate: bool
     skip_nonfinite: bool
     loss_scale: LossScale | None

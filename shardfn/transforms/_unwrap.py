@@ -8,6 +8,7 @@ from ._jit import Jitted
 from ._levels import taken_over
 from ._loss import Loss
 from ._mixed_precision import Mixed
+from ._model_state import past_the_batch
 
 
 class Unwrapped(NamedTuple):
@@ -24,13 +25,18 @@ class Unwrapped(NamedTuple):
     mixed: Mixed | None = None
 
 
-def unwrap(loss: Callable[..., Any]) -> Unwrapped:
+def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     """Sorts `jit`, `accumulate` and `mixed_precision`, which mean the same step in any order.
+
+    Args:
+        loss: the loss.
+        has_state: whether it takes a model state, and returns one, which goes past all of these.
 
     Raises:
         ValueError: the loss is jitted twice, or has two policies.
     """
     around, inner = taken_over(loss)
+    inner = past_the_batch(inner) if has_state else inner
     named = {x.transform: x for x in around}
     jitted, mixed = named.get("jit"), named.get("mixed_precision")
     if mixed is not None:

@@ -21,6 +21,7 @@ from shardfn.optim import GradientTransformation, decided, given, inplace
 
 from ._ahead import Ahead
 from ._layout import LeafLayout
+from ._model_state import put_in, wrapped_like
 from ._plan import Plan
 from ._pools import pool_of
 from ._refresh import refresh
@@ -37,6 +38,7 @@ def update(
     state: TrainState,
     grads: dict[int, Tensor | Stored],
     *,
+    model_state: PyTree = (),
     scale: Tensor | None,
     ahead: Ahead | None = None,
 ) -> TrainState:
@@ -48,19 +50,33 @@ def update(
         parts: the optimizer, and whether `state` is consumed.
         state: the current state.
         grads: by leaf, what the optimizer takes of the gradient; consumed.
+        model_state: what the loss has left of it.
         scale: what gradients are multiplied by first; None for nothing.
         ahead: what has stepped some of the leaves already.
     """
     done = Done() if ahead is None else ahead.finish()
-    with taken(state, donate=parts.donate) as (params, opt_state), torch.no_grad():
+    with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
         held, rule = tree_leaves(params), parts.optimizer
         blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
-    return next_state(plan, state, blocks, opt_state)
+        kept = put_in(kept, model_state)
+    return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
 
 
-def next_state(plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree) -> TrainState:
-    """The state after `state`, of this rank's new blocks and optimizer state."""
-    return state._replace(params=wrap(plan, blocks), opt_state=_like(opt_state, state.opt_state), step=state.step + 1)
+def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
+    """What of a state an update writes to."""
+    return state.params, state.opt_state, state.model_state
+
+
+def next_state(
+    plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree, kept: Sequence[Tensor]
+) -> TrainState:
+    """The state after `state`, of this rank's new blocks, optimizer state and model state."""
+    return state._replace(
+        params=wrap(plan, blocks),
+        opt_state=_like(opt_state, state.opt_state),
+        step=state.step + 1,
+        model_state=wrapped_like(kept, state.model_state),
+    )
 
 
 def update_blocks(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn.collectives import GlobalTensor, local
 from shardfn.core import PyTree, tree_flatten, tree_paths, tree_unflatten
 
 from ._accumulate import fold
@@ -18,6 +19,8 @@ from ._loss import Loss, NoGradientError, WeightedMean, evaluate
 
 def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     """A function that returns the loss and its gradient with respect to its first argument.
+
+    Leaves may be `GlobalTensor`s, of a `sharded` function; so are their gradients then.
 
     Args:
         loss: `loss(params, ...)` -> 0-d tensor, or `(0-d tensor, aux)`, or with a `WeightedMean` for the tensor.
@@ -40,8 +43,8 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     def call(params: PyTree, *args: Any) -> Any:
         leaves, treedef = tree_flatten(params)
         _check_leaves(params, leaves)
-        handles = [x.detach().requires_grad_() for x in leaves]
-        tree = tree_unflatten(treedef, handles)
+        handles = [x.detach().requires_grad_() for x in local(leaves)]
+        tree = tree_unflatten(treedef, map(_as_it_was, handles, leaves))
 
         def one(inner: Loss, batch: PyTree) -> _Sums:
             with torch.enable_grad():
@@ -56,7 +59,7 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         out: Any = total / weight
         if has_aux:
             out = out, {k: sum(a[k].total for a in auxes) / sum(a[k].weight for a in auxes) for k in auxes[0]}
-        return out, tree_unflatten(treedef, scaled)
+        return out, tree_unflatten(treedef, map(_as_it_was, scaled, leaves))
 
     return call
 
@@ -107,4 +110,9 @@ def _check_leaves(params: PyTree, leaves: list[Any]) -> None:
 
 
 def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+    return isinstance(x, Tensor | GlobalTensor) and x.dtype.is_floating_point
+
+
+def _as_it_was(x: Tensor, leaf: Any) -> Any:
+    """A tensor in the place of a leaf: of a sharded one it is this rank's block."""
+    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, leaf.memory_kind) if isinstance(leaf, GlobalTensor) else x

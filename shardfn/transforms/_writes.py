@@ -89,12 +89,17 @@ class _Watched(NamedTuple):
     memory: StorageWeakRef
 
 
-def check_graph(graph: Graph, leaves: Mapping[int, str]) -> None:
+def check_graph(
+    graph: Graph, leaves: Mapping[int, str], name: str, what: str = "parameters", remedy: str = _REMEDY
+) -> None:
     """Refuses ops that write to parameters.
 
     Args:
         graph: what has been captured of the step so far: forward and backward.
         leaves: by storage, the path of a leaf.
+        name: what was captured: "the loss", say.
+        what: what the leaves are of.
+        remedy: what to do.
 
     Raises:
         ValueError: lists every such op, with its line.
@@ -103,11 +108,11 @@ def check_graph(graph: Graph, leaves: Mapping[int, str]) -> None:
     for node in graph.nodes:
         for x in _written(node):
             if storage_of(x) in leaves:
-                where = node.meta.get("where", "a line outside of the loss's own")
-                found[f"{leaves[storage_of(x)]} is written to inside the loss: {where} ({node.target})"] = None
+                where = node.meta.get("where", "a line outside of " + name + "'s own")
+                found[f"{leaves[storage_of(x)]} is written to inside {name}: {where} ({node.target})"] = None
     raise_all(
         ValueError,
-        f"parameters are written to inside the loss. {_REMEDY} Nothing has run; the state passed in is as it was.",
+        f"{what} are written to inside {name}. {remedy} Nothing has run; the state passed in is as it was.",
         list(found),
     )
 

@@ -188,17 +188,53 @@ def test_the_routes_of_training(src: Placement, dst: Placement, hops: tuple[Any,
 
 
 def test_waypoints_are_codes_and_two_hops() -> None:
-    code = (8, 256)
+    code, far = (8, 256), ("node",)
     kept, used = Placement(P(("node", "dp"))), Placement(P())
     coded = kept.with_(code=code)
-    near = coded.with_(spec=P("dp"))
-    # A secondary piece is what comes by way of the far axes; the minor axis stays, so the near one is major.
-    kept, coded = (x.with_(spec=P(("dp", "node"))) for x in (kept, coded))
-    way = route((512, 8), kept, used, NODES, via=(coded, near, used.with_(code=code)))
+    way = route((512, 8), kept, used, NODES, via=(coded, coded.with_(brought=far), used.with_(code=code)))
     assert way.hops == (Encode(code), AllGather(("node",), 0), AllGather(("dp",), 0), Decode())
     sent = way.sent(NODES.shape, NODES.coords)
     assert sent == {("node",): 512 + 2 * 4, ("dp",): 3 * (1024 + 4 * 4)}
     assert way.live(NODES.shape, NODES.coords) == 4096 + 16 * 4 + 4 * 4096
+
+
+def test_codes_are_summed_block_by_block_in_two_hops() -> None:
+    code, both = (8, 256), ("node", "dp")
+    grad, kept = Placement(P(), both), Placement(P(both))
+    half = Placement(P(both), ("node",), brought=("node",))
+    via = (grad.with_(code=code), half, half.with_(code=code))
+    way = route((512, 8), grad, kept, NODES, via=via)
+    assert way.hops == (Encode(code), PsumScatter(("dp",), 0), Encode(code), PsumScatter(("node",), 0))
+    assert route((512, 8), grad, kept, NODES, via=(half,)).hops == (PsumScatter(("dp",), 0), PsumScatter(("node",), 0))
+
+
+def test_two_hops_lead_where_one_does() -> None:
+    for seed in range(60):
+        draw = random.Random(seed)
+        shape = tuple(draw.choice((0, 1, 3, 5, 8, 12)) for _ in range(draw.randint(1, 3)))
+        dim, axes = draw.randrange(len(shape)), draw.choice((("a", "b"), ("b", "c"), ("c", "a", "b")))
+        kept = Placement(P(*(axes if d == dim else None for d in range(dim + 1))), dtype=F64)
+        used, x = Placement(dtype=F64), whole(shape)
+        far = tuple(a for a in axes if draw.random() < 0.5) or axes[:1]
+        far = far[:-1] if len(far) == len(axes) else far
+        way = route(shape, kept, used, MESH, via=(kept.with_(brought=far),))
+        assert way.hops == (AllGather(far, dim), AllGather(tuple(a for a in axes if a not in far), dim))
+        back = route(shape, used.with_(unreduced=axes), kept, MESH, via=(kept.with_(brought=far, unreduced=far),))
+        for stop in (*way.stops, *back.stops):
+            for coords in all_coords(SIZES):
+                held = x[_held(stop, shape, coords, dim)]
+                assert stop.block_shape(shape, SIZES, coords) == held.shape, (seed, stop)
+
+
+def _held(at: Placement, shape: tuple[int, ...], coords: dict[str, int], dim: int) -> Any:
+    """The rows of `dim` that a rank holds: its own, or those of all ranks along the axes that were brought."""
+    rows = [
+        row
+        for mate in all_coords(SIZES)
+        if all(mate[a] == coords[a] for a in SIZES if a not in at.brought)
+        for row in range(*block_slices(shape, at.spec, SIZES, mate)[dim].indices(shape[dim]))
+    ]
+    return tuple([slice(None)] * dim + [torch.tensor(sorted(set(rows)), dtype=torch.long)])
 
 
 def test_summands_stay_where_they_are_to_stay() -> None:
@@ -222,7 +258,12 @@ def test_axes_of_one_rank_and_missing_ones_are_no_hops() -> None:
         (USED, Placement(P("dp"), ("dp",)), r"cut and unreduced at once"),
         (USED, Placement(code=(8, 0)), r"code=\(8, 0\); a code is \(8 or 4 bits"),
         (USED, Placement(dtype=torch.int64, code=(8, 2)), r"torch.int64 has no code"),
-        (GRAD.with_(code=(8, 2)), USED, r"codes cannot be summed"),
+        (GRAD.with_(code=(8, 2)), USED, r"codes can be summed block by block alone"),
+        (
+            KEPT,
+            KEPT.with_(brought=("dp",)),
+            r"brought=\('dp',\) are not some, and not all, of the axes that cut one dim",
+        ),
         (USED, Placement(P("dp"), stacked=True), r"cuts dim 0, along which layers are stacked"),
         (USED, Placement(stacked=True), r"one stacks layers along dim 0 and the other does not"),
         (USED.with_(code=(8, 2)), KEPT.with_(code=(8, 2)), r"codes can be gathered, not cut"),
@@ -253,6 +294,22 @@ def test_blocks_are_carried_as_routes_say_and_bytes_are_the_predicted_ones() -> 
             even = all(n % 4 == 0 for n in shape)
             if even:
                 assert traffic.bytes == sum(way.sent(sizes, mesh.coords).values()), (seed, str(way))
+
+
+@distributed(world=4, timeout=120)
+def test_two_hops_are_carried_as_one() -> None:
+    mesh = make_mesh({"a": 2, "c": 2}, device="cpu")
+    with sf.collectives.bind_mesh(mesh):
+        for axes, far in ((("a", "c"), ("a",)), (("a", "c"), ("c",)), (("c", "a"), ("a",))):
+            kept, used, x = Placement(P(None, axes), dtype=F64), Placement(dtype=F64), whole((3, 7))
+            mine = x[block_slices((3, 7), kept.spec, mesh.shape, mesh.coords)]
+            way = route((3, 7), kept, used, mesh, via=(kept.with_(brought=far),))
+            assert torch.equal(carry(mine, way), x)
+            half = kept.with_(brought=far, unreduced=far)
+            back = route((3, 7), used.with_(unreduced=axes), kept, mesh, via=(half,))
+            assert torch.equal(carry(x / 4, back), mine)
+            with pytest.raises(ValueError, match="two hops of a gather as one"):
+                carry(mine, route((3, 7), kept, kept.with_(brought=far), mesh))
 
 
 @distributed(world=4, timeout=120)

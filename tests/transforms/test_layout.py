@@ -10,12 +10,11 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import optim
+from shardfn.collectives import EvenPacking, dealt
 from shardfn.core import Mesh, tree_flatten
 from shardfn.testing import assert_parity, distributed
-from shardfn.transforms._gather import finish_gather, packed
-from shardfn.transforms._layout import Unit, unit_parts, unit_sizes
 from shardfn.transforms._plan import Plan, Planner
-from shardfn.transforms._reduce import flatten_for
+from shardfn.transforms._units import Unit
 
 # Dims that nothing divides, that are smaller than a mesh, that are no dims at all.
 DIMS = [0, 1, 2, 3, 4, 5, 7, 8, 13]
@@ -44,37 +43,46 @@ def _parts(plan: Plan, unit: Unit, wholes: list[Tensor], world: int) -> list[lis
 
 def _check_gathers(plan: Plan, wholes: list[Tensor], world: int) -> None:
     for unit in plan.gather_units:
-        leaves = [plan.layers[i] for i in unit.leaves]
-        sent = [packed(parts).reshape(-1) for parts in _parts(plan, unit, wholes, world)]
-        assert [x.numel() for x in sent] == unit_sizes(leaves, world)
-        for i, whole in zip(unit.leaves, finish_gather(leaves, torch.cat(sent)), strict=True):
+        sent = [unit.packing.pack(parts).reshape(-1) for parts in _parts(plan, unit, wholes, world)]
+        assert [x.numel() for x in sent] == unit.packing.sizes
+        for i, whole in zip(unit.leaves, unit.packing.unpack(torch.cat(sent)), strict=True):
             assert torch.equal(whole, wholes[i]), plan.layers[i]
 
 
 def _check_refreshes(plan: Plan, wholes: list[Tensor], world: int) -> None:
     for unit in plan.refresh_units:
-        leaves = [plan.layers[i] for i in unit.leaves]
-        sent = torch.cat([packed(parts).reshape(-1) for parts in _parts(plan, unit, wholes, world)])
-        blocks = [torch.full(leaf.block, math.nan) for leaf in leaves]
-        for run, parts in unit_parts(leaves, sent):
-            for leaf, block, part in zip(leaves, blocks, parts, strict=True):
-                leaf.by_rank(block, run).copy_(part)
+        sent = torch.cat([unit.packing.pack(parts).reshape(-1) for parts in _parts(plan, unit, wholes, world)])
+        blocks = [torch.full(plan.layers[i].block, math.nan) for i in unit.leaves]
+        unit.packing.unpack_into(sent, blocks)
         for i, block in zip(unit.leaves, blocks, strict=True):
             assert torch.equal(block, wholes[i]), plan.layers[i]
 
 
 def _check_reductions(plan: Plan, wholes: list[Tensor], world: int) -> None:
     for unit in plan.reduce_units:
-        members = [(plan.layers[i], wholes[i]) for i in unit.leaves]
-        cut = members[0][0].cut
-        flat, sizes = flatten_for(members, world, cut)
+        packing, mine = unit.packing, [wholes[i] for i in unit.leaves]
+        flat = packing.lay(mine)
+        assert packing.cut == plan.layers[unit.leaves[0]].cut
+        sizes = packing.sizes if packing.cut else dealt(flat.numel(), world)
         assert len(sizes) == world and sum(sizes) == flat.numel()
-        if not cut:
+        if not packing.cut:
+            assert torch.equal(flat, torch.cat([x.reshape(-1) for x in mine]))
             continue
         for r, own in enumerate(flat.split_with_sizes(sizes)):
-            pieces = own.split_with_sizes([leaf.shard_sizes[r] for leaf, _ in members])
-            for piece, (leaf, whole) in zip(pieces, members, strict=True):
-                assert torch.equal(piece.view(leaf.shard_shapes[r]), leaf.rows(whole, r)), leaf
+            pieces = own.split_with_sizes([s.numel() for s in packing.shapes(r)])
+            for piece, shape, leaf, whole in zip(pieces, packing.shapes(r), packing.leaves, mine, strict=True):
+                assert torch.equal(piece.view(shape), leaf.of(whole, r)), leaf
+
+
+def _check_even(plan: Plan, wholes: list[Tensor], world: int) -> None:
+    for unit in plan.refresh_units:
+        packing, mine = EvenPacking([plan.layers[i].pieces for i in unit.leaves]), [wholes[i] for i in unit.leaves]
+        laid = packing.lay(mine)
+        assert torch.equal(laid, torch.stack([packing.pack(p) for p in _parts(plan, unit, wholes, world)]))
+        assert all(torch.equal(a, b) for a, b in zip(packing.unpack(laid), mine, strict=True))
+        for r, own in enumerate(laid):
+            for piece, leaf, whole in zip(packing.split(own, r), packing.leaves, mine, strict=True):
+                assert torch.equal(piece, leaf.of(whole, r))
 
 
 def _check(shapes: dict[str, tuple[int, ...]], world: int, **zero: Any) -> None:
@@ -83,6 +91,7 @@ def _check(shapes: dict[str, tuple[int, ...]], world: int, **zero: Any) -> None:
     _check_gathers(plan, wholes, world)
     _check_refreshes(plan, wholes, world)
     _check_reductions(plan, wholes, world)
+    _check_even(plan, wholes, world)
 
 
 @pytest.mark.parametrize("world", range(1, 9))

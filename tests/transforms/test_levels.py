@@ -18,6 +18,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": lambda f: sf.mixed_precision(f, sf.Policy()),
     "remat": sf.remat,
     "offload": lambda f: sf.offload(f, policies.offload_larger_than(0)),
+    "sharded": sf.sharded,
 }
 # Makes a plain function, which is not told from any other.
 UNSEEN = {"remat"}
@@ -47,7 +48,9 @@ def test_an_order_means_the_loss_or_is_refused(outer: str, inner: str) -> None:
         assert str(told.value) == WHY[outer, inner]
         return
     w, x = torch.tensor(2.0), torch.arange(4.0)
-    assert torch.equal(MAKE[outer](MAKE[inner](_loss))(w, x), _loss(w, x))
+    made = MAKE[outer](MAKE[inner](_loss))
+    params: Any = made.init(w) if outer == "sharded" else w
+    assert torch.equal(made(params, x), _loss(w, x))
 
 
 def test_a_step_takes_over_what_is_around_the_loss() -> None:

@@ -57,7 +57,7 @@ def _held(state: sf.TrainState) -> list[Any]:
 
 def test_an_update_that_ends_consumes_a_donated_state() -> None:
     state = _state()
-    with torch.no_grad(), taken(state, donate=True) as (params, _):
+    with torch.no_grad(), taken(state, donate=True) as (params, *_):
         params.add_(1)
     assert all(x.donated for x in _held(state))
 
@@ -71,7 +71,7 @@ def test_an_update_that_fails_before_it_writes_leaves_the_state() -> None:
 
 def test_an_update_that_fails_half_way_consumes_the_state() -> None:
     state = _state()
-    with pytest.raises(ZeroDivisionError), torch.no_grad(), taken(state, donate=True) as (params, _):
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), taken(state, donate=True) as (params, *_):
         params.add_(1)
         raise ZeroDivisionError
     assert all(x.donated for x in _held(state))
@@ -81,7 +81,7 @@ def test_an_update_that_fails_half_way_consumes_the_state() -> None:
 def test_a_state_that_is_not_donated_is_never_written(fails: bool) -> None:
     state = _state()
     try:
-        with torch.no_grad(), taken(state, donate=False) as (params, _):
+        with torch.no_grad(), taken(state, donate=False) as (params, *_):
             params.add_(1)
             assert not fails
     except AssertionError:

@@ -153,7 +153,7 @@ def test_types_go_through_a_step() -> None:
     assert inputs["batch['x']"] == {"dp": "varying", "tp": "invariant"}
     (output,) = [n for n in gm.graph.nodes if n.op == "output"]
     told = dict(zip((path for path, _ in gm.meta["results"]), (types[n] for n in output.args[0]), strict=True))
-    assert told["metrics['loss']"] == told["metrics['grad_norm']"] == {"dp": "invariant", "tp": "invariant"}
+    assert told["new metrics['loss']"] == told["new metrics['grad_norm']"] == {"dp": "invariant", "tp": "invariant"}
 
 
 def test_pvary_is_an_op_of_its_own_that_makes_no_memory() -> None:

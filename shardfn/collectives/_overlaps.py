@@ -1,0 +1,90 @@
+"""Who sends what of a leaf when it goes from one mesh to another: the overlaps of the blocks that are and those wanted.
+
+The distinct blocks of a leaf lie side by side, so a rank that is to hold a block needs its overlap with each of them,
+and has one of these overlaps itself, perhaps. The others it gets once each. So what is sent is the least that can be:
+
+    bytes to a rank = bytes of its new block - bytes of the overlap of its new block with its old one
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from shardfn.core import Mesh, P, all_coords, block_slices
+
+# Start and stop along each dim, in the coordinates of the leaf.
+Box = tuple[tuple[int, int], ...]
+
+
+class Overlap(NamedTuple):
+    """What one rank has and another wants.
+
+    Attributes:
+        sender: the rank of the program that has it; the receiver itself, if that has it.
+        receiver: the rank that wants it.
+        box: where it is in the leaf.
+    """
+
+    sender: int
+    receiver: int
+    box: Box
+
+
+def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], rank: int) -> list[Overlap]:
+    """What a rank sends and receives of a leaf, and what it has already; in an order that all ranks have in common.
+
+    Where several ranks hold a block, those that want it and do not hold it are shared out among them in turn.
+
+    Args:
+        shape: the leaf's global shape.
+        src: how it is cut, on which mesh.
+        dst: how it is to be cut, on which mesh.
+        rank: of the program; in one mesh, or both.
+
+    Example:
+        >>> import torch
+        >>> pair, rest = (Mesh({"dp": 2}, torch.device("cpu"), ranks=r) for r in ([0, 1], [1, 2]))
+        >>> [(x.sender, x.receiver, x.box) for x in overlaps((6,), (P("dp"), pair), (P(), rest), 1)]
+        [(0, 1, ((0, 3),)), (1, 1, ((3, 6),)), (1, 2, ((3, 6),))]
+    """
+    wanted = np.array(blocks_of(shape, *dst), dtype=np.int64).reshape(dst[1].size, len(shape), 2)
+    holders: dict[Box, list[int]] = {}
+    for holder, box in zip(src[1].ranks, blocks_of(shape, *src), strict=True):
+        holders.setdefault(box, []).append(holder)
+    out: list[Overlap] = []
+    for box, ranks in holders.items():
+        held = np.array(box, dtype=np.int64).reshape(len(shape), 2)
+        starts, stops = np.maximum(wanted[..., 0], held[:, 0]), np.minimum(wanted[..., 1], held[:, 1])
+        turn = 0
+        for i in np.flatnonzero((starts < stops).all(1)).tolist():
+            receiver = dst[1].ranks[i]
+            sender = receiver if receiver in ranks else ranks[turn % len(ranks)]
+            turn += receiver not in ranks
+            if rank in (sender, receiver):
+                out.append(Overlap(sender, receiver, tuple(zip(starts[i].tolist(), stops[i].tolist(), strict=True))))
+    return out
+
+
+def blocks_of(shape: tuple[int, ...], spec: P, mesh: Mesh) -> list[Box]:
+    """The blocks of a leaf, in the order of the mesh's ranks."""
+    cuts = (block_slices(shape, spec, mesh.shape, coords) for coords in all_coords(mesh.shape))
+    return [tuple((s.start, s.stop) for s in slices) for slices in cuts]
+
+
+def pieces(box: Box, most: int) -> Iterator[Box]:
+    """A box as boxes of so many elements at most, in row-major order.
+
+    Example:
+        >>> list(pieces(((0, 2), (0, 5)), 4))
+        [((0, 1), (0, 4)), ((0, 1), (4, 5)), ((1, 2), (0, 4)), ((1, 2), (4, 5))]
+    """
+    sizes = [stop - start for start, stop in box]
+    dim = next((d for d, n in enumerate(sizes) if n > 1), None)
+    if dim is None or np.prod(sizes) <= most:
+        yield box
+        return
+    rows = max(1, int(most // np.prod(sizes[dim + 1 :])))
+    start, stop = box[dim]
+    for lo in range(start, stop, rows):
+        yield from pieces((*box[:dim], (lo, min(lo + rows, stop)), *box[dim + 1 :]), most)

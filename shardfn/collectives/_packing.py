@@ -1,0 +1,254 @@
+"""How the pieces of leaves that travel together lie in one message.
+
+    a: 4 rows, cut along dim 0;  b: 3 columns, cut along dim 1;  2 ranks
+
+    rank 0 sends       [ a[:2]  b[:, :2] ]
+    rank 1 sends       [ a[2:]  b[:, 2:] ]
+    the message        [ a[:2]  b[:, :2]  a[2:]  b[:, 2:] ]        rank by rank, and in it leaf by leaf
+
+A gather sends pieces and takes wholes out of the message; a reduction lays wholes out as a message, of which each rank
+gets its pieces. Both are said here and nowhere else; who sends the message, and when, is the business of others.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import chunk_bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """How a tensor is cut into a piece for each rank: along one dim, or not at all.
+
+    Attributes:
+        whole: the shape of the tensor.
+        dim: the dim that is cut; None if it is not.
+        bounds: along `dim`, start and stop of each rank's rows; they follow on each other.
+    """
+
+    whole: torch.Size
+    dim: int | None = None
+    bounds: tuple[tuple[int, int], ...] = ()
+
+    def of(self, x: Tensor, rank: int) -> Tensor:
+        """One rank's piece of the tensor, as a view; the tensor where it is not cut."""
+        if self.dim is None:
+            return x
+        lo, hi = self.bounds[rank]
+        return x.narrow(self.dim, lo, hi - lo)
+
+    @functools.cached_property
+    def shapes(self) -> list[torch.Size]:
+        """The shape of each rank's piece; that of the whole alone where it is not cut."""
+        return [self.whole] if self.dim is None else _shapes(self.whole, self.dim, self.bounds)
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """The number of elements of each rank's piece."""
+        return [s.numel() for s in self.shapes]
+
+    @functools.cached_property
+    def rows(self) -> list[int]:
+        """How many rows, along `dim`, each rank's piece has; 1 where it is not cut."""
+        return [1] if self.dim is None else [hi - lo for lo, hi in self.bounds]
+
+    def by_rank(self, x: Tensor, run: "Run") -> Tensor:
+        """The part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
+        assert self.dim is not None
+        first = self.bounds[run.first][0]
+        rows = self.bounds[run.first][1] - first
+        part = x if rows * run.num == x.shape[self.dim] else x.narrow(self.dim, first, rows * run.num)
+        return part.unflatten(self.dim, (run.num, rows)).movedim(self.dim, 0)
+
+    def from_ranks(self, pieces: Tensor) -> Tensor:
+        """The rows of the tensor that `pieces`, [ranks, *shape of a piece], are."""
+        assert self.dim is not None
+        return pieces.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
+
+class Run(NamedTuple):
+    """Neighbouring ranks whose pieces have the same shapes: there are few runs, however many ranks.
+
+    Attributes:
+        first: the first rank.
+        num: how many ranks.
+        sizes: for each leaf, the number of elements of a rank's piece.
+    """
+
+    first: int
+    num: int
+    sizes: tuple[int, ...]
+
+
+class Packing:
+    """Leaves that travel in one message. A value: it holds no tensor.
+
+    Args:
+        leaves: how each is cut; all among the same ranks, or none at all.
+
+    Example:
+        >>> a = Pieces(torch.Size([3, 2]), 0, ((0, 2), (2, 3)))
+        >>> packing = Packing([a, Pieces(torch.Size([2]), 0, ((0, 1), (1, 2)))])
+        >>> packing.sizes
+        [5, 3]
+        >>> wholes = [torch.arange(6).view(3, 2), torch.arange(2)]
+        >>> packing.lay(wholes)
+        tensor([0, 1, 2, 3, 0, 4, 5, 1])
+        >>> [x.shape for x in packing.unpack(packing.lay(wholes))]
+        [torch.Size([3, 2]), torch.Size([2])]
+    """
+
+    def __init__(self, leaves: Sequence[Pieces]) -> None:
+        self.leaves = list(leaves)
+
+    @property
+    def cut(self) -> bool:
+        """Whether each rank has pieces, not the wholes."""
+        return self.leaves[0].dim is not None
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """How many elements of the message each rank's pieces are."""
+        columns = [leaf.sizes for leaf in self.leaves]
+        return columns[0] if len(columns) == 1 else [sum(column) for column in zip(*columns, strict=True)]
+
+    @functools.cached_property
+    def runs(self) -> list[Run]:
+        """The ranks, as runs; those that hold nothing are left out."""
+        runs, first = [], 0
+        # Not by sizes: the pieces of a leaf without elements have equal ones, and may yet differ in shape.
+        for _, same in itertools.groupby(zip(*(leaf.rows for leaf in self.leaves), strict=True)):
+            count = len(list(same))
+            sizes = tuple(leaf.sizes[first] for leaf in self.leaves)
+            if sum(sizes):
+                runs.append(Run(first, count, sizes))
+            first += count
+        return runs
+
+    def shapes(self, rank: int) -> list[torch.Size]:
+        """The shapes of one rank's pieces."""
+        return [leaf.shapes[rank] if leaf.dim is not None else leaf.whole for leaf in self.leaves]
+
+    def pack(self, pieces: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the message, contiguous; a single piece keeps its shape, and is not copied."""
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def unpack(self, message: Tensor) -> list[Tensor]:
+        """The wholes, of the pieces of all ranks; of a single leaf cut along dim 0 the message itself."""
+        first = self.leaves[0]
+        if len(self.leaves) == 1 and first.dim in (None, 0):
+            return [message.view(first.whole)]
+        arrived, wholes = list(self._by_run(message)), []
+        for k, leaf in enumerate(self.leaves):
+            assert leaf.dim is not None
+            rows = [leaf.from_ranks(pieces[k]) for run, pieces in arrived if run.sizes[k]]
+            if len(rows) == 1:
+                wholes.append(rows[0].contiguous())
+            else:
+                wholes.append(torch.cat(rows, leaf.dim) if rows else message.new_empty(leaf.whole))
+        return wholes
+
+    def unpack_into(self, message: Tensor, wholes: Sequence[Tensor]) -> None:
+        """Writes the pieces of all ranks to their places."""
+        for run, pieces in self._by_run(message):
+            for leaf, whole, piece in zip(self.leaves, wholes, pieces, strict=True):
+                leaf.by_rank(whole, run).copy_(piece)
+
+    def lay(self, wholes: Sequence[Tensor]) -> Tensor:
+        """Wholes as a message, 1-D. A single one that is contiguous, and cut along dim 0 or not at all, is not copied.
+
+        What is returned is a view of its own in any case, as `is_sole_owner` counts on.
+        """
+        first = self.leaves[0]
+        if len(wholes) == 1 and first.dim in (None, 0):
+            return wholes[0].contiguous().view(-1)
+        if not self.cut:
+            return torch.cat([x.reshape(-1) for x in wholes])
+        pairs = list(zip(self.leaves, wholes, strict=True))
+        grids = [torch.cat([leaf.by_rank(x, run).flatten(1) for leaf, x in pairs], dim=1).view(-1) for run in self.runs]
+        return grids[0] if len(grids) == 1 else torch.cat(grids or [wholes[0].new_empty(0)])
+
+    def _by_run(self, message: Tensor) -> Iterator[tuple[Run, list[Tensor]]]:
+        """For each run, each leaf's pieces [ranks, *shape of a piece]."""
+        begin = 0
+        for run in self.runs:
+            width = sum(run.sizes)
+            grid = message[begin : begin + run.num * width].view(run.num, width)
+            columns = grid.split_with_sizes(list(run.sizes), dim=1)
+            shapes = [leaf.shapes[run.first] for leaf in self.leaves]
+            yield run, [c.unflatten(1, shape) for c, shape in zip(columns, shapes, strict=True)]
+            begin += run.num * width
+
+
+class EvenPacking(Packing):
+    """The same, with the pieces of all ranks padded to those of the first, which has the most.
+
+    Its messages are what the differentiable collectives take: [ranks, elements of a rank]. Nothing in it is written,
+    and no size depends on the rank, so it passes through `vmap`.
+    """
+
+    def pack(self, pieces: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the message, 1-D."""
+        return torch.cat([_padded(leaf, x).reshape(-1) for leaf, x in zip(self.leaves, pieces, strict=True)])
+
+    def unpack(self, message: Tensor) -> list[Tensor]:
+        """The wholes, from [ranks * elements of a rank]."""
+        grid = message.reshape(len(self.leaves[0].bounds), -1)
+        columns = grid.split([_padded_size(leaf) for leaf in self.leaves], 1)
+        pairs = zip(self.leaves, columns, strict=True)
+        return [
+            torch.cat([_trimmed(leaf, x, rank) for rank, x in enumerate(column.unbind(0))], leaf.dim or 0)
+            for leaf, column in pairs
+        ]
+
+    def lay(self, wholes: Sequence[Tensor]) -> Tensor:
+        """Wholes as a message, [ranks, elements of a rank]."""
+
+        def rows(leaf: Pieces, whole: Tensor) -> Tensor:
+            return torch.stack([_padded(leaf, x).reshape(-1) for x in whole.split(leaf.rows, leaf.dim or 0)])
+
+        return torch.cat([rows(leaf, x) for leaf, x in zip(self.leaves, wholes, strict=True)], 1)
+
+    def split(self, own: Tensor, rank: int) -> list[Tensor]:
+        """One rank's pieces of its part of a message."""
+        columns = own.reshape(-1).split([_padded_size(leaf) for leaf in self.leaves])
+        return [_trimmed(leaf, x, rank) for leaf, x in zip(self.leaves, columns, strict=True)]
+
+
+def dealt(total: int, size: int) -> list[int]:
+    """How many elements each of `size` ranks sums up of a message that is wanted whole."""
+    return [stop - start for start, stop in (chunk_bounds(total, size, r) for r in range(size))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(whole: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) -> list[torch.Size]:
+    return [torch.Size((*whole[:dim], hi - lo, *whole[dim + 1 :])) for lo, hi in bounds]
+
+
+# Rows of a leaf with the dim first that is cut, padded to those of the first rank.
+
+
+def _row_shape(leaf: Pieces) -> tuple[int, ...]:
+    return tuple(n for d, n in enumerate(leaf.whole) if d != leaf.dim)
+
+
+def _padded_size(leaf: Pieces) -> int:
+    return leaf.rows[0] * math.prod(_row_shape(leaf))
+
+
+def _padded(leaf: Pieces, piece: Tensor) -> Tensor:
+    rows = piece.movedim(leaf.dim or 0, 0)
+    missing = leaf.rows[0] - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+
+
+def _trimmed(leaf: Pieces, flat: Tensor, rank: int) -> Tensor:
+    rows = flat.reshape(leaf.rows[0], *_row_shape(leaf))[: leaf.rows[rank]]
+    return rows.movedim(0, leaf.dim or 0)

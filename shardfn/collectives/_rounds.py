@@ -1,0 +1,72 @@
+"""Rounds: small CPU messages in which each of some ranks says something, and hears what all of them said."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardfn.core import RankError
+
+from ._failure import EndedGroup, close
+
+
+class Rounds:
+    """The rounds of the ranks of one gloo group. All of them take part in each, in the same order.
+
+    Args:
+        group: the group; None where there is one rank.
+        rank: this rank's name in errors.
+        failure: what to raise when a round fails.
+
+    Attributes:
+        rank: as above.
+        size: the number of ranks.
+    """
+
+    def __init__(self, group: Any, rank: int, failure: Callable[[BaseException], RankError]) -> None:
+        self._group, self.rank, self._failure = group, rank, failure
+        self.size: int = 1 if group is None else group.size()
+
+    def exchange(self, value: int) -> list[int]:
+        """Every rank's value (63 bits), in the group's order: one all_reduce of two integers if all are the same.
+
+        Raises:
+            RankError: a rank did not answer within the group's timeout.
+        """
+        if self._group is None:
+            return [value]
+        pair = torch.tensor([value, -value])
+        self._reduce_max(pair)
+        if int(pair[0]) == -int(pair[1]):
+            return [value] * self.size
+        return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's picklable value, in the group's order."""
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._reduce_max(size)
+        padded = torch.zeros(int(size) + 8, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
+        try:
+            dist.all_gather_single(out, padded, group=self._group)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]
+
+    def close(self) -> None:
+        """Ends them: whoever waits for this rank is woken."""
+        if self._group is not None and not isinstance(self._group, EndedGroup):
+            close(self._group)
+            self._group = EndedGroup()
+
+    def _reduce_max(self, x: torch.Tensor) -> None:
+        try:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise self._failure(error) from error

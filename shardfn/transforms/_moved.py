@@ -1,0 +1,78 @@
+"""Leaves that stay on their mesh, along their routes: `moved`, and `moved_purely` for torch to record."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor, bind_mesh, carry, carry_all
+from shardfn.core import Arriving, MemoryKind, Mesh, Placement, Stored
+from shardfn.memory import Pool, arrived, on_host, put, to_device, to_host
+
+from ._transit import Transit
+
+
+def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
+    """The leaves as asked, mesh by mesh; several are under way. Collective over each mesh."""
+    out: dict[int, GlobalTensor] = {}
+    for mesh in {id(t.mesh): t.mesh for t in transits}.values():
+        mine = [i for i, t in enumerate(transits) if t.mesh is mesh]
+        out |= zip(mine, _moved_on(mesh, [transits[i] for i in mine]), strict=True)
+    return [out[i] for i in range(len(transits))]
+
+
+def moved_purely(transits: Sequence[Transit]) -> list[GlobalTensor]:
+    """The leaves as asked, by functions that torch differentiates and records."""
+
+    def one(t: Transit) -> GlobalTensor:
+        if t.stays or not t.mesh.is_member:
+            return t.x if t.stays else t.elsewhere()
+        with bind_mesh(t.mesh):
+            return t.made(carry(t.x.local, t.route(), move=functools.partial(_put, device=t.mesh.device)))
+
+    return [one(t) for t in transits]
+
+
+def _moved_on(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
+    if not mesh.is_member:
+        return [t.x if t.stays else t.elsewhere() for t in transits]
+
+    def send(block: Tensor | Stored, src: MemoryKind, dst: MemoryKind) -> Arriving[Tensor | Stored]:
+        return _sent(block, src, dst, mesh.device, transits[0].pool)
+
+    routes = [t.route() for t in transits]
+    with bind_mesh(mesh):
+        ends = carry_all([t.x.held for t in transits], routes, send)
+    rows = zip(transits, routes, ends, strict=True)
+    return [t.x if t.stays else t.made(end if way.hops else _copy(end, t.dst)) for t, way, end in rows]
+
+
+def _sent(
+    block: Tensor | Stored, src: MemoryKind, dst: MemoryKind, device: torch.device, pool: Pool | None
+) -> Arriving[Tensor | Stored]:
+    """A block on its way to another memory."""
+    if not isinstance(block, Tensor):
+        block = block.load()
+    elif src == "device":
+        under_way = to_host(block)
+        if dst == "host":
+            return under_way
+        block = under_way.result()
+    if dst == "disk":
+        assert pool is not None
+        return pool.write(block)
+    return to_device(block, device) if dst == "device" else arrived(block)
+
+
+def _copy(held: Tensor | Stored, at: Placement) -> Tensor | Stored:
+    """The block in memory of its own: of two leaves that share it, one may be donated."""
+    if not isinstance(held, Tensor):
+        return held
+    with on_host() if at.memory_kind == "host" else contextlib.nullcontext():
+        return held.clone()
+
+
+def _put(block: Tensor, kind: MemoryKind, *, device: torch.device) -> Tensor:
+    return put(block, kind, device if kind == "device" else None)

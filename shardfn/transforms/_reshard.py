@@ -1,0 +1,129 @@
+"""`reshard`: leaves to other layouts, memories, dtypes and meshes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfn.collectives import GlobalTensor, transforming
+from shardfn.core import Mesh, PyTree, as_mesh, raise_all, tree_flatten, tree_unflatten
+from shardfn.memory import Pool
+
+from ._capture import capturing
+from ._check import agree_on_step, told_before
+from ._comms import comms_of, losing_no_peer
+from ._crossed import crossed
+from ._moved import moved, moved_purely
+from ._transit import Request, Transit, is_followed
+
+
+def reshard(
+    tree: PyTree,
+    to: PyTree,
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    dtype: torch.dtype | None = None,
+    pool: Pool | None = None,
+) -> PyTree:
+    """The same leaves, placed otherwise: `unshard(reshard(tree, to)) == unshard(tree)`.
+
+    On one mesh each leaf goes along its `route`: by slices, all_to_alls and gathers. It may stand in `jit` and inside
+    transforms of torch.func; the transpose is the way back. From one mesh to another each rank sends others just what
+    they are to hold and do not, once, through the host and a few megabytes at a time; that is eager, and collective
+    over the ranks of both. Ranks compare what they are about to move before anything moves.
+
+    Args:
+        tree: its `GlobalTensor`s are placed; other leaves pass through (`shard` places a tensor that all ranks hold).
+        to: a prefix tree of what leaves are to be: a `P` (on the device), a `Sharding`, or a `Placement`, which says
+            the dtype, too.
+        mesh: where to; default the mesh that each leaf is on. Its ranks may be others, or some of the same.
+        dtype: of floating-point leaves that have no `Placement`; default their own. What becomes narrower does so
+            before it travels.
+        pool: for what is to be kept on disk: where. One for each rank.
+
+    Returns:
+        The tree. A leaf that is placed as asked is the same leaf; every other one has memory of its own, and `tree`
+        stays as it is. On a rank that `mesh` is not of, leaves have shape, dtype and layout, and no block.
+
+    Raises:
+        ValueError: a leaf does not fit what it is to be, or cannot go there; lists every one. Or this rank is in none
+            of the meshes.
+        DonatedError: a step has consumed a leaf.
+        RankError: ranks are about to move different things, or one has failed.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.collectives import shard
+        >>> from shardfn.core import make_mesh
+        >>> with make_mesh({"dp": -1}, device="cpu") as mesh:
+        ...     tree = {"w": shard(torch.ones(4, 2), P("dp"), mesh)}
+        ...     reshard(tree, P(None, "dp"), dtype=torch.bfloat16)
+        {'w': GlobalTensor((4, 2), torch.bfloat16, P(None, 'dp'))}
+    """
+    leaves, treedef = tree_flatten(tree)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, GlobalTensor)]
+    held = [leaves[i] for i in at]
+    if len(held) < len(leaves) and not held:
+        raise ValueError(
+            "reshard: the tree has leaves, but none is a GlobalTensor. A tensor that all ranks hold is placed by"
+            " sf.shard(x, spec, mesh)."
+        )
+    if not held:
+        return tree
+    on = mesh if mesh is None or isinstance(mesh, Mesh) else as_mesh(mesh)
+    meshes = {id(m): m for m in (*(() if on is None else (on,)), *(x.mesh for x in held))}
+    out = _placed(Request(tree, to, on, dtype, pool), held, list(meshes.values()))
+    for i, x in zip(at, out, strict=True):
+        leaves[i] = x
+    return tree_unflatten(treedef, leaves)
+
+
+def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
+    abstract = [f"{m!r} is abstract: its ranks do not exist" for m in meshes if m.abstract]
+    raise_all(ValueError, "reshard: nothing can be moved:", abstract)
+    if capturing():  # nothing is sent meanwhile; the graph is what ranks will run
+        return moved_purely(request.transits(pure=True))
+    meeting = _meeting(meshes)
+    if transforming() or any(map(is_followed, held)):
+        with torch._C._DisableFuncTorch(), _disable_current_modes():  # messages, and no part of what is transformed
+            transits = _agreed(meeting, request, pure=True)
+        return moved_purely(transits)
+    transits = _agreed(meeting, request, pure=False)
+    here = [i for i, t in enumerate(transits) if t.on_one_mesh]
+    away = [i for i, t in enumerate(transits) if not t.on_one_mesh]
+    comms = comms_of(meeting)
+    with losing_no_peer(comms), torch.no_grad():
+        out = dict(zip(here, moved([transits[i] for i in here]), strict=True))
+        out |= zip(away, crossed([transits[i] for i in away], comms), strict=True)
+    return [out[i] for i in range(len(transits))]
+
+
+def _agreed(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
+    """What all ranks are about to move. Collective over the ranks of `meeting`."""
+    control = comms_of(meeting).control
+    with told_before(control):
+        transits = request.transits(pure=pure)
+        text = "\n".join(t.describe() for t in transits)
+    agree_on_step(control, "reshard", (text, ()))
+    return transits
+
+
+def _meeting(meshes: Sequence[Mesh]) -> Mesh:
+    """The mesh of all ranks of some meshes: one of these, if it has them all; else one that the first of them keeps.
+
+    Raises:
+        ValueError: this rank is none of them.
+    """
+    if not any(m.is_member for m in meshes):
+        raise ValueError(f"reshard: this rank is in none of {', '.join(map(repr, meshes))}; call it on their ranks.")
+    ranks = tuple(sorted({rank for m in meshes for rank in m.ranks}))
+    for m in meshes:
+        if m.ranks == ranks and not m.closed:
+            return m
+    first = meshes[0]
+    kept: dict[tuple[int, ...], Mesh] = first.resources.setdefault("meetings", {})
+    if ranks not in kept:
+        kept[ranks] = made = Mesh({"rank": len(ranks)}, torch.device("cpu"), timeout=first.timeout, ranks=ranks)
+        first.at_close(f"meeting of {ranks}", lambda why: made.close())
+    return kept[ranks]

@@ -1,0 +1,386 @@
+"""`sharded`: a function over sharded leaves. A training step is one made of it; so are evaluation and decoding.
+
+The law: `sharded(f, ...)(params, *args) == f(whole params, *args)`, on each rank with its own arguments. Where leaves
+are kept, and when they move, changes no value.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn.collectives import GlobalTensor, bind_mesh, transforming
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    Sharding,
+    Zero,
+    as_mesh,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
+from shardfn.memory import token_of
+
+from ._agreement import Agreement
+from ._backward import run_forward
+from ._capture import capturing
+from ._check import agree_on_step, check_params, check_replicas, check_specs, default_batch, told_before
+from ._comms import Comms, comms_of, losing_no_peer
+from ._constant import describe_function
+from ._eval_shape import is_abstract
+from ._first import abstract_params, drawn, first_params, own_blocks
+from ._functional import pure_apply
+from ._graphs import Graphs, Ready, signature
+from ._interface import REMEDY, Argument, Interface, varying
+from ._jit import CacheInfo, Jitted, leaf_signature
+from ._levels import Transform, check_order
+from ._lower import Lowered
+from ._module_dtypes import computing_in
+from ._plan import Plan, Planner, Words
+from ._pools import close_pool, disk_of
+from ._state import check_alive, taken
+from ._traced_function import FunctionProgram, capture_function, tensors_of
+from ._unwrap import Unwrapped, unwrap
+
+# Functions whose order of gathers a layout remembers.
+MAX_APPLIED = 16
+_WORDS = Words(
+    "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
+    "the first argument is kept otherwise than this function says:",
+    "the first argument is kept under another policy:",
+)
+# What runs a call: its plan, communicators, first argument and the leaves of the others -> the result.
+Run = Callable[[Plan, Comms, PyTree, list[Argument], Any], PyTree]
+
+
+def sharded(
+    f: Callable[..., Any],
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    specs: PyTree = P(),
+    zero: Zero | None = None,
+    in_specs: Sequence[PyTree] = (),
+    out_specs: PyTree = None,
+    batch: P | None = None,
+    donate: int | Sequence[int] = (),
+) -> "Sharded":
+    """`f(params, *args)` as a function over sharded leaves: `sharded(f)(params, *args)`.
+
+    `params` are kept as `specs` and `zero` say, as a step keeps them; `f` sees each leaf as its spec says, from its
+    first use on, and it is let go after its last. `jit` around `f` makes one graph of that. Calls are collective.
+
+    It can be differentiated, by `torch.func` and by `value_and_grad`; then leaves are gathered at once, and stay. The
+    gradient is that of the sum of what ranks return: return `pmean(x, axes)` for the gradient of the mean.
+
+    Args:
+        f: `f(params, *args)`; may be jitted, accumulated, of mixed precision.
+        mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
+        specs: compute specs: a prefix tree of `P` for params.
+        zero: how params are kept; default stage 0. What it says of gradients and of an optimizer means nothing here.
+        in_specs: an entry for each argument beyond the first: a prefix tree of `P` for one that is a tree of
+            `GlobalTensor`s, of whose leaves `f` sees this rank's blocks; None, and nothing, for one that is passed on
+            as it is, this rank's own.
+        out_specs: a prefix tree for the result: `P` makes a `GlobalTensor` of this rank's block, which must be the same
+            on all ranks along axes that the spec leaves out; None leaves this rank's value as it is.
+        batch: along which axes ranks pass values of their own, where gradients are summed; default as in a step.
+        donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them.
+
+    Returns:
+        The function; `init`, `specs`, `lower` and `cache_info` are those of a step.
+
+    Raises:
+        ValueError: (also when called) specs, params or arguments do not fit; every leaf is listed by path. Or there is
+            no mesh, in a program of several processes.
+        DonatedError: (when called) an argument was consumed by an earlier call.
+        RankError: (when called) ranks disagree on what to run; or another rank failed.
+
+    Example:
+        >>> double = sharded(lambda w, x: w * x)
+        >>> double(double.init(torch.tensor([1.0, 2.0])), 2)
+        tensor([2., 4.])
+        >>> def push(w, cache, x):
+        ...     cache[:1] = w * x
+        ...     return cache
+        >>> push = sharded(push, in_specs=(P(),), out_specs=P(), donate=1)
+        >>> cache = GlobalTensor(torch.zeros(2), torch.Size([2]), P(), push.mesh)
+        >>> push(push.init(torch.tensor(3.0)), cache, 2).full_tensor(), cache.donated
+        (tensor([6., 0.]), True)
+    """
+    on, rule = as_mesh(mesh), zero or Zero()
+    check_order("sharded", f)
+    check_specs(specs, batch or P(), rule, on)
+    donated = (donate,) if isinstance(donate, int) else tuple(donate)
+    interface = Interface(on, tuple(in_specs), out_specs, donated)
+    interface.check()
+    unwrapped = unwrap(f)
+    if unwrapped.mixed is not None and unwrapped.mixed.loss_scale is not None:
+        raise ValueError(
+            "mixed_precision(f, policy, loss_scale) in sharded: the loss scale has no effect, since nothing is"
+            " differentiated here; leave it out."
+        )
+    policy = unwrapped.mixed and unwrapped.mixed.policy
+    planner = Planner(on, specs, default_batch(specs, on) if batch is None else batch, rule, True, policy)
+    lines = [*describe_function(unwrapped, "f"), f"in_specs {in_specs}, out_specs {out_specs}, donate {donated}"]
+    name = getattr(unwrapped.loss, "__name__", type(unwrapped.loss).__name__)
+    return Sharded(unwrapped, planner, interface, Agreement(lambda plan: lines), f"the sharded function {name}")
+
+
+class Sharded(Transform):
+    """A function over sharded leaves; made by `sharded`, which documents it.
+
+    Args:
+        unwrapped: the function.
+        planner: the annotations of its first argument.
+        interface: those of the others, and of the result.
+        agreement: what ranks compare before a call.
+        what: the call, in words.
+        words: what is said of a first argument that does not fit.
+    """
+
+    transform: ClassVar[str] = "sharded"
+
+    def __init__(
+        self,
+        unwrapped: Unwrapped,
+        planner: Planner,
+        interface: Interface,
+        agreement: Agreement,
+        what: str,
+        words: Words = _WORDS,
+    ) -> None:
+        self.mesh, self.jitted = planner.mesh, unwrapped.jitted
+        self._f, self._planner, self._interface = unwrapped.loss, planner, interface
+        self._agreement, self._what, self._words = agreement, what, words
+        self._graphs = Graphs(self.jitted or Jitted(self._f))
+
+    def init(self, params: PyTree, *args: Any) -> PyTree:
+        """The first argument as it is kept: every rank keeps its own blocks only.
+
+        Args:
+            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
+            *args: what such a function is called with.
+
+        Raises:
+            TypeError: a leaf is no tensor.
+            ValueError: the tree does not fit the specs.
+            RankError: ranks pass different trees or different values.
+        """
+        leaves, plan = drawn(self._planner, params, args)
+        if self.mesh.abstract or is_abstract(leaves):
+            return abstract_params(plan)
+        comms = comms_of(self.mesh)
+        self._agreement.agree(comms, "init", plan)
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
+        del params
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            return first_params(plan, own_blocks(plan, leaves))
+
+    def specs(self, params: PyTree) -> PyTree:
+        """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
+        return kept_as(self._planner, params)
+
+    def close(self) -> None:
+        """Gives up the directory of the function's disk; what is there cannot be used any more."""
+        close_pool(self._planner)
+
+    def cache_info(self) -> CacheInfo:
+        """What the function remembers of its captures, those of `lower` included."""
+        return self._graphs.cache_info()
+
+    def __call__(self, params: PyTree, /, *args: Any) -> Any:
+        """The function's value; inside a transform, or of what requires a gradient, as a pure function."""
+        if transforming() or capturing() or _differentiated((params, args)):
+            return self.pure(params, *args)
+        return self._call(self._run if self.jitted is None else self._run_captured, None, params, args)
+
+    def pure(self, params: PyTree, /, *args: Any) -> Any:
+        """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
+        plan, arguments = self._planner.kept(params, self._words), self._interface.arguments(args)
+        self._agreement.agree_once(plan, self._what)
+
+        def entered(a: Argument) -> Any:
+            if a.spec is None:
+                return a.given
+            block = varying(a.seen, plan.batch_axes, a.spec)
+            return block.clone() if a.donated else block
+
+        given = tree_unflatten(tree_structure(args), map(entered, arguments))
+        with bind_mesh(self.mesh), computing_in(self._compute):
+            out = pure_apply(plan, params, self._f, given)
+            return self._interface.results(out, self._interface.shapes_within)
+
+    def lower(self, params: PyTree, /, *args: Any) -> Lowered:
+        """The function as a graph, captured and scheduled for these shapes, and not run.
+
+        Nothing is allocated and nothing is sent, so the mesh may be abstract.
+
+        Args:
+            params: as it is kept, or a tree of whole tensors. Of all tensors only shapes and dtypes count, and they may
+                be abstract.
+            *args: the others; sharded ones as `GlobalTensor`s, or whole.
+
+        Raises:
+            CaptureError: the function depends on the value of a tensor; names the line.
+
+        Example:
+            >>> sharded(lambda w, x: w * x).lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
+            0
+        """
+        plan, params, args = self._abstract(params, args)
+        arguments, treedef = self._interface.arguments(args), tree_structure(args)
+        capture = functools.partial(self._capture, plan, params, arguments, treedef)
+        program, schedule = self._graphs.lower(capture)
+        only = self._signature(plan, params, arguments, treedef)
+
+        def compile(backend: str | None) -> Callable[..., Any]:
+            ready = self._graphs.compile(program, backend, comms_of(self.mesh))
+
+            def run(plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
+                del treedef
+                return _execute(ready, plan, comms, params, arguments)
+
+            return lambda params, *args: self._call(run, only, params, args)
+
+        return Lowered(program.gm, self.mesh, schedule, compile)
+
+    def _call(self, run: Run, only: Any, params: PyTree, args: tuple[Any, ...]) -> Any:
+        """One call by `run`, which may be made for one signature `only`."""
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            check_alive(params, "params")
+            plan, treedef = self._planner.kept(params, self._words), tree_structure(args)
+            arguments = self._interface.arguments(args)
+            constant = self._agreement.constant(plan)
+            if only is not None and self._signature(plan, params, arguments, treedef) != only:
+                raise ValueError(
+                    "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
+                )
+        agree_on_step(comms.control, self._what, constant=constant)
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            blocks = _Blocks(params, arguments)
+            with taken([a.given for a in arguments if a.donated], donate=True):
+                out = run(plan, comms, params, arguments, treedef)
+                blocks.check()
+            return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
+
+    def _run(self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
+        key = self._what, self._f
+        if not all(comms.control.exchange(int(key in plan.use_orders))):
+            plan.use_orders.pop(key, None)
+        args = tree_unflatten(treedef, [a.seen for a in arguments])
+        held = [x.held for x in tree_leaves(params)]
+        with computing_in(self._compute):
+            out = run_forward(plan, comms, held, key, lambda tree: self._f(tree, *args))
+        plan.forget_orders(MAX_APPLIED)
+        return out
+
+    def _run_captured(
+        self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any
+    ) -> PyTree:
+        key = self._signature(plan, params, arguments, treedef)
+        capture = functools.partial(self._capture, plan, params, arguments, treedef)
+        shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
+        ready = self._graphs.ready(comms, key, capture, self._what, shown)
+        return _execute(ready, plan, comms, params, arguments)
+
+    def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
+        with computing_in(self._compute):
+            return capture_function(self._f, plan, params, arguments, treedef, self._interface.out_specs)
+
+    def _signature(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> Any:
+        held = [x.held for x in tree_leaves(params)]
+        layouts = tuple(x.stride() if isinstance(x, Tensor) else x.shape for x in held)
+        key = *signature(plan, ()), treedef, layouts, *(leaf_signature(a.given) for a in arguments)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
+        return key
+
+    def _abstract(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, PyTree, tuple[Any, ...]]:
+        leaves, treedef = tree_flatten(params)
+        if leaves and all(isinstance(x, GlobalTensor) for x in leaves):
+            plan = self._planner.kept(params, self._words)
+        else:
+            check_params(params)
+            plan = self._planner.plan(treedef, leaves)
+            params = abstract_params(plan)
+        return plan, params, self._interface.abstract(args)
+
+    @property
+    def _compute(self) -> torch.dtype | None:
+        return None if self._planner.policy is None else self._planner.policy.compute
+
+
+class _Blocks:
+    """The memory behind the global tensors of a call, during it: who may write to it, and who may keep it.
+
+    Made before the function runs; `check` and `apart` come after.
+    """
+
+    def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
+        own = [a for a in arguments if a.spec is not None]
+        held = [x.held for x in tree_leaves(params)]
+        self._donated = {_memory(a.seen) for a in own if a.donated}
+        self._kept = {_memory(x) for x in held if isinstance(x, Tensor)} | {_memory(a.seen) for a in own}
+        self._watched = [(a.path, a.seen, a.seen._version) for a in own if not a.donated]
+
+    def check(self) -> None:
+        """Refuses writes to arguments that are not donated.
+
+        Raises:
+            ValueError: lists them.
+        """
+        written = [path for path, x, version in self._watched if x._version != version]
+        if written:
+            raise ValueError(
+                f"arguments are written to inside the function: {', '.join(written)}. {REMEDY} They have changed on"
+                " this rank, and must not be used any more."
+            )
+
+    def apart(self, out: PyTree) -> PyTree:
+        """The result, with memory of its own: of what a call was given it keeps what is donated, and that once."""
+        largest: dict[int, Tensor] = {}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and _memory(x) in self._donated:
+                before = largest.setdefault(_memory(x), x)
+                largest[_memory(x)] = x if x.numel() > before.numel() else before
+
+        def own(x: Any) -> Any:
+            if not isinstance(x, Tensor) or _memory(x) not in self._kept:
+                return x
+            return x if largest.get(_memory(x)) is x else x.clone()
+
+        return tree_map(own, out)
+
+
+def kept_as(planner: Planner, params: PyTree) -> PyTree:
+    """The storage `Sharding` of each leaf of a tree."""
+    leaves, treedef = tree_flatten(params)
+    plan = planner.plan(treedef, leaves)
+    return tree_unflatten(treedef, [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves])
+
+
+def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: Sequence[Argument]) -> PyTree:
+    program: FunctionProgram = ready.program
+    held = [x.held for x in tree_leaves(params)]
+    flat = [*(x if isinstance(x, Tensor) else token_of(x) for x in held), *tensors_of([a.seen for a in arguments])]
+    return program.result(ready(comms, disk_of(plan), flat))
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _differentiated(tree: PyTree) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    held = [x.held if isinstance(x, GlobalTensor) and not x.donated else x for x in tree_leaves(tree)]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in held)

@@ -1,0 +1,155 @@
+"""What `reshard` is asked for, leaf by leaf, and why it cannot be."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor, Route, absent, route
+from shardfn.core import (
+    DonatedError,
+    Mesh,
+    P,
+    Placement,
+    PyTree,
+    Sharding,
+    Stored,
+    broadcast_prefix,
+    raise_all,
+    tree_leaves,
+    tree_paths,
+)
+from shardfn.memory import Pool
+
+Target = P | Sharding | Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Transit:
+    """A leaf, and where it is to go.
+
+    Attributes:
+        path: its path.
+        x: the leaf.
+        src: how it is placed, on `x.mesh`.
+        asked: how it is to be placed.
+        mesh: where.
+        pool: the disk of this rank, if there is one.
+    """
+
+    path: str
+    x: GlobalTensor
+    src: Placement
+    asked: Placement
+    mesh: Mesh
+    pool: Pool | None
+
+    @property
+    def dst(self) -> Placement:
+        """How it will be placed; that layers are stacked only says what may be cut."""
+        return self.asked.with_(stacked=False)
+
+    @property
+    def on_one_mesh(self) -> bool:
+        """Whether it stays on its mesh."""
+        return self.x.mesh is self.mesh
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is placed as asked already."""
+        return self.on_one_mesh and self.src == self.dst
+
+    def route(self) -> Route:
+        """The way, on one mesh."""
+        return route(self.x.shape, self.src, self.dst, self.mesh, path=self.path)
+
+    def describe(self) -> str:
+        """What ranks must have in common."""
+        ends = [f"{at!r} on {m.shape}, ranks {m.ranks}" for at, m in ((self.src, self.x.mesh), (self.asked, self.mesh))]
+        return f"{self.path}: {tuple(self.x.shape)} from {ends[0]} to {ends[1]}"
+
+    def made(self, held: Tensor | Stored) -> GlobalTensor:
+        """The leaf of a block."""
+        return GlobalTensor(held, self.x.shape, self.dst.spec, self.mesh, self.dst.memory_kind)
+
+    def elsewhere(self) -> GlobalTensor:
+        """The leaf on a rank that its mesh is not of."""
+        return absent(self.x.shape, self.dst.dtype, self.dst.spec, self.mesh, self.dst.memory_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of a call; see `reshard`."""
+
+    tree: PyTree
+    to: PyTree
+    mesh: Mesh | None
+    dtype: torch.dtype | None
+    pool: Pool | None
+
+    def transits(self, *, pure: bool) -> list[Transit]:
+        """What is to become of each global tensor.
+
+        Args:
+            pure: whether it is to be done by functions that torch differentiates and records.
+
+        Raises:
+            ValueError: lists every leaf that cannot go there, and options without effect.
+            DonatedError: lists every leaf that is gone.
+        """
+        leaves, paths = tree_leaves(self.tree), tree_paths(self.tree, "tree")
+        targets = broadcast_prefix(self.to, self.tree, _is_target, names=("to", "tree"))
+        found = [row for row in zip(paths, leaves, targets, strict=True) if isinstance(row[1], GlobalTensor)]
+        gone = [f"{path} of shape {tuple(x.shape)}" for path, x, _ in found if x.donated]
+        raise_all(DonatedError, "reshard: a step has consumed these leaves; go on from the state it returned:", gone)
+        out = [self._transit(*row) for row in found]
+        problems = [f"{_named(t)}: {why}" for t in out for why in _problems(t, pure=pure)]
+        if self.dtype is not None and all(isinstance(to, Placement) or not _floats(x) for _, x, to in found):
+            problems.append(f"dtype={self.dtype} has no effect: it is for floating-point leaves without a Placement")
+        raise_all(ValueError, "reshard: these cannot be, and nothing has moved:", problems)
+        return out
+
+    def _transit(self, path: str, x: GlobalTensor, to: Target) -> Transit:
+        src = Placement(x.spec, memory_kind=x.memory_kind, dtype=x.dtype)
+        if not isinstance(to, Placement):
+            to = to if isinstance(to, Sharding) else Sharding(to)
+            dtype = self.dtype if self.dtype is not None and _floats(x) else x.dtype
+            to = Placement(to.spec, memory_kind=to.memory_kind, dtype=dtype, stacked=to.stacked)
+        return Transit(path, x, src, to, x.mesh if self.mesh is None else self.mesh, self.pool)
+
+
+def is_followed(x: GlobalTensor) -> bool:
+    """Whether autograd is to follow a leaf."""
+    return torch.is_grad_enabled() and not x.donated and isinstance(x.held, Tensor) and x.held.requires_grad
+
+
+def _is_target(x: Any) -> bool:
+    return isinstance(x, Target)
+
+
+def _floats(x: GlobalTensor) -> bool:
+    return x.dtype.is_floating_point
+
+
+def _named(t: Transit) -> str:
+    return f"{t.path} of shape {tuple(t.x.shape)}, from {t.src!r} on {t.x.mesh!r} to {t.asked!r} on {t.mesh!r}"
+
+
+def _problems(t: Transit, *, pure: bool) -> Iterator[str]:
+    yield from t.asked.problems(tuple(t.x.shape), t.mesh)
+    if t.asked.code is not None:
+        yield "a GlobalTensor holds elements, no codes; leave out code="
+    if t.asked.unreduced:
+        yield "a GlobalTensor is no sum that is still to be taken; leave out unreduced="
+    if t.mesh.closed:
+        yield "the mesh is closed; make another one"
+    if t.x.stacked and not pure:
+        yield "it holds the blocks of several members; take one by member(tree, i), or call this under torch.func.vmap"
+    if t.asked.memory_kind == "disk" and t.pool is None and not t.stays:
+        yield "on which disk? Pass pool=sf.memory.Pool('/path/to/a/fast/disk'), with a directory for each rank"
+    if pure and "disk" in (t.src.memory_kind, t.asked.memory_kind):
+        yield "what is on disk is no tensor, so neither jit nor a gradient gets there; call this outside, detached"
+    if pure and not t.on_one_mesh:
+        yield "between meshes there is no graph and no derivative; call this outside of jit and torch.func, detached"

@@ -1,0 +1,123 @@
+"""Units: leaves that travel in one message, when they are used, when gradients are summed and after the update."""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardfn.collectives import Packing, Pieces
+from shardfn.core import Mesh, Zero
+
+from ._layout import LeafLayout
+
+# Bytes in which gradients that are summed whole travel together.
+WHOLE_BUCKET = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Leaves that travel in one message.
+
+    Attributes:
+        leaves: their indices in the layout.
+        nbytes: bytes of their wholes, as they travel.
+        packing: how their pieces lie in the message.
+    """
+
+    leaves: tuple[int, ...]
+    nbytes: int
+    packing: Packing = dataclasses.field(compare=False, repr=False)
+
+    @staticmethod
+    def of(leaves: Sequence[LeafLayout], members: Sequence[int], nbytes: int, pieces: "Cut") -> "Unit":
+        """A unit of these leaves, of each of which `pieces` says what is sent."""
+        return Unit(tuple(members), nbytes, Packing([pieces(leaves[i]) for i in members]))
+
+
+# Of a leaf: how that is cut which travels.
+Cut = Callable[[LeafLayout], Pieces]
+
+
+def make_units(
+    leaves: Sequence[LeafLayout],
+    members: Sequence[int],
+    bucket: int,
+    key: Callable[[LeafLayout], tuple[torch.dtype, object]],
+    span: float,
+    pieces: Cut,
+) -> list[Unit]:
+    """Groups leaves of one `key`: a leaf of `bucket` bytes or more travels alone, smaller neighbours share up to that.
+
+    Args:
+        leaves: the layout.
+        members: indices of the leaves to group, in order.
+        bucket: bytes.
+        key: in which dtype a leaf travels, and what else must be equal for leaves to share a unit.
+        span: how many bytes of other leaves may lie between the first and the last leaf of a unit.
+        pieces: of a leaf, how that is cut which travels.
+    """
+    units: list[Unit] = []
+    open_units: dict[object, tuple[list[int], int, int]] = {}
+    passed = 0
+    for i in members:
+        k = key(leaves[i])
+        nbytes = leaves[i].numel * k[0].itemsize
+        passed += nbytes
+        if nbytes >= bucket:
+            units.append(Unit.of(leaves, (i,), nbytes, pieces))
+            continue
+        group, size, start = open_units.pop(k, ([], 0, passed))
+        if group and (size + nbytes > bucket or passed - start > span):
+            units.append(Unit.of(leaves, group, size, pieces))
+            group, size, start = [], 0, passed
+        open_units[k] = ([*group, i], size + nbytes, start)
+    units += [Unit.of(leaves, group, size, pieces) for group, size, _ in open_units.values()]
+    return sorted(units, key=lambda u: u.leaves[0])
+
+
+def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
+    """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small.
+
+    What travels in a code travels alone: leaves of unlike scales would share blocks, and so a scale.
+    """
+    pieces = operator.attrgetter("used_pieces")
+    members = [i for i, leaf in enumerate(leaves) if leaf.gathered and leaf.gather_code is None]
+    units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, pieces)
+    alone = {i for i, leaf in enumerate(leaves) if leaf.lazy} - set(members)
+    units += [Unit.of(leaves, (i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize, pieces) for i in alone]
+    return sorted(units, key=lambda u: u.leaves[0])
+
+
+def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
+    """The units in which resident leaves are gathered after their shards were updated."""
+    members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
+    key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home))  # noqa: E731
+    return make_units(leaves, members, zero.travel.bucket_bytes, key, math.inf, operator.attrgetter("pieces"))
+
+
+def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
+    """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same.
+
+    What goes nowhere is not packed, nor what travels in a code, whose blocks are of one leaf each.
+    """
+
+    def alone(leaf: LeafLayout) -> bool:
+        return mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1 or leaf.reduce_code is not None
+
+    trainable = [i for i, leaf in enumerate(leaves) if leaf.trainable]
+    pieces = operator.attrgetter("sent_pieces")
+    nbytes = [leaf.numel * leaf.dtypes.reduce.itemsize for leaf in leaves]
+    units = [Unit.of(leaves, (i,), nbytes[i], pieces) for i in trainable if alone(leaves[i])]
+    shared = [i for i in trainable if not alone(leaves[i])]
+    cut, whole = ([i for i in shared if leaves[i].cut == on] for on in (True, False))
+    units += make_units(leaves, cut, zero.travel.bucket_bytes, _reduce_key, math.inf, pieces)
+    # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
+    size = max(zero.travel.bucket_bytes, WHOLE_BUCKET) if zero.travel.bucket_bytes else 0
+    return units + make_units(leaves, whole, size, _reduce_key, math.inf, pieces)
+
+
+def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
+    where = leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home, leaf.reduce_code
+    return leaf.dtypes.reduce, (leaf.dtypes.accum, *where)

@@ -1,0 +1,147 @@
+"""A leaf's placements, by name, and the routes between them: what ZeRO's stages, memories, precision and codes come to.
+
+placement   what                                      in pieces
+kept        the parameter between steps               at stage 3
+used        what the loss sees                        as the model's own spec says
+sent        this rank's gradient as it travels        no: summands along the axes that cut the batch
+summed      the gradient as it waits for the update   where the optimizer's state is
+state       the optimizer's state, and the rows       from stage 1
+            of the parameter that the update writes
+
+route       from -> to                                runs
+use         kept -> used                              at each use in the loss
+reduce      gradient of used -> summed                when a backward has added up a leaf's uses
+refresh     updated rows -> kept                      after the update
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from shardfn.collectives import Route, route
+from shardfn.core import Dtypes, MemoryKind, Mesh, P, Placement
+
+# Axis -> size, hashable, so that what is kept of a mesh does not keep the mesh.
+Sizes = tuple[tuple[str, int], ...]
+
+
+class Memories(NamedTuple):
+    """The memories of a leaf: of the parameter, of its summed gradient, of its optimizer state."""
+
+    param: MemoryKind
+    grad: MemoryKind
+    state: MemoryKind
+
+
+class Travel(NamedTuple):
+    """How a leaf travels, where its placements do not say.
+
+    Attributes:
+        far: where it is gathered in two hops, the axes of the first; a gradient in code is summed along them last.
+        gather_code: (bits, elements that share a scale) in which it is gathered; None = as the loss sees it.
+        reduce_code: the same for its gradient, if that arrives in rows.
+        left: the axes of the batch over which the optimizer averages itself.
+    """
+
+    far: tuple[str, ...] = ()
+    gather_code: tuple[int, int] | None = None
+    reduce_code: tuple[int, int] | None = None
+    left: tuple[str, ...] = ()
+
+
+class Places(NamedTuple):
+    """What decides where a leaf is.
+
+    Attributes:
+        compute: the spec of what the loss sees.
+        param: the spec in which the parameter is kept.
+        shard: the spec of the optimizer's state.
+        batch_axes: the axes that cut the batch.
+        dtypes: of all of it.
+        memories: of all of it.
+        stacked: whether dim 0 stacks layers.
+    """
+
+    compute: P
+    param: P
+    shard: P
+    batch_axes: tuple[str, ...]
+    dtypes: Dtypes
+    memories: Memories
+    stacked: bool = False
+
+
+class Ways(NamedTuple):
+    """The named placements of a leaf, and the routes between them; the routes' shape is a stand-in."""
+
+    kept: Placement
+    used: Placement
+    sent: Placement
+    summed: Placement
+    state: Placement
+    use: Route
+    reduce: Route
+    refresh: Route
+
+
+@functools.lru_cache(maxsize=4096)
+def ways(ndim: int, places: Places, travel: Travel, sizes: Sizes) -> Ways:
+    """The placements and routes of a leaf of so many dims.
+
+    Args:
+        ndim: its dims.
+        places: where it is.
+        travel: how it travels.
+        sizes: the axes of the mesh.
+    """
+    mesh, dtypes = Mesh(dict(sizes), torch.device("cpu"), abstract=True), places.dtypes
+    kept = Placement(places.param, (), places.memories.param, dtypes.param, stacked=places.stacked)
+    used = Placement(places.compute, dtype=dtypes.compute, stacked=places.stacked)
+    state = Placement(places.shard, (), places.memories.state, dtypes.master, stacked=places.stacked)
+    grad = used.cotangent(places.batch_axes)
+    sent = grad.with_(dtype=dtypes.reduce)
+    summed = _summed(places, travel, sent, state)
+    shape = (2,) * ndim
+    use = route(shape, kept, used, mesh, via=_way_in(kept, used, travel))
+    reduce = route(shape, grad, summed, mesh, via=_way_out(sent, summed, state, travel))
+    refresh = route(shape, state.with_(memory_kind="device", dtype=dtypes.param), kept, mesh)
+    return Ways(kept, used, sent, summed, state, use, reduce, refresh)
+
+
+def _summed(places: Places, travel: Travel, sent: Placement, state: Placement) -> Placement:
+    """Rows, but where the optimizer averages over the axes along which they are cut: it takes the gradient whole."""
+    rows = [a for a in state.spec.axes if a not in sent.spec.axes]
+    spec = sent.spec if set(rows) & set(travel.left) else state.spec
+    home = places.memories.grad
+    left = tuple(a for a in sent.unreduced if a in travel.left)
+    return sent.with_(spec=spec, unreduced=left, memory_kind=home, dtype=places.dtypes.accum)
+
+
+def _way_in(kept: Placement, used: Placement, travel: Travel) -> list[Placement]:
+    """Cast before it is sent; rounded, if so, on all of the way; across the far axes first."""
+    here = kept.with_(memory_kind="device", dtype=used.dtype, code=travel.gather_code)
+    via = [here] + ([here.with_(brought=travel.far)] if travel.far else [])
+    return via if travel.gather_code is None else [*via, used.with_(code=travel.gather_code)]
+
+
+def _way_out(sent: Placement, summed: Placement, state: Placement, travel: Travel) -> list[Placement]:
+    """Summed to rows, if these are cut along axes of the batch alone, then over the others; or summed whole, then cut.
+
+    All of it is in the dtype that is sent, or in float32 where sums of codes are.
+    """
+    rows = {a for a in state.spec.axes if a not in sent.spec.axes}
+    if not rows or not rows <= set(sent.unreduced) - set(travel.left):
+        return [sent, sent.with_(unreduced=summed.unreduced)]
+    others = tuple(a for a in sent.unreduced if a not in rows)
+    own, via = sent.with_(spec=state.spec, unreduced=others), [sent]
+    if travel.reduce_code is not None:
+        coded, own = sent.with_(dtype=torch.float32, code=travel.reduce_code), own.with_(dtype=torch.float32)
+        via.append(coded)
+        if travel.far:
+            unsummed = tuple(a for a in sent.unreduced if a in travel.far or a in others)
+            half = own.with_(unreduced=unsummed, brought=travel.far)
+            via += [half, half.with_(code=travel.reduce_code)]
+    via.append(own)
+    own = own.with_(dtype=sent.dtype)
+    return via if others == summed.unreduced else [*via, own, own.with_(unreduced=summed.unreduced)]

@@ -1,0 +1,76 @@
+"""Covers rounds: ranks that share no leaves learn orders of their own, and fail together all the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P, Pace, Travel, Zero, optim
+from shardfn.core import RankError
+from shardfn.testing import distributed
+
+SHAPES = {"a": (2, 6, 5), "b": (2, 6, 5), "c": (2, 5, 5)}
+
+
+def _params() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) / 2 for name, shape in SHAPES.items()}
+
+
+def _stage(p: dict[str, Tensor], x: Tensor, stage: int) -> Tensor:
+    """Two stages that use their leaves in other orders, and one of them a leaf that the other leaves alone."""
+    a, b = (p["a"], p["b"]) if stage == 0 else (p["b"], p["a"])
+    h = torch.tanh(x @ a[0]) + torch.cos(x @ b[0])
+    return ((h @ p["c"][0]) if stage == 0 else h).square().mean()
+
+
+def _whole(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.stack([_stage({k: v[s : s + 1] for k, v in p.items()}, x, s) for s in range(2)]).sum()
+
+
+def _loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return sf.psum(_stage(p, sf.pvary(x, "pp"), sf.axis_index("pp")), "pp")
+
+
+def _step(mesh: sf.Mesh | None, loss: Any = _loss) -> Any:
+    zero = Zero(stage=3, persist_elements=0, travel=Travel(bucket_bytes=0), pace=Pace(prefetch_bytes=1))
+    return sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, specs=P("pp"), batch=P("dp"), zero=zero)
+
+
+@distributed(world=4)
+def test_stages_learn_orders_of_their_own() -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    step = _step(mesh)
+    state, reference = step.init(_params()), {k: v.requires_grad_() for k, v in _params().items()}
+    for _ in range(3):
+        state, metrics = step(state, x.chunk(2)[mesh.coords["dp"]])
+        loss = _whole(reference, x)
+        assert torch.isclose(metrics["loss"], loss)
+        grads = torch.autograd.grad(loss, list(reference.values()))
+        reference = {
+            k: (v - 0.1 * g).detach().requires_grad_() for (k, v), g in zip(reference.items(), grads, strict=True)
+        }
+    for name, x in state.params.items():
+        torch.testing.assert_close(x.full_tensor(), reference[name].detach())
+    (plan,) = step._planner._plans.values()
+    names = [plan.layers[plan.gather_units[u].leaves[0]].path for u in plan.use_order("step").phase(0)]
+    assert names == [f"params['{k}']" for k in ("abc" if mesh.coords["pp"] == 0 else "ba")]
+
+
+@distributed(world=4, timeout=60)
+def test_a_failure_in_one_stage_is_told_to_the_other() -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        if mesh.coords == {"pp": 1, "dp": 1}:
+            raise ZeroDivisionError("of stage 1")
+        return _loss(p, x)
+
+    step = _step(mesh, loss)
+    state = step.init(_params())
+    mine = mesh.coords == {"pp": 1, "dp": 1}
+    with pytest.raises(ZeroDivisionError if mine else RankError, match="of stage 1"):
+        step(state, torch.ones(4, 6, dtype=torch.float64))
