@@ -90,7 +90,7 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx:
     if options.get("cluster") == "calibrate":
         options["cluster"] = sf.graph.calibrate(mesh)
     f = sf.jit(loss(size), backend=jit, **options) if jit else loss(size)
-    take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=stage, **fields))
+    take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero.flat(stage=stage, **fields))
     state = take.init(params(size))
 
     def step(tokens: Tensor) -> Tensor:
@@ -172,8 +172,9 @@ PEERS: dict[str, Build] = {
 
 
 def build(name: str) -> Build:
-    """The peer of that name. Fields may follow a shardfn peer: those of `Zero`, as in `shardfn3:prefetch=0:bucket=0`, a
-    back end, as in `shardfn3:jit=graph`, and options of `sf.jit`, as in `shardfn3:jit=graph:jit_prefetch=none`.
+    """The peer of that name. Fields may follow a shardfn peer: those of `Zero.flat`, as in
+    `shardfn3:prefetch_bytes=0:bucket_bytes=0`, a back end, as in `shardfn3:jit=graph`, and options of `sf.jit`,
+    as in `shardfn3:jit=graph:jit_prefetch=none`.
 
     Raises:
         ValueError: there is no such peer.

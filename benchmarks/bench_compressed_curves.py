@@ -129,7 +129,7 @@ def _optimizer(name: str, args: argparse.Namespace) -> Any:
 def _zero(name: str) -> Any:
     import shardfn as sf
 
-    near: dict[str, Any] = {"stage": 3, "axis": ("node", "gpu"), "persist": 512}
+    near: dict[str, Any] = {"stage": 3, "axis": ("node", "gpu"), "persist_elements": 512}
     more: dict[str, dict[str, Any]] = {
         "ZeRO 3": near,
         "ZeRO++ qwZ": near | {"gather": "int8"},
@@ -137,7 +137,7 @@ def _zero(name: str) -> Any:
         "ZeRO++": near | {"gather": "int8", "reduce": "int4", "secondary_axis": "gpu"},
         "onebit_adam, ZeRO 1": {"stage": 1},
     }
-    return sf.Zero(**more.get(name, {}))
+    return sf.Zero.flat(**more.get(name, {}))
 
 
 def _body(args: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> str:

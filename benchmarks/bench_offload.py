@@ -88,7 +88,14 @@ def _update_rate(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         return out
 
     with tempfile.TemporaryDirectory(dir=args.directory) as place:
-        zero = sf.Zero(2, persist=0, grads="host", optimizer="disk", directory=place + "/pool", chunk=chunk)
+        zero = sf.Zero(
+            2,
+            persist_elements=0,
+            grads="host",
+            optimizer="disk",
+            pace=sf.Pace(chunk_bytes=chunk),
+            disk=sf.Disk(place + "/pool"),
+        )
         step, state = _step(args, zero, sf.Policy.bf16(reduce=torch.bfloat16), skip_nonfinite=True)
         plain = _plain(pathlib.Path(place), 12 * psi, chunk)
         with mock.patch.object(_update, "stream", timed):
@@ -120,8 +127,12 @@ def _overlap(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
                 "optimizer": "disk",
                 "directory": place + "/pool",
             }
-            away, there = _step(args, sf.Zero(3, persist=0, prefetch=16 * MIB, chunk=chunk, **kinds), None)
-            near, here = _step(args, sf.Zero(3, persist=0), None)
+            away, there = _step(
+                args,
+                sf.Zero.flat(stage=3, persist_elements=0, prefetch_bytes=16 * MIB, chunk_bytes=chunk, **kinds),
+                None,
+            )
+            near, here = _step(args, sf.Zero(3, persist_elements=0), None)
             plain = _plain(pathlib.Path(place), 12 * psi, chunk)
             read, written, book = 0, 0, None
             turns = []

@@ -1,8 +1,8 @@
 """Microseconds of Python that stage 3 costs per leaf and step, under a process group that moves nothing.
 
-The model is a chain of tiny leaves, each gathered for itself (`persist=0, bucket=0`), on torch's fake process group of
-two ranks. What remains after the plain step is taken away is the machinery: lazy leaves, hooks, the schedule, the calls
-into the process group. The values computed are meaningless, since the fake group delivers nothing.
+The model is a chain of tiny leaves, each gathered for itself (`persist_elements=0`, `bucket_bytes=0`), on torch's fake
+process group of two ranks. What remains after the plain step is taken away is the machinery: lazy leaves, hooks, the
+schedule, the calls into the process group. The values computed are meaningless, since the fake group delivers nothing.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def _sharded(leaves: int, stage: int) -> Callable[[], Any]:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     b1, b2 = ADAMW["betas"]
     optimizer = sf.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
-    zero = sf.Zero(stage=stage, persist=0, bucket=0)
+    zero = sf.Zero(stage=stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0))
     take = sf.sharded_step(loss, optimizer, mesh=mesh, batch=sf.P("dp"), zero=zero)
     state = take.init({"w": [torch.ones(WIDTH) for _ in range(leaves)]})
 

@@ -2,8 +2,8 @@
 
 With psi bytes of parameters and N ranks: stages 0, 1 and 2 send 2 psi (N - 1) / N (a reduce-scatter and an all-gather,
 or an all-reduce), stage 3 sends 3 psi (N - 1) / N (two gathers and a reduce-scatter). Stage 3 may send less: leaves of
-at most `Zero.persist` elements stay gathered, what the prefetch window holds where the forward turns into the backward
-is not gathered again, nor is a leaf that the backward has no use for, as an embedding.
+at most `Zero.persist_elements` elements stay gathered, what the prefetch window holds where the forward turns into the
+backward is not gathered again, nor is a leaf that the backward has no use for, as an embedding.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2019, section 7.
 """
 
@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", default="2,4")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--zero", default="", help="fields of Zero, as in persist=0:prefetch=0:bucket=0")
+    parser.add_argument("--zero", default="", help="fields of Zero: persist_elements=0:prefetch_bytes=0:bucket_bytes=0")
     parser.add_argument("--out", default="", help="Markdown file")
     parser.add_argument("--json", action="store_true", help="also the raw numbers")
     args = parser.parse_args()

@@ -42,9 +42,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         directory = args.directory or scratch
         kinds = {"params": "disk", "grads": "disk", "optimizer": "disk", "directory": str(directory)}
-        zero = sf.Zero(stage=3, persist=2048, prefetch=16 << 20, chunk=args.chunk_mb << 20, **kinds)
+        zero = sf.Zero.flat(
+            stage=3, persist_elements=2048, prefetch_bytes=16 << 20, chunk_bytes=args.chunk_mb << 20, **kinds
+        )
         if args.in_memory:
-            zero = sf.Zero(stage=3, persist=2048)
+            zero = sf.Zero(stage=3, persist_elements=2048)
         step = sf.sharded_step(
             functools.partial(gpt.loss, config, wrap=sf.remat),
             sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(args.lr)),

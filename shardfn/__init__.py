@@ -26,12 +26,15 @@ from shardfn.collectives import (
     unshard as unshard,
 )
 from shardfn.core import (
+    Disk as Disk,
     DonatedError as DonatedError,
     Mesh as Mesh,
     P as P,
+    Pace as Pace,
     Policy as Policy,
     RankError as RankError,
     Sharding as Sharding,
+    Travel as Travel,
     Zero as Zero,
     checkpoint_name as checkpoint_name,
     fold_in as fold_in,

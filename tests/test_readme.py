@@ -31,6 +31,7 @@ DESIGN = [
     "docs/design/0011-one-step.md",
     "docs/design/0012-optimizers.md",
     "docs/design/0013-op-table-and-types.md",
+    "docs/design/0014-zero.md",
 ]
 DOCS = [
     "docs/index.md",

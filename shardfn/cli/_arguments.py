@@ -2,7 +2,7 @@
 
 import argparse
 
-from shardfn.core import HOUSE_AXES, Zero, did_you_mean, raise_all
+from shardfn.core import HOUSE_AXES, Pace, Travel, Zero, did_you_mean, raise_all
 from shardfn.graph import DEVICES, cluster
 
 from ._models import PRESETS, parse_model
@@ -26,8 +26,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--accumulate", type=int, default=1, help="microbatches a step (default 1)")
     run.add_argument("--remat", action="store_true", help="compute each block again in the backward")
     run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
-    run.add_argument("--bucket", type=int, default=Zero().bucket, help="Zero(bucket=..), bytes")
-    run.add_argument("--prefetch", type=int, default=Zero().prefetch, help="Zero(prefetch=..), bytes")
+    run.add_argument(
+        "--bucket-bytes", "--bucket", type=int, default=Travel().bucket_bytes, help="Travel(bucket_bytes=)"
+    )
+    run.add_argument(
+        "--prefetch-bytes", "--prefetch", type=int, default=Pace().prefetch_bytes, help="Pace(prefetch_bytes=)"
+    )
     out = parser.add_argument_group("what comes out")
     out.add_argument(
         "--search", action="store_true", help="find the fastest stage, accumulation, remat (and tp) that fits"
@@ -46,13 +50,13 @@ def parse_setup(args: argparse.Namespace) -> Setup:
         ValueError: names what is wrong and the nearest known word.
     """
     config = parse_model(args.model)
-    zero = Zero(stage=args.zero, bucket=args.bucket, prefetch=args.prefetch)
+    travel, pace = Travel(bucket_bytes=args.bucket_bytes), Pace(prefetch_bytes=args.prefetch_bytes)
     return Setup(
         args.model,
         config,
         parse_mesh(args.mesh),
         cluster(args.device),
-        zero,
+        Zero(stage=args.zero, travel=travel, pace=pace),
         args.precision,
         batch=args.batch,
         seq=min(config.max_len, 2048) if args.seq is None else args.seq,

@@ -51,7 +51,7 @@ def exact(setup: Setup) -> Exact:
         >>> from shardfn.core import Zero
         >>> from shardfn.graph import cluster
         >>> tiny = parse_model("gpt:num_layers=1,d_model=16,num_heads=2,vocab_size=32,max_len=8")
-        >>> run = Setup("tiny", tiny, {"dp": 4}, cluster("cpu"), Zero(3, persist=0), "fp32-adam", seq=8)
+        >>> run = Setup("tiny", tiny, {"dp": 4}, cluster("cpu"), Zero(3, persist_elements=0), "fp32-adam", seq=8)
         >>> exact(run).memory["params"] < 4 * gpt.num_params(tiny)
         True
     """

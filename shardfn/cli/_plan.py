@@ -108,8 +108,8 @@ def problems(s: Setup) -> list[str]:
     elif s.bytes_of.dtype not in s.cluster.device.flops:
         known = [p for p, row in PRECISIONS.items() if row.dtype in s.cluster.device.flops]
         out.append(f"{s.cluster.device.name} does not compute in {s.bytes_of.dtype}; use {' or '.join(known)}.")
-    if s.zero.gather or s.zero.near or s.zero.reduce:
-        out.append("Zero(gather=, secondary_axis=, reduce=) are not planned; lower the step on an abstract mesh.")
+    if s.zero.travel.gather or s.zero.near or s.zero.travel.reduce:
+        out.append("Travel(gather=, secondary_axis=, reduce=) are not planned; lower the step on an abstract mesh.")
     tp, heads = s.axis("tp"), s.config.num_heads
     if tp > heads:
         out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have none.")
@@ -121,7 +121,7 @@ def _notes(s: Setup) -> tuple[str, ...]:
     if s.zero.stage == 1:
         notes.append(
             "Stage 1 keeps whole gradients by ZeRO's definition, and so they are counted. The step of shardfn frees"
-            " them as they are reduced, unless Zero(accumulate='once'): it then needs what stage 2 needs."
+            " them as they are reduced, unless Zero(pace=Pace(accumulate='once')): it then needs what stage 2 needs."
         )
     if s.axis("tp") > 1:
         notes.append(

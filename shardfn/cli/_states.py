@@ -154,7 +154,7 @@ def _states(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, 
     mesh = Mesh(dict(shape), torch.device("cpu"))
     leaves = _layout(config, mesh, zero, getattr(torch, size.dtype))
     gathers, reduces, refreshes = (
-        gather_units(leaves, zero.bucket),
+        gather_units(leaves, zero.travel.bucket_bytes),
         reduce_units(leaves, zero, mesh),
         refresh_units(leaves, zero),
     )
@@ -168,7 +168,7 @@ def _states(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, 
         # By ZeRO's definition. The step's own stage 1 frees whole gradients as stage 2 does.
         grads=size.grads * sum(_rows(x) if zero.stage >= 2 else x.block.numel() for x in leaves),
         optimizer=size.optimizer * sum(map(_rows, leaves)),
-        window=max(biggest, min(zero.prefetch, gathered)),
+        window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
         gathered=gathered,
         refreshed=sum(u.nbytes for u in refreshes),

@@ -116,7 +116,7 @@ def step_cost(setup: Setup) -> Cost:
 def data_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
     """What travels along dp in a step: gathers on use, gradients, and parameters made whole after the update."""
     k = setup.accumulate
-    reduces = k if setup.zero.accumulate == "each" else 1
+    reduces = k if setup.zero.pace.accumulate == "each" else 1
     rows = (
         ("gather of parameters, forward", states.gathered, k, "gathered"),
         ("gather of parameters, backward", states.gathered, k, "gathered"),

@@ -14,7 +14,10 @@ from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves
 from ._tree import tree_map as tree_map, tree_paths as tree_paths
 from ._tree import tree_structure as tree_structure, tree_unflatten as tree_unflatten
-from ._zero import BITS as BITS, Zero as Zero, zero_spec as zero_spec
+from ._travel import BITS as BITS, Travel as Travel
+from ._pace import Pace as Pace
+from ._disk import Disk as Disk
+from ._zero import Zero as Zero, zero_spec as zero_spec
 from ._key import bits as bits, fold_in as fold_in, key as key, split as split, threefry2x32 as threefry2x32
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones

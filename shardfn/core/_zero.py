@@ -7,59 +7,52 @@ https://arxiv.org/abs/1910.02054
 
 import dataclasses
 import math
-from typing import get_args
+from typing import Any, get_args
 
+from ._disk import Disk
 from ._errors import did_you_mean
 from ._mesh import Mesh
+from ._pace import Pace
 from ._spec import MemoryKind, P
-
-BITS = {"int8": 8, "int4": 4}
-# Elements that share a scale unless the rule says otherwise.
-BLOCK = 256
+from ._travel import Travel
+from ._zero_flat import check_names, flattened, nested, takes_old_names
 
 
+@takes_old_names
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Which states are kept in pieces, over which axis and in which memory, and how they travel.
+    """Which states are kept in pieces, over which axis and in which memory; how they travel, and when.
 
-    `stage`, `axis` and `accumulate` say what is summed in which order; `gather` and `reduce` round what travels; the
-    others never change a bit.
+    `stage`, `axis` and `pace.accumulate` say what is summed in which order; `travel.gather` and `travel.reduce` round
+    what travels; the others never change a bit.
 
     Attributes:
         stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
         axis: mesh axis or axes over which states are cut.
-        prefetch: stage 3: bytes of gathered parameters that may be alive ahead of their use.
-        persist: stage 3: leaves of at most this many elements stay gathered.
-        bucket: bytes; smaller leaves travel together up to this size, larger ones alone.
-        accumulate: with `sf.accumulate`: "each" reduces every microbatch (gradients stay sharded), "once" reduces their
-            local sum at the end (fewer bytes sent, full gradients held).
-        gather: stage 3: what leaves kept in pieces travel as when they are gathered: "int8" or "int4" with a scale a
-            block (ZeRO++'s qwZ); None = in the dtype that the loss sees.
-        secondary_axis: stage 3: the axis or axes, of those in `axis`, that are near (within a node). A leaf crosses the
-            others once a step; what has come is kept until the step's end, cut over these, and the step's later gathers
-            run over these alone (ZeRO++'s hpZ).
-        reduce: what the gradients of leaves of more than `persist` elements travel as: "int8" or "int4" (ZeRO++'s
-            qgZ); with `secondary_axis` they are summed along it first. None = as the precision policy says.
-        block: with `gather` or `reduce`: elements that share a scale.
-        params: the memory in which parameters of more than `persist` elements are kept: "device", "host" or "disk".
+        params: the memory in which parameters of more than `persist_elements` elements are kept: "device", "host" or
+            "disk".
         grads: the memory in which summed gradients wait for the update.
         optimizer: the memory in which the optimizer's state is kept; the update runs on the host unless it is "device".
-        ratio: the fraction of the optimizer's state, by elements, that is kept at `optimizer`; the rest, that of the
-            first leaves, whose gradients come last, stays on the device.
-        directory: where "disk" is; each rank makes a directory of its own in it.
-        chunk: bytes in which the optimizer's state goes through the memory of the update.
-        checksum: whether what is read from the disk is compared with what was written.
-        durable: whether commits outlive a loss of power too: a step waits until the device has what it wrote.
+        persist_elements: stage 3: leaves of at most this many elements stay gathered.
+        optimizer_fraction: the fraction of the optimizer's state, by elements, that is kept at `optimizer`; the rest,
+            that of the first leaves, whose gradients come last, stays on the device.
+        travel: how leaves and gradients cross the mesh: in how many bits, over which axes, in what messages.
+        pace: when they move, and how much at a time.
+        disk: where "disk" is; None = nothing is kept there.
 
     Raises:
         ValueError: a field is out of range, or has no effect.
+        TypeError: there is no such field.
 
     Example:
         >>> Zero(stage=3).axis
         'dp'
+        >>> Zero(stage=3, pace=Pace(prefetch_bytes=1 << 30)).travel.bucket_bytes
+        1048576
         >>> Zero(stage=2, grads="host", optimizer="host").params  # ZeRO-Offload
         'device'
-        >>> Zero(stage=3, axis=("node", "gpu"), gather="int8", secondary_axis="gpu", reduce="int4").near  # ZeRO++
+        >>> plus_plus = Travel(gather="int8", secondary_axis="gpu", reduce="int4")
+        >>> Zero(stage=3, axis=("node", "gpu"), travel=plus_plus).near  # ZeRO++
         ('gpu',)
 
     References:
@@ -70,27 +63,50 @@ class Zero:
 
     stage: int = 0
     axis: str | tuple[str, ...] = "dp"
-    prefetch: int = 32 << 20
-    persist: int = 8192
-    bucket: int = 1 << 20
-    accumulate: str = "each"
-    gather: str | None = None
-    secondary_axis: str | tuple[str, ...] | None = None
-    reduce: str | None = None
-    block: int = BLOCK
+    _: dataclasses.KW_ONLY
     params: MemoryKind = "device"
     grads: MemoryKind = "device"
     optimizer: MemoryKind = "device"
-    ratio: float = 1.0
-    directory: str | None = None
-    chunk: int = 64 << 20
-    checksum: bool = False
-    durable: bool = False
+    persist_elements: int = 8192
+    optimizer_fraction: float = 1.0
+    travel: Travel = dataclasses.field(default_factory=Travel)
+    pace: Pace = dataclasses.field(default_factory=Pace)
+    disk: Disk | None = None
+
+    @classmethod
+    def flat(cls, **fields: Any) -> "Zero":
+        """The rule with these fields, its own and those of its parts, by name: for a command line or a file of options.
+
+        Raises:
+            TypeError: there is no such field.
+
+        Example:
+            >>> Zero.flat(stage=3, gather="int8", prefetch_bytes=0) == Zero(
+            ...     stage=3, travel=Travel(gather="int8"), pace=Pace(prefetch_bytes=0)
+            ... )
+            True
+        """
+        check_names(fields, {field.name for field in dataclasses.fields(cls)})
+        return cls(**nested(fields))
+
+    def as_flat(self) -> dict[str, Any]:
+        """The fields, its own and those of its parts, by name: `Zero.flat(**zero.as_flat()) == zero`.
+
+        Example:
+            >>> Zero(stage=3, axis="gpu").as_flat()["bucket_bytes"]
+            1048576
+        """
+        return flattened(self)
+
+    @property
+    def directory(self) -> str | None:
+        """Where states on disk are; None = nothing is kept there."""
+        return None if self.disk is None else self.disk.directory
 
     @property
     def near(self) -> tuple[str, ...]:
         """The secondary axes."""
-        return () if self.secondary_axis is None else _tuple(self.secondary_axis)
+        return () if self.travel.secondary_axis is None else _tuple(self.travel.secondary_axis)
 
     @property
     def kinds(self) -> set[MemoryKind]:
@@ -100,40 +116,30 @@ class Zero:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"Zero(stage={self.stage!r}): the stages are 0, 1, 2 and 3.")
-        if self.accumulate not in ("each", "once"):
-            hint = did_you_mean(str(self.accumulate), ("each", "once"))
-            raise ValueError(f"Zero(accumulate={self.accumulate!r}): use 'each' or 'once'.{hint}")
-        for name in ("prefetch", "persist", "bucket"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Zero({name}={getattr(self, name)}): must not be negative.")
+        for name, kind in (("travel", Travel), ("pace", Pace), ("disk", Disk | None)):
+            if not isinstance(given := getattr(self, name), kind):
+                raise TypeError(
+                    f"Zero({name}={given!r}): must be a {name.capitalize()}, Zero({name}=sf.{name.capitalize()}(...))."
+                )
+        if self.persist_elements < 0:
+            raise ValueError(f"Zero(persist_elements={self.persist_elements}): must not be negative.")
         self._check_memory()
         self._check_travel()
 
     def _check_travel(self) -> None:
-        if self.reduce in ("each", "once"):
-            raise ValueError(
-                f"Zero(reduce={self.reduce!r}): reduce says in how many bits gradients travel; when those of"
-                f" microbatches do is Zero(accumulate={self.reduce!r})."
-            )
-        for name in ("gather", "reduce"):
-            how = getattr(self, name)
-            if how is not None and how not in BITS:
-                raise ValueError(f"Zero({name}={how!r}): use None or one of {tuple(BITS)}.{did_you_mean(how, BITS)}")
-        idle = [n for n in ("gather", "secondary_axis") if getattr(self, n) is not None and self.stage < 3]
-        idle += ["reduce"] if self.reduce is not None and self.stage == 0 else []
-        idle += ["block"] if self.block != BLOCK and self.gather is None and self.reduce is None else []
+        travel = self.travel
+        idle = [n for n in ("gather", "secondary_axis") if getattr(travel, n) is not None and self.stage < 3]
+        idle += ["reduce"] if travel.reduce is not None and self.stage == 0 else []
         if idle:
-            given = ", ".join(f"{n}={getattr(self, n)!r}" for n in ("stage", *idle))
-            why = "no option quantises" if idle == ["block"] else "too little is kept in pieces at this stage"
-            raise ValueError(f"Zero({given}): {' and '.join(idle)} would have no effect: {why}.")
-        if self.block < 2 or self.block % 2:
-            raise ValueError(f"Zero(block={self.block}): must be even and at least 2.")
-        self._check_near()
-
-    def _check_near(self) -> None:
-        if self.secondary_axis is None:
+            given = ", ".join(f"{n}={getattr(travel, n)!r}" for n in idle)
+            raise ValueError(
+                f"Zero(stage={self.stage}, travel=Travel({given})): {' and '.join(idle)} would have no effect: too"
+                " little is kept in pieces at this stage."
+            )
+        if travel.secondary_axis is None:
             return
-        axes, given = _tuple(self.axis), f"Zero(axis={self.axis!r}, secondary_axis={self.secondary_axis!r})"
+        axes = _tuple(self.axis)
+        given = f"Zero(axis={self.axis!r}, travel=Travel(secondary_axis={travel.secondary_axis!r}))"
         foreign = [a for a in self.near if a not in axes]
         if foreign or not self.near:
             hint = did_you_mean(foreign[0], axes) if foreign else ""
@@ -147,16 +153,13 @@ class Zero:
             kind = getattr(self, name)
             if kind not in kinds:
                 raise ValueError(f"Zero({name}={kind!r}): the memories are {kinds}.{did_you_mean(str(kind), kinds)}")
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"Zero(ratio={self.ratio}): a fraction lies between 0 and 1.")
-        if self.ratio < 1 and self.optimizer == "device":
-            raise ValueError(
-                f"Zero(ratio={self.ratio}) has no effect with optimizer='device'; choose 'host' or 'disk'."
-            )
-        if self.chunk < 1:
-            raise ValueError(f"Zero(chunk={self.chunk}): must be positive.")
-        if "disk" in self.kinds and self.directory is None:
-            raise ValueError(f"{self!r} keeps states on disk; say where: Zero(directory='/path/to/a/fast/disk').")
+        given = f"Zero(optimizer_fraction={self.optimizer_fraction})"
+        if not 0 <= self.optimizer_fraction <= 1:
+            raise ValueError(f"{given}: a fraction lies between 0 and 1.")
+        if self.optimizer_fraction < 1 and self.optimizer == "device":
+            raise ValueError(f"{given} has no effect with optimizer='device'; choose 'host' or 'disk'.")
+        if "disk" in self.kinds and self.disk is None:
+            raise ValueError(f"{self!r} keeps states on disk; say where: Zero(disk=Disk('/path/to/a/fast/disk')).")
 
 
 def _tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:

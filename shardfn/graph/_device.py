@@ -164,9 +164,9 @@ def _cluster(
 
 
 # Vendors' figures: dense tensor-core rates with float32 accumulation for the 16-bit types, plain (not TF32) float32,
-# memory in GiB as the driver counts it (the vendors'
-# GB are that, rounded). NVLink is halved, since vendors add both directions. Wires between
-# nodes: what the vendor's reference machine has, divided by its devices. Latencies are typical, not vendors'.
+# memory in GiB as the driver counts it (the vendors' GB are that, rounded). NVLink is halved, since vendors add both
+# directions. Wires between nodes: what the vendor's reference machine has, divided by its devices. Latencies are
+# typical, not vendors'.
 # V100: NVIDIA Tesla V100 datasheet (2020) and DGX-2 datasheet: 16 x SXM3, NVSwitch 300 GB/s, 8 x EDR 100 Gbit/s.
 # A100: NVIDIA A100 datasheet (2021), DGX A100 datasheet: NVSwitch 600 GB/s, 8 x HDR 200 Gbit/s for training.
 # H100, H200: NVIDIA H100 and H200 datasheets (2023, 2024), DGX H100/H200: NVSwitch 900 GB/s, 8 x NDR 400 Gbit/s.

@@ -1,6 +1,7 @@
 """A decoder-only transformer: GPT-2 and Llama are two settings of one `Config`.
 
 B batch, T tokens, D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
+
 Radford et al., Language Models are Unsupervised Multitask Learners, 2019
 Touvron et al., LLaMA: Open and Efficient Foundation Language Models, 2023, https://arxiv.org/abs/2302.13971
 """

@@ -182,8 +182,8 @@ def lamb(
 ) -> GradientTransformation:
     """LAMB: `u = mu / (sqrt(nu) + eps) + weight_decay * p`, `p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u`.
 
-    The trust ratio c is `scale_by_trust_ratio`'s. The rule is that of the common fused kernels: bias
-    correction scales the whole step, decay included, where the paper corrects the moments inside u.
+    The trust ratio c is `scale_by_trust_ratio`'s. The rule is that of the common fused kernels: bias correction scales
+    the whole step, decay included, where the paper corrects the moments inside u.
 
     Args:
         learning_rate: a number >= 0, or a schedule.

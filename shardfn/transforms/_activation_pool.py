@@ -26,14 +26,14 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
         if capturing() and directory is not None:
             raise CaptureError(
                 "a captured step has one disk, its own: leave out directory= of offload and remat, and let the step"
-                " have one: Zero(directory=...) with leaves on disk."
+                " have one: Zero(disk=Disk(...)) with leaves on disk."
             )
         if directory is None:
             pools: list[Pool] = list(mesh.resources.get("pools", {}).values())
             if not pools:
                 raise ValueError(
                     "a policy sends activations to disk, but there is no directory; pass directory= to offload or"
-                    " remat, or let the step have a disk: Zero(directory=...) with leaves on it."
+                    " remat, or let the step have a disk: Zero(disk=Disk(...)) with leaves on it."
                 )
             return TracedPool() if capturing() else pools[0]
         place = (pathlib.Path(directory) / f"activations{mesh.rank}").absolute()

@@ -189,7 +189,7 @@ class Engine:
 
     def _backward(self, k: int, *, last: bool) -> None:
         plan, reducer = self._plan, self._reducer
-        send = last or plan.zero.accumulate == "each"
+        send = last or plan.zero.pace.accumulate == "each"
         reducer.begin(send=send, last=last)
         self._gatherer.begin_phase()
         self._comms.mark("backward")
@@ -243,7 +243,7 @@ def _gatherer(
         comms.channels,
         rounds_of(comms, plan),
         order,
-        plan.zero.prefetch,
+        plan.zero.pace.prefetch_bytes,
         plan.mesh.device,
         keep=keep,
     )

@@ -47,7 +47,7 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
             if isinstance(spec, Sharding) and name == "batch":
                 problems.append(f"{path} is {spec!r}; a batch is given as it is, so say {spec.spec!r}.")
             if isinstance(spec, Sharding) and spec.memory_kind == "disk" and zero.directory is None:
-                problems.append(f"{path} is to be kept on disk; say where: Zero(directory='/path/to/a/fast/disk').")
+                problems.append(f"{path} is to be kept on disk; say where: Zero(disk=Disk('/path/to/a/fast/disk')).")
             spec = spec.spec if isinstance(spec, Sharding) else spec
             problems += [f"{path} = {spec!r}: {_unknown(a, mesh)}" for a in spec.axes if not _known(a, mesh)]
     axes = (zero.axis,) if isinstance(zero.axis, str) else zero.axis
@@ -60,8 +60,8 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
     if zero.near and mesh.size > 1 and not 1 < mesh.axis_size(zero.near) < mesh.axis_size(zero.axis):
         problems.append(
-            f"Zero(axis={zero.axis!r}, secondary_axis={zero.secondary_axis!r}) has no effect: the mesh is {mesh.shape};"
-            " both the secondary axis and the others must have more than one rank."
+            f"Zero(axis={zero.axis!r}, travel=Travel(secondary_axis={zero.travel.secondary_axis!r})) has no effect: the"
+            f" mesh is {mesh.shape}; both the secondary axis and the others must have more than one rank."
         )
     raise_all(ValueError, "the specs do not fit the mesh:", problems)
 
@@ -74,22 +74,23 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
     """
     if mesh.axis_size(zero.axis) == 1:
         return
-    kept = f"is kept in pieces along {zero.axis!r}: none has more than persist={zero.persist} elements and can be cut"
+    large = f"more than persist_elements={zero.persist_elements} elements"
+    kept = f"is kept in pieces along {zero.axis!r}: none has {large} and can be cut"
     used = {
         "gather": (any(leaf.gather_code for leaf in leaves), f"no leaf of floats {kept}"),
         "secondary_axis": (any(leaf.near for leaf in leaves), f"no leaf {kept} along both these axes and others"),
         "reduce": (
             any(leaf.trainable and leaf.reduce_code for leaf in leaves),
-            f"no trainable leaf of more than persist={zero.persist} elements has its gradient cut along {zero.axis!r}",
+            f"no trainable leaf of {large} has its gradient cut along {zero.axis!r}",
         ),
     }
     raise_all(
         ValueError,
-        "options of Zero have no effect:",
+        "options of Zero(travel=Travel(...)) have no effect:",
         [
-            f"{name}={getattr(zero, name)!r}: {why}; lower persist, or leave it out"
+            f"{name}={getattr(zero.travel, name)!r}: {why}; lower persist_elements, or leave it out"
             for name, (some, why) in used.items()
-            if getattr(zero, name) is not None and not some
+            if getattr(zero.travel, name) is not None and not some
         ],
     )
 

@@ -88,7 +88,7 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
         measures: whether whole leaves are measured, so that a stacked one must not come layer by layer.
     """
     where = [rows.leaf for rows in _where(plan)]
-    able = [_is_able(leaf, plan.zero.persist) and not (measures and leaf.layers) for leaf in plan.leaves]
+    able = [_is_able(leaf, plan.zero.persist_elements) and not (measures and leaf.layers) for leaf in plan.leaves]
     while True:
         units = [u for u in plan.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
         reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)

@@ -131,7 +131,7 @@ class LeafLayout:
 
     @functools.cached_property
     def near(self) -> tuple[str, ...]:
-        """The axes of the second hop, where it is gathered in two; see `Zero.secondary_axis`."""
+        """The axes of the second hop, where it is gathered in two; see `Zero.travel.secondary_axis`."""
         hops = [hop for hop in self.ways.use.hops if isinstance(hop, AllGather)]
         return hops[1].axes if len(hops) > 1 else ()
 
@@ -230,7 +230,7 @@ def leaf_layout(
     One dtype stands for all of its dtypes; `home` overrides the rule's memory for the parameter.
     """
     shard = zero_spec(tuple(shape), compute, zero.axis, mesh) if zero.stage >= 1 else compute
-    large = shape.numel() > zero.persist
+    large = shape.numel() > zero.persist_elements
     param = shard if zero.stage == 3 and large else compute
     dtypes = dtype if isinstance(dtype, Dtypes) else Dtypes.plain(dtype)
     memories = Memories(home or (zero.params if large else "device"), zero.grads, zero.optimizer)
@@ -239,9 +239,15 @@ def leaf_layout(
     far = tuple(a for a in zero_axes if a not in zero.near) if zero.near and param != compute else ()
 
     def code(how: str | None, on: bool) -> tuple[int, int] | None:
-        return (BITS[how], zero.block) if how is not None and on and dtypes.compute.is_floating_point else None
+        return (
+            (BITS[how], zero.travel.block_elements)
+            if how is not None and on and dtypes.compute.is_floating_point
+            else None
+        )
 
-    travel = Travel(far if far != zero_axes else (), code(zero.gather, param != compute), code(zero.reduce, large))
+    travel = Travel(
+        far if far != zero_axes else (), code(zero.travel.gather, param != compute), code(zero.travel.reduce, large)
+    )
     return _leaf(path, shape, trainable, places, travel, mesh)
 
 
@@ -288,5 +294,7 @@ def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
             room -= leaf.shape.numel()
             stay.add(leaf.path)
     if train and ratio < 1 and not stay:
-        raise ValueError(f"Zero(ratio={ratio}) has no effect: every leaf is larger than what may stay on the device.")
+        raise ValueError(
+            f"Zero(optimizer_fraction={ratio}) has no effect: every leaf is larger than what may stay on the device."
+        )
     return [leaf.with_state_at("device") if leaf.path in stay else leaf for leaf in leaves]

@@ -96,7 +96,7 @@ class Plan:
     def __post_init__(self) -> None:
         self.layers = self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
         # A graph holds a gather for each leaf and use; what travels together is decided when it is scheduled.
-        self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.bucket)
+        self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
         self.reduce_units = reduce_units(self.layers, self.zero, self.mesh)
         self.refresh_units = refresh_units(self.layers, self.zero)
 
@@ -197,7 +197,7 @@ class Plan:
     def describe(self) -> str:
         """One line a fact; equal on all ranks that run the same plan."""
         # Each rank may have a disk of its own.
-        rule = ", ".join(f"{k}={v!r}" for k, v in vars(self.zero).items() if k != "directory")
+        rule = ", ".join(f"{k}={v!r}" for k, v in self.zero.as_flat().items() if k != "directory")
         lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
         for x in self.leaves:
             kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
@@ -325,7 +325,7 @@ class Planner:
             )
             for (p, s, d, c, t, h), k in zip(rows, stacked, strict=True)
         ]
-        leaves = with_ratio(leaves, self.zero.ratio)
+        leaves = with_ratio(leaves, self.zero.optimizer_fraction)
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
@@ -333,9 +333,8 @@ class Planner:
 
 def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
     used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
-    given = [f"{n}={getattr(zero, n)!r}" for n in ("directory", "checksum", "durable") if getattr(zero, n)]
-    if given and not used:
-        raise ValueError(f"Zero({', '.join(given)}) has no effect: nothing is kept on disk.")
+    if zero.disk is not None and not used:
+        raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")
 
 
 def _unfit(shape: torch.Size, compute: P) -> bool:

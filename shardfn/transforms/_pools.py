@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Mesh, PyTree, Stored, raise_all, tree_leaves, tree_paths
+from shardfn.core import Disk, Mesh, PyTree, Stored, raise_all, tree_leaves, tree_paths
 from shardfn.memory import AnyPool, Pool, TracedPool
 
 from ._origin import check_origins, origin_of
@@ -21,7 +21,7 @@ from ._state import TrainState
 
 log = logging.getLogger("shardfn.memory")
 
-# Leaves of at most this many elements are committed wherever they are, as are those that `persist`.
+# Leaves of at most this many elements are committed wherever they are, as are those that persist.
 SMALL = 1024
 
 
@@ -34,12 +34,12 @@ def pool_of(plan: Plan) -> AnyPool | None:
 
 def disk_of(plan: Plan) -> Pool | None:
     """The pool of a plan, opened on first use; None if it keeps nothing on disk."""
-    if plan.zero.directory is None:
+    disk, pools = plan.zero.disk, _pools(plan.mesh)
+    if disk is None:
         return None
-    pools = _pools(plan.mesh)
-    if plan.zero.directory not in pools:
-        pools[plan.zero.directory] = Pool(_place(plan), checksum=plan.zero.checksum)
-    return pools[plan.zero.directory]
+    if disk.directory not in pools:
+        pools[disk.directory] = Pool(_place(disk, plan.mesh), checksum=disk.checksum)
+    return pools[disk.directory]
 
 
 def _pools(mesh: Mesh) -> dict[str, Pool]:
@@ -91,16 +91,16 @@ def commit(plan: Plan, state: TrainState) -> None:
 
     Commits are numbered by themselves: a step that is skipped, or taken twice, has the number of another one.
     """
-    pool = disk_of(plan)
+    disk, pool = plan.zero.disk, disk_of(plan)
     leaves = [] if pool is None else _leaves(plan, state)
-    if pool is None or not all(kept for _, _, kept in leaves):
+    if disk is None or pool is None or not all(kept for _, _, kept in leaves):
         return
-    number = _commits(plan).get(plan.zero.directory, -1) + 1
+    number = _commits(plan).get(disk.directory, -1) + 1
     values = {path: _value(x) for path, x, _ in leaves if _is_held(plan, x)}
-    run = _runs(plan).get(plan.zero.directory, "")
+    run = _runs(plan).get(disk.directory, "")
     about = origin_of(plan.mesh, run, *cut_parts(state))
-    pool.commit(values, number, durable=plan.zero.durable, keep_before=True, about=about)
-    _commits(plan)[plan.zero.directory] = number
+    pool.commit(values, number, durable=disk.durable, keep_before=True, about=about)
+    _commits(plan)[disk.directory] = number
 
 
 def cut_parts(state: TrainState) -> list[tuple[str, PyTree]]:
@@ -132,19 +132,21 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
         ValueError: the plan keeps nothing on disk; or a directory is another rank's, mesh's or run's.
         FileNotFoundError: the ranks have no commit in common; says which each of them has.
     """
-    if plan.zero.directory is None:
-        raise ValueError("resume() reads what the step left on disk, but nothing is kept there: Zero(directory=...).")
-    place, told = _place(plan), Pool.about(_place(plan))
+    disk = plan.zero.disk
+    if disk is None:
+        raise ValueError("resume() reads what the step left on disk, but nothing is kept there: Zero(disk=Disk(...)).")
+    place = _place(disk, plan.mesh)
+    told = Pool.about(place)
     check_origins(plan.mesh, control, place, told if Pool.steps(place) else None)
     steps: list[Any] = control.gather(Pool.steps(place))
     common = set(steps[0]).intersection(*steps[1:])
     if not common:
         had = [f"rank {r}: {f'numbers {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]
-        raise_all(FileNotFoundError, f"no commit under {plan.zero.directory} is there on all ranks:", had)
-    opened = Pool.open(place, max(common), checksum=plan.zero.checksum)
-    _pools(plan.mesh)[plan.zero.directory] = opened.pool
-    _commits(plan)[plan.zero.directory] = opened.step
-    _runs(plan)[plan.zero.directory] = told.get("run", "")
+        raise_all(FileNotFoundError, f"no commit under {disk.directory} is there on all ranks:", had)
+    opened = Pool.open(place, max(common), checksum=disk.checksum)
+    _pools(plan.mesh)[disk.directory] = opened.pool
+    _commits(plan)[disk.directory] = opened.step
+    _runs(plan)[disk.directory] = told.get("run", "")
     return opened.values, told
 
 
@@ -170,9 +172,8 @@ def _is_held(plan: Plan, x: Any) -> bool:
     """Whether a commit holds a leaf: what is on disk, and in memory leaves as small as those that never leave it."""
     if isinstance(x, GlobalTensor) and x.memory_kind == "disk":
         return True
-    return x.shape.numel() <= max(plan.zero.persist, SMALL)
+    return x.shape.numel() <= max(plan.zero.persist_elements, SMALL)
 
 
-def _place(plan: Plan) -> pathlib.Path:
-    assert plan.zero.directory is not None
-    return pathlib.Path(plan.zero.directory) / f"rank{plan.mesh.rank}"
+def _place(disk: Disk, mesh: Mesh) -> pathlib.Path:
+    return pathlib.Path(disk.directory) / f"rank{mesh.rank}"

@@ -35,7 +35,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
     coded = [leaf.path for leaf in plan.leaves if leaf.gather_code or leaf.reduce_code]
     raise_all(
         ValueError,
-        "step.loss, and steps under torch.func, are exact; leave out Zero(gather=, reduce=), which rounds:",
+        "step.loss, and steps under torch.func, are exact; leave out Travel(gather=, reduce=), which rounds:",
         coded,
     )
     blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]

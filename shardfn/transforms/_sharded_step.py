@@ -206,7 +206,7 @@ class ShardedStep:
     def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The state of the last step that all ranks finished, from what they left on disk. Collective.
 
-        After each step the state is committed under `Zero(directory=...)`, unless parts of it are kept in memory only
+        After each step the state is committed under `Zero(disk=Disk(...))`, unless parts of it are kept in memory only
         (persistent small leaves, counters, and 16-bit parameters whose master copies are on disk, do not count). So it
         outlives the processes, however they end.
 
@@ -225,7 +225,7 @@ class ShardedStep:
             >>> from shardfn import core, optim
             >>> loss = lambda w, x: (w * x).square().mean()
             >>> def make(directory):
-            ...     zero = core.Zero(persist=0, params="disk", optimizer="disk", directory=directory)
+            ...     zero = core.Zero(persist_elements=0, params="disk", optimizer="disk", disk=core.Disk(directory))
             ...     return sharded_step(loss, optim.sgd(0.1), mesh=core.make_mesh({"dp": 1}), zero=zero)
             >>> with tempfile.TemporaryDirectory() as directory:
             ...     step = make(directory)

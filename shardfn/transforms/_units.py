@@ -94,7 +94,7 @@ def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which resident leaves are gathered after their shards were updated."""
     members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
     key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home))  # noqa: E731
-    return make_units(leaves, members, zero.bucket, key, math.inf, operator.attrgetter("pieces"))
+    return make_units(leaves, members, zero.travel.bucket_bytes, key, math.inf, operator.attrgetter("pieces"))
 
 
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
@@ -112,9 +112,9 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
     units = [Unit.of(leaves, (i,), nbytes[i], pieces) for i in trainable if alone(leaves[i])]
     shared = [i for i in trainable if not alone(leaves[i])]
     cut, whole = ([i for i in shared if leaves[i].cut == on] for on in (True, False))
-    units += make_units(leaves, cut, zero.bucket, _reduce_key, math.inf, pieces)
+    units += make_units(leaves, cut, zero.travel.bucket_bytes, _reduce_key, math.inf, pieces)
     # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
-    size = max(zero.bucket, WHOLE_BUCKET) if zero.bucket else 0
+    size = max(zero.travel.bucket_bytes, WHOLE_BUCKET) if zero.travel.bucket_bytes else 0
     return units + make_units(leaves, whole, size, _reduce_key, math.inf, pieces)
 
 

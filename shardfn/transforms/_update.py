@@ -153,7 +153,7 @@ def whole_update(
         scale=scale,
         device=plan.mesh.device,
         pool=pool_of(plan),
-        chunk=plan.zero.chunk,
+        chunk=plan.zero.pace.chunk_bytes,
     )
 
 

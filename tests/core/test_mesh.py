@@ -29,7 +29,7 @@ def _grew(now: tuple[int, int, int], then: tuple[int, int, int]) -> bool:
 
 
 def _trained(mesh: "sf.Mesh | dist.DeviceMesh", loss=_loss, *, axis: str = "dp") -> tuple:
-    zero = sf.Zero(stage=3, persist=0, axis=axis)
+    zero = sf.Zero(stage=3, persist_elements=0, axis=axis)
     step = sf.sharded_step(loss, sf.optim.adam(0.1), mesh=mesh, batch=sf.P(axis), zero=zero)
     state, _ = step(step.init({"w": torch.ones(4, 3)}), torch.ones(2, 4))
     return step, state

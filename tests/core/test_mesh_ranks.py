@@ -15,7 +15,7 @@ def _loss(params: dict, x: Tensor) -> Tensor:
 
 
 def _trained(mesh: Mesh) -> Tensor:
-    step = sf.sharded_step(_loss, sf.optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(_loss, sf.optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
     state = step.init({"w": torch.arange(12.0).view(4, 3)})
     for _ in range(2):
         state, _ = step(state, torch.ones(2, 4))

@@ -35,7 +35,7 @@ def main() -> None:
         ("stage 3, accumulated", sf.accumulate(odd_loss, 2), {"stage": 3}),
     ]
     for name, loss, fields in cases:
-        zero = sf.Zero(persist=0, bucket=64, **fields)
+        zero = sf.Zero.flat(persist_elements=0, bucket_bytes=64, **fields)
         run = on_mesh(loss, TX, params, batches, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE)
         assert_same(Run(*tree_map(lambda x: x.cpu(), tuple(run))), want)
         if mesh.rank == 0:

@@ -25,7 +25,7 @@ def _peak(**fields: Any) -> tuple[int, int]:
         _loss,
         sf.optim.sgd(1e-3),
         mesh=sf.make_mesh({"dp": 1}),
-        zero=sf.Zero(stage=3, persist=0, bucket=0, prefetch=LAYER, **fields),
+        zero=sf.Zero.flat(stage=3, persist_elements=0, bucket_bytes=0, prefetch_bytes=LAYER, **fields),
     )
     g = torch.Generator().manual_seed(0)
     state = step.init({f"w{n}": torch.randn(WIDTH, WIDTH, generator=g) / 32 for n in range(LAYERS)})
@@ -47,7 +47,9 @@ def test_leaves_on_the_host_are_on_the_device_a_few_at_a_time() -> None:
 
 
 def test_steps_leave_nothing_behind() -> None:
-    step = sf.sharded_step(_loss, sf.optim.adamw(1e-3), mesh=sf.make_mesh({"dp": 1}), zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(
+        _loss, sf.optim.adamw(1e-3), mesh=sf.make_mesh({"dp": 1}), zero=sf.Zero(stage=3, persist_elements=0)
+    )
     state = step.init({f"w{n}": torch.ones(WIDTH, WIDTH) / WIDTH for n in range(LAYERS)})
     batch, held = torch.ones(4, WIDTH, device="cuda"), []
     for _ in range(4):

@@ -42,7 +42,7 @@ def _run(loss: Callable[..., Any] = odd_loss, zero: sf.Zero | None = None, **opt
 
 
 def _zero(stage: int, **fields: Any) -> sf.Zero:
-    return sf.Zero(stage=stage, persist=0, bucket=64, **fields)
+    return sf.Zero.flat(stage=stage, persist_elements=0, bucket_bytes=64, **fields)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

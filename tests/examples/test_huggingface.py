@@ -90,7 +90,7 @@ def test_unmodified_models_equal_one_device(world: int, name: str) -> None:
             _batches(),
             mesh=mesh,
             reference=loss,
-            zero=sf.Zero(stage=stage, persist=0, bucket=1000),
+            zero=sf.Zero(stage=stage, persist_elements=0, travel=sf.Travel(bucket_bytes=1000)),
         )
         torch.testing.assert_close(run.params, want, rtol=1e-9, atol=1e-12)
 
@@ -125,7 +125,7 @@ def test_dropout_by_key_and_checkpoints_inside_the_model(world: int, how: str) -
         [batch | {"index": torch.arange(4) + 4 * n} for n, batch in enumerate(_batches()[:2])],
         mesh=sf.make_mesh({"dp": world}),
         reference=loss_of(_dropping())[1],
-        zero=sf.Zero(stage=3, persist=0),
+        zero=sf.Zero(stage=3, persist_elements=0),
         key=sf.key(0),
     )
 
@@ -147,7 +147,7 @@ def test_tied_weights_stay_tied() -> None:
         lambda p, b: apply(p, input_ids=b["tokens"], labels=b["tokens"]).loss,
         sf.optim.adamw(LR, eps=EPS),
         mesh=sf.make_mesh({"dp": -1}),
-        zero=sf.Zero(stage=3, persist=0),
+        zero=sf.Zero(stage=3, persist_elements=0),
     )
     state = step.init(params)
     for batch in _batches():

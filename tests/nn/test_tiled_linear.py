@@ -80,7 +80,9 @@ def test_no_more_than_tiles_are_on_the_device(world: int, tmp_path: pathlib.Path
     def trained(kind: str | None, w: Any) -> tuple[Any, int]:
         places: dict[str, Any] = {} if kind is None else {"params": kind, "grads": "host", "optimizer": kind}
         where: dict[str, Any] = {"directory": str(tmp_path)} if kind == "disk" else {}
-        zero = sf.Zero(3, persist=0, bucket=0, prefetch=tile, chunk=tile, **places, **where)
+        zero = sf.Zero.flat(
+            stage=3, persist_elements=0, bucket_bytes=0, prefetch_bytes=tile, chunk_bytes=tile, **places, **where
+        )
         step = sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=mesh, zero=zero)
         state = step.init({"w": w, "b": torch.ones(wide)})
         # What may be under way is bounded by constants that are larger than this weight.

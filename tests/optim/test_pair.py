@@ -94,7 +94,7 @@ RULES: dict[str, Any] = {
 
 def check(make: Any, stage: int, world: int, f: Any = loss, **more: Any) -> None:
     mesh = sf.make_mesh({"dp": world})
-    run = on_mesh(f, make(), params(), batches(), mesh=mesh, zero=sf.Zero(stage=stage, persist=0, **more))
+    run = on_mesh(f, make(), params(), batches(), mesh=mesh, zero=sf.Zero.flat(stage=stage, persist_elements=0, **more))
     assert_same(run, one_device(loss, optim.as_transformation(make()), params(), batches()))
 
 
@@ -135,14 +135,14 @@ def test_what_says_element_is_shown_blocks_and_sends_nothing() -> None:
         (Optax(init, watched), (5, 6)),
     ):
         seen.clear()
-        on_mesh(loss, rule, params(), batches(1), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+        on_mesh(loss, rule, params(), batches(1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
         assert seen == [shape]
 
 
 @distributed(world=2)
 def test_a_state_is_kept_in_pieces_where_it_has_its_parameters_shape() -> None:
     mesh = sf.make_mesh({"dp": 2})
-    step = sf.sharded_step(loss, by_norm(), mesh=mesh, zero=sf.Zero(stage=1, persist=0))
+    step = sf.sharded_step(loss, by_norm(), mesh=mesh, zero=sf.Zero(stage=1, persist_elements=0))
     state = step.init(params()).opt_state
     assert {k: x.spec for k, x in state.mu.items()} == {"w": P(None, "dp"), "v": P("dp"), "b": P("dp"), "s": P()}
     assert state.mu["v"].shape == (7, 5) and state.mu["v"].local.shape == ((4, 5) if mesh.rank == 0 else (3, 5))
@@ -170,7 +170,7 @@ def test_states_that_cannot_be_kept_are_refused() -> None:
         (counts, TypeError, r"opt_state\['count'\] is of type int"),
         (like_rows, ValueError, r"the shape of its rows, but not its own[^$]*opt_state\['v'\]"),
     ):
-        step = sf.sharded_step(lambda p, x: p["v"].sum(), rule, mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+        step = sf.sharded_step(lambda p, x: p["v"].sum(), rule, mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
         with pytest.raises(error, match=message):
             step.init({"v": torch.ones(5, 6)})
 
@@ -205,7 +205,7 @@ def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
 @distributed(world=2)
 def test_a_pair_whose_state_is_on_the_host() -> None:
     rule = GradientTransformation(*by_element(), needs=Needs("element"))
-    check(lambda: rule, 1, 2, optimizer="host", grads="host", chunk=64)
-    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist=0, optimizer="host")
+    check(lambda: rule, 1, 2, optimizer="host", grads="host", chunk_bytes=64)
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist_elements=0, optimizer="host")
     with pytest.raises(ValueError, match="keep its state on the device, or say that it treats every element alike"):
         sf.sharded_step(loss, by_element(), mesh=mesh, zero=zero).init(params())

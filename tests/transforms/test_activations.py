@@ -311,7 +311,7 @@ def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tm
     mesh = sf.make_mesh({"dp": world})
     down: dict[str, set[int]] = {}
     for stage in (0, 3):
-        zero = sf.Zero(stage, persist=0)
+        zero = sf.Zero(stage, persist_elements=0)
         want, _ = _run(_loss, mesh, zero=zero)
         for name, form in _forms().items():
             got, book = _run(form, mesh, zero=zero)
@@ -320,7 +320,7 @@ def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tm
     # Whole leaves, which stage 3 has and stage 0 has not, never leave; so the traffic is that of activations alone.
     assert down["offload"] == {2 * LAYERS * EACH}
     assert all(len(traffic) == 1 and min(traffic) > 0 for traffic in down.values()), down
-    kept = sf.Zero(3, persist=0, optimizer="disk", directory=str(tmp_path))
+    kept = sf.Zero(3, persist_elements=0, optimizer="disk", disk=sf.Disk(str(tmp_path)))
     to_disk = policies.offload_larger_than(0, "disk")
     got, book = _run(sf.offload(_loss, to_disk), mesh, zero=kept)  # in the step's own directory
     assert_same(got, want, exact=True)
@@ -329,7 +329,7 @@ def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tm
 
 @distributed(world=[1, 2])
 def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path) -> None:
-    mesh, zero = sf.make_mesh({"dp": world}), sf.Zero(3, persist=0)
+    mesh, zero = sf.make_mesh({"dp": world}), sf.Zero(3, persist_elements=0)
     want, _ = _run(_loss, mesh, zero=zero)
     for name in ("offload", "remat blocks", "both"):
         form = _forms()[name]
@@ -348,7 +348,7 @@ def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path)
     # Rows are many, so that activations are what counts: here inputs of blocks and products, then one, then neither.
     most = (LAYERS - 3) * 8 * EACH
     assert peaks[0] - max(peaks[1:3]) >= most and min(peaks[1:3]) - peaks[3] >= most, [p / EACH for p in peaks]
-    kept = sf.Zero(3, persist=0, optimizer="disk", directory=str(tmp_path))
+    kept = sf.Zero(3, persist_elements=0, optimizer="disk", disk=sf.Disk(str(tmp_path)))
     to_disk = sf.jit(sf.offload(_loss, policies.offload_larger_than(0, "disk"), window=0), backend="graph")
     got, book = _run(to_disk, mesh, zero=kept)
     assert_same(got, want, exact=True)
@@ -357,7 +357,7 @@ def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path)
 
 @distributed(world=2)
 def test_they_compose_with_what_else_a_loss_is_wrapped_in() -> None:
-    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(3, persist=0)
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(3, persist_elements=0)
     off, bf16 = functools.partial(sf.offload, policy=ALL), sf.Policy.bf16()
     for outer in (
         lambda f: sf.accumulate(f, 2),
@@ -410,7 +410,7 @@ def test_modules_offload_like_functions() -> None:
         return apply(params, x).square().mean()
 
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
-    step = functools.partial(sf.sharded_step, optimizer=sf.optim.sgd(0.1), zero=sf.Zero(3, persist=0))
+    step = functools.partial(sf.sharded_step, optimizer=sf.optim.sgd(0.1), zero=sf.Zero(3, persist_elements=0))
     mesh = sf.make_mesh({"dp": 1})
     for f in (sf.offload(loss, ALL), sf.remat(loss, policies.dots_saveable)):
         pair = [step(g, mesh=mesh) for g in (f, loss)]

@@ -58,7 +58,7 @@ def _batch(last: int = 5) -> Tensor:
 
 def _step(mesh: sf.Mesh, stage: int, mode: str) -> sf.transforms.ShardedStep:
     loss = sf.jit(_loss, backend="graph") if mode == "graph" else _loss
-    return sf.sharded_step(loss, _failing_update(), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+    return sf.sharded_step(loss, _failing_update(), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
 
 
 @contextlib.contextmanager

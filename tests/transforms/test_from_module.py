@@ -21,7 +21,7 @@ def step_on(module: nn.Module, x: Tensor, *, jit: bool = False, stage: int = 3) 
         return apply(params, x).square().mean()
 
     f = sf.jit(loss, backend="graph") if jit else loss
-    mesh, zero = sf.make_mesh({"dp": 1}), sf.Zero(stage=stage, persist=0)
+    mesh, zero = sf.make_mesh({"dp": 1}), sf.Zero(stage=stage, persist_elements=0)
     return on_mesh(f, sf.optim.sgd(0.1), params, [x], mesh=mesh, zero=zero).params
 
 
@@ -185,7 +185,7 @@ def test_layers_that_look_parameters_up_by_themselves(world: int) -> None:
     batches = [torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     want = one_device(apply, sf.optim.sgd(0.5), params, batches)
     mesh = sf.make_mesh({"dp": world})
-    zero = sf.Zero(stage=3, persist=0)
+    zero = sf.Zero(stage=3, persist_elements=0)
     assert_same(on_mesh(apply, sf.optim.sgd(0.5), params, batches, mesh=mesh, zero=zero), want)
 
 

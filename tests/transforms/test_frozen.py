@@ -34,7 +34,7 @@ from shardfn.testing import distributed
 FROZEN = pathlib.Path(__file__).parent / "frozen"
 LAYERS, WIDTH, ROWS = 4, 6, 8
 # Thresholds that the leaves below fall on both sides of.
-ODD: dict[str, Any] = {"persist": 4, "bucket": 128, "prefetch": 300}
+ODD: dict[str, Any] = {"persist_elements": 4, "bucket_bytes": 128, "prefetch_bytes": 300}
 DP, GRID = MappingProxyType({"dp": 2}), MappingProxyType({"node": 2, "dp": 2})
 
 
@@ -78,8 +78,10 @@ CASES: dict[str, Case] = {
     "zero3_grid": Case(NODES, mesh=GRID),
     "zero3_grid_near": Case({"stage": 3, "axis": "dp"}, mesh=GRID),
     "zero3_secondary": Case(NODES | {"secondary_axis": "dp"}, mesh=GRID),
-    "zero3_codes": Case(NODES | {"secondary_axis": "dp", "gather": "int8", "reduce": "int4", "block": 16}, mesh=GRID),
-    "zero3_int8": Case({"stage": 3, "gather": "int8", "reduce": "int8", "block": 16}),
+    "zero3_codes": Case(
+        NODES | {"secondary_axis": "dp", "gather": "int8", "reduce": "int4", "block_elements": 16}, mesh=GRID
+    ),
+    "zero3_int8": Case({"stage": 3, "gather": "int8", "reduce": "int8", "block_elements": 16}),
     "zero1_onebit": Case({"stage": 1}, optimizer="onebit"),
     "zero3_onebit": Case(optimizer="onebit"),
 }
@@ -135,7 +137,7 @@ def _step(case: Case, mesh: Any, directory: str, *, jit: bool) -> Any:
     specs: Any = sf.P()
     if case.stacked:
         specs = {"blocks": sf.Sharding(sf.P(), stacked=True), "in": sf.P(), "out": sf.P(), "scale": sf.P()}
-    zero = sf.Zero(**{**ODD, **case.zero, **where})
+    zero = sf.Zero.flat(**{**ODD, **case.zero, **where})
     options = {"mesh": mesh, "specs": specs, "batch": sf.P(mesh.axis_names), "zero": zero, **case.options}
     return sf.sharded_step(loss, _optimizer(case.optimizer), **options)
 

@@ -23,13 +23,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch._decomp.decompositions_for_jvp
 
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 STAGES = (0, 1, 2, 3)
 RATES = torch.tensor([1e-3, 1e-2, 3e-2]).double()  # numbers in float32, too
 
 
 def zeros(stage: int) -> sf.Zero:
-    return sf.Zero(stage=stage, **ODD)
+    return sf.Zero.flat(stage=stage, **ODD)
 
 
 def rows(batch: Any, mesh: sf.Mesh, spec: sf.P = sf.P("dp")) -> Any:
@@ -172,7 +172,7 @@ def test_tensor_parallel_leaves_and_other_axes() -> None:
     ]
     for (shape, cut, axis), stage in itertools.product(cases, (0, 1, 3)):
         mesh = sf.make_mesh(shape)
-        options: dict[str, Any] = {"mesh": mesh, "batch": cut, "zero": sf.Zero(stage=stage, axis=axis, **ODD)}
+        options: dict[str, Any] = {"mesh": mesh, "batch": cut, "zero": sf.Zero.flat(stage=stage, axis=axis, **ODD)}
         step = sf.sharded_step(tp_loss, tx, specs=specs if "tp" in shape else sf.P(), **options)
         first = step.init(params)
         states, measured = stack([first, first]), []
@@ -318,7 +318,10 @@ def test_a_population_sends_as_many_messages_each_k_times_as_large(world: int) -
             assert many[op][1] == pytest.approx(5 * one[op][1], rel=0.02)  # a sum's share is rounded down
         if stage == 3:
             single = sf.sharded_step(
-                odd_loss, optim.adamw(1e-2), mesh=mesh, zero=sf.Zero(stage=3, persist=0, bucket=1 << 20)
+                odd_loss,
+                optim.adamw(1e-2),
+                mesh=mesh,
+                zero=sf.Zero(stage=3, persist_elements=0, travel=sf.Travel(bucket_bytes=1 << 20)),
             )
             with sf.count_traffic() as traffic:
                 vmap(single, in_dims=(0, None))(stack([single.init(odd_params())] * 3), own)

@@ -216,9 +216,10 @@ def run(case: Case, mesh: Any, directory: str) -> None:
     trainable = {name: name != "frozen" for name in params}
     params_at, grads_at, optimizer_at = case.memory
     options: dict[str, Any] = {"directory": directory} if "disk" in case.memory else {}
-    zero = sf.Zero(
-        stage=case.stage, persist=case.persist, bucket=case.bucket, prefetch=case.prefetch, accumulate=case.reduce,
-        params=params_at, grads=grads_at, optimizer=optimizer_at, ratio=case.ratio, chunk=case.chunk, **options,
+    zero = sf.Zero.flat(
+        stage=case.stage, persist_elements=case.persist, bucket_bytes=case.bucket, prefetch_bytes=case.prefetch,
+        accumulate=case.reduce, params=params_at, grads=grads_at, optimizer=optimizer_at,
+        optimizer_fraction=case.ratio, chunk_bytes=case.chunk, **options,
     )  # fmt: skip
     specs = {"blocks": sf.Sharding(P(), stacked=case.scan == "stacked")} if case.scan == "stacked" else {}
     got = on_mesh(

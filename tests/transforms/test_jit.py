@@ -14,7 +14,7 @@ from shardfn import optim
 from shardfn.models import gpt
 from shardfn.testing import ODD_TRAINABLE, assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh
 
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 graph = functools.partial(sf.jit, backend="graph")
 
 
@@ -28,7 +28,7 @@ def test_ten_steps_have_the_bits_of_eager(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [odd_batch(n) for n in range(10)]
     for stage in range(4):
-        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, **ODD), "trainable": ODD_TRAINABLE}
+        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero.flat(stage=stage, **ODD), "trainable": ODD_TRAINABLE}
         _same(odd_loss, graph(odd_loss), optim.adamw(1e-2, weight_decay=0.1), odd_params(), batches, **options)
 
 
@@ -43,7 +43,7 @@ def test_composes_with_accumulate_remat_clip_and_every_optimizer(stages: tuple[i
     for stage, tx in ((stage, rules[stage]) for stage in stages):
         inner = sf.remat(odd_loss)
         loss = sf.accumulate(inner, 2)
-        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, **ODD), "trainable": ODD_TRAINABLE}
+        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero.flat(stage=stage, **ODD), "trainable": ODD_TRAINABLE}
         _same(loss, graph(loss), tx, odd_params(), batches, **options)
         _same(loss, sf.accumulate(graph(inner), 2), tx, odd_params(), batches, **options)
 
@@ -61,7 +61,12 @@ def test_composes_with_keys_aux_weights_and_uneven_ranks() -> None:
     # 10 rows on 3 ranks: 4, 4 and 2
     batches = [{k: v[:10] for k, v in odd_batch(n).items()} | {"index": torch.arange(10) + 10 * n} for n in range(3)]
     for stage in (0, 1, 3):
-        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, **ODD), "key": sf.key(7), "has_aux": True}
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "zero": sf.Zero.flat(stage=stage, **ODD),
+            "key": sf.key(7),
+            "has_aux": True,
+        }
         _same(_noisy, graph(_noisy), optim.adam(1e-2), params, batches, **options)
 
 
@@ -77,7 +82,7 @@ def test_composes_with_tensor_parallel_leaves() -> None:
     specs = {"up": sf.P("tp"), "down": sf.P(None, "tp")}
     mesh = sf.make_mesh({"dp": 2, "tp": 2})
     for stage in (0, 2, 3):
-        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, **ODD), "specs": specs}
+        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero.flat(stage=stage, **ODD), "specs": specs}
         _same(_tp_loss, graph(_tp_loss), optim.adamw(1e-2), params, [odd_batch(n) for n in range(3)], **options)
 
 
@@ -93,7 +98,7 @@ def test_modules_and_the_gpt_run_as_graphs() -> None:
     def module_loss(p: dict, b: dict) -> Tensor:
         return ((apply(p, b["x"]) - b["y"]) ** 2).mean()
 
-    zero = sf.Zero(stage=3, **ODD)
+    zero = sf.Zero.flat(stage=3, **ODD)
     batches = [odd_batch(n) for n in range(2)]
     _same(module_loss, graph(module_loss), optim.adamw(1e-2), dict(params), batches, mesh=mesh, zero=zero)
     config = gpt.Config(vocab_size=33, num_layers=2, d_model=16, num_heads=2, max_len=8, tie_embeddings=True)
@@ -102,7 +107,7 @@ def test_modules_and_the_gpt_run_as_graphs() -> None:
     loss = functools.partial(gpt.loss, config)
     remat = functools.partial(gpt.loss, config, wrap=sf.remat)
     params = gpt.init(config, sf.key(0))
-    _same(loss, graph(remat), optim.adamw(1e-2), params, tokens, mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    _same(loss, graph(remat), optim.adamw(1e-2), params, tokens, mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
 
 
 @distributed(world=2)
@@ -110,7 +115,11 @@ def test_skipping_and_keeping_the_state() -> None:
     mesh = sf.make_mesh({"dp": 2})
     loss = graph(lambda p, x: (p["w"] * x).sum())
     for stage in range(4):
-        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, persist=0), "skip_nonfinite": True}
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "zero": sf.Zero(stage=stage, persist_elements=0),
+            "skip_nonfinite": True,
+        }
         step = sf.sharded_step(loss, optim.adam(0.1), **options)
         state = step.init({"w": torch.ones(6)})
         kept, metrics = step(state, torch.full((6,), torch.inf if mesh.rank else 1.0))
@@ -119,7 +128,9 @@ def test_skipping_and_keeping_the_state() -> None:
         assert not metrics["skipped"] and int(new.step) == 1
         with pytest.raises(sf.DonatedError):
             step(kept, torch.ones(6))
-        step = sf.sharded_step(loss, optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist=0), donate=False)
+        step = sf.sharded_step(
+            loss, optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0), donate=False
+        )
         state = step.init({"w": torch.ones(6)})
         first, _ = step(state, torch.ones(6))
         again, _ = step(state, torch.ones(6))
@@ -244,7 +255,7 @@ def test_sharded_gradients_and_counts_come_out_of_a_graph() -> None:
     def loss(p: dict, x: Tensor) -> Tensor:
         return ((x @ p["w"]) ** 2).mean() * sf.psum(torch.tensor(1.0), "dp")
 
-    step = sf.sharded_step(graph(loss), optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(graph(loss), optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
     state, x = step.init({"w": torch.arange(6.0).view(2, 3)}), torch.ones(3, 2)
     grad = torch.func.grad(step.loss)
     want, got = grad(state.params, x), graph(grad)(state.params, x)

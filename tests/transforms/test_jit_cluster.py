@@ -13,7 +13,7 @@ from shardfn.testing import assert_same, distributed, odd_batch, odd_loss, odd_p
 
 NOTHING = Link(1e12, 0.0)
 LATE = Link(1e6, 1e-2)
-ZERO = sf.Zero(stage=3, persist=2)
+ZERO = sf.Zero(stage=3, persist_elements=2)
 
 
 def _box(link: Link, memory: int = 1 << 30) -> Cluster:

@@ -23,7 +23,7 @@ SHARED = {"w": (4,), "e": (0, 5), "z": (6, 4)}
 
 def _plan(shapes: dict[str, tuple[int, ...]], world: int, **zero: Any) -> Plan:
     mesh = Mesh({"dp": world}, torch.device("cpu"), abstract=True)
-    planner = Planner(mesh, sf.P(), sf.P("dp"), sf.Zero(persist=0, **zero), True, None)
+    planner = Planner(mesh, sf.P(), sf.P("dp"), sf.Zero.flat(persist_elements=0, **zero), True, None)
     leaves, treedef = tree_flatten({k: torch.empty(s, device="meta") for k, s in shapes.items()})
     return planner.plan(treedef, leaves)
 
@@ -100,7 +100,7 @@ def test_what_is_packed_comes_out_as_it_was(world: int) -> None:
     for case in [SHARED, *(_shapes(draw) for _ in range(40))]:
         for stage in (1, 3):
             for bucket in (0, 1 << 20):
-                _check(case, world, stage=stage, bucket=bucket)
+                _check(case, world, stage=stage, bucket_bytes=bucket)
 
 
 def _sum(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_a_leaf_without_elements_travels_with_others(stage: int) -> None:
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.stack([_sum(params, rows) for rows in x.chunk(2)]).mean()
 
-    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=stage, persist=0)
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=stage, persist_elements=0)
     batches = [torch.randn(8, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(2)]
     for own in (_sum, sf.jit(_sum, backend="graph", bucket=1 << 20, reductions=1 << 20)):
         assert_parity(own, optim.adam(0.1), _params(), batches, mesh=mesh, zero=zero, reference=loss)
@@ -129,7 +129,7 @@ def test_a_leaf_without_elements_is_lowered(world: int) -> None:
     for stage in (1, 3):
         mesh = sf.make_mesh({"dp": world}, abstract=True)
         loss = sf.jit(_sum, backend="graph", bucket=1 << 20, reductions=1 << 20)
-        step = sf.sharded_step(loss, optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        step = sf.sharded_step(loss, optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
         shapes = {name: torch.empty(shape, device="meta") for name, shape in SHARED.items()}
         cost = step.lower(shapes, torch.empty(8 // world, device="meta")).cost_analysis()
         assert sum(n for _, n in cost.transfers.values()) > 0

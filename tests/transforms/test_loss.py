@@ -66,7 +66,7 @@ def _said(step: Any, x: Tensor) -> str:
 def test_a_weight_that_requires_a_gradient_is_refused_and_both_remedies_work() -> None:
     mesh = sf.make_mesh({"dp": 2})
     for wrap in (lambda f: f, lambda f: sf.jit(f, backend="graph"), lambda f: sf.accumulate(f, 2)):
-        step = sf.sharded_step(wrap(_learnt), sf.optim.sgd(0.5), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+        step = sf.sharded_step(wrap(_learnt), sf.optim.sgd(0.5), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
         said = _said(step, _mine(BATCHES[0], mesh))
         assert "weight.detach()" in said and "sf.pvary(sf.psum(weight, 'dp'), 'dp')" in said, said
     assert_parity(_constant_weight, sf.optim.sgd(0.5), _params(), BATCHES, mesh=mesh)
@@ -84,7 +84,7 @@ def test_a_weight_on_one_rank_alone_stops_all() -> None:
 @distributed(world=2)
 def test_the_loss_of_a_step_differentiates_its_weight() -> None:
     mesh = sf.make_mesh({"dp": 2})
-    step = sf.sharded_step(_learnt, sf.optim.sgd(0.5), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(_learnt, sf.optim.sgd(0.5), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
     got = torch.func.grad(step.loss)(step.init(_params()).params, _mine(BATCHES[0], mesh))
     want = torch.func.grad(_ratio)(_params(), BATCHES[0])
     for name, x in want.items():
@@ -146,7 +146,7 @@ def _on_first_rows(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return _mean(params, x) if x.any() else _detached(params, x)
 
 
-@pytest.mark.parametrize("zero", [None, sf.Zero(stage=3, persist=0)])
+@pytest.mark.parametrize("zero", [None, sf.Zero(stage=3, persist_elements=0)])
 @distributed(world=[1, 2])
 def test_a_loss_without_a_gradient_is_refused_on_all_ranks(world: int, zero: sf.Zero | None) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -170,7 +170,7 @@ def test_a_rank_or_a_microbatch_without_a_gradient_counts_as_zeros() -> None:
     ):
         batches = [x * rows for x in BATCHES]
         for stage in (0, 3):
-            zero = sf.Zero(stage=stage, persist=0)
+            zero = sf.Zero(stage=stage, persist_elements=0)
             loss = wrap(_on_first_rows)
             assert_parity(loss, sf.optim.adamw(0.1), _params(), batches, mesh=mesh, reference=_mean, zero=zero)
 

@@ -11,7 +11,7 @@ from shardfn import optim
 from shardfn.models import gpt
 from shardfn.testing import ODD_TRAINABLE, assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh
 
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64}
 CONFIG = gpt.Config(vocab_size=33, num_layers=1, d_model=16, num_heads=2, max_len=8)
 NOTHING = sf.graph.Schedule(prefetch=None, bucket=None, reductions=None, donate=False)
 PASSES: dict[str, Any] = {
@@ -34,7 +34,7 @@ def test_each_pass_and_all_of_them_keep_every_bit() -> None:
     mesh = sf.make_mesh({"dp": 3})
     # Written as pure functions too, so that `donate` has something to do.
     tx = optim.chain(optim.clip_by_global_norm(0.1), optim.scale_by_adam(), optim.scale_by_learning_rate(1e-2))
-    options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=3, **ODD), "trainable": ODD_TRAINABLE}
+    options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero.flat(stage=3, **ODD), "trainable": ODD_TRAINABLE}
     batches = [odd_batch(n) for n in range(3)]
     want = on_mesh(odd_loss, tx, odd_params(), batches, **options)
     for changes in ({}, *PASSES.values()):
@@ -50,7 +50,7 @@ def test_predicted_bytes_are_the_counted_ones(stage: int, remat: bool, microbatc
     mesh = sf.make_mesh({"dp": 2})
     wrap = sf.remat if remat else lambda f: f
     loss = sf.jit(sf.accumulate(functools.partial(gpt.loss, CONFIG, wrap=wrap), microbatches), backend="graph")
-    step = sf.sharded_step(loss, optim.adamw(1e-2), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+    step = sf.sharded_step(loss, optim.adamw(1e-2), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
     state = step.init(functools.partial(gpt.init, CONFIG), sf.key(0))
     predicted = step.lower(state, _tokens(0)).cost_analysis()
     state, _ = step(state, _tokens(0))
@@ -64,7 +64,7 @@ def test_predicted_bytes_are_the_counted_ones(stage: int, remat: bool, microbatc
 def test_a_lowered_step_compiles_to_the_step() -> None:
     mesh = sf.make_mesh({"dp": 2})
     loss = functools.partial(gpt.loss, CONFIG)
-    step = sf.sharded_step(loss, optim.adamw(1e-2), mesh=mesh, zero=sf.Zero(stage=3, persist=0), donate=False)
+    step = sf.sharded_step(loss, optim.adamw(1e-2), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0), donate=False)
     state = step.init(functools.partial(gpt.init, CONFIG), sf.key(0))
     compiled = step.lower(sf.eval_shape(functools.partial(gpt.init, CONFIG), sf.key(0)), _tokens(0)).compile("graph")
     (a, ma), (b, mb) = step(state, _tokens(1)), compiled(state, _tokens(1))

@@ -66,8 +66,8 @@ def loss(params: Any, x: Tensor) -> Tensor:
 def check(make: Make, world: int, zero: sf.Zero, transform: Any = lambda f: f, **options: Any) -> None:
     mesh = sf.make_mesh({"dp": world})
     for mask in (big, two):
-        if zero.directory is not None:
-            zero = dataclasses.replace(zero, directory=f"{zero.directory}-{mask.__name__}")
+        if zero.disk is not None:
+            zero = dataclasses.replace(zero, disk=sf.Disk(f"{zero.directory}-{mask.__name__}"))
         assert_parity(transform(loss), make(mask), make_params(), batches(), mesh=mesh, zero=zero, **options)
 
 
@@ -75,7 +75,7 @@ def check(make: Make, world: int, zero: sf.Zero, transform: Any = lambda f: f, *
 def test_a_mask_decides_by_whole_leaves() -> None:
     mesh = sf.make_mesh({"dp": 2})
     for name, stage in (("adamw", 3), ("masked clip", 3), ("masked lamb", 1), ("freeze", 2)):
-        zero = sf.Zero(stage=stage, persist=0)
+        zero = sf.Zero(stage=stage, persist_elements=0)
         assert_parity(loss, RULES[name](two), make_params(), batches(2), mesh=mesh, zero=zero)
 
 
@@ -84,15 +84,21 @@ def test_a_mask_decides_by_whole_leaves() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world=[2, 3])
 def test_a_mask_decides_by_whole_leaves_at_every_stage(world: int, stage: int, name: str) -> None:
-    check(RULES[name], world, sf.Zero(stage=stage, persist=0))
+    check(RULES[name], world, sf.Zero(stage=stage, persist_elements=0))
 
 
 @distributed(world=2)
 def test_a_mask_decides_by_whole_leaves_on_host_and_disk(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2})
     for name, zero in (
-        ("masked clip", sf.Zero(stage=2, persist=0, grads="host", optimizer="host", chunk=128)),
-        ("labels", sf.Zero(stage=3, persist=0, params="disk", optimizer="disk", directory=str(tmp_path / "disk"))),
+        (
+            "masked clip",
+            sf.Zero(stage=2, persist_elements=0, grads="host", optimizer="host", pace=sf.Pace(chunk_bytes=128)),
+        ),
+        (
+            "labels",
+            sf.Zero(stage=3, persist_elements=0, params="disk", optimizer="disk", disk=sf.Disk(str(tmp_path / "disk"))),
+        ),
     ):
         assert_parity(loss, RULES[name](two), make_params(), batches(2), mesh=mesh, zero=zero)
 
@@ -106,12 +112,16 @@ def test_a_mask_decides_by_whole_leaves_in_every_memory(
     stage: int, kind: Any, name: str, tmp_path: pathlib.Path
 ) -> None:
     where: dict[str, Any] = {"directory": str(tmp_path / "disk")} if kind == "disk" else {}
-    check(RULES[name], 2, sf.Zero(stage=stage, persist=0, grads="host", optimizer=kind, chunk=128, **where))
+    check(
+        RULES[name],
+        2,
+        sf.Zero.flat(stage=stage, persist_elements=0, grads="host", optimizer=kind, chunk_bytes=128, **where),
+    )
 
 
 @distributed(world=2)
 def test_a_mask_decides_by_whole_leaves_under_jit() -> None:
-    mesh, zero, jitted = sf.make_mesh({"dp": 2}), sf.Zero(stage=3, persist=0), sf.jit(loss, backend="graph")
+    mesh, zero, jitted = sf.make_mesh({"dp": 2}), sf.Zero(stage=3, persist_elements=0), sf.jit(loss, backend="graph")
     assert_parity(
         jitted, RULES["masked lamb"](two), make_params(), batches(2), mesh=mesh, zero=zero, reference=loss
     )  # fmt: skip
@@ -122,7 +132,7 @@ def test_a_mask_decides_by_whole_leaves_under_jit() -> None:
 @distributed(world=2)
 def test_a_mask_decides_by_whole_leaves_under_jit_at_night(name: str) -> None:
     for stage in (1, 3):
-        zero = sf.Zero(stage=stage, persist=0)
+        zero = sf.Zero(stage=stage, persist_elements=0)
         check(RULES[name], 2, zero, lambda f: sf.jit(f, backend="graph"), reference=loss)
 
 
@@ -131,7 +141,7 @@ def test_a_mask_decides_by_whole_leaves_in_the_pure_step() -> None:
     mesh, [x] = sf.make_mesh({"dp": 2}), batches(1)
     mine = x.chunk(2)[mesh.axis_index("dp")]
     for make in (RULES["adamw"], RULES["masked clip"], RULES["labels"]):
-        step = sf.sharded_step(loss, make(two), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+        step = sf.sharded_step(loss, make(two), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
         state = step.init(make_params())
 
         def stepped(one: Tensor, step: Any = step, state: Any = state) -> tuple[Tensor, Any]:
@@ -147,7 +157,7 @@ def test_a_mask_decides_by_whole_leaves_in_the_pure_step() -> None:
 @distributed(world=2)
 def test_a_mask_decides_by_whole_leaves_with_masters() -> None:
     mesh, policy = sf.make_mesh({"dp": 2}), sf.Policy.bf16()
-    mixed, zero = sf.mixed_precision(loss, policy), sf.Zero(stage=3, persist=0)
+    mixed, zero = sf.mixed_precision(loss, policy), sf.Zero(stage=3, persist_elements=0)
     assert_parity(
         mixed, RULES["labels"](two), make_params(), batches(2), mesh=mesh, zero=zero, reference=mixed, parts=2
     )  # fmt: skip
@@ -188,7 +198,7 @@ def test_a_rule_of_my_own_says_how_it_is_decided() -> None:
 
         return GradientTransformation(inner.init, update, **more)
 
-    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist=0)
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist_elements=0)
     inner = RULES["adamw"](two)
     with pytest.raises(ValueError, match=r"mask is a function of whole leaves[^$]*optim.join_needs[^$]*\['w'\]"):
         assert_parity(loss, twice(inner), make_params(), batches(1), mesh=mesh, zero=zero)

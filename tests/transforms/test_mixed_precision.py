@@ -25,7 +25,7 @@ from shardfn.testing import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 # 0-d and empty leaves: where a wide one meets a narrow tensor, the result is narrow.
 EXCEPT = sf.Policy.bf16(exceptions={"scalar|empty": FP32})
 KEPT_WIDE = sf.Policy(compute=BF16)
@@ -49,7 +49,7 @@ def test_stages_equal_one_device_and_one_another(world: int) -> None:
         loss = sf.accumulate(mixed, cut) if cut > 1 else mixed
         options: dict[str, Any] = {"mesh": mesh, "trainable": ODD_TRAINABLE}
         runs = [
-            on_mesh(loss, tx, odd_params(), batches, zero=sf.Zero(stage=stage, **ODD), **options)
+            on_mesh(loss, tx, odd_params(), batches, zero=sf.Zero.flat(stage=stage, **ODD), **options)
             for stage in ((0, 3) if world == 1 else range(4))
         ]
         for run in runs:
@@ -68,7 +68,7 @@ def test_narrow_sums_travel_narrow_and_orders_of_nesting_mean_the_same() -> None
     for accumulate in ("each", "once"):
         want: Any = None
         for stage in (3, 2, 0):
-            zero = sf.Zero(stage=stage, accumulate=accumulate, **ODD)
+            zero = sf.Zero.flat(stage=stage, accumulate=accumulate, **ODD)
             for loss in (
                 sf.accumulate(sf.mixed_precision(odd_loss, policy), 3),
                 sf.mixed_precision(sf.accumulate(odd_loss, 3), policy),
@@ -83,7 +83,9 @@ def test_narrow_sums_travel_narrow_and_orders_of_nesting_mean_the_same() -> None
         assert_same(run, plain, computed=BF16)
     moved = {}
     for policy in (sf.Policy.full(), sf.Policy.bf16(reduce=BF16), sf.Policy.bf16()):
-        step = sf.sharded_step(sf.mixed_precision(odd_loss, policy), tx, mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+        step = sf.sharded_step(
+            sf.mixed_precision(odd_loss, policy), tx, mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0)
+        )
         state = step.init(odd_params())
         with sf.count_traffic() as sent:
             step(state, own_rows(batches[0], sf.P("dp"), mesh))
@@ -113,7 +115,7 @@ def test_tensor_parallel_leaves(world: int) -> None:
     batches, tx = [odd_batch(n) for n in range(2)], optim.sgd(1e-2)
     want = one_device(loss, tx, params, batches, parts=2)
     runs = [
-        on_mesh(loss, tx, params, batches, mesh=mesh, specs=specs, zero=sf.Zero(stage=stage, **ODD))
+        on_mesh(loss, tx, params, batches, mesh=mesh, specs=specs, zero=sf.Zero.flat(stage=stage, **ODD))
         for stage in (0, 1, 3)
     ]
     for run in runs:
@@ -143,7 +145,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: int) -> None:
     batches = [_rows(n, n in (1, 5), world) for n in range(6)]
     want = one_device(loss, tx, w, batches, parts=world)
     for stage, jit in ((0, graph), (3, graph), (2, lambda f: f), (3, lambda f: f)):
-        step = sf.sharded_step(jit(loss), tx, mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        step = sf.sharded_step(jit(loss), tx, mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
         state = step.init(w)
         scales, measured = [], []
         for n, batch in enumerate(batches):
@@ -208,7 +210,7 @@ def test_averages_over_ranks_and_microbatches_are_exact_integers(world: int) -> 
     mesh = sf.make_mesh({"dp": world})
     for stage in (0, 1, 3):
         loss = sf.accumulate(sf.mixed_precision(_sum_loss, sf.Policy.bf16()), 2)
-        step = sf.sharded_step(loss, optim.sgd(1.0), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        step = sf.sharded_step(loss, optim.sgd(1.0), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
         state, metrics = step(step.init(torch.ones(4)), x + 18.0 * mesh.axis_index("dp"))
         want = torch.tensor([15.0, 17.0, 19.0, 21.0])
         assert torch.equal(unshard(state.opt_state.master), 1.0 - want)
@@ -224,7 +226,7 @@ def test_jit_has_the_bits_of_eager(stage: int) -> None:
     options: dict[str, Any] = {
         "mesh": mesh,
         "trainable": ODD_TRAINABLE,
-        "zero": sf.Zero(stage=stage, **ODD),
+        "zero": sf.Zero.flat(stage=stage, **ODD),
     }
     eager = on_mesh(loss, tx, odd_params(), batches, **options)
     assert_same(on_mesh(graph(loss), tx, odd_params(), batches, **options), eager, exact=True)

@@ -66,7 +66,7 @@ def _runs(world: int, modes: list[str], stages: list[int], micros: list[int]) ->
                 optim.sgd(0.1),
                 mesh=mesh,
                 has_state=True,
-                zero=sf.Zero(stage=stage, persist=0),
+                zero=sf.Zero(stage=stage, persist_elements=0),
             )
             state = step.init(_params(), model_state=FIRST)
             for batch in cut:
@@ -100,7 +100,12 @@ def _ranks(cases: list[Any], world: int) -> None:
 def test_a_pure_step_and_the_loss_take_it_too() -> None:
     mesh = sf.make_mesh({"dp": 2})
     step = sf.sharded_step(
-        sf.accumulate(_loss, 2), optim.sgd(0.1), mesh=mesh, has_state=True, zero=sf.Zero(3, persist=0), donate=False
+        sf.accumulate(_loss, 2),
+        optim.sgd(0.1),
+        mesh=mesh,
+        has_state=True,
+        zero=sf.Zero(3, persist_elements=0),
+        donate=False,
     )
     rows, state = _batch(0).chunk(2)[mesh.rank], step.init(_params(), model_state=FIRST)
     new, metrics = step(state, rows)
@@ -149,7 +154,7 @@ def test_it_is_cut_and_resumed(tmp_path: Any) -> None:
             has_state=True,
             key=sf.key(0),
             state_specs={"own": P("dp")},
-            zero=sf.Zero(stage=3, persist=0, **where),
+            zero=sf.Zero.flat(stage=3, persist_elements=0, **where),
         )
 
     step, own = make(), {"own": torch.zeros(3)}

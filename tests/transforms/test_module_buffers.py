@@ -139,7 +139,7 @@ def test_all_ranks_raise_and_nothing_is_changed(world: int) -> None:
             lambda p, x: apply(p, x).square().mean(),
             sf.optim.sgd(0.1),
             mesh=sf.make_mesh({"dp": world}),
-            zero=sf.Zero(stage=stage, persist=0),
+            zero=sf.Zero(stage=stage, persist_elements=0),
         )
         state = step.init(params)
         with pytest.raises(ValueError, match="num_batches_tracked"):
@@ -259,5 +259,5 @@ def test_a_weight_may_be_standardized_by_batch_norm() -> None:
         return apply(p, x).square().mean()
 
     for stage in (0, 3):
-        got = on_mesh(loss, sf.optim.sgd(0.1), params, rows, mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        got = on_mesh(loss, sf.optim.sgd(0.1), params, rows, mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
         assert_same(got, one_device(loss, sf.optim.sgd(0.1), params, rows))

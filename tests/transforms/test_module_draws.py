@@ -56,7 +56,7 @@ def batches() -> list[dict[str, Tensor]]:
 def run_of(transform: Callable[..., Any] | None = None) -> Any:
     params, loss = net()
     loss = loss if transform is None else transform(loss)
-    how: dict[str, Any] = {"mesh": sf.make_mesh({"dp": -1}), "zero": sf.Zero(stage=3, persist=0)}
+    how: dict[str, Any] = {"mesh": sf.make_mesh({"dp": -1}), "zero": sf.Zero(stage=3, persist_elements=0)}
     return on_mesh(loss, sf.optim.sgd(0.1), params, batches(), key=sf.key(5), **how)
 
 

@@ -71,9 +71,11 @@ def test_a_module_with_buffers_trains_in_16_bits(world: int, name: str) -> None:
     params, apply = sf.from_module(module)
     loss = sf.mixed_precision(lambda p, tokens: apply(p, tokens), POLICIES[name])
     want = one_device(loss, sf.optim.sgd(0.1), params, [TOKENS], parts=world)
-    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": world}), zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(
+        loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": world}), zero=sf.Zero(stage=3, persist_elements=0)
+    )
     got = on_mesh(
-        loss, sf.optim.sgd(0.1), params, [TOKENS], mesh=sf.make_mesh({"dp": world}), zero=sf.Zero(3, persist=0)
+        loss, sf.optim.sgd(0.1), params, [TOKENS], mesh=sf.make_mesh({"dp": world}), zero=sf.Zero(3, persist_elements=0)
     )
     assert_same(got, want)
     assert module.rotary.seen == torch.float32

@@ -88,7 +88,7 @@ def batches() -> list[dict[str, Tensor]]:
 def run_of(how: Callable[..., Any] | None, transform: Callable[..., Any] | None = None, stage: int = 3) -> Any:
     params, loss = blocks(how, drops=True)
     loss = loss if transform is None else transform(loss)
-    where: dict[str, Any] = {"mesh": sf.make_mesh({"dp": -1}), "zero": sf.Zero(stage=stage, persist=0)}
+    where: dict[str, Any] = {"mesh": sf.make_mesh({"dp": -1}), "zero": sf.Zero(stage=stage, persist_elements=0)}
     return on_mesh(loss, sf.optim.sgd(0.5), params, batches(), key=sf.key(0), **where)
 
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_keeps_no_gathered_parameter(world: int) -> None:
         lambda p, x: apply(p, x),
         sf.optim.sgd(0.1),
         mesh=sf.make_mesh({"dp": world}),
-        zero=sf.Zero(stage=3, persist=0, prefetch=0),
+        zero=sf.Zero(stage=3, persist_elements=0, pace=sf.Pace(prefetch_bytes=0)),
     )
     state = step.init(params)
     del params

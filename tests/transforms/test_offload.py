@@ -18,7 +18,7 @@ def _zero(kinds: tuple[str, str, str], directory: pathlib.Path, **fields: Any) -
     params, grads, optimizer = kinds
     where = {"directory": str(directory)} if "disk" in kinds else {}
     placed: dict[str, Any] = {"params": params, "grads": grads, "optimizer": optimizer, **where}
-    return sf.Zero(persist=0, bucket=64, chunk=2048, **placed, **fields)
+    return sf.Zero.flat(persist_elements=0, bucket_bytes=64, chunk_bytes=2048, **placed, **fields)
 
 
 def _run(mesh: sf.Mesh, zero: sf.Zero) -> Run:
@@ -33,7 +33,7 @@ PAIRS = [(KINDS[i], KINDS[j], KINDS[(i + j) % 3]) for i in range(3) for j in ran
 
 def _compare(stage: int, world: int, placements: Iterable[tuple[str, str, str]]) -> None:
     mesh = sf.make_mesh({"dp": world})
-    want = _run(mesh, sf.Zero(stage, persist=0, bucket=64))
+    want = _run(mesh, sf.Zero(stage, persist_elements=0, travel=sf.Travel(bucket_bytes=64)))
     for kinds in placements:
         with tempfile.TemporaryDirectory() as directory:
             got = _run(mesh, _zero(kinds, pathlib.Path(directory), stage=stage))
@@ -93,7 +93,7 @@ def _compositions(world: int) -> dict[str, tuple[Any, ...]]:
         ),
         "rules by leaf": (odd_loss, mixed, odd_params(), {**odd, "skip_nonfinite": True}, {}, dp),
         "bf16": (sf.accumulate(bf16, 3), adamw, odd_params(), odd, {}, dp),
-        "a part stays": (odd_loss, adamw, odd_params(), odd, {"ratio": 0.5}, dp),
+        "a part stays": (odd_loss, adamw, odd_params(), odd, {"optimizer_fraction": 0.5}, dp),
         "stacked": (_stacked_loss, adamw, _drawn(w=(3, 5, 5)), stacks, {}, dp),
         "tensor parallel": (_tp_loss, adamw, _drawn(**sizes), {**cut, "batch": sf.P("dp")}, {}, {"dp": 1, "tp": world}),
         "a batch that is not cut": (odd_loss, adamw, odd_params(), {**odd, "batch": sf.P()}, {}, dp),
@@ -129,11 +129,11 @@ def _compare_compositions(
     for name in compositions if names is None else names:
         loss, optimizer, params, options, fields, shape = compositions[name]
         mesh = sf.make_mesh(shape)
-        once = {k: v for k, v in fields.items() if k != "ratio"}
-        plain = sf.Zero(stage, persist=0, bucket=64, **once)
+        once = {k: v for k, v in fields.items() if k != "optimizer_fraction"}
+        plain = sf.Zero.flat(stage=stage, persist_elements=0, bucket_bytes=64, **once)
         want = on_mesh(loss, optimizer, params, batches, mesh=mesh, zero=plain, **options)
         for kinds in placements:
-            if fields.get("ratio") and kinds[2] == "device":
+            if fields.get("optimizer_fraction") and kinds[2] == "device":
                 continue  # where it has no effect, it is refused
             with tempfile.TemporaryDirectory() as directory:
                 zero = _zero(kinds, pathlib.Path(directory), stage=stage, **fields)

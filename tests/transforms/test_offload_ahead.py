@@ -63,11 +63,11 @@ def test_an_update_beside_the_backward_has_the_bits_of_one_after_it(world: int, 
     optimizer = delayed if "delayed" in case else adamw
     on_disk = "disk" in case
     loss, stage, params, grads = (_loss, 3, "disk", "disk") if on_disk else (narrow, 2, "device", "host")
-    plain = sf.Zero(stage, persist=8, bucket=64)
+    plain = sf.Zero(stage, persist_elements=8, travel=sf.Travel(bucket_bytes=64))
     want = on_mesh(loss, optimizer, _params(), batches, zero=plain, **options)
     with tempfile.TemporaryDirectory() as place, _counted() as units:
         kinds: dict[str, Any] = {"params": params, "grads": grads, "optimizer": "disk", "directory": place}
-        zero = sf.Zero(stage, persist=8, bucket=64, chunk=512, **kinds)
+        zero = sf.Zero.flat(stage=stage, persist_elements=8, bucket_bytes=64, chunk_bytes=512, **kinds)
         got = on_mesh(loss, optimizer, _params(), batches, zero=zero, donate=on_disk, **options)
     assert_same(got, want, exact=True)
     assert len(units) >= 3 * len(set(units)) > 0  # in all steps but the first
@@ -85,7 +85,7 @@ def test_what_needs_the_whole_gradient_waits_for_it(tmp_path: pathlib.Path) -> N
         (_loss, sf.optim.delayed(clipped, warmup=2), {}),
     ]
     for k, (loss, optimizer, options) in enumerate(cases):
-        zero = sf.Zero(2, persist=0, grads="host", optimizer="disk", directory=str(tmp_path / str(k)))
+        zero = sf.Zero(2, persist_elements=0, grads="host", optimizer="disk", disk=sf.Disk(str(tmp_path / str(k))))
         step = sf.sharded_step(loss, optimizer, mesh=mesh, zero=zero, **options)
         with _counted() as units:
             state = step.init(_params())
@@ -113,7 +113,7 @@ def test_a_backward_that_fails_ends_the_update_and_leaves_the_state(tmp_path: pa
         return ((_Breaks.apply(h) if broken else h) @ p["b"]).square().mean()
 
     def run(**fields: Any) -> Any:
-        zero = sf.Zero(3, persist=0, bucket=0, **fields)
+        zero = sf.Zero.flat(stage=3, persist_elements=0, bucket_bytes=0, **fields)
         step = sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=sf.make_mesh({"dp": 1}), zero=zero)
         return step, step.init({name: _params()[name] for name in ("a", "b")})
 
@@ -140,7 +140,7 @@ def _deep(p: list[Any], x: Tensor) -> Tensor:
 
 def _on_disk(loss: Any, place: pathlib.Path, optimizer: Any = None) -> Any:
     kinds: dict[str, Any] = {"params": "disk", "grads": "disk", "optimizer": "disk", "directory": str(place)}
-    zero = sf.Zero(3, persist=0, bucket=0, prefetch=1 << 20, **kinds)
+    zero = sf.Zero.flat(stage=3, persist_elements=0, bucket_bytes=0, prefetch_bytes=1 << 20, **kinds)
     optimizer = sf.optim.adamw(1e-2) if optimizer is None else optimizer
     return sf.sharded_step(loss, optimizer, mesh=sf.make_mesh({"dp": 1}), zero=zero)
 
@@ -212,6 +212,8 @@ def test_a_counter_is_not_taken_for_the_state_of_a_scalar(tmp_path: pathlib.Path
     optimizer = sf.optim.delayed(sf.optim.chain(sf.optim.clip_by_global_norm(0.1), sf.optim.sgd(0.1)))
     options: dict[str, Any] = {"mesh": sf.make_mesh({"dp": 1})}
     batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
-    want = on_mesh(loss, optimizer, params, batches, zero=sf.Zero(2, persist=0), **options)
-    zero = sf.Zero(2, persist=0, grads="host", optimizer=kind, directory=str(tmp_path) if kind == "disk" else None)
+    want = on_mesh(loss, optimizer, params, batches, zero=sf.Zero(2, persist_elements=0), **options)
+    zero = sf.Zero(
+        2, persist_elements=0, grads="host", optimizer=kind, disk=sf.Disk(str(tmp_path)) if kind == "disk" else None
+    )
     assert_same(on_mesh(loss, optimizer, params, batches, zero=zero, **options), want, exact=True)

@@ -38,7 +38,7 @@ def batch(n):
 
 def make(directory, mesh, **fields):
     where = dict(params="disk", grads="disk", optimizer="disk", directory=directory) if directory else {}
-    zero = sf.Zero(3, persist=0, bucket=0, **where, **fields)
+    zero = sf.Zero.flat(stage=3, persist_elements=0, bucket_bytes=0, **where, **fields)
     return sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=mesh, zero=zero)
 
 def digest(state):
@@ -51,7 +51,7 @@ def work(directory, steps, rank, world, port):
         os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         torch.distributed.init_process_group("gloo")
     mesh = sf.make_mesh({"dp": int(world)})
-    step = make(None if directory == "-" else directory, mesh, chunk=1 << 13)
+    step = make(None if directory == "-" else directory, mesh, chunk_bytes=1 << 13)
     begun = os.path.exists(f"{directory}/rank{rank}")
     state = step.resume(params()) if begun else step.init(params())
     say("pid", int(state.step))
@@ -231,8 +231,8 @@ def test_a_full_disk_leaves_the_state_and_the_step_can_be_taken_again(
 def test_a_directory_without_effect_or_without_a_commit_is_refused(tmp_path: pathlib.Path, job: dict[str, Any]) -> None:
     mesh = sf.make_mesh({"dp": 1})
     with pytest.raises(ValueError, match="no effect: nothing is kept on disk"):
-        sf.sharded_step(job["loss"], sf.optim.sgd(0.1), zero=sf.Zero(directory=str(tmp_path))).init(job["params"]())
-    with pytest.raises(ValueError, match=r"Zero\(directory="):
+        sf.sharded_step(job["loss"], sf.optim.sgd(0.1), zero=sf.Zero(disk=sf.Disk(str(tmp_path)))).init(job["params"]())
+    with pytest.raises(ValueError, match=r"Zero\(disk=Disk\("):
         sf.Zero(params="disk")
     with pytest.raises(FileNotFoundError, match="rank 0: none"):
         job["make"](str(tmp_path / "new"), mesh).resume(job["params"]())

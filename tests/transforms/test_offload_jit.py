@@ -40,7 +40,7 @@ def _zero(kinds: tuple[str, ...], directory: str, **fields: Any) -> sf.Zero:
     params, grads, optimizer = kinds
     where = {"directory": directory} if "disk" in kinds else {}
     placed: dict[str, Any] = {"params": params, "grads": grads, "optimizer": optimizer, **where}
-    return sf.Zero(**{"persist": 0, "bucket": 64, "chunk": 2048, **placed, **fields})
+    return sf.Zero.flat(**{"persist_elements": 0, "bucket_bytes": 64, "chunk_bytes": 2048, **placed, **fields})
 
 
 def _run(mesh: sf.Mesh, zero: sf.Zero, loss: Any = odd_loss, **options: Any) -> Run:
@@ -60,7 +60,7 @@ PAIRS = [(KINDS[i], KINDS[j], KINDS[(i + j) % 3]) for i in range(3) for j in ran
 
 def _compare(stage: int, world: int, placements: Iterable[tuple[str, ...]]) -> None:
     mesh = sf.make_mesh({"dp": world})
-    want = _run(mesh, sf.Zero(stage, persist=0, bucket=64))
+    want = _run(mesh, sf.Zero(stage, persist_elements=0, travel=sf.Travel(bucket_bytes=64)))
     for kinds in placements:
         assert_same(_placed(mesh, kinds, graph(odd_loss), stage=stage), want, exact=True)
 
@@ -88,13 +88,13 @@ def test_composes_with_precision_accumulation_remat_and_skipped_steps(world: int
     losses: list[Any] = [(sf.accumulate(sf.mixed_precision(sf.remat(odd_loss), sf.Policy.bf16()), 2), host)]
     losses += [(half, ("disk", "disk", "host")), (scaled, ("disk", "host", "host")), (wide, ("host", "disk", "host"))]
     for loss, kinds in losses if world == 1 else losses[:1]:
-        want = _run(mesh, sf.Zero(3, persist=0, bucket=64), loss)
+        want = _run(mesh, sf.Zero(3, persist_elements=0, travel=sf.Travel(bucket_bytes=64)), loss)
         assert_same(_placed(mesh, kinds, graph(loss), donate=kinds is host), want, exact=True)
 
 
 def test_each_pass_and_all_of_them_keep_every_bit() -> None:
     mesh, kinds = sf.make_mesh({"dp": 1}), ("disk", "host", "host")
-    want = _run(mesh, sf.Zero(3, persist=0, bucket=64))
+    want = _run(mesh, sf.Zero(3, persist_elements=0, travel=sf.Travel(bucket_bytes=64)))
     for changes in PASSES:
         jitted = graph(odd_loss, schedule=sf.graph.Schedule(**{**vars(NOTHING), **changes}))
         assert_same(_placed(mesh, kinds, jitted), want, exact=True)
@@ -103,7 +103,7 @@ def test_each_pass_and_all_of_them_keep_every_bit() -> None:
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_compiled_steps_agree_to_rounding() -> None:
     mesh = sf.make_mesh({"dp": 1})
-    want = _run(mesh, sf.Zero(3, persist=0, bucket=64))
+    want = _run(mesh, sf.Zero(3, persist_elements=0, travel=sf.Travel(bucket_bytes=64)))
     assert_same(_placed(mesh, ("host", "host", "disk"), sf.jit(odd_loss, backend="inductor")), want, exact=False)
 
 
@@ -165,7 +165,7 @@ def _compare_books(mesh: sf.Mesh) -> None:
         books: list[Any] = []
         for loss in (_deep, graph(_deep)):
             with tempfile.TemporaryDirectory() as directory:
-                zero = _zero(kinds, directory, stage=3, bucket=0, chunk=LEAF)
+                zero = _zero(kinds, directory, stage=3, bucket_bytes=0, chunk_bytes=LEAF)
                 books.append(_ledger(mesh, zero, loss))
         (eager, _), (captured, lowered) = books
         cost, memory = lowered.cost_analysis(), lowered.memory_analysis()
@@ -188,7 +188,7 @@ def _positions(lowered: Any, op: str) -> list[int]:
 
 def test_what_is_fetched_comes_early_and_gradients_leave_during_the_backward() -> None:
     mesh, shapes = sf.make_mesh({"dp": 2}, abstract=True), [torch.empty(WIDTH, WIDTH, device="meta")] * LAYERS
-    zero = _zero(("disk", "host", "host"), "/nowhere", stage=3, bucket=0)
+    zero = _zero(("disk", "host", "host"), "/nowhere", stage=3, bucket_bytes=0)
     lowered = [
         sf.sharded_step(graph(_deep, schedule=schedule), sf.optim.adamw(1e-3), mesh=mesh, zero=zero).lower(
             shapes, torch.empty(2, WIDTH, device="meta")

@@ -52,7 +52,14 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
 def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for chunk in (1 << 20, 64 << 20):
-        zero = sf.Zero(2, persist=0, bucket=0, grads="host", optimizer="host", chunk=chunk)
+        zero = sf.Zero(
+            2,
+            persist_elements=0,
+            grads="host",
+            optimizer="host",
+            travel=sf.Travel(bucket_bytes=0),
+            pace=sf.Pace(chunk_bytes=chunk),
+        )
         book, own = _measured(mesh, zero)
         assert book.moved("device", "host") == 2 * own  # gradients, in 16 bits
         assert book.moved("host", "device") == 2 * own  # parameters, in 16 bits
@@ -65,8 +72,10 @@ def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world:
 def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": world})
     chunk = 2 << 20  # of which a part has rows of pages only
-    where: dict[str, Any] = {"directory": str(tmp_path), "chunk": chunk}
-    book, own = _measured(mesh, sf.Zero(2, persist=0, bucket=0, grads="host", optimizer="disk", **where))
+    where: dict[str, Any] = {"directory": str(tmp_path), "chunk_bytes": chunk}
+    book, own = _measured(
+        mesh, sf.Zero.flat(stage=2, persist_elements=0, bucket_bytes=0, grads="host", optimizer="disk", **where)
+    )
     assert book.moved("disk", "host") == book.moved("host", "disk") == 12 * own  # master, mu and nu
     assert book.moved("device", "host") == book.moved("host", "device") == 2 * own
     # Gradients wait in float32, one of them beside its 16 bits as it is widened; three chunks are in the update.
@@ -77,7 +86,9 @@ def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pa
 def test_everything_on_disk_leaves_a_window_on_the_device(tmp_path: pathlib.Path) -> None:
     mesh, window = sf.make_mesh({"dp": 2}), 2 * GRADIENT
     kinds: dict[str, Any] = {"params": "disk", "grads": "disk", "optimizer": "disk", "directory": str(tmp_path)}
-    zero = sf.Zero(3, persist=0, bucket=0, prefetch=window, chunk=2 << 20, **kinds)
+    zero = sf.Zero.flat(
+        stage=3, persist_elements=0, bucket_bytes=0, prefetch_bytes=window, chunk_bytes=2 << 20, **kinds
+    )
     book, own = _measured(mesh, zero)
     assert book.peak("device") <= 3 * window + 8 * GRADIENT
     assert book.live("device") <= 1 << 10 and book.live("host") == 0

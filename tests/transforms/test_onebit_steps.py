@@ -12,7 +12,7 @@ from shardfn.collectives import identity, int8, unshard
 from shardfn.core import RankError, tree_leaves, tree_map, tree_paths
 from shardfn.testing import ODD_TRAINABLE, assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh
 
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 BATCHES = 6
 LATE = (ValueError, RankError)  # a rank that is late learns it from the other
 
@@ -20,7 +20,7 @@ LATE = (ValueError, RankError)  # a rank that is late learns it from the other
 def run(tx: Any, mesh: sf.Mesh, stage: int = 0, loss: Any = odd_loss, steps: int = BATCHES, **options: Any) -> Any:
     batches = [odd_batch(n) for n in range(steps)]
     zero = options.pop("zero", {"axis": "dp"})
-    options |= {"zero": sf.Zero(stage=stage, **zero, **ODD), "trainable": ODD_TRAINABLE}
+    options |= {"zero": sf.Zero.flat(stage=stage, **zero, **ODD), "trainable": ODD_TRAINABLE}
     return on_mesh(loss, tx, odd_params(), batches, mesh=mesh, **options)
 
 
@@ -91,7 +91,7 @@ def _saved() -> Any:
 def _resumed(params: Any, opt_state: Any, world: int) -> Any:
     mesh = sf.make_mesh({"dp": world})
     tx: Any = optim.chain(optim.onebit_adam(1e-2, freeze_step=2, compressor=int8()))
-    zero = sf.Zero(stage=1, **ODD)
+    zero = sf.Zero.flat(stage=1, **ODD)
     step = sf.sharded_step(odd_loss, tx, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE)
     state = step.init(params)
     opt = optim.rebalanced(opt_state, state.opt_state, compressor=int8())

@@ -22,7 +22,7 @@ def _loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def _make(place: pathlib.Path, shape: dict[str, int], axis: str = "dp") -> sf.transforms.ShardedStep:
     kinds: dict[str, Any] = {"params": "disk", "optimizer": "disk", "directory": str(place)}
-    zero = sf.Zero(stage=3, axis=axis, persist=0, **kinds)
+    zero = sf.Zero.flat(stage=3, axis=axis, persist_elements=0, **kinds)
     return sf.sharded_step(_loss, sf.optim.adam(0.1), mesh=sf.make_mesh(shape), batch=BATCH, zero=zero)
 
 

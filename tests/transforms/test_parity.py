@@ -28,7 +28,7 @@ OPTIMIZERS = {
 }
 STEPS = 3
 # Small enough that the odd leaves fall on both sides of each threshold.
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 
 
 def _optimizer(name: str, clip: bool) -> sf.optim.GradientTransformation:
@@ -69,7 +69,7 @@ def _compare_stages(world: int, name: str) -> None:
                     odd_params(),
                     batches,
                     mesh=mesh,
-                    zero=sf.Zero(stage=stage, **ODD),
+                    zero=sf.Zero.flat(stage=stage, **ODD),
                     trainable=ODD_TRAINABLE,
                 )
                 for stage in range(4)
@@ -85,7 +85,7 @@ def test_remat_is_bit_identical(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for stage in range(4):
         args = (sf.optim.adamw(1e-2), odd_params(), [odd_batch(n) for n in range(STEPS)])
-        zero = sf.Zero(stage=stage, **ODD)
+        zero = sf.Zero.flat(stage=stage, **ODD)
         plain = on_mesh(odd_loss, *args, mesh=mesh, zero=zero)
         assert_same(on_mesh(sf.remat(odd_loss), *args, mesh=mesh, zero=zero), plain, exact=True)
 
@@ -96,7 +96,12 @@ def test_thresholds_never_change_a_bit(world: int) -> None:
     args = (sf.accumulate(odd_loss, 2), sf.optim.adamw(1e-2), odd_params(), [odd_batch(n) for n in range(STEPS)])
     want = on_mesh(*args, mesh=mesh, zero=sf.Zero(stage=3))
     for persist, bucket, prefetch in itertools.product((0, 10), (0, 64, 10**6), (0, 100)):
-        zero = sf.Zero(stage=3, persist=persist, bucket=bucket, prefetch=prefetch)
+        zero = sf.Zero(
+            stage=3,
+            persist_elements=persist,
+            travel=sf.Travel(bucket_bytes=bucket),
+            pace=sf.Pace(prefetch_bytes=prefetch),
+        )
         run = on_mesh(*args, mesh=mesh, zero=zero)
         assert_same(run._replace(metrics=[]), want._replace(metrics=[]), exact=True)
 
@@ -107,7 +112,7 @@ def test_reduce_once_equals_reduce_each(world: int) -> None:
     batches = [odd_batch(n) for n in range(STEPS)]
     want = one_device(odd_loss, sf.optim.adamw(1e-2), odd_params(), batches)
     for stage in range(4):
-        zero = sf.Zero(stage=stage, accumulate="once", **ODD)
+        zero = sf.Zero.flat(stage=stage, accumulate="once", **ODD)
         got = on_mesh(sf.accumulate(odd_loss, 3), sf.optim.adamw(1e-2), odd_params(), batches, mesh=mesh, zero=zero)
         assert_same(got, want)
 
@@ -119,10 +124,10 @@ def test_batch_over_two_axes_and_zero_over_one(batch: sf.P) -> None:
     batches = [odd_batch(n) for n in range(STEPS)]
     want = one_device(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches)
     for stage, axis in [(0, "dp"), *itertools.product((1, 3), ("dp", ("dp", "sp"), ("sp", "dp")))]:
-        zero = sf.Zero(stage=stage, axis=axis, **ODD)
+        zero = sf.Zero.flat(stage=stage, axis=axis, **ODD)
         got = on_mesh(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches, mesh=mesh, zero=zero, batch=batch)
         assert_same(got, want)
-    zero = sf.Zero(stage=3, axis=("dp", "sp"), secondary_axis="sp", **ODD)
+    zero = sf.Zero.flat(stage=3, axis=("dp", "sp"), secondary_axis="sp", **ODD)
     batch = sf.P(("dp", "sp"))
     assert_same(on_mesh(odd_loss, sf.optim.lamb(1e-2), odd_params(), batches, mesh=mesh, zero=zero, batch=batch), want)
 
@@ -152,7 +157,7 @@ def test_tensor_parallel_leaves_compose_with_every_stage(stages: tuple[int, ...]
         for shape in ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 1, "tp": 4}):
             mesh = sf.make_mesh(shape)
             for stage in stages:
-                zero = sf.Zero(stage=stage, **ODD)
+                zero = sf.Zero.flat(stage=stage, **ODD)
                 loss = sf.accumulate(_tp_loss, 1 + (stage > 1))
                 assert_same(on_mesh(loss, optimizer, params, batches, mesh=mesh, zero=zero, specs=specs), want)
 
@@ -174,7 +179,7 @@ def test_weighted_mean_is_the_global_mean_for_uneven_ranks(world: int) -> None:
     params = {"w": torch.randn(5, generator=g)}
     want = one_device(_weighted_loss, sf.optim.adam(1e-2), params, batches)
     for stage in range(4):
-        zero = sf.Zero(stage=stage, **ODD)
+        zero = sf.Zero.flat(stage=stage, **ODD)
         assert_same(on_mesh(_weighted_loss, sf.optim.adam(1e-2), params, batches, mesh=mesh, zero=zero), want)
 
 
@@ -198,6 +203,6 @@ def test_dropout_draws_the_same_bits_under_any_sharding(world: int) -> None:
             batches,
             mesh=mesh,
             key=sf.key(7),
-            zero=sf.Zero(stage=stage, **ODD),
+            zero=sf.Zero.flat(stage=stage, **ODD),
         )
         assert_same(got, want)

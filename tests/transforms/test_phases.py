@@ -22,7 +22,7 @@ from shardfn.testing import (
     own_rows,
 )
 
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 STEPS = 4
 
 
@@ -82,7 +82,7 @@ def test_gradients_add_up_to_those_that_are_given(world: int) -> None:
     tx = averaging(optim.adamw(1e-2), 2, ("dp",))
     want = one_device(odd_loss, optim.adamw(1e-2), odd_params(), batches, trainable=ODD_TRAINABLE)
     for stage in range(4):
-        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, **ODD), "trainable": ODD_TRAINABLE}
+        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero.flat(stage=stage, **ODD), "trainable": ODD_TRAINABLE}
         for loss in (odd_loss, sf.accumulate(odd_loss, 2)) if stage in (0, 2) else (odd_loss,):
             run = on_mesh(loss, tx, odd_params(), batches, **options)
             assert_same(_inner(run), want._replace(metrics=[]))
@@ -112,7 +112,7 @@ def test_weights_masters_and_loss_scales() -> None:
     tx = optim.chain(averaging(optim.scale_by_adam(), 1, ("dp",)), optim.scale_by_learning_rate(1e-2))
     plain = optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(1e-2))
     for stage in (0, 1):
-        zero = sf.Zero(stage=stage, **ODD)
+        zero = sf.Zero.flat(stage=stage, **ODD)
         run = on_mesh(_weighted, tx, params, batches, mesh=mesh, zero=zero)
         want = on_mesh(_weighted, plain, params, batches, mesh=mesh, zero=zero)
         assert_same(
@@ -132,10 +132,10 @@ def test_states_are_cut_over_the_other_axis_at_every_stage() -> None:
     tx = averaging(optim.adamw(1e-2), 1, ("node",))
     want = one_device(odd_loss, optim.adamw(1e-2), odd_params(), batches)
     for stage in (0, 1, 3):
-        zero = sf.Zero(stage=stage, axis="gpu", **ODD)
+        zero = sf.Zero.flat(stage=stage, axis="gpu", **ODD)
         run = on_mesh(odd_loss, tx, odd_params(), batches, mesh=mesh, zero=zero, batch=sf.P(("node", "gpu")))
         assert_same(_inner(run), want._replace(metrics=[]))
-    both = sf.Zero(stage=1, axis=("node", "gpu"), persist=0)
+    both = sf.Zero(stage=1, axis=("node", "gpu"), persist_elements=0)
     step = sf.sharded_step(odd_loss, tx, mesh=mesh, zero=both, batch=sf.P(("node", "gpu")))
     with pytest.raises(ValueError, match=r"kept in pieces over \('node', 'gpu'\).*with those axes only"):
         step.init(odd_params())

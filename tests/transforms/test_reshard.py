@@ -301,7 +301,10 @@ def test_a_trained_state_goes_to_a_mesh_that_serves_it() -> None:
     params: Any = {"w": sf.shard(start["w"], P("dp"), train)}
     if train.is_member:
         step = sf.sharded_step(
-            lambda p, x: (x @ p["w"]).square().mean(), sf.optim.sgd(0.1), mesh=train, zero=sf.Zero(stage=3, persist=0)
+            lambda p, x: (x @ p["w"]).square().mean(),
+            sf.optim.sgd(0.1),
+            mesh=train,
+            zero=sf.Zero(stage=3, persist_elements=0),
         )
         state, _ = step(step.init(start), torch.ones(2, 4))
         params = state.params

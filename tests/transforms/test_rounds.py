@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import P, Zero, optim
+from shardfn import P, Pace, Travel, Zero, optim
 from shardfn.core import RankError
 from shardfn.testing import distributed
 
@@ -35,7 +35,7 @@ def _loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _step(mesh: sf.Mesh | None, loss: Any = _loss) -> Any:
-    zero = Zero(stage=3, persist=0, prefetch=1, bucket=0)
+    zero = Zero(stage=3, persist_elements=0, travel=Travel(bucket_bytes=0), pace=Pace(prefetch_bytes=1))
     return sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, specs=P("pp"), batch=P("dp"), zero=zero)
 
 

@@ -23,7 +23,7 @@ TRAINABLE = {
     "out": True,
 }
 # Small enough that the leaves fall on both sides of each threshold.
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 
 
 def params() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_every_stage_equals_one_device(world: int) -> None:
     for micro, inner in ((1, loss), (3, rematted)):
         runs = []
         for stage in range(4):
-            options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, **ODD), "trainable": TRAINABLE}
+            options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero.flat(stage=stage, **ODD), "trainable": TRAINABLE}
             run = on_mesh(sf.accumulate(inner, micro), tx, params(), batches, specs=SPECS, **options)
             assert_same(run, want)
             runs.append(run)
@@ -110,7 +110,7 @@ def test_captured_steps_have_the_bits_of_eager_ones() -> None:
         specs = SPECS | ({"bias": sf.P()} if inner is ties else {})
         options: dict[str, Any] = {
             "mesh": mesh,
-            "zero": sf.Zero(stage=stage, **ODD),
+            "zero": sf.Zero.flat(stage=stage, **ODD),
             "trainable": frozen,
             "specs": specs,
         }
@@ -123,7 +123,7 @@ def test_captured_steps_have_the_bits_of_eager_ones() -> None:
 def _program(f: Any, stage: int, start: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The graph of a step as captured: ops, shapes, phases and lines; and which values share memory."""
     mesh = sf.make_mesh({"dp": 2}, abstract=True)
-    zero, specs = sf.Zero(stage=stage, **ODD), SPECS | ({"bias": sf.P()} if "bias" in start else {})
+    zero, specs = sf.Zero.flat(stage=stage, **ODD), SPECS | ({"bias": sf.P()} if "bias" in start else {})
     step = sf.sharded_step(f, optim.adamw(1e-2), mesh=mesh, specs=specs, zero=zero)
     state = step.init({k: v for k, v in start.items()})
     rows = {k: v[:6] for k, v in batch(0).items()}
@@ -182,7 +182,7 @@ def test_tensor_parallel_layers() -> None:
     batches = [batch(n) for n in range(2)]
     want = one_device(parallel, optim.adamw(1e-2), start, batches)
     for stage in (0, 3):
-        options: dict[str, Any] = {"mesh": mesh, "specs": specs, "zero": sf.Zero(stage=stage, **ODD)}
+        options: dict[str, Any] = {"mesh": mesh, "specs": specs, "zero": sf.Zero.flat(stage=stage, **ODD)}
         eager = on_mesh(parallel, optim.adamw(1e-2), start, batches, **options)
         assert_same(eager, want)
         graph = sf.jit(parallel, backend="graph")
@@ -195,7 +195,7 @@ def test_layout_apply_donation_and_transforms_of_stacked_leaves() -> None:
     rows = {k: v[mesh.rank * 6 :][:6] for k, v in batch(0).items()}
     for stage in (0, 1, 3):
         step = sf.sharded_step(
-            loss, optim.adam(1e-2), mesh=mesh, specs=SPECS, zero=sf.Zero(stage=stage, persist=2), donate=False
+            loss, optim.adam(1e-2), mesh=mesh, specs=SPECS, zero=sf.Zero(stage=stage, persist_elements=2), donate=False
         )
         state = step.init(params())
         assert step.specs(params())["blocks"]["w"] == sf.Sharding(state.params["blocks"]["w"].spec, stacked=True)

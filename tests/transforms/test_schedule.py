@@ -21,7 +21,7 @@ LISTS = {
     "last in, first out": "F0 F1 F2 B2 B1 B0",
     "one forward, one backward": "F0 F1 B0 F2 B1 B2",
 }
-ODD: dict[str, Any] = {"persist": 4, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 4, "bucket_bytes": 64, "prefetch_bytes": 150}
 
 
 def _schedule(text: str) -> tuple[Action, ...]:
@@ -81,7 +81,7 @@ def _check(zero: Zero, loss: Any = _loss) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_any_list_gives_the_gradients_of_accumulation(stage: int) -> None:
-    _check(Zero(stage=stage, **ODD))
+    _check(Zero.flat(stage=stage, **ODD))
 
 
 @pytest.mark.nightly
@@ -89,7 +89,7 @@ def test_any_list_gives_the_gradients_of_accumulation(stage: int) -> None:
 @pytest.mark.parametrize("accumulate", ["each", "once"])
 @pytest.mark.parametrize("rule", [{"stage": n} for n in range(4)] + [{"stage": 3, "params": "host", "grads": "host"}])
 def test_any_list_under_any_rule(rule: dict[str, Any], accumulate: Any, loss: Any) -> None:
-    _check(Zero(**rule, **ODD, accumulate=accumulate), loss)
+    _check(Zero.flat(**rule, **ODD, accumulate=accumulate), loss)
 
 
 WRAPPED = {
@@ -120,7 +120,7 @@ def _alone(text: str, wrap: str, zero: Zero) -> dict[str, Tensor]:
 def test_what_waits_elsewhere_belongs_to_its_microbatch(wrap: str, home: str, tmp_path: pathlib.Path) -> None:
     def trained(name: str) -> dict[str, Tensor]:
         where: dict[str, Any] = {"directory": str(tmp_path / name)} if home == "disk" else {}
-        return _alone(LISTS[name], wrap, Zero(stage=3, persist=4, **HOMES[home], **where))
+        return _alone(LISTS[name], wrap, Zero.flat(stage=3, persist_elements=4, **HOMES[home], **where))
 
     want = trained("one by one")
     for name in ("first in, first out", "one forward, one backward"):
@@ -130,8 +130,8 @@ def test_what_waits_elsewhere_belongs_to_its_microbatch(wrap: str, home: str, tm
 @distributed(world=[2])
 def _captured(world: int) -> None:
     del world
-    eager = _trained(LISTS["first in, first out"], Zero(stage=3, **ODD))
-    graph = _trained(LISTS["first in, first out"], Zero(stage=3, **ODD), sf.jit(_loss, backend="graph"))
+    eager = _trained(LISTS["first in, first out"], Zero.flat(stage=3, **ODD))
+    graph = _trained(LISTS["first in, first out"], Zero.flat(stage=3, **ODD), sf.jit(_loss, backend="graph"))
     torch.testing.assert_close(graph, eager, rtol=0, atol=0)
 
 
@@ -178,7 +178,7 @@ def test_a_loss_may_differentiate_its_parameters(stage: int) -> None:
         return g.square().sum()
 
     w, x = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.5])
-    step = sf.sharded_step(penalty, optim.sgd(0.01), zero=Zero(stage=stage, persist=0))
+    step = sf.sharded_step(penalty, optim.sgd(0.01), zero=Zero(stage=stage, persist_elements=0))
     state, _ = step(step.init(w), x)
     want = w - 0.01 * 36 * w**3 * x**6
     torch.testing.assert_close(state.params.full_tensor(), want, rtol=RTOL[torch.float32], atol=0)

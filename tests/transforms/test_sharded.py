@@ -13,7 +13,7 @@ from shardfn import P
 from shardfn.testing import RTOL, distributed, odd_batch, odd_loss, odd_params
 from shardfn.transforms._sharded import Sharded
 
-ODD: dict[str, Any] = {"persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 JITS = {"eager": lambda f: f, "graph": lambda f: sf.jit(f, backend="graph")}
 STACKED = {"w": sf.Sharding(P(), stacked=True), "out": P()}
 B, H, T, K = 4, 3, 5, 2  # rows, heads, length and size of a head of the cache
@@ -45,7 +45,7 @@ def test_equals_one_device_at_every_stage(world: int, mode: str) -> None:
 def _equals_one_device(stages: list[int], mode: str) -> None:
     mesh = sf.make_mesh({"dp": -1})
     for stage in stages:
-        f = sf.sharded(JITS[mode](_values), mesh=mesh, zero=sf.Zero(stage=stage, **ODD))
+        f = sf.sharded(JITS[mode](_values), mesh=mesh, zero=sf.Zero.flat(stage=stage, **ODD))
         params = f.init(odd_params())
         assert sf.core.tree_map(lambda x: x.sharding, params) == sf.core.tree_map(
             lambda x: sf.Sharding(x.spec), f.specs(odd_params())
@@ -82,7 +82,7 @@ def _homes(tmp_path: Any, modes: list[str], homes: list[Any]) -> None:
     for mode, jit in ((mode, JITS[mode]) for mode in modes):
         for home in homes:
             where: dict[str, Any] = {"directory": str(tmp_path / mode)} if home == "disk" else {}
-            zero = sf.Zero(stage=3, persist=0, prefetch=64, params=home, **where)
+            zero = sf.Zero.flat(stage=3, persist_elements=0, prefetch_bytes=64, params=home, **where)
             f = sf.sharded(jit(_scanned), mesh=mesh, specs=STACKED, zero=zero)
             params = f.init(whole)
             assert params["w"].memory_kind == home
@@ -90,7 +90,7 @@ def _homes(tmp_path: Any, modes: list[str], homes: list[Any]) -> None:
                 assert torch.equal(f(params, x), _scanned(whole, x)), (mode, home)
             f.close()
         mixed = sf.mixed_precision(_scanned, sf.Policy.bf16())
-        f = sf.sharded(jit(mixed), mesh=mesh, specs=STACKED, zero=sf.Zero(stage=3, persist=0))
+        f = sf.sharded(jit(mixed), mesh=mesh, specs=STACKED, zero=sf.Zero(stage=3, persist_elements=0))
         out = f(f.init(whole), x)
         assert out.dtype == torch.float32 and torch.equal(out, mixed(whole, x))
 
@@ -114,7 +114,7 @@ def _gradients(cases: list[tuple[int, str]]) -> None:
     want_value, want = sf.value_and_grad(odd_loss)(odd_params(), odd_batch(0))
     rows = {k: v[6 * mesh.rank :][:6] for k, v in odd_batch(0).items()}
     for stage, mode in cases:
-        f = sf.sharded(JITS[mode](mean), mesh=mesh, zero=sf.Zero(stage=stage, **ODD))
+        f = sf.sharded(JITS[mode](mean), mesh=mesh, zero=sf.Zero.flat(stage=stage, **ODD))
         params = f.init(odd_params())
         value, got = sf.value_and_grad(f)(params, rows)
         again = torch.func.grad(f)(params, rows)
@@ -150,7 +150,7 @@ def _decoder(mesh: sf.Mesh, f: Any, **options: Any) -> tuple[Sharded, Any, dict,
         options.pop("jit", lambda f: f)(flat),
         mesh=mesh,
         specs=specs,
-        zero=sf.Zero(stage=3, persist=0),
+        zero=sf.Zero(stage=3, persist_elements=0),
         in_specs=(None, _CUT),
         out_specs=(None, _CUT),
         **options,
@@ -230,7 +230,9 @@ def test_a_forward_is_all_that_is_captured_and_leaves_go_after_use() -> None:
         return x
 
     leaf = 64 * 64 * 4
-    f = sf.sharded(sf.jit(deep, backend="graph", prefetch=leaf, bucket=0), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    f = sf.sharded(
+        sf.jit(deep, backend="graph", prefetch=leaf, bucket=0), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0)
+    )
     lowered = f.lower(params, torch.ones(2, 64))
     text, memory = lowered.as_text(), lowered.memory_analysis()
     assert "# forward" in text and "# backward" not in text and "# update" not in text
@@ -258,7 +260,7 @@ def test_an_abstract_mesh_is_lowered_for() -> None:
         lambda p, c, x: (sf.psum(x @ p["w"], "tp"), c),
         mesh=mesh,
         specs={"w": P("tp")},
-        zero=sf.Zero(stage=3, persist=0),
+        zero=sf.Zero(stage=3, persist_elements=0),
         in_specs=({"k": P("dp")},),
         out_specs=(None, {"k": P("dp")}),
         donate=1,
@@ -273,7 +275,7 @@ def test_an_abstract_mesh_is_lowered_for() -> None:
 @distributed(world=2)
 def test_apply_of_a_step_is_one_and_keeps_jit() -> None:
     mesh = sf.make_mesh({"dp": 2})
-    step = sf.sharded_step(odd_loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3, **ODD))
+    step = sf.sharded_step(odd_loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero.flat(stage=3, **ODD))
     state = step.init(odd_params())
     rows = {k: v[6 * mesh.rank :][:6] for k, v in odd_batch(0).items()}
     told, log, handler = list[str](), logging.getLogger("shardfn.jit"), logging.Handler()
@@ -344,7 +346,7 @@ def test_ranks_that_call_different_functions_are_told() -> None:
     def two(p: Tensor) -> Tensor:
         return p + 1
 
-    fs = [sf.sharded(f, mesh=mesh, zero=sf.Zero(stage=3, persist=0)) for f in (one, two)]
+    fs = [sf.sharded(f, mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0)) for f in (one, two)]
     params = fs[0].init(torch.ones(4))
     with pytest.raises(sf.RankError, match=r"(?s)rank 0: the sharded function one.*rank 1: the sharded function two"):
         fs[mesh.rank](params)
@@ -358,7 +360,7 @@ def test_ranks_that_call_different_functions_are_told() -> None:
 @distributed(world=2)
 def test_members_of_a_population_pass_through() -> None:
     mesh = sf.make_mesh({"dp": 2})
-    f = sf.sharded(lambda p, x: x @ p, mesh=mesh, zero=sf.Zero(stage=3, persist=0), out_specs=P())
+    f = sf.sharded(lambda p, x: x @ p, mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0), out_specs=P())
     many = sf.stack([f.init(torch.full((3, 2), float(k))) for k in range(4)])
     out = torch.func.vmap(f, in_dims=(0, None))(many, torch.ones(5, 3))
     assert sf.member(out, 2).shape == (5, 2) and torch.equal(sf.member(out, 2).full_tensor(), torch.full((5, 2), 6.0))

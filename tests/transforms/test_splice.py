@@ -38,8 +38,8 @@ def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) 
     mesh = sf.make_mesh({"dp": world})
     tx, want = optim.adam(1e-2), one_device(loss, optim.adam(1e-2), start(), [rows()] * 2)
     for zero in (
-        sf.Zero(stage=3, persist=0),
-        sf.Zero(stage=3, persist=0, params="host"),
+        sf.Zero(stage=3, persist_elements=0),
+        sf.Zero(stage=3, persist_elements=0, params="host"),
         sf.Zero(stage=0, params="host"),
     ):
         given: dict[str, Any] = {"mesh": mesh, "zero": zero}

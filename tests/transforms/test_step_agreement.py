@@ -27,7 +27,9 @@ def _params() -> dict:
 
 
 def _run(mesh: sf.Mesh, loss=_loss, tx=None, **options) -> sf.TrainState:
-    step = sf.sharded_step(loss, tx or optim.adamw(0.1), mesh=mesh, zero=sf.Zero(stage=2, persist=0), **options)
+    step = sf.sharded_step(
+        loss, tx or optim.adamw(0.1), mesh=mesh, zero=sf.Zero(stage=2, persist_elements=0), **options
+    )
     state, _ = step(step.init(_params()), torch.ones(4, 5))
     return state
 

@@ -154,10 +154,10 @@ def test_transforms_in_an_order_that_makes_no_sense() -> None:
         sf.accumulate(_loss, 0)
 
 
-@pytest.mark.parametrize("fields", [{"stage": 4}, {"accumulate": "eech"}, {"prefetch": -1}])
+@pytest.mark.parametrize("fields", [{"stage": 4}, {"accumulate": "eech"}, {"prefetch_bytes": -1}])
 def test_zero_refuses_bad_fields(fields: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(fields)))):
-        sf.Zero(**fields)
+        sf.Zero.flat(**fields)
 
 
 def test_specs_refuse_an_axis_used_twice() -> None:

@@ -25,7 +25,7 @@ def _batch(rows: int = 4) -> dict:
 
 
 def _step(stage: int = 3, loss=_loss, **options):
-    zero = sf.Zero(stage=stage, persist=0)
+    zero = sf.Zero(stage=stage, persist_elements=0)
     return sf.sharded_step(loss, sf.optim.adamw(0.1), mesh=sf.make_mesh({"dp": -1}), zero=zero, **options)
 
 
@@ -145,7 +145,12 @@ def test_branches_that_only_some_ranks_take_neither_hang_nor_err(world: int) -> 
     params = {k: torch.randn(5, 5, generator=g) / 2 for k in "abc"}
     for stage in (0, 2, 3):
         mesh = sf.make_mesh({"dp": -1})
-        step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist=0, bucket=0))
+        step = sf.sharded_step(
+            loss,
+            sf.optim.sgd(0.1),
+            mesh=mesh,
+            zero=sf.Zero(stage=stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0)),
+        )
         state = step.init(params)
         want = {k: v.clone() for k, v in params.items()}
         for n in range(6):

@@ -22,7 +22,7 @@ def _loss(params: dict, x: Tensor) -> Tensor:
 
 
 def _step(mesh: sf.Mesh, loss: Callable = _loss, stage: int = 2):
-    return sf.sharded_step(loss, sf.optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+    return sf.sharded_step(loss, sf.optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
 
 
 def _error(f: Callable, *args) -> str:
@@ -114,7 +114,7 @@ def loss(p, x):
         os.kill(os.getpid(), signal.SIGKILL)
     return (x @ p).square().mean()
 turns = []
-step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=2, persist=0))
+step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=2, persist_elements=0))
 state, _ = step(step.init(torch.ones(5, 3)), torch.ones(2, 5))
 turns.append(1)
 try:

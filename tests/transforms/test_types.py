@@ -18,7 +18,7 @@ from shardfn.testing import distributed
 
 D, HIDDEN, ROWS = 4, 6, 4
 SPECS = {"up": sf.P("tp"), "down": sf.P(None, "tp"), "shift": sf.P(), "out": sf.P()}
-STAGES = [sf.Zero(stage=0), sf.Zero(stage=2, persist=4), sf.Zero(stage=3, persist=0)]
+STAGES = [sf.Zero(stage=0), sf.Zero(stage=2, persist_elements=4), sf.Zero(stage=3, persist_elements=0)]
 
 
 def _params() -> dict[str, Tensor]:

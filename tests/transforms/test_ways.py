@@ -25,7 +25,7 @@ def _leaf(sizes: dict[str, int], zero: sf.Zero, **kw: Any) -> LeafLayout:
 
 
 MIXED = Dtypes(param=F32, master=F32, compute=BF16, reduce=BF16, accum=F32)
-PLUS = sf.Zero(stage=3, axis=BOTH, secondary_axis="gpu", gather="int8", reduce="int4")
+PLUS = sf.Zero(stage=3, axis=BOTH, travel=sf.Travel(secondary_axis="gpu", gather="int8", reduce="int4"))
 DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
 
 
@@ -36,10 +36,10 @@ DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
         (ONE, sf.Zero(1), {}, (), (PsumScatter(DP, 0),), (AllGather(DP, 0),)),
         (ONE, sf.Zero(2), {}, (), (PsumScatter(DP, 0),), (AllGather(DP, 0),)),
         (ONE, sf.Zero(3), {}, (AllGather(DP, 0),), (PsumScatter(DP, 0),), ()),
-        (ONE, sf.Zero(3, persist=1 << 20), {}, (), (PsumScatter(DP, 0),), (AllGather(DP, 0),)),
+        (ONE, sf.Zero(3, persist_elements=1 << 20), {}, (), (PsumScatter(DP, 0),), (AllGather(DP, 0),)),
         (
             ONE,
-            sf.Zero(3, params="host", grads="disk", optimizer="disk", directory="x"),
+            sf.Zero(3, params="host", grads="disk", optimizer="disk", disk=sf.Disk("x")),
             {},
             (Move("device"), AllGather(DP, 0)),
             (PsumScatter(DP, 0), Move("disk")),
@@ -83,7 +83,7 @@ DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
         ),
         (
             NODES,
-            sf.Zero(3, axis=BOTH, secondary_axis="gpu"),
+            sf.Zero(3, axis=BOTH, travel=sf.Travel(secondary_axis="gpu")),
             {},
             (AllGather(NODE, 0), AllGather(GPU, 0)),
             (PsumScatter(BOTH, 0),),

@@ -99,11 +99,13 @@ def test_writes_are_named_wherever_a_leaf_lives(tmp_path: pathlib.Path) -> None:
     kinds: dict[str, Any] = {"params": "disk", "optimizer": "disk"}
     places = {
         "whole": sf.Zero(stage=2),
-        "small": sf.Zero(stage=3, persist=100),
-        "gathered": sf.Zero(stage=3, persist=0),
-        "far ahead": sf.Zero(stage=3, persist=0, prefetch=0, bucket=0),
-        "host": sf.Zero(stage=3, persist=0, params="host"),
-        "disk": sf.Zero(stage=3, persist=0, directory=str(tmp_path / "a"), **kinds),
+        "small": sf.Zero(stage=3, persist_elements=100),
+        "gathered": sf.Zero(stage=3, persist_elements=0),
+        "far ahead": sf.Zero(
+            stage=3, persist_elements=0, travel=sf.Travel(bucket_bytes=0), pace=sf.Pace(prefetch_bytes=0)
+        ),
+        "host": sf.Zero(stage=3, persist_elements=0, params="host"),
+        "disk": sf.Zero.flat(stage=3, persist_elements=0, directory=str(tmp_path / "a"), **kinds),
     }
     for place, zero in places.items():
         for name, write in WRITES.items():
@@ -124,7 +126,7 @@ def test_a_captured_write_is_named_with_its_line(stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2})
     for name, write in WRITES.items():
         loss = sf.jit(_loss_that(write), backend="graph")
-        step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist=0))
+        step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
         said, same = _said(step, X.chunk(2)[mesh.rank])
         assert "params['a'] is written to inside the loss" in said and same, (name, said)
         assert "test_writes.py:" in said or "through a view" in said or "(by " in said, (name, said)
@@ -133,7 +135,7 @@ def test_a_captured_write_is_named_with_its_line(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world=2)
 def test_a_write_to_a_stack_is_named(stage: int) -> None:
-    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=stage, persist=0)
+    mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=stage, persist_elements=0)
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         w.detach()[1].mul_(0.5)
@@ -151,7 +153,7 @@ def test_a_clone_may_be_written_to_and_data_read() -> None:
     want = one_device(_to_a_clone, sf.optim.sgd(0.1), _params(), [X, X])
     for stage in (0, 3):
         for wrap in (lambda f: f, lambda f: sf.jit(f, backend="graph")):
-            zero = sf.Zero(stage=stage, persist=0)
+            zero = sf.Zero(stage=stage, persist_elements=0)
             assert_same(on_mesh(wrap(_to_a_clone), sf.optim.sgd(0.1), _params(), [X, X], mesh=mesh, zero=zero), want)
 
 

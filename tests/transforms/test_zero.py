@@ -32,7 +32,7 @@ def test_analytic_integers_of_three_chained_leaves() -> None:
     take = sf.optim.GradientTransformation(
         lambda p: (), lambda g, s, p=None, specs=None: (grads.update(g) or sf.core.tree_map(torch.zeros_like, g), s)
     )
-    step = sf.sharded_step(loss, take, mesh=sf.make_mesh({"dp": 2}), zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(loss, take, mesh=sf.make_mesh({"dp": 2}), zero=sf.Zero(stage=3, persist_elements=0))
     state = step.init(params)
     for _ in range(3):
         state, metrics = step(state, torch.ones(1, 1))
@@ -49,7 +49,7 @@ def test_analytic_integers_of_three_chained_leaves() -> None:
 def test_gradient_is_the_mean_over_ranks() -> None:
     rank = torch.distributed.get_rank()
     for stage in range(4):
-        zero = sf.Zero(stage=stage, persist=0)
+        zero = sf.Zero(stage=stage, persist_elements=0)
         step = sf.sharded_step(
             lambda w, x: (w * x[0]).sum(), sf.optim.sgd(1.0), mesh=sf.make_mesh({"dp": 2}), zero=zero
         )
@@ -64,7 +64,7 @@ def test_last_microbatch_is_reduced_too() -> None:
     x = torch.tensor([[1.0, 3, 5, 7], [11, 13, 15, 17]]) + 18 * rank
     for stage in range(4):
         for accumulate in ("each", "once"):
-            zero = sf.Zero(stage=stage, persist=0, accumulate=accumulate)
+            zero = sf.Zero(stage=stage, persist_elements=0, pace=sf.Pace(accumulate=accumulate))
             loss = sf.accumulate(lambda w, b: (w * b[0]).sum(), 2)
             step = sf.sharded_step(loss, sf.optim.sgd(1.0), mesh=sf.make_mesh({"dp": 2}), zero=zero)
             state, _ = step(step.init(torch.zeros(4)), x)
@@ -82,7 +82,9 @@ def test_bytes_sent_are_those_of_the_paper(world: int) -> None:
 
     for stage, volume in ((0, 2), (1, 2), (2, 2), (3, 3)):
         mesh = sf.make_mesh({"dp": world})
-        zero = sf.Zero(stage=stage, persist=0, bucket=0, prefetch=0)
+        zero = sf.Zero(
+            stage=stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0), pace=sf.Pace(prefetch_bytes=0)
+        )
         step = sf.sharded_step(loss, sf.optim.adamw(1e-3), mesh=mesh, zero=zero)
         state = step.init(params)
         state, _ = step(state, torch.ones(2, 64))
@@ -124,7 +126,9 @@ def test_live_whole_parameters_are_bounded_by_the_window() -> None:
     try:
         params = [torch.eye(64) for _ in range(num)]
         for window in (0, 2 * leaf, 4 * leaf):
-            zero = sf.Zero(stage=3, persist=0, bucket=0, prefetch=window)
+            zero = sf.Zero(
+                stage=3, persist_elements=0, travel=sf.Travel(bucket_bytes=0), pace=sf.Pace(prefetch_bytes=window)
+            )
             step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}), zero=zero)
             state = step.init(params)
             for _ in range(2):
@@ -141,7 +145,9 @@ def test_live_whole_parameters_are_bounded_by_the_window() -> None:
 def test_states_are_kept_in_pieces() -> None:
     mesh = sf.make_mesh({"dp": 4})
     params = {"w": torch.ones(10, 3), "row": torch.ones(1, 9), "one": torch.ones(1), "s": torch.ones(())}
-    step = sf.sharded_step(lambda p, b: p["w"].sum(), sf.optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(
+        lambda p, b: p["w"].sum(), sf.optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0)
+    )
     state = step.init(params)
     assert {k: s.spec for k, s in step.specs(params).items()} == {
         "w": sf.P("dp"),
@@ -182,7 +188,10 @@ def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> Non
     _draw._draw = counted
     try:
         step = sf.sharded_step(
-            lambda p, b: p["w"].sum(), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": world}), zero=sf.Zero(3, persist=0)
+            lambda p, b: p["w"].sum(),
+            sf.optim.sgd(0.1),
+            mesh=sf.make_mesh({"dp": world}),
+            zero=sf.Zero(3, persist_elements=0),
         )
         state = step.init(_init, sf.key(5))
     finally:
@@ -197,7 +206,10 @@ def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> Non
 def test_apply_sees_what_the_loss_sees(world: int) -> None:
     params = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(4)}
     step = sf.sharded_step(
-        lambda p, b: p["w"].sum(), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": world}), zero=sf.Zero(3, persist=0)
+        lambda p, b: p["w"].sum(),
+        sf.optim.sgd(0.1),
+        mesh=sf.make_mesh({"dp": world}),
+        zero=sf.Zero(3, persist_elements=0),
     )
     state = step.init(params)
 
@@ -216,7 +228,7 @@ def test_parameters_are_immutable_inside_the_loss() -> None:
         p["w"].add_(1.0)
         return p["w"].sum()
 
-    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}), zero=sf.Zero(3, persist=0))
+    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}), zero=sf.Zero(3, persist_elements=0))
     with pytest.raises(TypeError, match=r"params\['w'\] is written to inside the loss \(by add_\)"):
         step(step.init({"w": torch.ones(4)}), torch.ones(1))
 
@@ -246,7 +258,7 @@ def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> No
     x = 1.0 + 2.0 * torch.arange(world)
     for stage in range(4):
         for clip in (False, True):
-            zero = sf.Zero(stage=stage, persist=0, bucket=0)
+            zero = sf.Zero(stage=stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0))
             optimizer = sf.optim.sgd(1.0)
             if clip:
                 optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(1e6), optimizer)
@@ -273,7 +285,7 @@ def test_a_gradient_that_the_user_keeps_is_not_overwritten(world: int) -> None:
             return kept
 
     for stage in range(4):
-        zero = sf.Zero(stage=stage, persist=0, bucket=0)
+        zero = sf.Zero(stage=stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0))
         optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(1e-3), sf.optim.sgd(1.0))
         step = sf.sharded_step(lambda w, x: Keep.apply(w), optimizer, mesh=sf.make_mesh({"dp": world}), zero=zero)
         step(step.init(torch.ones(4)), torch.ones(1))
@@ -285,7 +297,7 @@ def test_writing_through_a_view_of_a_parameter_is_refused() -> None:
     def loss(p: dict, x: Tensor) -> Tensor:
         return (p["w"].view(-1).mul_(2) ** 2).sum()
 
-    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}), zero=sf.Zero(3, persist=0))
+    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}), zero=sf.Zero(3, persist_elements=0))
     with pytest.raises(ValueError, match=r"params\['w'\] is written to inside the loss, through a view"):
         step(step.init({"w": torch.ones(4)}), torch.ones(1))
 
@@ -347,7 +359,7 @@ def test_a_function_of_ones_own_has_the_gradients_of_one_device(world: int) -> N
     for run in (loss, sf.jit(loss, backend="graph"), sf.remat(loss)):
         placed: list[dict[str, Any]] = [{}, {"params": "host", "grads": "host", "optimizer": "host"}]
         for kinds in placed:
-            zero = sf.Zero(3, persist=0, **kinds)
+            zero = sf.Zero.flat(stage=3, persist_elements=0, **kinds)
             step = sf.sharded_step(run, sf.optim.sgd(0.5), mesh=sf.make_mesh({"dp": world}), zero=zero, specs=specs)
             state, _ = step(step.init(params), x[None])
             got = sf.unshard(state.params)

@@ -24,7 +24,7 @@ from shardfn.testing import (
 ROWS = sf.P(("node", "gpu"))
 AXES: dict[str, Any] = {"stage": 3, "axis": ("node", "gpu")}
 # Small enough that the odd leaves fall on both sides of each threshold.
-ODD: dict[str, Any] = {**AXES, "persist": 2, "bucket": 64, "prefetch": 150}
+ODD: dict[str, Any] = {**AXES, "persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 ALL: dict[str, Any] = {"gather": "int8", "secondary_axis": "gpu", "reduce": "int4"}
 
 
@@ -52,16 +52,16 @@ def _runs(loss: Any, batches: list, zero: sf.Zero) -> tuple[Any, list[int]]:
 def test_secondary_pieces_never_change_a_bit_and_are_never_stale(near: str) -> None:
     batches, rule = [odd_batch(n) for n in range(2)], {**ODD, "secondary_axis": near}
     loss = sf.accumulate(odd_loss if near == "gpu" else sf.remat(odd_loss), 3)
-    want, none = _runs(loss, batches, sf.Zero(**ODD))
-    got, far = _runs(loss, batches, sf.Zero(**rule))
+    want, none = _runs(loss, batches, sf.Zero.flat(**ODD))
+    got, far = _runs(loss, batches, sf.Zero.flat(**rule))
     assert_same(got, want, exact=True)
     assert all(m["grad_norm"] > 0 for m in got.metrics)
     if near == "gpu":
         # Leaves cross nodes once a step, however many times they are used in it, and in each step anew.
-        once, fewer = _runs(odd_loss, batches[:1], sf.Zero(**rule))
+        once, fewer = _runs(odd_loss, batches[:1], sf.Zero.flat(**rule))
         assert none == [0, 0] and far == 2 * fewer and far[0] > 0 and once.metrics[0]["grad_norm"] > 0
     else:
-        got, _ = _runs(loss, batches, sf.Zero(**rule, params="host", optimizer="host"))
+        got, _ = _runs(loss, batches, sf.Zero.flat(**rule, params="host", optimizer="host"))
         assert_same(got, want, exact=True)
 
 
@@ -83,14 +83,14 @@ def _scanned_params() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{**ALL, "block": 4}, pytest.param({"secondary_axis": "gpu"}, marks=pytest.mark.nightly)],
+    [{**ALL, "block_elements": 4}, pytest.param({"secondary_axis": "gpu"}, marks=pytest.mark.nightly)],
     ids=["all", "secondary"],
 )
 @distributed(world=4)
 def test_a_captured_step_has_the_bits_of_the_eager_one(options: dict) -> None:
     mesh, batches = _mesh(), [odd_batch(n) for n in range(2)]
     specs = {"blocks": sf.Sharding(sf.P(), stacked=True), "in": sf.P(), "out": sf.P(), "small": sf.P()}
-    how: dict[str, Any] = {"mesh": mesh, "batch": ROWS, "specs": specs, "zero": sf.Zero(**ODD, **options)}
+    how: dict[str, Any] = {"mesh": mesh, "batch": ROWS, "specs": specs, "zero": sf.Zero.flat(**ODD, **options)}
     loss, tx = sf.accumulate(_scanned, 3), sf.optim.adamw(1e-2)
     want = on_mesh(loss, tx, _scanned_params(), batches, **how)
     step = sf.sharded_step(sf.jit(loss, backend="graph"), tx, **how)
@@ -138,7 +138,10 @@ def _simulated(batches: list, zero: sf.Zero, tx: Any) -> dict[str, Tensor]:
     """Quantised training on one process, rank by rank."""
     params, state = _net_params(), tx.init(_net_params())
     for batch in batches:
-        seen = {k: x if x.numel() <= zero.persist else _journey(x, 8, zero.block) for k, x in params.items()}
+        seen = {
+            k: x if x.numel() <= zero.persist_elements else _journey(x, 8, zero.travel.block_elements)
+            for k, x in params.items()
+        }
         grads = [_gradients(seen, {k: v[3 * r : 3 * r + 3] for k, v in batch.items()}) for r in range(4)]
         total = {k: _total([g[k] for g in grads], zero) for k in params}
         updates, state = tx.update(total, state, params)
@@ -156,13 +159,16 @@ def _gradients(params: dict, batch: dict) -> dict[str, Tensor]:
 
 
 def _total(grads: list[Tensor], zero: sf.Zero) -> Tensor:
-    if grads[0].numel() <= zero.persist:
+    if grads[0].numel() <= zero.persist_elements:
         return sum(grads[1:], grads[0])
-    sent = [[_rounded(b, 4, zero.block) for b in _blocks(g)] for g in grads]
-    if zero.secondary_axis is None:
+    sent = [[_rounded(b, 4, zero.travel.block_elements) for b in _blocks(g)] for g in grads]
+    if zero.travel.secondary_axis is None:
         total = [a + b + c + d for a, b, c, d in zip(*sent, strict=True)]
     else:
-        nodes = [[_rounded(a + b, 4, zero.block) for a, b in zip(*sent[i : i + 2], strict=True)] for i in (0, 2)]
+        nodes = [
+            [_rounded(a + b, 4, zero.travel.block_elements) for a, b in zip(*sent[i : i + 2], strict=True)]
+            for i in (0, 2)
+        ]
         total = [a + b for a, b in zip(*nodes, strict=True)]
     return torch.cat(total).view(grads[0].shape)
 
@@ -171,14 +177,14 @@ def _total(grads: list[Tensor], zero: sf.Zero) -> Tensor:
 def test_quantised_steps_equal_an_explicit_simulation_and_train_as_well() -> None:
     batches = [odd_batch(n % 4) for n in range(30)]
     how: dict[str, Any] = {"mesh": _mesh(), "batch": ROWS}
-    common: dict[str, Any] = {**AXES, "persist": 8, "bucket": 0}
+    common: dict[str, Any] = {**AXES, "persist_elements": 8, "bucket_bytes": 0}
     for near, block in itertools.product((None, "gpu"), (16, 256)):
         # A rate that multiplies without rounding: the same arithmetic in place and on whole tensors.
-        zero, tx = sf.Zero(**common, **{**ALL, "secondary_axis": near}, block=block), sf.optim.sgd(0.125)
+        zero, tx = sf.Zero.flat(**common, **{**ALL, "secondary_axis": near}, block_elements=block), sf.optim.sgd(0.125)
         got, want = on_mesh(_net, tx, _net_params(), batches[:3], zero=zero, **how), _simulated(batches[:3], zero, tx)
         assert all(torch.equal(got.params[k], x) for k, x in want.items()), (near, block)
     runs = [
-        on_mesh(_net, sf.optim.adamw(1e-2), _net_params(), batches, zero=sf.Zero(**common, **options), **how)
+        on_mesh(_net, sf.optim.adamw(1e-2), _net_params(), batches, zero=sf.Zero.flat(**common, **options), **how)
         for options in ({}, ALL)
     ]
     first, aim, last = (float(m["loss"]) for m in (runs[0].metrics[0], runs[0].metrics[-1], runs[1].metrics[-1]))
@@ -189,7 +195,7 @@ def test_quantised_steps_equal_an_explicit_simulation_and_train_as_well() -> Non
     def bad(p: dict, batch: dict) -> Tensor:
         return _net(p, batch) + ((p["w"] * 0).abs().sqrt().sum() if rank == 1 else 0)
 
-    step = sf.sharded_step(bad, sf.optim.sgd(0.125), **how, zero=sf.Zero(**common, **ALL), skip_nonfinite=True)
+    step = sf.sharded_step(bad, sf.optim.sgd(0.125), **how, zero=sf.Zero.flat(**common, **ALL), skip_nonfinite=True)
     _, metrics = step(step.init(_net_params()), own_rows(batches[0], ROWS, how["mesh"]))
     assert metrics["skipped"] and metrics["loss"].isfinite() and metrics["grad_norm"].isnan()
 
@@ -204,7 +210,7 @@ def test_leaves_of_unlike_scales_have_scales_of_their_own() -> None:
 
     def run(scale: float, loss: Any = loss, **options: Any) -> Run:
         params = [start[0], start[1] * scale]
-        zero = sf.Zero(**AXES, persist=2, **options)
+        zero = sf.Zero.flat(**AXES, persist_elements=2, **options)
         return on_mesh(loss, sf.optim.sgd(0.1), params, [x], mesh=_mesh(), batch=ROWS, zero=zero)
 
     for options in ({"gather": "int8"}, {"reduce": "int4"}, ALL):
@@ -228,7 +234,7 @@ def test_bytes_across_nodes() -> None:
 
     def crossed(**options: Any) -> float:
         """What a node sends to the other one in its second step, in psi times 16 bits."""
-        zero = sf.Zero(**AXES, persist=64, bucket=0, prefetch=0, **options)
+        zero = sf.Zero.flat(**AXES, persist_elements=64, bucket_bytes=0, prefetch_bytes=0, **options)
         step = sf.sharded_step(sf.mixed_precision(loss, policy), sf.optim.sgd(1e-2), mesh=mesh, batch=ROWS, zero=zero)
         state, _ = step(step.init(params), torch.ones(2, 64))
         with sf.count_traffic() as traffic:
@@ -250,25 +256,25 @@ def test_bytes_across_nodes() -> None:
 
 def test_options_without_effect_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"stage": 3, "reduce": "once"}, r"Zero\(accumulate='once'\)"),
+        ({"stage": 3, "reduce": "once"}, r"Pace\(accumulate='once'\)"),
         ({"stage": 3, "gather": "int9"}, "Did you mean 'int8'"),
-        ({"stage": 2, "gather": "int8"}, "stage=2, gather='int8'.*no effect"),
+        ({"stage": 2, "gather": "int8"}, r"stage=2, travel=Travel\(gather='int8'\).*no effect"),
         ({"stage": 1, "secondary_axis": "gpu", "axis": ("node", "gpu")}, "no effect"),
-        ({"reduce": "int4"}, "stage=0, reduce='int4'.*no effect"),
-        ({"stage": 3, "block": 64}, "no option quantises"),
-        ({"stage": 3, "reduce": "int4", "block": 3}, "even"),
+        ({"reduce": "int4"}, r"stage=0, travel=Travel\(reduce='int4'\).*no effect"),
+        ({"stage": 3, "block_elements": 64}, "no option quantises"),
+        ({"stage": 3, "reduce": "int4", "block_elements": 3}, "even"),
         ({"stage": 3, "axis": ("node", "gpu"), "secondary_axis": "gpus"}, "Did you mean 'gpu'"),
         ({"stage": 3, "secondary_axis": "dp"}, "no effect: there is no other axis"),
     ]
     for fields, match in cases:
         with pytest.raises(ValueError, match=match):
-            sf.Zero(**fields)
+            sf.Zero.flat(**fields)
     mesh = sf.make_mesh({"node": 2, "gpu": 2}, abstract=True)
-    make = lambda mesh, **o: sf.sharded_step(_net, sf.optim.sgd(1.0), mesh=mesh, batch=sf.P(), zero=sf.Zero(**o))  # noqa: E731
+    make = lambda mesh, **o: sf.sharded_step(_net, sf.optim.sgd(1.0), mesh=mesh, batch=sf.P(), zero=sf.Zero.flat(**o))  # noqa: E731
     with pytest.raises(ValueError, match="no effect: the mesh is"):
         make(sf.make_mesh({"node": 1, "gpu": 4}, abstract=True), **AXES, secondary_axis="gpu")
     for options in ({"gather": "int8"}, {"secondary_axis": "gpu"}, {"reduce": "int8"}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*lower persist"):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*lower persist_elements"):
             make(mesh, **AXES, **options).init(_net_params())
     # On one rank nothing travels.
     one = make(sf.make_mesh({"node": 1, "gpu": 1}), **AXES, **ALL)

@@ -98,7 +98,7 @@ def _attempt(name: str, mode: str, mesh: sf.Mesh, wants: dict[Any, Run], remedie
     policy = _policy(remedies) if narrow else None
     loss = _loss(apply, policy, keyed=bool(options))
     batches = [_batch(model, entry, seed, numbered=bool(options)) for seed in range(STEPS)]
-    zero = sf.Zero(stage=1 if mode == "stage 1" else 3, persist=0, bucket=1000)
+    zero = sf.Zero(stage=1 if mode == "stage 1" else 3, persist_elements=0, travel=sf.Travel(bucket_bytes=1000))
     got = on_mesh(
         graph(loss) if mode == "jit" and "no jit" not in remedies else loss,
         TX,

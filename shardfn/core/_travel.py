@@ -1,0 +1,65 @@
+"""`Travel`: how the leaves that ZeRO keeps in pieces cross the mesh."""
+
+import dataclasses
+
+from ._errors import did_you_mean
+
+BITS = {"int8": 8, "int4": 4}
+# Elements that share a scale unless the rule says otherwise.
+BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Travel:
+    """In how many bits, over which axes and in what messages leaves and gradients travel.
+
+    `gather` and `reduce` round what travels; `secondary_axis` and `bucket_bytes` never change a bit.
+
+    Attributes:
+        gather: stage 3: what leaves kept in pieces travel as when they are gathered: "int8" or "int4" with a scale a
+            block (ZeRO++'s qwZ); None = in the dtype that the loss sees.
+        reduce: what the gradients of leaves of more than `Zero.persist_elements` elements travel as: "int8" or "int4"
+            (ZeRO++'s qgZ); with `secondary_axis` they are summed along it first. None = as the precision policy says.
+        block_elements: with `gather` or `reduce`: elements that share a scale.
+        secondary_axis: stage 3: the axis or axes, of those in `Zero.axis`, that are near (within a node). A leaf
+            crosses the others once a step; what has come is kept until the step's end, cut over these, and the step's
+            later gathers run over these alone (ZeRO++'s hpZ).
+        bucket_bytes: smaller leaves travel together up to this size, larger ones alone.
+
+    Raises:
+        ValueError: a field is out of range, or has no effect.
+
+    Example:
+        >>> Travel(gather="int8").block_elements
+        256
+
+    References:
+        Wang et al., ZeRO++, 2023, https://arxiv.org/abs/2306.10209
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+    block_elements: int = BLOCK
+    secondary_axis: str | tuple[str, ...] | None = None
+    bucket_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.reduce in ("each", "once"):
+            raise ValueError(
+                f"Travel(reduce={self.reduce!r}): reduce says in how many bits gradients travel; when those of"
+                f" microbatches do is Pace(accumulate={self.reduce!r})."
+            )
+        for name in ("gather", "reduce"):
+            how = getattr(self, name)
+            if how is not None and how not in BITS:
+                hint = did_you_mean(str(how), BITS)
+                raise ValueError(f"Travel({name}={how!r}): use None or one of {tuple(BITS)}.{hint}")
+        if self.block_elements != BLOCK and self.gather is None and self.reduce is None:
+            raise ValueError(
+                f"Travel(block_elements={self.block_elements!r}): block_elements would have no effect: no option"
+                " quantises."
+            )
+        if self.block_elements < 2 or self.block_elements % 2:
+            raise ValueError(f"Travel(block_elements={self.block_elements}): must be even and at least 2.")
+        if self.bucket_bytes < 0:
+            raise ValueError(f"Travel(bucket_bytes={self.bucket_bytes}): must not be negative.")

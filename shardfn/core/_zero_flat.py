@@ -1,0 +1,123 @@
+"""`Zero`'s fields by name, however deep they lie; and, for one version, the names and places that they had before."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from ._disk import Disk
+from ._errors import did_you_mean
+from ._pace import Pace
+from ._travel import Travel
+
+T = TypeVar("T")
+
+PARTS: dict[str, type[Any]] = {"travel": Travel, "pace": Pace, "disk": Disk}
+# No name is in two parts.
+PART_OF = {field.name: part for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
+
+# What each keyword of `Zero` was called when all were its own.
+RENAMED = {
+    "persist": "persist_elements",
+    "ratio": "optimizer_fraction",
+    "gather": "gather",
+    "reduce": "reduce",
+    "block": "block_elements",
+    "secondary_axis": "secondary_axis",
+    "bucket": "bucket_bytes",
+    "prefetch": "prefetch_bytes",
+    "accumulate": "accumulate",
+    "chunk": "chunk_bytes",
+    "directory": "directory",
+    "checksum": "checksum",
+    "durable": "durable",
+}
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `Zero` that say what these fields say; those of a part change the part that is given, if one is.
+
+    Raises:
+        ValueError: something is asked of a disk, and there is none.
+    """
+    out = {name: value for name, value in fields.items() if name not in PART_OF}
+    for part, kind in PARTS.items():
+        given = {name: value for name, value in fields.items() if PART_OF.get(name) == part}
+        before = out.get(part)
+        if kind is Disk and given and given.get("directory", before and before.directory) is None:
+            asked = [f"{name}={value!r}" for name, value in given.items() if value]
+            if asked:
+                raise ValueError(f"Zero({', '.join(asked)}) has no effect without a directory: disk=Disk(directory).")
+            out[part] = None
+        elif given:
+            out[part] = kind(**given) if before is None else dataclasses.replace(before, **given)
+    return out
+
+
+def flattened(zero: Any) -> dict[str, Any]:
+    """The fields of a rule and of its parts by name."""
+    out: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(zero)):
+        value = getattr(zero, name)
+        if name not in PARTS:
+            out[name] = value
+        elif value is not None:
+            out |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return out
+
+
+def check_names(fields: Mapping[str, Any], own: set[str]) -> None:
+    """Refuses what is no field of a rule or of its parts.
+
+    Raises:
+        TypeError: names the nearest field.
+    """
+    known = (own - PARTS.keys()) | PART_OF.keys()
+    for name in fields:
+        if name not in known:
+            raise TypeError(f"Zero has no field {name!r}.{did_you_mean(name, known)}")
+
+
+def takes_old_names(cls: type[T]) -> type[T]:
+    """Lets a rule be made, and read, under the names of before, with a warning that has the new spelling.
+
+    It wraps `__init__` rather than adding fields, so that `replace`, `repr`, `==` and pickles know new names alone.
+    """
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: T, *args: Any, **fields: Any) -> None:
+        old = {name: value for name, value in fields.items() if name in RENAMED}
+        if old:
+            new = {RENAMED[name]: value for name, value in old.items()}
+            _warn(f"Zero({', '.join(f'{name}={value!r}' for name, value in old.items())})", f"Zero({_spelling(new)})")
+            fields = nested({k: v for k, v in fields.items() if k not in old} | new)
+        for name in fields.keys() & PART_OF.keys():
+            raise TypeError(f"Zero has no field {name!r}: write Zero({_spelling({name: fields[name]})}).")
+        init(self, *args, **fields)
+
+    def __getattr__(self: T, name: str) -> Any:
+        # Called only for what an instance does not have.
+        if name not in RENAMED:
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+        new = RENAMED[name]
+        _warn(f"Zero.{name}", f"Zero.{PART_OF[new]}.{new}" if new in PART_OF else f"Zero.{new}")
+        return flattened(self).get(new, False)  # of a disk that is not there nothing is asked
+
+    cls.__init__ = __init__
+    setattr(cls, "__getattr__", __getattr__)  # noqa: B010 - a plain assignment would be a new attribute to a type checker
+    return cls
+
+
+def _warn(before: str, after: str) -> None:
+    warnings.warn(f"{before} is now {after}; the old name goes with the next version.", DeprecationWarning, 3)
+
+
+def _spelling(fields: Mapping[str, Any]) -> str:
+    """The arguments of `Zero` that say so, as they are written in a program."""
+    out = [f"{name}={value!r}" for name, value in fields.items() if name not in PART_OF]
+    for part, kind in PARTS.items():
+        given = [f"{name}={value!r}" for name, value in fields.items() if PART_OF.get(name) == part]
+        out += [f"{part}={kind.__name__}({', '.join(given)})"] if given else []
+    return ", ".join(out)
