@@ -16,7 +16,7 @@ from shardfn.collectives import AllGather, Code, Pieces, Psum, PsumScatter, Rout
 from shardfn.core import BITS, Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
 from shardfn.graph import Leaf
 
-from ._ways import Memories, Places, Sizes, Travel, Ways, ways
+from ._ways import Manner, Memories, Places, Sizes, Ways, ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LeafLayout:
         shape: global shape.
         trainable: whether it gets a gradient.
         places: where it is.
-        travel: how it travels, where that does not say.
+        manner: how it travels, where that does not say.
         sizes: the mesh's axes.
         pieces: how the ZeRO ranks share what the loss sees on this rank.
         numel: elements of the largest rank's block: the same number on all ranks, since groupings follow from it.
@@ -39,7 +39,7 @@ class LeafLayout:
     shape: torch.Size
     trainable: bool
     places: Places
-    travel: Travel
+    manner: Manner
     sizes: Sizes
     pieces: Pieces
     numel: int
@@ -48,7 +48,7 @@ class LeafLayout:
     @functools.cached_property
     def ways(self) -> Ways:
         """Its placements, and the routes between them."""
-        return ways(len(self.shape), self.places, self.travel, self.sizes)
+        return ways(len(self.shape), self.places, self.manner, self.sizes)
 
     # What its places say.
 
@@ -201,7 +201,7 @@ class LeafLayout:
     def left_to(self, axes: tuple[str, ...]) -> "LeafLayout":
         """The layout in a step whose optimizer averages over `axes` itself."""
         layers = tuple(layer.left_to(axes) for layer in self.layers)
-        return dataclasses.replace(self, travel=self.travel._replace(left=axes), layers=layers)
+        return dataclasses.replace(self, manner=self.manner._replace(left=axes), layers=layers)
 
     def with_state_at(self, kind: MemoryKind) -> "LeafLayout":
         """The layout with the optimizer's state in another memory."""
@@ -245,10 +245,10 @@ def leaf_layout(
             else None
         )
 
-    travel = Travel(
+    manner = Manner(
         far if far != zero_axes else (), code(zero.travel.gather, param != compute), code(zero.travel.reduce, large)
     )
-    return _leaf(path, shape, trainable, places, travel, mesh)
+    return _leaf(path, shape, trainable, places, manner, mesh)
 
 
 def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, compute: P, **rule: Any) -> LeafLayout:
@@ -257,10 +257,10 @@ def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, co
     specs = {name: P(None, *getattr(one.places, name).entries) for name in ("compute", "param", "shard")}
     places, mesh = one.places._replace(**specs, stacked=True), rule["mesh"]
     layers = tuple(dataclasses.replace(one, path=f"{path}[{i}]") for i in range(shape[0]))
-    return dataclasses.replace(_leaf(path, shape, one.trainable, places, one.travel, mesh), layers=layers)
+    return dataclasses.replace(_leaf(path, shape, one.trainable, places, one.manner, mesh), layers=layers)
 
 
-def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, travel: Travel, mesh: Mesh) -> LeafLayout:
+def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, manner: Manner, mesh: Mesh) -> LeafLayout:
     compute, shard = places.compute, places.shard
     dim = next((d for d in range(len(shape)) if shard.dim_axes(d) != compute.dim_axes(d)), None)
     zero_axes = tuple(a for a in shard.axes if a not in compute.axes)
@@ -270,7 +270,7 @@ def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, travel:
     numel = torch.Size(s.stop for s in largest).numel()
     bounds = () if dim is None else _bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
     pieces = Pieces(block, dim, bounds)
-    return LeafLayout(path, shape, trainable, places, travel, tuple(mesh.shape.items()), pieces, numel)
+    return LeafLayout(path, shape, trainable, places, manner, tuple(mesh.shape.items()), pieces, numel)
 
 
 @functools.lru_cache(maxsize=1024)

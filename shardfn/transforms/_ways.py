@@ -34,7 +34,7 @@ class Memories(NamedTuple):
     state: MemoryKind
 
 
-class Travel(NamedTuple):
+class Manner(NamedTuple):
     """How a leaf travels, where its placements do not say.
 
     Attributes:
@@ -86,13 +86,13 @@ class Ways(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def ways(ndim: int, places: Places, travel: Travel, sizes: Sizes) -> Ways:
+def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     """The placements and routes of a leaf of so many dims.
 
     Args:
         ndim: its dims.
         places: where it is.
-        travel: how it travels.
+        manner: how it travels.
         sizes: the axes of the mesh.
     """
     mesh, dtypes = Mesh(dict(sizes), torch.device("cpu"), abstract=True), places.dtypes
@@ -101,47 +101,47 @@ def ways(ndim: int, places: Places, travel: Travel, sizes: Sizes) -> Ways:
     state = Placement(places.shard, (), places.memories.state, dtypes.master, stacked=places.stacked)
     grad = used.cotangent(places.batch_axes)
     sent = grad.with_(dtype=dtypes.reduce)
-    summed = _summed(places, travel, sent, state)
+    summed = _summed(places, manner, sent, state)
     shape = (2,) * ndim
-    use = route(shape, kept, used, mesh, via=_way_in(kept, used, travel))
-    reduce = route(shape, grad, summed, mesh, via=_way_out(sent, summed, state, travel))
+    use = route(shape, kept, used, mesh, via=_way_in(kept, used, manner))
+    reduce = route(shape, grad, summed, mesh, via=_way_out(sent, summed, state, manner))
     refresh = route(shape, state.with_(memory_kind="device", dtype=dtypes.param), kept, mesh)
     return Ways(kept, used, sent, summed, state, use, reduce, refresh)
 
 
-def _summed(places: Places, travel: Travel, sent: Placement, state: Placement) -> Placement:
+def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:
     """Rows, but where the optimizer averages over the axes along which they are cut: it takes the gradient whole."""
     rows = [a for a in state.spec.axes if a not in sent.spec.axes]
-    spec = sent.spec if set(rows) & set(travel.left) else state.spec
+    spec = sent.spec if set(rows) & set(manner.left) else state.spec
     home = places.memories.grad
-    left = tuple(a for a in sent.unreduced if a in travel.left)
+    left = tuple(a for a in sent.unreduced if a in manner.left)
     return sent.with_(spec=spec, unreduced=left, memory_kind=home, dtype=places.dtypes.accum)
 
 
-def _way_in(kept: Placement, used: Placement, travel: Travel) -> list[Placement]:
+def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]:
     """Cast before it is sent; rounded, if so, on all of the way; across the far axes first."""
-    here = kept.with_(memory_kind="device", dtype=used.dtype, code=travel.gather_code)
-    via = [here] + ([here.with_(brought=travel.far)] if travel.far else [])
-    return via if travel.gather_code is None else [*via, used.with_(code=travel.gather_code)]
+    here = kept.with_(memory_kind="device", dtype=used.dtype, code=manner.gather_code)
+    via = [here] + ([here.with_(brought=manner.far)] if manner.far else [])
+    return via if manner.gather_code is None else [*via, used.with_(code=manner.gather_code)]
 
 
-def _way_out(sent: Placement, summed: Placement, state: Placement, travel: Travel) -> list[Placement]:
+def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manner) -> list[Placement]:
     """Summed to rows, if these are cut along axes of the batch alone, then over the others; or summed whole, then cut.
 
     All of it is in the dtype that is sent, or in float32 where sums of codes are.
     """
     rows = {a for a in state.spec.axes if a not in sent.spec.axes}
-    if not rows or not rows <= set(sent.unreduced) - set(travel.left):
+    if not rows or not rows <= set(sent.unreduced) - set(manner.left):
         return [sent, sent.with_(unreduced=summed.unreduced)]
     others = tuple(a for a in sent.unreduced if a not in rows)
     own, via = sent.with_(spec=state.spec, unreduced=others), [sent]
-    if travel.reduce_code is not None:
-        coded, own = sent.with_(dtype=torch.float32, code=travel.reduce_code), own.with_(dtype=torch.float32)
+    if manner.reduce_code is not None:
+        coded, own = sent.with_(dtype=torch.float32, code=manner.reduce_code), own.with_(dtype=torch.float32)
         via.append(coded)
-        if travel.far:
-            unsummed = tuple(a for a in sent.unreduced if a in travel.far or a in others)
-            half = own.with_(unreduced=unsummed, brought=travel.far)
-            via += [half, half.with_(code=travel.reduce_code)]
+        if manner.far:
+            unsummed = tuple(a for a in sent.unreduced if a in manner.far or a in others)
+            half = own.with_(unreduced=unsummed, brought=manner.far)
+            via += [half, half.with_(code=manner.reduce_code)]
     via.append(own)
     own = own.with_(dtype=sent.dtype)
     return via if others == summed.unreduced else [*via, own, own.with_(unreduced=summed.unreduced)]

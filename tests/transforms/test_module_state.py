@@ -75,7 +75,7 @@ def _trains(world: int, cases: list[tuple[str, int]]) -> None:
 
     want, buffers = _torch(copy.deepcopy(net), 3)
     for mode, stage in cases:
-        zero = sf.Zero(stage=stage, persist=0)
+        zero = sf.Zero(stage=stage, persist_elements=0)
         step = sf.sharded_step(MODES[mode](loss), optim.sgd(0.1), mesh=mesh, zero=zero, has_state=True)
         state = step.init(params, model_state=model_state)
         for n in range(3):

@@ -18,8 +18,8 @@ SPECS = {"out": P(), "stack": Sharding(P(), stacked=True)}
 
 def _planner(world: int = 2, specs: Any = SPECS, **zero: Any) -> Planner:
     mesh = Mesh({"dp": world}, torch.device("cpu"), abstract=True)
-    rule: dict[str, Any] = {"stage": 3, "persist": 0, "bucket": 0}
-    return Planner(mesh, specs, P("dp"), Zero(**(rule | zero)), True)
+    rule: dict[str, Any] = {"stage": 3, "persist_elements": 0, "bucket_bytes": 0}
+    return Planner(mesh, specs, P("dp"), Zero.flat(**rule | zero), True)
 
 
 def _plan(world: int = 2, **zero: Any) -> Plan:
@@ -73,7 +73,12 @@ def test_a_plan_is_made_once_for_each_tree() -> None:
 
 def test_what_ranks_compare_says_all_that_decides_and_no_place_of_one_rank() -> None:
     told = _plan().describe()
-    for other in (_plan(world=3), _plan(stage=2), _plan(bucket=10), _plan(persist=10_000, prefetch=7)):
+    for other in (
+        _plan(world=3),
+        _plan(stage=2),
+        _plan(bucket_bytes=10),
+        _plan(persist_elements=10_000, prefetch_bytes=7),
+    ):
         assert other.describe() != told
     assert _plan().describe() == told
 

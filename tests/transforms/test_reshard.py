@@ -436,7 +436,9 @@ def test_a_rank_that_fails_under_way_is_heard_of() -> None:
 @distributed(world=2, timeout=60)
 def test_a_rank_that_comes_to_a_step_instead_is_an_error_on_both() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
-    step = sf.sharded_step(lambda p, x: (p * x).mean(), sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist=0))
+    step = sf.sharded_step(
+        lambda p, x: (p * x).mean(), sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0)
+    )
     state = step.init(torch.ones(4))
     with pytest.raises(sf.RankError, match=r"(?s)ranks disagree on what to run.*rank 0: reshard"):
         if mesh.rank == 0:
