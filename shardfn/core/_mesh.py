@@ -353,6 +353,8 @@ def make_mesh(
         >>> make_mesh({"dp": 1024}, device="cpu", abstract=True).size
         1024
     """
+    if ranks is not None and (abstract or alone):
+        raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=; give one of them.")
     if abstract:
         return _abstract_mesh(dict(axes or {}), torch.device(device or "cpu"))
     shape = dict(axes if axes is not None else {"dp": -1})
