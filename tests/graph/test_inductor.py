@@ -14,9 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardfn.collectives._channel import Channels, Pending
+from shardfn.collectives import Channels
 from shardfn.collectives._wire_ops import bind_channels
-from shardfn.core import key, tree_flatten, tree_unflatten
+from shardfn.core import Pending, key, tree_flatten, tree_unflatten
 from shardfn.graph import _backend
 from shardfn.graph._backend import Compiled, compile_graph, resolve_backend
 from shardfn.graph._inductor import canonical, find_compiler
@@ -42,13 +42,15 @@ class Wire(Channels):
     def flush(self) -> None:
         pass
 
-    def all_gather(self, own: torch.Tensor, sizes: Any, out: torch.Tensor, *, settled: bool = False) -> Pending:
+    def all_gather(
+        self, own: torch.Tensor, sizes: Any, out: torch.Tensor, *, settled: bool = False
+    ) -> Pending[torch.Tensor]:
         self.log.append(("gather", own.numel()))
-        return Pending([], lambda: out.copy_(own))
+        return Pending(lambda: out.copy_(own))
 
-    def reduce_scatter(self, flat: torch.Tensor, sizes: Any) -> Pending:
+    def reduce_scatter(self, flat: torch.Tensor, sizes: Any) -> Pending[torch.Tensor]:
         self.log.append(("reduce", flat.numel()))
-        return Pending([], flat.clone)
+        return Pending(flat.clone)
 
 
 def gathered(own: torch.Tensor) -> torch.Tensor:

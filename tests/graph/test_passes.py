@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from shardfn.collectives import Channels, Pending, StoppedError, bind_channels
+from shardfn.collectives import Channels, StoppedError, bind_channels
+from shardfn.core import Pending
 from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate
 from shardfn.graph._edit import reordered
@@ -33,11 +34,6 @@ _MOVES = torch.ops.shardfn_memory
 
 
 # A wire on which a transfer happens at its wait: until then its destination is poisoned, and nobody may touch an end.
-
-
-class _Late(Pending):
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        super().__init__((), finish)
 
 
 class _Wire(Channels):
@@ -87,7 +83,7 @@ class _Line:
     def __init__(self, wire: _Wire, name: tuple[Any, ...]) -> None:
         self._wire, self._name = wire, name
 
-    def all_gather(self, own: Tensor, sizes: Sequence[int], out: Tensor, *, settled: bool = False) -> Pending:
+    def all_gather(self, own: Tensor, sizes: Sequence[int], out: Tensor, *, settled: bool = False) -> Pending[Tensor]:
         rank = self._wire.rank
         assert own.numel() == sizes[rank] and own.is_contiguous() and own.dim() == 1 and out.numel() == sum(sizes)
         sent = own.clone()
@@ -101,9 +97,9 @@ class _Line:
                 assert out.isnan().all(), "somebody wrote where a gather lands"
             return out.copy_(torch.cat(self._wire.collect(key)))
 
-        return _Late(finish)
+        return Pending(finish)
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         rank, sent = self._wire.rank, flat.clone()
         assert flat.numel() == sum(sizes) and flat.is_contiguous()
         key = self._wire.post(self._name, flat, ("psum_scatter", tuple(sizes), flat.dtype))
@@ -117,34 +113,31 @@ class _Line:
                 return total
             return flat  # as the channel of a single rank does
 
-        return _Late(finish)
+        return Pending(finish)
 
-    def all_reduce(self, flat: Tensor) -> Pending:
+    def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
         key = self._wire.post(self._name, flat, ("psum", flat.numel(), flat.dtype))
         flat.fill_(torch.nan)
-        return _Late(lambda: flat.copy_(functools.reduce(torch.add, self._wire.collect(key))))
+        return Pending(lambda: flat.copy_(functools.reduce(torch.add, self._wire.collect(key))))
 
 
-class _LateMove:
+def _late_move(x: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
     """A copy between memories that takes place at its wait; until then its source must stay as it is."""
+    sent, into = x.clone(), torch.empty_like(x) if out is None else out
+    into.fill_(torch.nan)
 
-    def __init__(self, x: Tensor, out: Tensor | None) -> None:
-        self._x, self._sent, self._out = x, x.clone(), torch.empty_like(x) if out is None else out
-        self._out.fill_(torch.nan)
+    def result() -> Tensor:
+        assert torch.equal(x, sent), "a block was overwritten while it was moved"
+        assert into.isnan().all(), "somebody wrote where a move lands"
+        return into.copy_(x)
 
-    def done(self) -> bool:
-        return False
-
-    def result(self) -> Tensor:
-        assert torch.equal(self._x, self._sent), "a block was overwritten while it was moved"
-        assert self._out.isnan().all(), "somebody wrote where a move lands"
-        return self._out.copy_(self._x)
+    return Pending(result)
 
 
 @pytest.fixture(autouse=True)
 def _late_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ops, "to_host", lambda x, out=None: _LateMove(x, out))
-    monkeypatch.setattr(_ops, "to_device", lambda x, device, out=None: _LateMove(x, out))
+    monkeypatch.setattr(_ops, "to_host", _late_move)
+    monkeypatch.setattr(_ops, "to_device", lambda x, device, out=None: _late_move(x, out))
 
 
 def _run(graphs: Sequence[GraphModule], inputs: Sequence[Sequence[Tensor]]) -> tuple[Any, Any, list[Any]]:

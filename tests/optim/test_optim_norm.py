@@ -143,7 +143,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, f: Callable[[dict[str, int]], Any]
         monkeypatch.setattr(norm_module, "psum", psum)
         for coords in every:
             mesh = Mesh(SHAPE, torch.device("cpu"))
-            mesh.coords = coords
+            mesh._coords = coords
             sent += [[]] if psum is record else []
             answer.calls = 0  # type: ignore[attr-defined]
             with bind_mesh(mesh):

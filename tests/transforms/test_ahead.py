@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn import optim
-from shardfn.core import P, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.memory import arrived
+from shardfn.core import P, Pending, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.transforms._ahead import Ahead, Promised
 from shardfn.transforms._state import state_owners
 from shardfn.transforms._stored import loaded
@@ -18,18 +17,17 @@ from shardfn.transforms._stream import Column, Rows, Update
 STACK, PLAIN = (3, 4, 2), (5,)  # three layers, and a leaf of its own
 
 
-class _Late:
+class _Late(Pending[Tensor]):
     """A share that comes when it is sent."""
 
     def __init__(self, x: Tensor) -> None:
-        self._x, self.sent = x, threading.Event()
+        self.sent = threading.Event()
 
-    def done(self) -> bool:
-        return self.sent.is_set()
+        def result() -> Tensor:
+            assert self.sent.wait(20)
+            return x
 
-    def result(self) -> Tensor:
-        assert self.sent.wait(20)
-        return self._x
+        super().__init__(result, self.sent.is_set)
 
 
 def _values(seed: int) -> list[Tensor]:
@@ -101,10 +99,10 @@ def test_what_was_summed_before_is_added_and_in_its_dtype() -> None:
     for unit, share in _shares().items():
         if unit == 3:
             half = share.bfloat16()
-            ahead.take(3, arrived(half), before, torch.float32)
+            ahead.take(3, Pending.of(half), before, torch.float32)
             want = half.float() + 0.125
         else:
-            ahead.take(unit, arrived(share), None, torch.float32)
+            ahead.take(unit, Pending.of(share), None, torch.float32)
     done = ahead.finish()
     assert torch.equal(done.params[1], _values(0)[1] - want)  # type: ignore[arg-type]
 
@@ -112,7 +110,7 @@ def test_what_was_summed_before_is_added_and_in_its_dtype() -> None:
 def test_an_update_that_nobody_wants_ends_and_waits_for_nothing() -> None:
     ahead, _ = _ahead(optim.adamw(0.1))
     ahead.begin()
-    ahead.take(0, arrived(_shares()[0]), None, torch.float32)
+    ahead.take(0, Pending.of(_shares()[0]), None, torch.float32)
     ahead.stop()
     assert not ahead.finish().params
     assert ahead.is_used(3)  # nobody is held back any more
@@ -122,16 +120,12 @@ def test_an_update_that_nobody_wants_ends_and_waits_for_nothing() -> None:
 
 
 def test_its_error_is_that_of_whoever_waits() -> None:
-    class Broken:
-        def done(self) -> bool:
-            return True
-
-        def result(self) -> Tensor:
-            raise OSError("no link")
+    def broken() -> Tensor:
+        raise OSError("no link")
 
     ahead, _ = _ahead(optim.adamw(0.1))
     ahead.begin()
-    ahead.take(0, Broken(), None, torch.float32)
+    ahead.take(0, Pending(broken, lambda: True), None, torch.float32)
     with pytest.raises(OSError, match="no link"):
         ahead.square(0)
     with pytest.raises(OSError, match="no link"):

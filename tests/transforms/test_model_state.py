@@ -157,7 +157,7 @@ def test_it_is_cut_and_resumed(tmp_path: Any) -> None:
             zero=sf.Zero.flat(stage=3, persist_elements=0, **where),
         )
 
-    step, own = make(), {"own": torch.zeros(3)}
+    step, own, metrics = make(), {"own": torch.zeros(3)}, {}
     state = step.init(_params(), model_state=own)
     assert len(state.model_state["own"].local) == (2, 1)[mesh.rank]
     for _ in range(2):
