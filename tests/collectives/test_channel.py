@@ -101,3 +101,16 @@ def test_memory_has_one_owner_when_nobody_else_holds_it() -> None:
     assert not is_sole_owner(x.view(-1))
     del other
     assert is_sole_owner(x.view(-1))
+
+
+@distributed(world=3)
+def test_sums_are_taken_in_the_order_of_ranks_in_32_bits_at_least() -> None:
+    mesh = sf.make_mesh({"dp": 3}, device="cpu")
+    channel, me = Channels(mesh).reduce(("dp",)), mesh.rank
+    flats = [torch.randn(3 * 500, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    mine = slice(500 * me, 500 * me + 500)
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b, c = (flat.to(dtype)[mine].float() for flat in flats)
+        got = channel.reduce_scatter(flats[me].to(dtype), [500] * 3).result()
+        assert torch.equal(got, ((a + b) + c).to(dtype)), dtype
+    mesh.close()

@@ -76,8 +76,8 @@ def test_ranks_that_are_not_the_program_s_are_refused() -> None:
             sf.make_mesh({"dp": -1}, ranks=ranks)
     with pytest.raises(ValueError, match="does not fit 1 rank"):
         sf.make_mesh({"dp": 2}, ranks=[1])
-    for how in ({"alone": True}, {"abstract": True}):
+    for alone in (True, False):
         with pytest.raises(ValueError, match=r"ranks=\[0\]\) has no effect with abstract= or alone="):
-            sf.make_mesh({"dp": 1}, ranks=[0], **how)
+            sf.make_mesh({"dp": 1}, ranks=[0], alone=alone, abstract=not alone)
     alone = sf.make_mesh(alone=True)
     assert alone.ranks == (dist.get_rank(),) and alone.rank == 0
