@@ -5,7 +5,8 @@ from ._errors import DonatedError as DonatedError, RankError as RankError
 from ._errors import did_you_mean as did_you_mean, raise_all as raise_all
 from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._groups import is_known as is_known
-from ._mesh import all_coords as all_coords, as_mesh as as_mesh, make_mesh as make_mesh
+from ._mesh import all_coords as all_coords
+from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
 from ._placement import Placement as Placement
 from ._policy import Dtypes as Dtypes, Policy as Policy
 from ._spec import MemoryKind as MemoryKind, P as P, Sharding as Sharding

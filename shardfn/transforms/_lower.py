@@ -1,4 +1,4 @@
-"""`Lowered`: a captured and scheduled step that can be read, measured and compiled, on a machine that cannot run it."""
+"""`Lowered`: a captured and scheduled step or function that can be read, measured and compiled, wherever it runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ from shardfn.graph import (
 
 
 class Lowered:
-    """A step for one signature. `step.lower` makes it.
+    """A step, or a sharded function, for one signature. Its `lower` makes it.
 
     Attributes:
         gm: the scheduled graph, a `torch.fx.GraphModule`.
@@ -63,6 +63,8 @@ class Lowered:
 
     def compile(self, backend: str | None = None) -> Callable[..., Any]:
         """The step, ready to run: `compiled(state, batch) -> (state, metrics)` for the signature it was lowered for.
+
+        A function takes and gives what it does otherwise.
 
         Args:
             backend: as `jit` takes it; default the jit's.

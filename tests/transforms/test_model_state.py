@@ -143,7 +143,7 @@ def test_it_is_cut_and_resumed(tmp_path: Any) -> None:
     def loss(p: dict, s: dict, x: Tensor, key: Tensor) -> tuple[Tensor, dict, dict]:
         return (x @ p["w"]).square().mean(), {"sum": x.sum()}, {"own": s["own"] + x.sum()}
 
-    where = {"params": "disk", "optimizer": "disk", "directory": str(tmp_path)}
+    where: dict[str, Any] = {"params": "disk", "optimizer": "disk", "directory": str(tmp_path)}
 
     def make() -> sf.transforms.ShardedStep:
         return sf.sharded_step(
@@ -157,8 +157,8 @@ def test_it_is_cut_and_resumed(tmp_path: Any) -> None:
             zero=sf.Zero.flat(stage=3, persist_elements=0, **where),
         )
 
-    step, own, metrics = make(), {"own": torch.zeros(3)}, {}
-    state = step.init(_params(), model_state=own)
+    step, own = make(), {"own": torch.zeros(3)}
+    state, metrics = step.init(_params(), model_state=own), {}
     assert len(state.model_state["own"].local) == (2, 1)[mesh.rank]
     for _ in range(2):
         state, metrics = step(state, torch.full((2, 3), mesh.rank + 1.0))

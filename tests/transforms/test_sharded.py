@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 from shardfn import P
@@ -246,6 +248,39 @@ def test_a_forward_is_all_that_is_captured_and_leaves_go_after_use() -> None:
     assert seen.bytes == 2 * lowered.cost_analysis().sent
     with pytest.raises(ValueError, match="takes the shapes it was lowered for"):
         run(kept, torch.ones(3, 64))
+
+
+class _Alive(TorchDispatchMode):
+    """The whole weights that are alive whenever one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, Any] = {}
+        self.most = self.used = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            storage, self.used = args[1].untyped_storage(), self.used + 1
+            self.seen[storage._cdata] = StorageWeakRef(storage)
+            self.most = max(self.most, sum(not x.expired() for x in self.seen.values()))
+        return func(*args, **(kwargs or {}))
+
+
+@distributed(world=2)
+def test_eager_leaves_go_after_use() -> None:
+    mesh, alive = sf.make_mesh({"dp": 2}), _Alive()
+
+    def deep(p: dict, x: Tensor) -> Tensor:
+        with alive:
+            for i in range(8):
+                x = x @ p[f"w{i}"]
+        return x
+
+    f = sf.sharded(deep, mesh=mesh, zero=sf.Zero(stage=3, persist=0, bucket=0, prefetch=2 * 16 * 16 * 4))
+    params = f.init({f"w{i}": torch.ones(16, 16) for i in range(8)})
+    for calls in (8, 16):
+        f(params, torch.ones(2, 16))
+        assert alive.used == calls and alive.most <= 3
 
 
 def _broadcast(tree: dict) -> dict:

@@ -1,0 +1,196 @@
+"""`make_mesh` and `as_mesh`: how a program comes by its mesh."""
+
+import atexit
+import datetime
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._groups import MadeGroups, end_lost, end_with
+from ._mesh import Mesh, close_at_exit
+
+
+def make_mesh(
+    axes: Mapping[str, int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: float | None = None,
+    abstract: bool = False,
+    alone: bool = False,
+    ranks: Sequence[int] | None = None,
+) -> Mesh:
+    """A mesh over all ranks of the program, or some.
+
+    Starts torch.distributed when the launcher (torchrun) has set its environment and nobody started it yet: NCCL on
+    CUDA, gloo on CPU. With one rank nothing is started at all.
+
+    Args:
+        axes: axis name -> size, major to minor. One size may be -1: what is left of the ranks. Default: `{"dp": -1}`.
+        device: where this rank computes; default CUDA if there is one, else CPU.
+        timeout: seconds that a collective may wait for a peer; default torch's (30 minutes for gloo).
+        abstract: a mesh of ranks that do not exist, for `step.lower`: any sizes, no process group, nothing can run.
+        alone: a mesh of this rank alone, whatever others there are: for a computation that each does for itself.
+        ranks: which ranks of the program, in ascending order; default all. The others make it, too, if they are to name
+            it, as in `reshard`; they are not members, and whatever runs there is an error on them. Its communicators
+            are made when they are needed, by its own ranks alone.
+
+    Returns:
+        The mesh; `close` it, or use it in a `with`, where a program makes many.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks; or `ranks` are not the program's, in order.
+
+    Example:
+        >>> make_mesh({"dp": -1}, device="cpu").shape
+        {'dp': 1}
+        >>> make_mesh({"dp": 1024}, device="cpu", abstract=True).size
+        1024
+    """
+    if ranks is not None and (abstract or alone):
+        raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=; give one of them.")
+    if abstract:
+        return _abstract_mesh(dict(axes or {}), torch.device(device or "cpu"))
+    shape = dict(axes if axes is not None else {"dp": -1})
+    dev = _local_device(device)
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    if alone:
+        return Mesh(_fill(shape, 1), dev)
+    if num_launched() > 1 and not dist.is_initialized():
+        if dev.type == "cuda":
+            torch.cuda.set_device(dev)
+        dist.init_process_group("nccl" if dev.type == "cuda" else "gloo", timeout=limit)
+        atexit.register(_leave)
+    close_at_exit()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks is not None:
+        end_lost()
+        return Mesh(_fill(shape, len(_checked(ranks, world))), dev, timeout=limit, ranks=ranks)
+    shape = _fill(shape, world)
+    if world == 1:
+        return Mesh(shape, dev)
+    end_lost()
+    grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh, own = Mesh(shape, dev, grid, limit), MadeGroups()
+    for group in grid.get_all_groups():
+        if group is not dist.group.WORLD:
+            own.add(group)
+    end_with(grid, own)
+    mesh._made_by_grid = own
+    return mesh
+
+
+def num_launched() -> int:
+    """The number of processes of the program, whether or not they are connected yet."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _checked(ranks: Sequence[int], world: int) -> Sequence[int]:
+    if not ranks or list(ranks) != sorted({*ranks} & {*range(world)}):
+        raise ValueError(
+            f"make_mesh(ranks={list(ranks)}): some of the program's ranks, 0 to {world - 1}, each once and in ascending"
+            " order."
+        )
+    return ranks
+
+
+def _abstract_mesh(shape: dict[str, int], device: torch.device) -> Mesh:
+    if any(s < 1 for s in shape.values()):
+        raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more; nothing says what -1 would be.")
+    return Mesh(shape, device, abstract=True)
+
+
+def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
+    """`mesh` as a `Mesh`: a `DeviceMesh` is wrapped, always in the same one, None is the mesh of one rank and no axes.
+
+    Raises:
+        ValueError: the program has more ranks than one, and there is no mesh; or this rank is not of it; or a
+            DeviceMesh has no names, or is not of all ranks in order.
+    """
+    if mesh is None:
+        return _of_one_rank()
+    if isinstance(mesh, Mesh):
+        mesh.check_member()
+        return mesh
+    known: _Wrapped | None = getattr(mesh, "_shardfn", None)
+    if known is not None and known.mesh is not None and not known.mesh.closed:
+        return known.mesh
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError("the DeviceMesh has no axis names; pass mesh_dim_names to init_device_mesh.")
+    sizes: Sequence[int] = tuple(mesh.mesh.shape)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    _check_ranks(mesh)
+    close_at_exit()
+    end_lost()
+    wrapped = Mesh(dict(zip(names, sizes, strict=True)), device, mesh)
+    mesh._shardfn = _Wrapped(wrapped)  # pyright: ignore[reportAttributeAccessIssue]
+    return wrapped
+
+
+class _Wrapped:
+    """What a DeviceMesh keeps: its `Mesh`, as long as it lives itself.
+
+    Nothing weaker will do: the collector finds a mesh at another time on each rank, and then one would make
+    communicators, for which all ranks are needed, while another still has its own. A copy of the DeviceMesh has none.
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh
+
+    def __reduce__(self) -> Any:
+        return _Wrapped, ()
+
+
+def _check_ranks(mesh: DeviceMesh) -> None:
+    ranks, world = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    if ranks != list(range(world)):
+        raise ValueError(
+            f"the DeviceMesh has the ranks {ranks}, this program has {world}: a step runs on all of them, in order."
+            f" Pass the whole mesh, of ranks 0 to {world - 1}, as init_device_mesh makes it; its other axes need not be"
+            " in any spec."
+        )
+
+
+def _of_one_rank() -> Mesh:
+    if (world := num_launched()) > 1:
+        raise ValueError(
+            f"there is no mesh, so this would be one of {world} runs that know nothing of one another: the program has"
+            f" {world} ranks. Pass mesh=sf.make_mesh(); or, for a computation of this rank alone, mesh=sf.make_mesh("
+            "alone=True)."
+        )
+    return Mesh({}, _local_device(None))
+
+
+def _fill(shape: dict[str, int], world: int) -> dict[str, int]:
+    free = [n for n, s in shape.items() if s == -1]
+    known = math.prod(s for s in shape.values() if s != -1)
+    if len(free) == 1 and known > 0 and world % known == 0:
+        shape[free[0]] = world // known
+    if len(free) > 1 or math.prod(shape.values()) != world or any(s < 1 for s in shape.values()):
+        raise ValueError(
+            f"a mesh of {shape} does not fit {world} rank{'s' * (world > 1)}: the sizes must multiply to the number of"
+            " ranks (one of them may be -1). Start the program with `torchrun --nproc-per-node N`."
+        )
+    return shape
+
+
+def _local_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        dev = torch.device(device)
+    else:
+        dev = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if dev.type == "cuda" and dev.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return dev
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
