@@ -93,6 +93,7 @@ class Mesh:
         the other ranks have received what this one has sent them. Closing it again does nothing.
 
         Example:
+            >>> from shardfn.core import make_mesh
             >>> with make_mesh({"dp": 1}, device="cpu") as mesh:
             ...     mesh.size
             1
