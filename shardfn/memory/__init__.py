@@ -10,3 +10,4 @@ from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
 from ._traced import TracedPool as TracedPool, TracedStored as TracedStored
 from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of
 from ._errors import DamagedError as DamagedError, DiskFullError as DiskFullError, PoolInUseError as PoolInUseError
+from ._fetch import Fetch as Fetch

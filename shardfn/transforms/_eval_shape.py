@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardfn.capture import fake
 from shardfn.collectives import GlobalTensor
-from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
-
-from ._fakes import fake, fakes
+from shardfn.core import tree_map
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
@@ -32,18 +31,6 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
     with mode:
         inputs = tree_map(lambda x: fake(x, "cpu") if isinstance(x, Tensor) else x, args)
         return tree_map(_meta, f(*inputs))
-
-
-def is_abstract(leaves: list[Any]) -> bool:
-    """Whether any of these tensors has no data, or none is made any more."""
-    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
-
-
-def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
-    """The tree with tensors without data; those on "meta" are taken to be on `device`."""
-    leaves, treedef = tree_flatten(tree)
-    return tree_unflatten(treedef, fakes(leaves, device))
 
 
 def _meta(x: Any) -> Any:

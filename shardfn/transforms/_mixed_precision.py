@@ -1,67 +1,13 @@
 """`mixed_precision`: the same loss, computed in the precision of a policy."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from shardfn.core import Policy, PyTree, tree_flatten, tree_map, tree_paths, tree_unflatten
-from shardfn.optim import GradientTransformation, LossScale, master_weights
-
-from ._levels import Transform, check_order
-from ._loss import Loss, WeightedMean
-from ._module_dtypes import computing_in
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixed(Transform):
-    """A loss computed in a policy's precision; `sharded_step` keeps, sends and updates in the policy's dtypes too.
-
-    Attributes:
-        inner: the loss.
-        policy: the precision.
-        loss_scale: what the loss is multiplied by while a step differentiates it; None = nothing.
-    """
-
-    transform: ClassVar[str] = "mixed_precision"
-
-    inner: Loss
-    policy: Policy
-    loss_scale: LossScale | None = None
-    _dtypes: dict[Any, list[torch.dtype]] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def __call__(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """The loss, in the policy's output dtype."""
-        leaves, treedef = tree_flatten(params)
-        dtypes = self._computed(params, leaves, treedef)
-        # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
-        cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
-        batch = tree_map(self._cast, args[:1])
-        with computing_in(self.policy.compute):
-            return self._output(self.inner(tree_unflatten(treedef, cast), *batch, *args[1:], **kwargs))
-
-    def _computed(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
-        key = treedef, *(x.dtype for x in leaves)
-        if key not in self._dtypes:
-            paths = tree_paths(params, "params")
-            self.policy.check(paths)
-            pairs = zip(paths, leaves, strict=True)
-            self._dtypes[key] = [self.policy.dtypes(path, x.dtype).compute for path, x in pairs]
-        return self._dtypes[key]
-
-    def _cast(self, x: Any) -> Any:
-        return x.to(self.policy.compute) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    def _output(self, out: Any) -> Any:
-        if isinstance(out, WeightedMean):
-            return out._replace(total=out.total.to(self.policy.output))
-        if isinstance(out, tuple):
-            return (self._output(out[0]), *out[1:])
-        return out.to(self.policy.output) if isinstance(out, Tensor) else out
+from shardfn.core import Policy
+from shardfn.engine import Mixed, check_order
+from shardfn.optim import LossScale
 
 
 def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossScale | None = None) -> Mixed:
@@ -103,30 +49,3 @@ def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossSc
             " added up in, where they would become 0 again; use accum=torch.float32."
         )
     return Mixed(loss, policy, loss_scale)
-
-
-def with_masters(optimizer: GradientTransformation, policy: Policy) -> GradientTransformation:
-    """The optimizer that keeps wide copies of the leaves that the policy keeps narrow."""
-    if policy.master is None or not policy.keeps_master:
-        return optimizer
-
-    def kept(params: PyTree) -> PyTree:
-        leaves, treedef = tree_flatten(params)
-        pairs = zip(tree_paths(params, "params"), leaves, strict=True)
-        return tree_unflatten(treedef, [policy.dtypes(path, x.dtype).param for path, x in pairs])
-
-    return master_weights(optimizer, policy.master, kept=kept)
-
-
-def check_scaled(mixed: Mixed) -> None:
-    """Refuses to train in float16 without a loss scale.
-
-    Raises:
-        ValueError: it would.
-    """
-    policy = mixed.policy
-    if mixed.loss_scale is None and torch.float16 in (policy.compute, policy.reduce, *policy.exceptions.values()):
-        raise ValueError(
-            "a step computes or sends gradients in float16, where small ones become 0, without a loss scale; pass"
-            " mixed_precision(loss, policy, optim.dynamic_loss_scale()), or static_loss_scale(1.0) to go without."
-        )

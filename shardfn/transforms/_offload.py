@@ -8,14 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shardfn.activations import Saved, SavePolicy, is_plain, pool_of
 from shardfn.collectives import transforming
 from shardfn.core import tree_leaves
-
-from ._activation_pool import pool_of
-from ._away import is_plain
-from ._levels import Transform, check_order
-from ._saved import Saved
-from .policies import SavePolicy
+from shardfn.engine import Transform, check_order
 
 WINDOW = 64 << 20
 

@@ -9,16 +9,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardfn.activations import Forward, Replay, Results, SavePolicy, pool_of
+from shardfn.capture import recomputing
 from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_unflatten
+from shardfn.engine import check_order
+from shardfn.leaves import LazyLeaf
 
-from ._activation_pool import pool_of
-from ._capture import recomputing
-from ._lazy import LazyLeaf
-from ._levels import check_order
 from ._offload import WINDOW
-from ._selective import Forward, Replay, Results
-from .policies import SavePolicy
 
 
 def remat(

@@ -6,16 +6,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn.capture import capturing
 from shardfn.collectives import GlobalTensor, transforming
 from shardfn.core import Mesh, PyTree, as_mesh, raise_all, tree_flatten, tree_unflatten
+from shardfn.engine import (
+    Request,
+    Transit,
+    agree_on_step,
+    comms_of,
+    crossed,
+    is_followed,
+    losing_no_peer,
+    moved,
+    moved_purely,
+    told_before,
+)
 from shardfn.memory import Pool
-
-from ._capture import capturing
-from ._check import agree_on_step, told_before
-from ._comms import comms_of, losing_no_peer
-from ._crossed import crossed
-from ._moved import moved, moved_purely
-from ._transit import Request, Transit, is_followed
 
 
 def reshard(

@@ -8,9 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import GlobalTensor, all_gather_invariant, bind_mesh, take_own_block
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
-
-from ._check import check_specs, is_spec
-from ._interface import block_of, size_along, varying
+from shardfn.engine import block_of, check_specs, is_spec, size_along, varying
 
 
 def shard_map(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn.capture import capturing
 from shardfn.collectives import GlobalTensor, bind_mesh, transforming
 from shardfn.core import (
     Mesh,
@@ -26,28 +27,53 @@ from shardfn.core import (
     tree_structure,
     tree_unflatten,
 )
+from shardfn.engine import (
+    REMEDY,
+    Agreement,
+    Argument,
+    CacheInfo,
+    Comms,
+    FunctionProgram,
+    Graphs,
+    Interface,
+    Jitted,
+    Plan,
+    Planner,
+    Ready,
+    Transform,
+    Unwrapped,
+    Words,
+    abstract_params,
+    agree_on_step,
+    capture_function,
+    check_order,
+    check_params,
+    check_replicas,
+    check_specs,
+    close_pool,
+    comms_of,
+    default_batch,
+    describe_function,
+    disk_of,
+    drawn,
+    first_params,
+    is_abstract,
+    leaf_signature,
+    losing_no_peer,
+    own_blocks,
+    pure_apply,
+    run_forward,
+    signature,
+    tensors_of,
+    told_before,
+    unwrap,
+    varying,
+)
 from shardfn.memory import token_of
+from shardfn.modules import computing_in
+from shardfn.state import check_alive, taken
 
-from ._agreement import Agreement
-from ._backward import run_forward
-from ._capture import capturing
-from ._check import agree_on_step, check_params, check_replicas, check_specs, default_batch, told_before
-from ._comms import Comms, comms_of, losing_no_peer
-from ._constant import describe_function
-from ._eval_shape import is_abstract
-from ._first import abstract_params, drawn, first_params, own_blocks
-from ._functional import pure_apply
-from ._graphs import Graphs, Ready, signature
-from ._interface import REMEDY, Argument, Interface, varying
-from ._jit import CacheInfo, Jitted, leaf_signature
-from ._levels import Transform, check_order
 from ._lower import Lowered
-from ._module_dtypes import computing_in
-from ._plan import Plan, Planner, Words
-from ._pools import close_pool, disk_of
-from ._state import check_alive, taken
-from ._traced_function import FunctionProgram, capture_function, tensors_of
-from ._unwrap import Unwrapped, unwrap
 
 # Functions whose order of gathers a layout remembers.
 MAX_APPLIED = 16

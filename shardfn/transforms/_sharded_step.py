@@ -25,43 +25,64 @@ from shardfn.core import (
     tree_leaves,
     tree_paths,
 )
-from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
-
-from ._accumulate import num_microbatches
-from ._agreement import Agreement
-from ._captured import CapturedSteps
-from ._check import (
+from shardfn.engine import (
+    OF_A_STATE,
+    Agreement,
+    CacheInfo,
+    CapturedSteps,
+    Comms,
+    Interface,
+    Jitted,
+    Loss,
+    Plan,
+    Planner,
+    StepParts,
+    Unwrapped,
+    abstract_leaves,
+    abstract_state,
+    accumulation,
     agree_on_step,
+    as_text,
+    begin,
+    check_kept,
+    check_phases,
     check_replicas,
     check_same_loss,
+    check_same_state,
+    check_scaled,
+    check_schedule,
     check_specs,
+    close_pool,
+    commit,
+    comms_of,
+    decided_on,
     default_batch,
     describe_batch,
+    describe_step,
+    drawn,
+    first_model_state,
+    first_state,
+    forget,
+    global_mean,
+    in_phase,
+    is_abstract,
+    losing_no_peer,
+    num_microbatches,
+    own_blocks,
+    pure_step,
+    rescaled,
+    resumed,
+    run_eager,
+    signature,
     told_before,
+    unwrap,
+    with_masters,
 )
-from ._comms import Comms, comms_of, losing_no_peer
-from ._constant import describe_step
-from ._eager_step import run_eager
-from ._eval_shape import abstract_leaves, is_abstract
-from ._first import abstract_state, drawn, first_state, own_blocks
-from ._functional import global_mean, pure_step
-from ._graphs import signature
-from ._interface import Interface
-from ._jit import CacheInfo, Jitted
-from ._loss import Loss
+from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
+from shardfn.state import TrainState, check_alive, scale_of
+
 from ._lower import Lowered
-from ._mixed_precision import check_scaled, with_masters
-from ._model_state import check_kept, check_same_state, first_model_state
-from ._phases import check_phases, in_phase
-from ._plan import OF_A_STATE, Plan, Planner
-from ._pools import begin, close_pool, commit, forget
-from ._resume import resumed
-from ._schedule import accumulation, as_text, check_schedule
 from ._sharded import MAX_APPLIED, Sharded, kept_as
-from ._state import TrainState, check_alive, scale_of
-from ._step import StepParts, rescaled
-from ._unwrap import Unwrapped, unwrap
-from ._update import decided_on
 
 
 def sharded_step(

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, local
 from shardfn.core import PyTree, tree_flatten, tree_paths, tree_unflatten
-
-from ._accumulate import fold
-from ._loss import Loss, NoGradientError, WeightedMean, evaluate
+from shardfn.engine import Loss, NoGradientError, WeightedMean, evaluate, fold
 
 
 def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:

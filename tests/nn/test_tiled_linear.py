@@ -11,8 +11,9 @@ import torch
 
 import shardfn as sf
 from shardfn import nn
+from shardfn.engine import _reduce
+from shardfn.state import _parts
 from shardfn.testing import distributed
-from shardfn.transforms import _parts, _reduce
 
 F, D = 11, 7
 

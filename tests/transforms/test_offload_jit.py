@@ -18,8 +18,8 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.graph._inductor import find_compiler
 from shardfn.memory import _transfer
+from shardfn.state import _parts
 from shardfn.testing import ODD_TRAINABLE, Run, assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh
-from shardfn.transforms import _parts
 
 KINDS = ("device", "host", "disk")
 WAYS = [("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host")]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.engine import _reduce
+from shardfn.state import _parts
 from shardfn.testing import distributed
-from shardfn.transforms import _parts, _reduce
 
 LAYERS, WIDTH = 12, 512
 PSI = LAYERS * WIDTH * WIDTH

@@ -10,9 +10,9 @@ from torch.fx.node import map_arg
 
 import shardfn as sf
 from shardfn import optim
+from shardfn.engine._traced_step import capture_step
 from shardfn.graph import storage_of, tensors_in
 from shardfn.testing import assert_same, distributed, on_mesh, one_device
-from shardfn.transforms._traced_step import capture_step
 
 LAYERS = 5
 STACKED = sf.Sharding(sf.P(), stacked=True)

@@ -101,7 +101,7 @@ def test_bytes_sent_are_those_of_the_paper(world: int) -> None:
 
 @distributed(world=2)
 def test_live_whole_parameters_are_bounded_by_the_window() -> None:
-    from shardfn.transforms import _gather
+    from shardfn.engine import _gather
 
     leaf, num = 64 * 64 * 4, 12
     alive: list = []

@@ -1,0 +1,8 @@
+"""What waits between forward and backward: policies, saved values, and where they are meanwhile."""
+
+from ._activation_pool import pool_of as pool_of
+from ._away import is_plain as is_plain
+from . import policies as policies
+from .policies import SavePolicy as SavePolicy, SavedTensor as SavedTensor
+from ._saved import Saved as Saved
+from ._selective import Forward as Forward, Replay as Replay, Results as Results

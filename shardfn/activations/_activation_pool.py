@@ -1,0 +1,44 @@
+"""The files of activations that wait on disk: nobody commits them, and each goes when its value does."""
+
+import os
+import pathlib
+
+from shardfn.capture import CaptureError, capturing
+from shardfn.collectives import current_mesh
+from shardfn.memory import AnyPool, Pool, TracedPool
+
+from ._away import PoolOf
+
+# One pool a directory, which it owns until the process ends.
+_POOLS: dict[pathlib.Path, Pool] = {}
+
+
+def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
+    """The pool under a directory, or without one that of the step around; made at the first value that goes there.
+
+    Raises:
+        ValueError: (when called) there is neither.
+        CaptureError: (when called) in a capture, with a directory.
+    """
+
+    def pool() -> AnyPool:
+        mesh = current_mesh()
+        if capturing() and directory is not None:
+            raise CaptureError(
+                "a captured step has one disk, its own: leave out directory= of offload and remat, and let the step"
+                " have one: Zero(disk=Disk(...)) with leaves on disk."
+            )
+        if directory is None:
+            pools: list[Pool] = list(mesh.resources.get("pools", {}).values())
+            if not pools:
+                raise ValueError(
+                    "a policy sends activations to disk, but there is no directory; pass directory= to offload or"
+                    " remat, or let the step have a disk: Zero(disk=Disk(...)) with leaves on it."
+                )
+            return TracedPool() if capturing() else pools[0]
+        place = (pathlib.Path(directory) / f"activations{mesh.rank}").absolute()
+        if place not in _POOLS:
+            _POOLS[place] = Pool(place)
+        return _POOLS[place]
+
+    return pool

@@ -1,0 +1,128 @@
+"""A value of the forward that waits for the backward in another memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn.capture import capturing, plumbing
+from shardfn.core import Pending, Stored
+from shardfn.memory import AnyPool, Fetch, to_host
+
+PoolOf = Callable[[], AnyPool]
+
+
+class Away:
+    """The bytes of a storage, from the moment they begin to leave the device. On disk they live as long as this.
+
+    Args:
+        flat: all of the storage, as one row.
+        to: "host" or "disk".
+        pool: gives the pool of files, where one is needed.
+    """
+
+    def __init__(self, flat: Tensor, to: str, pool: PoolOf) -> None:
+        self.nbytes, self._device = flat.nbytes, flat.device
+        self._pool = pool() if to == "disk" else None
+        self._source: Tensor | None = flat
+        self._version, self._spoiled = flat._version, False
+        self._down: Pending[Tensor] | None = to_host(flat)
+        self._host: Tensor | None = None
+        self._writing: Pending[Any] | None = None
+        self._stored: Stored | None = None
+        self._back: Fetch | None = None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is still on its way."""
+        return self._down is not None or self._writing is not None
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether it was written to while it left, so that nobody knows what has arrived."""
+        return self._spoiled or (self._source is not None and self._source._version != self._version)
+
+    def settle(self, *, wait: bool) -> None:
+        """Lets go of what has been copied, and waits for the rest if told to."""
+        if self._down is not None and (wait or self._down.done()):
+            self._host = self._down.result()
+            self._spoiled, self._source, self._down = self.spoiled, None, None
+            if self._pool is not None:
+                self._writing = self._pool.write(self._host)
+        if self._writing is not None and (wait or self._writing.done()):
+            self._stored, self._writing, self._host = self._writing.result(), None, None
+
+    def begin(self) -> None:
+        """Starts the way back, or its second half."""
+        if self._source is not None:
+            return
+        with plumbing():
+            if self._back is None:
+                source: Tensor | Pending[Tensor] | None = self._host
+                if source is None:
+                    assert self._stored is not None
+                    source = self._stored.read()
+                self._back = Fetch(source, self._device)
+            if not capturing():
+                self._back.move_if_ready()
+
+    def value(self) -> Tensor:
+        """The row, on the device; waits for it."""
+        if capturing():
+            self.settle(wait=True)
+        if self._source is not None:
+            return self._source
+        self.begin()
+        assert self._back is not None
+        with plumbing():
+            return self._back.result()
+
+    def drop(self) -> None:
+        """Forgets what came back; it can come again."""
+        self._back = None
+
+
+def flat_of(x: Tensor) -> Tensor:
+    """All of a tensor's storage, as one row of its dtype.
+
+    Example:
+        >>> flat_of(torch.arange(6).view(2, 3)[:, 1])
+        tensor([0, 1, 2, 3, 4, 5])
+    """
+    x = x.detach()
+    return x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a value is a tensor with memory of its own, or stands for one in a capture.
+
+    Example:
+        >>> is_plain(torch.ones(1)), is_plain(torch.ones(1).to_sparse())
+        (True, False)
+    """
+    kinds = (Tensor, torch.nn.Parameter, FakeTensor) if capturing() else (Tensor, torch.nn.Parameter)
+    return type(x) in kinds and x.layout == torch.strided
+
+
+def can_leave(x: Tensor) -> bool:
+    """Whether a tensor is of a kind that is moved: a plain one, with bytes of its own on the device.
+
+    What shows a small part of its memory only is not: the rest may be somebody else's, who keeps it here.
+    """
+    if (
+        not (type(x) in (Tensor, torch.nn.Parameter) or capturing())
+        or x.layout != torch.strided
+        or x.is_quantized
+        or x.is_conj()
+    ):
+        return False
+    if x.is_meta or x.is_neg() or x.is_cuda != torch.cuda.is_available():
+        return False
+    storage = x.untyped_storage().nbytes()
+    return storage >= SMALL and 4 * x.nbytes >= storage and storage % x.itemsize == 0
+
+
+# A page. To move less costs more than it frees.
+SMALL = 4096

@@ -1,0 +1,261 @@
+"""What autograd saves in one forward, and where each part of it waits for the backward.
+
+What is saved is memory, so an entry is a storage: views of it, and operations that save it again, share the entry. The
+decision on an entry is put off until the next operation saves something, so that a value can still be named.
+"""
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint
+
+from shardfn.capture import capturing
+from shardfn.core import hearing_names
+
+from ._away import Away, PoolOf, can_leave, flat_of
+from .policies import Action, SavePolicy, check_action, describe, limit_of
+
+_AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no stub of it
+# How many saved tensors further back one looks for what to bring back next.
+_REACH = 256
+
+
+class Entry:
+    """A storage that autograd has saved: here (`flat`), or away."""
+
+    def __init__(self, x: Tensor, name: str | None, turn: int) -> None:
+        self.flat: Tensor | None = flat_of(x)
+        self.away: Away | None = None
+        self.version, self.turn = x._version, turn
+        self.saved = describe(name, x)
+        self.action: Action | None = None
+
+
+class Use:
+    """One tensor that one operation has saved: what autograd holds in place of it."""
+
+    __slots__ = ("__weakref__", "at", "dtype", "entry", "look")
+
+    def __init__(self, entry: Entry, x: Tensor, at: int) -> None:
+        self.entry, self.at, self.dtype = entry, at, x.dtype
+        self.look = x.size(), x.stride(), x.storage_offset()
+
+
+class _Kept:
+    """A tensor that stays as it is, and the version that the backward needs."""
+
+    __slots__ = ("version", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.version = x, x._version
+
+
+class _Others:
+    """What the hooks around these have made of a tensor that is theirs."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+
+
+class Saved:
+    """The saved tensors of one forward.
+
+    Args:
+        policy: decides.
+        window: bytes that may be on their way out, or back ahead of their use.
+        pool: gives the pool, for what goes to disk.
+        held: tensors that somebody holds anyway, such as the function's own parameters.
+    """
+
+    def __init__(self, policy: SavePolicy, window: int, pool: PoolOf, held: Iterable[Tensor]) -> None:
+        self._policy, self._window, self._pool = policy, window, pool
+        self._held = {x.untyped_storage()._cdata for x in held}
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Entry]]] = {}
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._uses: list[weakref.ref[Use]] = []
+        self._undecided: list[weakref.ref[Entry]] = []
+        self._waiting: collections.deque[tuple[weakref.ref[Entry], int]] = collections.deque()
+        self._waiting_bytes = 0
+        self._leaving: collections.deque[Away] = collections.deque()
+        self._ahead: list[weakref.ref[Entry]] = []
+        self._outer: Any = None
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While it is active, autograd saves by these rules."""
+        self._outer = _hooks_around()
+        with hearing_names(self._name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self._decide(None)
+        self._known.clear()
+        self._names.clear()
+        self._held.clear()
+
+    # The forward.
+
+    def _pack(self, x: Tensor) -> Any:
+        if self._outer is not None:
+            packed = self._outer[0](x)
+            if isinstance(packed, checkpoint._Holder):
+                raise ValueError(
+                    "offload inside remat has no effect, as all that is saved in there is dropped; use"
+                    " offload(remat(f), policy), or remat(f, policy=policy)."
+                )
+            if packed is not x:
+                return _Others(packed)
+        key = x.untyped_storage()._cdata
+        if key in self._held or not can_leave(x):
+            return _Kept(x.detach())
+        turn = _AUTOGRAD._get_sequence_nr()
+        self._decide(turn)
+        use = Use(self._entry(x, key, turn), x, len(self._uses))
+        self._uses.append(weakref.ref(use))
+        return use
+
+    def _entry(self, x: Tensor, key: int, turn: int) -> Entry:
+        if key in self._known:
+            found = self._known[key][1]()
+            if found is not None and found.version == x._version:
+                return found
+        entry = Entry(x, self._names[key][1] if key in self._names else None, turn)
+        # Weak references keep the address of a storage that is gone from being another's.
+        self._known[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(entry)
+        self._undecided.append(weakref.ref(entry))
+        return entry
+
+    def _name(self, x: Tensor, name: str) -> None:
+        key = x.untyped_storage()._cdata
+        self._names[key] = StorageWeakRef(x.untyped_storage()), name
+        entry = self._known[key][1]() if key in self._known else None
+        if entry is None or entry.action is None:
+            if entry is not None:
+                entry.saved = describe(name, x)
+            return
+        action = self._ask(describe(name, x))
+        if action != entry.action:
+            raise ValueError(
+                f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy said"
+                f" {entry.action!r} then; of the name it says {action!r}. Name a value where it is made."
+            )
+
+    def _decide(self, turn: int | None) -> None:
+        """Decides on the entries of operations before this one."""
+        rest = []
+        for ref in self._undecided:
+            entry = ref()
+            if entry is not None and entry.turn == turn:
+                rest.append(ref)
+            elif entry is not None:
+                entry.action = self._ask(entry.saved)
+                if entry.action != "keep":
+                    self._waiting.append((ref, entry.saved.nbytes))
+                    self._waiting_bytes += entry.saved.nbytes
+        self._undecided = rest
+        self._send()
+
+    def _ask(self, saved: Any) -> Action:
+        action = check_action(self._policy(saved), saved)
+        if action == "recompute":
+            raise ValueError(
+                f"the policy says 'recompute' of {saved}; offload keeps or moves what autograd has saved. Use"
+                " remat(f, policy=policy)."
+            )
+        return action
+
+    def _send(self) -> None:
+        """Sends away what the budget has no room for, no faster than it leaves."""
+        # In a graph it is decided now, and not by how fast things go, that what would still be leaving stays.
+        room = limit_of(self._policy) + (self._window if capturing() else 0)
+        while self._waiting and self._waiting_bytes > room:
+            ref, nbytes = self._waiting.popleft()
+            self._waiting_bytes -= nbytes
+            entry = ref()
+            if entry is None or entry.flat is None or entry.flat._version != entry.version:
+                continue  # nobody needs it any more; or it is of no use, and an error if the backward asks for it
+            assert entry.action is not None
+            entry.away = Away(entry.flat, entry.action, self._pool)
+            entry.flat = None
+            self._leaving.append(entry.away)
+            self._settle()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Lets go of what has left; waits where more than a window is on its way."""
+        for away in self._leaving:
+            away.settle(wait=False)
+        self._leaving = collections.deque(a for a in self._leaving if a.leaving)
+        total = sum(a.nbytes for a in self._leaving)
+        while self._leaving and total > self._window:
+            away = self._leaving.popleft()
+            away.settle(wait=True)
+            total -= away.nbytes
+
+    # The backward.
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if type(packed) is _Others:
+            return self._outer[1](packed.packed)
+        if type(packed) is _Kept:
+            _check_version(packed.x, packed.version)
+            return packed.x
+        entry = packed.entry
+        if entry.flat is not None:
+            _check_version(entry.flat, entry.version)
+            flat = entry.flat
+        else:
+            self._settle()
+            if entry.away.spoiled:
+                raise _written_to()
+            flat = entry.away.value()
+        self._fetch_ahead(packed)
+        return (flat if flat.dtype == packed.dtype else flat.view(packed.dtype)).as_strided(*packed.look)
+
+    def _fetch_ahead(self, use: Use) -> None:
+        """Begins to bring back what was saved just before, and drops what is neither that nor in use.
+
+        In a graph the passes decide how far ahead.
+        """
+        ahead: dict[int, Entry] = {}
+        total = 0
+        for at in () if capturing() else range(use.at - 1, max(use.at - _REACH, 0) - 1, -1):
+            near = self._uses[at]()
+            if near is None or near.entry.away is None or id(near.entry) in ahead:
+                continue
+            total += near.entry.away.nbytes
+            if total > self._window:
+                break
+            ahead[id(near.entry)] = near.entry
+        for entry in [*(ref() for ref in self._ahead), use.entry]:
+            if entry is not None and entry.away is not None and id(entry) not in ahead:
+                entry.away.drop()
+        for entry in ahead.values():
+            assert entry.away is not None
+            entry.away.begin()
+        self._ahead = [weakref.ref(entry) for entry in ahead.values()]
+
+
+def _hooks_around() -> Any:
+    """The hooks that are active, as (pack, unpack); those of another `Saved` give way to their own."""
+    hooks = _AUTOGRAD._top_saved_tensors_default_hooks(False)
+    owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    return owner._outer if type(owner) is Saved else hooks
+
+
+def _check_version(x: Tensor, version: int) -> None:
+    if x._version != version:
+        raise _written_to()
+
+
+def _written_to() -> RuntimeError:
+    return RuntimeError(
+        "a tensor that the backward needs was modified in place after an operation had saved it; autograd cannot"
+        " differentiate that, with or without offload. Write to a clone()."
+    )

@@ -1,0 +1,280 @@
+"""`remat` with a policy: which results of the forward the recomputation is given, and where they wait for it.
+
+The forward numbers the operations that make new tensors, and puts the results of some aside. The recomputation runs
+the same operations; where a result was put aside, it is taken in place of running the operation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardfn.capture import capturing, in_plumbing
+from shardfn.core import hearing_names, tree_leaves
+
+from ._away import Away, PoolOf, can_leave, flat_of
+from .policies import Action, SavePolicy, check_action, describe, limit_of
+
+# What other ranks take part in is run again by all of them, whatever sizes a policy sees on each.
+_SHARED = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "shardfn")
+
+
+class _Result:
+    """A tensor that an operation has returned: here, or away."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x: Tensor | None = x.detach()
+        self.version, self.nbytes = x._version, x.untyped_storage().nbytes()
+        self.look = x.size(), x.stride(), x.storage_offset()
+        self.away: Away | None = None
+
+    def send(self, to: Action, pool: PoolOf) -> Away | None:
+        if self.x is None or not can_leave(self.x):
+            return None
+        self.away, self.x = Away(flat_of(self.x), to, pool), None
+        return self.away
+
+    def take(self) -> Tensor | None:
+        """The tensor; None if it was written to since."""
+        if self.x is not None:
+            return self.x.detach() if self.x._version == self.version else None
+        assert self.away is not None
+        return None if self.away.spoiled else self.away.value().as_strided(*self.look)
+
+
+class _Op:
+    """One operation of the forward, and what is put aside of it: all results, or none."""
+
+    def __init__(self, func: Any) -> None:
+        self.name = str(func)
+        self.results: list[_Result] = []
+        self.makes: Callable[[list[Tensor]], Any] = list
+        self.action: Action = "recompute"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.nbytes for r in self.results)
+
+
+class Results:
+    """What one call of a function has put aside for its recomputation.
+
+    Args:
+        policy: decides.
+        window: bytes that may be on their way out, or back ahead of their use.
+        pool: gives the pool, for what goes to disk.
+    """
+
+    def __init__(self, policy: SavePolicy, window: int, pool: PoolOf) -> None:
+        self._policy, self._window, self._pool = policy, window, pool
+        self.ops: list[_Op] = []
+        self._of: dict[int, tuple[StorageWeakRef, _Op]] = {}
+        self._last: _Op | None = None
+        self._waiting: list[_Op] = []
+        self._leaving: list[Away] = []
+
+    # The forward.
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes an operation that has run."""
+        for x in _written(func, args, kwargs):
+            self._forget(x)
+        if not is_numbered(func):
+            return
+        self.conclude()
+        op = _Op(func)
+        self.ops.append(op)
+        outs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
+        if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws(func, args, kwargs):
+            return
+        inputs = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if any(_key(x) in inputs for x in outs):
+            return
+        op.makes = _only if isinstance(out, Tensor) else type(out)
+        op.results = [_Result(x) for x in outs]
+        op.action = self._ask(None, op, max(outs, key=lambda x: x.nbytes))
+        for x in outs:
+            self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
+        self._last = op
+
+    def _ask(self, name: str | None, op: _Op, x: Tensor) -> Action:
+        saved = describe(name, x, op.name)
+        return check_action(self._policy(saved), saved)
+
+    def name(self, x: Tensor, name: str) -> None:
+        """Hears that `x` has a name."""
+        op = self._of.get(_key(x), (None, None))[1]
+        if op is None:
+            return
+        action = self._ask(name, op, x)
+        if op is not self._last and action != op.action:
+            raise ValueError(
+                f"checkpoint_name(x, {name!r}): other operations ran since x was made; the policy said {op.action!r} of"
+                f" it then, and of the name it says {action!r}. Name a value where it is made."
+            )
+        op.action = action
+
+    def conclude(self) -> None:
+        """The last operation has its names: carries out what the policy says of it, as far as the budget goes."""
+        op, self._last = self._last, None
+        if op is None or not op.results or op.action == "keep":
+            return
+        limit = limit_of(self._policy)
+        self._waiting.append(op)
+        over = sum(o.nbytes for o in self._waiting) - limit
+        while self._waiting and over > 0:
+            oldest = self._waiting.pop(0)
+            over -= oldest.nbytes
+            self._part_with(oldest)
+
+    def _part_with(self, op: _Op) -> None:
+        if op.action == "recompute":
+            op.results = []
+            return
+        for result in op.results:
+            away = result.send(op.action, self._pool)
+            self._leaving += [] if away is None else [away]
+            self._settle()
+
+    def _settle(self) -> None:
+        for away in self._leaving:
+            away.settle(wait=False)
+        self._leaving = [a for a in self._leaving if a.leaving]
+        while sum(a.nbytes for a in self._leaving) > self._window:
+            self._leaving.pop(0).settle(wait=True)
+
+    def end(self) -> None:
+        """The forward is over."""
+        self.conclude()
+        self._of.clear()
+
+    def _forget(self, x: Tensor) -> None:
+        op = self._of.get(_key(x), (None, None))[1]
+        if op is not None:
+            op.results = []
+
+    # The recomputation.
+
+    def take(self, number: int, func: Any) -> Any:
+        """What operation `number` returns; None if it must run again.
+
+        Raises:
+            RuntimeError: the recomputation runs other operations than the forward did.
+        """
+        name = self.ops[number].name if number < len(self.ops) else "nothing"
+        if name != str(func):
+            raise RuntimeError(
+                f"remat: the recomputation runs {func} where the forward ran {name} (operation {number}); a function"
+                " must do the same each time that it is called with the same arguments."
+            )
+        op = self.ops[number]
+        if not op.results:
+            return None
+        self._settle()
+        self.fetch_ahead(number + 1)
+        values = [r.take() for r in op.results]
+        op.results = []
+        return None if any(v is None for v in values) else op.makes([v for v in values if v is not None])
+
+    def fetch_ahead(self, number: int) -> None:
+        """Begins to bring back what operations from `number` on have returned."""
+        total = 0
+        for op in () if capturing() else self.ops[number:]:
+            for away in [r.away for r in op.results if r.away is not None]:
+                total += away.nbytes
+                if total > self._window:
+                    return
+                away.begin()
+
+
+class Forward(TorchDispatchMode):
+    """Shows each operation to `Results`."""
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self._results = results
+        self._hearing = hearing_names(results.name)
+
+    def __enter__(self) -> Any:
+        self._hearing.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hearing.__exit__(*error)
+        if error[0] is None:
+            self._results.end()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        if not in_plumbing():
+            self._results.saw(func, args, kwargs or {}, out)
+        return out
+
+
+class Replay(TorchDispatchMode):
+    """Takes results in place of running operations; each can be taken once."""
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self._results, self._number = results, 0
+
+    def __enter__(self) -> Any:
+        self._number = 0
+        self._results.fetch_ahead(0)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = None
+        if is_numbered(func) and not in_plumbing():
+            found = self._results.take(self._number, func)
+            self._number += 1
+        return func(*args, **(kwargs or {})) if found is None else found
+
+
+def is_numbered(func: Any) -> bool:
+    """Whether an operation makes new tensors, by itself on this rank.
+
+    Example:
+        >>> is_numbered(torch.ops.aten.mm.default), is_numbered(torch.ops.aten.add_.Tensor)
+        (True, False)
+    """
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.returns or func.namespace in _SHARED:
+        return False
+    tensors = [r for r in schema.returns if "Tensor" in str(r.type)]
+    return bool(tensors) and all(r.alias_info is None for r in schema.returns)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return []
+    if func.namespace in _SHARED:  # transfers write without saying so
+        return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    wrote = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in tree_leaves(wrote) if isinstance(x, Tensor)]
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws from torch's generator, which must then advance in the recomputation too."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    may_not = any(a.name == "dropout_p" for a in func._schema.arguments) and given.get("dropout_p", 0.0) == 0.0
+    return not may_not
+
+
+def _key(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _only(values: list[Tensor]) -> Tensor:
+    return values[0]

@@ -1,0 +1,38 @@
+"""What happens when in a step: plan, gathers, reductions, update, schedule, agreement; eager, traced and pure."""
+
+from ._abstract import abstract_leaves as abstract_leaves, is_abstract as is_abstract
+from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbatches as num_microbatches
+from ._agreement import Agreement as Agreement
+from ._backward import run_forward as run_forward
+from ._captured import CapturedSteps as CapturedSteps
+from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas
+from ._check import check_same_loss as check_same_loss, check_specs as check_specs, default_batch as default_batch
+from ._check import describe_batch as describe_batch, is_spec as is_spec, told_before as told_before
+from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
+from ._constant import describe_function as describe_function, describe_step as describe_step
+from ._crossed import crossed as crossed
+from ._eager_step import run_eager as run_eager
+from ._first import abstract_params as abstract_params, abstract_state as abstract_state, drawn as drawn
+from ._first import first_params as first_params, first_state as first_state, own_blocks as own_blocks
+from ._functional import global_mean as global_mean, pure_apply as pure_apply, pure_step as pure_step
+from ._graphs import Graphs as Graphs, Ready as Ready, signature as signature
+from ._interface import Argument as Argument, Interface as Interface, REMEDY as REMEDY, block_of as block_of
+from ._interface import size_along as size_along, varying as varying
+from ._jitted import CacheInfo as CacheInfo, Jitted as Jitted, leaf_signature as leaf_signature
+from ._levels import Transform as Transform, check_order as check_order
+from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMean as WeightedMean, evaluate as evaluate
+from ._mixed import Mixed as Mixed, check_scaled as check_scaled, with_masters as with_masters
+from ._model_state import check_kept as check_kept, check_same_state as check_same_state
+from ._model_state import first_model_state as first_model_state
+from ._moved import moved as moved, moved_purely as moved_purely
+from ._phases import check_phases as check_phases, in_phase as in_phase
+from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words
+from ._pools import begin as begin, close_pool as close_pool, commit as commit, disk_of as disk_of, forget as forget
+from ._resume import resumed as resumed
+from ._schedule import accumulation as accumulation, as_text as as_text, check_schedule as check_schedule
+from ._step import StepParts as StepParts, rescaled as rescaled
+from ._traced_function import FunctionProgram as FunctionProgram, capture_function as capture_function
+from ._traced_function import tensors_of as tensors_of
+from ._transit import Request as Request, Transit as Transit, is_followed as is_followed
+from ._unwrap import Unwrapped as Unwrapped, unwrap as unwrap
+from ._update import decided_on as decided_on

@@ -1,0 +1,21 @@
+"""Abstract states: leaves without data, for which steps are lowered."""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn.capture import fakes
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
+
+
+def is_abstract(leaves: list[Any]) -> bool:
+    """Whether any of these tensors has no data, or none is made any more."""
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
+
+
+def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
+    """The tree with tensors without data; those on "meta" are taken to be on `device`."""
+    leaves, treedef = tree_flatten(tree)
+    return tree_unflatten(treedef, fakes(leaves, device))

@@ -1,0 +1,93 @@
+"""What `accumulate` makes: a loss over microbatches, and the fold over them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
+
+from ._levels import Transform
+from ._loss import Loss, WeightedMean
+
+Sum = TypeVar("Sum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated(Transform):
+    """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time."""
+
+    transform: ClassVar[str] = "accumulate"
+
+    inner: Loss
+    num_microbatches: int
+
+    def __call__(self, params: PyTree, batch: PyTree, *args: Any) -> Any:
+        """The loss of the whole batch (the graph of all microbatches is alive at once)."""
+        outs = [self.inner(params, micro, *args) for micro in split_batch(batch, self.num_microbatches)]
+        return _mean(outs)
+
+
+def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
+    """The loss of one microbatch, and the microbatches; nested `accumulate`s are flattened."""
+    batches = [batch]
+    while isinstance(loss, Accumulated):
+        batches = [micro for b in batches for micro in split_batch(b, loss.num_microbatches)]
+        loss = loss.inner
+    return loss, batches
+
+
+def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
+    """`one(inner, microbatch)` of each microbatch, added up one after another: of two at a time both are alive.
+
+    For functions that make forward and backward in one; a step runs them apart, by its schedule.
+    """
+    inner, batches = microbatches(loss, batch)
+    total = one(inner, batches[0])
+    for micro in batches[1:]:
+        total = add(total, one(inner, micro))
+    return total
+
+
+def num_microbatches(loss: Loss) -> int:
+    """Into how many microbatches a loss cuts its batch."""
+    num = 1
+    while isinstance(loss, Accumulated):
+        num, loss = num * loss.num_microbatches, loss.inner
+    return num
+
+
+def split_batch(batch: PyTree, n: int) -> list[PyTree]:
+    """Cuts every leaf of a batch in `n` equal pieces along dim 0.
+
+    Raises:
+        ValueError: lists the leaves whose rows `n` does not divide.
+    """
+    if n == 1:
+        return [batch]
+    pairs = zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+    bad = [f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n]
+    if bad:
+        raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {', '.join(bad)}; use a divisor.")
+    return [tree_map(functools.partial(_piece, n, i), batch) for i in range(n)]
+
+
+def _piece(n: int, i: int, x: Any) -> Any:
+    return x.chunk(n)[i] if _cuts(x) and x.shape[0] else x
+
+
+def _cuts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _mean(outs: list[Any]) -> Any:
+    first = outs[0]
+    if isinstance(first, WeightedMean):
+        return WeightedMean(sum(o.total for o in outs), sum(o.weight for o in outs))  # type: ignore[arg-type]
+    if isinstance(first, tuple):
+        loss = _mean([o[0] for o in outs])
+        return loss, {k: _mean([o[1][k] for o in outs]) for k in first[1]}
+    return torch.stack([torch.as_tensor(o) for o in outs]).mean()

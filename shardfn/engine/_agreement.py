@@ -1,0 +1,60 @@
+"""What the ranks compare of a step, or of a sharded function, before the first transfer of a call: how it was built."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfn.capture import capturing
+from shardfn.collectives import Constant
+from shardfn.core import PyTree, tree_structure
+
+from ._check import agree_on_step, told_before
+from ._comms import Comms, comms_of
+from ._plan import Plan
+
+
+class Agreement:
+    """How something was built, as text that is hashed once for each plan, and compared in each call.
+
+    All calls but those of pure functions are collective, and agree each time, since the hash travels with what they
+    exchange anyway. A pure function may not, and agrees before its first call with a plan alone.
+
+    Args:
+        lines: what is the same on all ranks that run one plan, besides the plan itself.
+    """
+
+    def __init__(self, lines: Callable[[Plan], Sequence[str]]) -> None:
+        self._lines = lines
+        self._constants: dict[Any, Constant] = {}
+        self._agreed: set[tuple[int, str]] = set()
+
+    def agree(self, comms: Comms, what: str, plan: Plan) -> None:
+        """Compares how it was built; what the optimizer's functions of the tree say, too, and that they do.
+
+        Raises:
+            RankError: ranks disagree, or run another call.
+        """
+        with told_before(comms.control):
+            constant = self.constant(plan)
+        agree_on_step(comms.control, what, constant=constant)
+
+    def agree_once(self, plan: Plan, what: str) -> None:
+        """Compares how it was built before the first of calls that are pure functions, and agree on no more."""
+        mesh = plan.mesh
+        if mesh.size == 1 or mesh.abstract or capturing() or (id(plan), what) in self._agreed:
+            return
+        constant = self.constant(plan)
+        with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
+            agree_on_step(comms_of(mesh).control, what, constant=constant)
+        self._agreed.add((id(plan), what))
+
+    def constant(self, plan: Plan, opt_state: PyTree = None) -> Constant:
+        """What calls with this plan have in common, hashed once; with a state of the optimizer, how it is made, too."""
+        treedef = None if opt_state is None else tree_structure(opt_state)
+        key = id(plan), treedef
+        if key not in self._constants:
+            kept = [] if treedef is None else [f"the state of the optimizer: {treedef}"]
+            self._constants[key] = Constant.of("\n".join([*self._lines(plan), plan.describe(), *kept]))
+        return self._constants[key]

@@ -1,0 +1,276 @@
+"""One step's loss and gradients: storage -> compute, the user's loss, and the transpose, action by action."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import TransportError
+from shardfn.core import PyTree, RankError, Stored, tree_map
+from shardfn.leaves import LeafBook, opened
+from shardfn.state import Ahead
+
+from ._accumulated import microbatches
+from ._comms import Comms, described, open_channels, rounds_of
+from ._entered import check_capture, enter, watch_of
+from ._gather import DONE, IDLE, Gatherer
+from ._loss import NoGradientError, Value, WeightedMean, evaluate, totals
+from ._model_state import ModelState, named_leaves
+from ._order import UseOrder
+from ._plan import Plan
+from ._reduce import Reducer
+from ._schedule import Action
+from ._splice import taking_early
+from ._step import StepParts
+
+# How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
+WEIGHTED = "a WeightedMean"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What is left: sums over this rank's microbatches, gradients summed over ranks, the last model state."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: dict[str, WeightedMean]
+    num_microbatches: int
+    reducer: Reducer
+    plan: Plan
+    model_state: PyTree
+
+    def gradients(self) -> dict[int, Tensor | Stored]:
+        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
+        return self.plan.by_leaf(self.reducer.gradients())
+
+
+def run_forward(
+    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], key: Any, f: Callable[[PyTree], Any]
+) -> Any:
+    """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
+    open_channels(comms, plan)
+    kept, blocks = blocks, plan.by_layer(blocks)
+    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
+    watch = watch_of(plan, kept)
+    book = LeafBook(gatherer.whole, plan.layers, watch)
+    with _told(gatherer, comms), torch.no_grad():
+        params, _ = enter(plan, blocks, book, None)
+        gatherer.begin_phase()
+        out = tree_map(opened, f(params))
+        watch.check("the function")
+        gatherer.end_phase(ask=True)
+    gatherer.close()
+    check_capture(plan, blocks, book, "the function")
+    return out
+
+
+def run_backward(
+    plan: Plan,
+    comms: Comms,
+    blocks: Sequence[Tensor | Stored],
+    parts: StepParts,
+    args: tuple[Any, ...],
+    *,
+    even: bool,
+    model_state: PyTree = (),
+    loss_scale: Tensor | None = None,
+    ahead: Ahead | None = None,
+) -> Outcome:
+    """The loss and the summed gradients of one global batch, by the actions of the step's schedule.
+
+    Args:
+        plan: the layout.
+        comms: the communicators.
+        blocks: this rank's block of each parameter.
+        parts: the loss, and in which order its microbatches run.
+        args: this rank's batch, and a key if the loss takes one.
+        even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
+        model_state: a tree of this rank's blocks, for a loss that takes one.
+        loss_scale: what the gradients come multiplied by; None = nothing.
+        ahead: an update that takes gradients as they are complete; it is stopped if they must be divided by a weight.
+    """
+    open_channels(comms, plan)
+    watch, blocks = watch_of(plan, blocks), plan.by_layer(blocks)
+    gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
+    engine = Engine(plan, comms, parts, gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)
+    with _told(gatherer, comms), torch.enable_grad():
+        engine.enter(blocks, args, even=even, model_state=model_state, loss_scale=loss_scale)
+        for action in parts.schedule:
+            engine.perform(action)
+        return engine.finish(blocks, model_state)
+
+
+class Engine:
+    """The forwards and backwards of one step's microbatches, each a call. Made anew each step.
+
+    `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
+    of the agreed order of use: so all ranks perform the same actions in the same order, though their losses may take
+    different branches. Between actions a microbatch is its `Value` in `_open`, which holds its graph, from the forward
+    to the backward; any number may be open. Nothing else is a microbatch's own: lazy leaves are opened by whoever needs
+    them, and the reducer adds up the gradients of the backward that runs.
+
+    Args:
+        plan: the layout.
+        comms: the communicators.
+        parts: loss and schedule.
+        gatherer: serves whole leaves.
+        book: keeps them out of graphs.
+        ahead: see `run_backward`.
+    """
+
+    def __init__(
+        self, plan: Plan, comms: Comms, parts: StepParts, gatherer: Gatherer, book: LeafBook, ahead: Ahead | None
+    ) -> None:
+        self._plan, self._comms, self._parts = plan, comms, parts
+        self._gatherer, self._book, self._ahead = gatherer, book, ahead
+        self._reducer = Reducer(plan, comms.channels, plan.reduce_order)
+        kinds = [a.kind for a in parts.schedule]
+        self._last_forward = max(i for i, kind in enumerate(kinds) if kind == "forward")
+        self._last_backward = max(i for i, kind in enumerate(kinds) if kind == "backward")
+        self._performed = 0
+        self._idle = False
+        self._open: dict[int, Value] = {}
+        self._seen: dict[int, Value] = {}
+
+    def enter(
+        self,
+        blocks: Sequence[Tensor | Stored],
+        args: tuple[Any, ...],
+        *,
+        even: bool,
+        model_state: PyTree,
+        loss_scale: Tensor | None,
+    ) -> None:
+        """Cuts the batch, and lets the leaves and the model state enter."""
+        self._model_state = ModelState(model_state)
+        if not self._plan.captured:
+            for path, x in named_leaves(model_state):
+                self._book.watch.add(path, x, kept=True)
+        self._loss, self._batches = microbatches(self._parts.loss, args[0])
+        self._rest, self._even, self._loss_scale = args[1:], even, loss_scale
+        self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer)
+
+    def perform(self, action: Action) -> None:
+        """The next action of the schedule."""
+        if action.kind == "forward":
+            self._forward(action.microbatch, last=self._performed == self._last_forward)
+        else:
+            self._backward(action.microbatch, last=self._performed == self._last_backward)
+        self._performed += 1
+
+    def _forward(self, k: int, *, last: bool) -> None:
+        plan, ahead = self._plan, self._ahead
+        self._gatherer.begin_phase()
+        if last and ahead is not None:  # whose reads queue behind those of the first parameters
+            ahead.begin()
+        self._comms.mark("forward")
+        kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
+        with kept, self._model_state.through():
+            value = evaluate(self._loss, self._params, (self._batches[k], *self._rest), self._parts.has_aux)
+        self._book.watch.check("the loss")
+        if not self._even and value.weight is None:
+            raise ValueError(
+                "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
+                " return WeightedMean(total, weight) from the loss, or pass equal batches."
+            )
+        self._gatherer.end_phase(ask=False)
+        if self._performed == 0:
+            self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
+        if last and ahead is not None:
+            if value.weight is None:
+                self._reducer.give_to(ahead)
+            else:  # gradients are divided by the weight of all ranks' batches first
+                ahead.stop()
+        self._seen[k] = Value(value.total.detach(), value.weight, value.aux)
+        self._open[k] = value
+
+    def _backward(self, k: int, *, last: bool) -> None:
+        plan, reducer = self._plan, self._reducer
+        send = last or plan.zero.pace.accumulate == "each"
+        reducer.begin(send=send, last=last)
+        self._gatherer.begin_phase()
+        self._comms.mark("backward")
+        self._differentiate(self._open.pop(k))
+        self._book.watch.check("the backward of the loss")
+        without = last and self._handles and not reducer.received
+        self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
+        reducer.end()
+        self._book.forget_dead()
+
+    def _differentiate(self, value: Value) -> None:
+        if not self._handles or not value.total.requires_grad:
+            return
+        ranks = self._plan.mesh.axis_size(self._plan.batch_axes)
+        scale = self._plan.num_left / (ranks * len(self._batches))
+        seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
+        if self._loss_scale is not None:
+            seed = seed * self._loss_scale.to(seed)
+        with taking_early(value.total):
+            torch.autograd.grad(value.total, self._handles, seed, allow_unused=True)
+
+    def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
+        """What the microbatches add up to, and what all ranks learn from the first step of a plan.
+
+        Raises:
+            NoGradientError: no microbatch of any rank gives a leaf a gradient.
+            ValueError: a captured loss writes to parameters.
+        """
+        plan, comms = self._plan, self._comms
+        self._gatherer.close()
+        check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state))
+        if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
+            raise NoGradientError(plan.trained)
+        comms.mark("update")
+        out = _outcome([self._seen[k] for k in range(len(self._batches))], self._reducer, plan, self._model_state.now)
+        if not plan.reduce_order:
+            first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
+            plan.reduce_order = first
+        _agree_on_outcome(plan, comms, out)
+        return out
+
+
+def _gatherer(
+    plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder, *, keep: bool = True
+) -> Gatherer:
+    pieces = [b if leaf.lazy else None for leaf, b in zip(plan.layers, blocks, strict=True)]
+    return Gatherer(
+        plan.layers,
+        plan.gather_units,
+        pieces,
+        comms.channels,
+        rounds_of(comms, plan),
+        order,
+        plan.zero.pace.prefetch_bytes,
+        plan.mesh.device,
+        keep=keep,
+    )
+
+
+@contextlib.contextmanager
+def _told(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
+    """Where connections cannot be closed: tells the other ranks of an error in their next round, before raising it."""
+    try:
+        yield
+    except Exception as error:
+        if comms.meets and not isinstance(error, RankError | TransportError):
+            gatherer.fail(described(error))
+        raise
+
+
+def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
+    """Compares, in the first step of a plan, what the losses of the ranks return: their sums must mean the same."""
+    if plan.outcome is None:
+        plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
+        comms.control.agree("what the loss returns", plan.outcome)
+
+
+def _outcome(values: list[Value], reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
+    total, weight = totals(values)
+    aux: dict[str, WeightedMean] = {}
+    for name in sorted(values[0].aux):
+        pairs = [v.aux[name] for v in values]
+        aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
+    return Outcome(total, weight, aux, len(values), reducer, plan, model_state)

@@ -1,0 +1,98 @@
+"""Captured steps at run time: donation as in eager steps, and what comes back as a state."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import StoppedError
+from shardfn.core import Stored, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.graph import Choice, Schedule
+from shardfn.memory import stored_of, token_of
+from shardfn.state import TrainState, scale_of, taken
+
+from ._comms import Comms
+from ._graphs import Graphs, Ready, signature
+from ._jitted import CacheInfo, Jitted
+from ._plan import Plan
+from ._pools import disk_of
+from ._step import StepParts
+from ._traced_step import StepProgram, capture_step
+from ._update import blocks_of, next_state
+
+
+class CapturedSteps:
+    """The graphs of one step, by signature.
+
+    Args:
+        jitted: how to schedule and compile.
+        parts: what the step is made of.
+    """
+
+    def __init__(self, jitted: Jitted, parts: StepParts) -> None:
+        self._graphs, self._parts = Graphs(jitted), parts
+
+    def run(
+        self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """One step."""
+        key = *signature(plan, args), even, _layouts(state)
+        how: dict[str, Any] = {"even": even, "model_state": state.model_state}
+        capture = functools.partial(
+            capture_step, self._parts, plan, state.params, state.opt_state, args, scale_of(state), **how
+        )
+        # A phase of the optimizer has a plan, and so a graph, of its own.
+        name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
+        ready = self._graphs.ready(comms, key, capture, name, args[0])
+        return self._execute(ready, comms, state, tree_leaves(args))
+
+    def cache_info(self) -> CacheInfo:
+        """What is remembered."""
+        return self._graphs.cache_info()
+
+    def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[StepProgram, Schedule | Choice]:
+        """Captures and schedules a step for its shapes; see `Graphs.lower`."""
+        params, opt, scale = state.params, state.opt_state, scale_of(state)
+        how: dict[str, Any] = {"even": True, "model_state": state.model_state}
+        return self._graphs.lower(lambda: capture_step(self._parts, plan, params, opt, args, scale, **how))
+
+    def compile(self, program: StepProgram, backend: str | None, comms: Comms) -> Callable[..., Any]:
+        """A lowered step that runs as `run` does. Collective."""
+        ready = self._graphs.compile(program, backend, comms)
+
+        def run(plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool) -> Any:
+            del plan, even
+            return self._execute(ready, comms, state, tree_leaves(args))
+
+        return run
+
+    def _execute(
+        self, ready: Ready, comms: Comms, state: TrainState, arg_leaves: list[Tensor]
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        program: StepProgram = ready.program
+        num, names = len(program.plan.leaves), program.metrics
+        scale = scale_of(state)
+        arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
+        try:
+            with taken(blocks_of(state), donate=self._parts.donate) as held:
+                given = [x if isinstance(x, Tensor) else token_of(x) for x in tree_leaves(held)]
+                outs = ready(comms, disk_of(program.plan), [*given, *arg_leaves])
+        except StoppedError as stopped:  # before anything was written
+            metrics = dict(zip(names, stopped.carried, strict=True))
+            metrics["skipped"] = torch.ones_like(metrics["skipped"])
+            return state, metrics
+        values = outs[len(outs) - len(names) :]
+        new_held = [stored_of(x) if kind == "disk" else x for x, kind in zip(outs, program.kinds, strict=False)]
+        then = num + program.opt_treedef.num_leaves
+        opt_state, kept = tree_unflatten(program.opt_treedef, new_held[num:then]), new_held[then:]
+        new = next_state(program.plan, state, new_held[:num], opt_state, kept)
+        return new, dict(zip(names, values, strict=True))
+
+
+def _layouts(state: TrainState) -> Any:
+    """What a graph takes for granted of the state."""
+    leaves, treedef = tree_flatten((state.opt_state, state.model_state))
+    held: list[Tensor | Stored] = [x.held for x in (*tree_leaves(state.params), *leaves)]
+    return treedef, *((x.stride() if isinstance(x, Tensor) else x.shape, x.dtype) for x in held)

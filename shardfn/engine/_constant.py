@@ -1,0 +1,42 @@
+"""What a step, or a sharded function, is made of, in lines: what decides what its ranks send, and stays as it is.
+
+Ranks compare it, hashed, in the exchange with which a call begins. So steps that differ never meet in a transfer, and
+the lines in which they differ are what the error says.
+"""
+
+import torch
+
+from shardfn.core import describe
+from shardfn.optim import GradientTransformation
+
+from ._jitted import Jitted
+from ._levels import taken_over
+from ._unwrap import Unwrapped
+
+
+def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> list[str]:
+    """The loss's transforms, how the step is captured, and the optimizer's rules and numbers, a line a fact."""
+    return [*describe_function(loss, "loss"), *describe(optimizer, "optimizer")]
+
+
+def describe_function(loss: Unwrapped, name: str) -> list[str]:
+    """A function's transforms, and how it is captured, a line a fact.
+
+    Of the function that they are around nothing is said: each rank may have one of its own, whose leaves and gradients
+    are agreed on as it runs.
+    """
+    lines = [f"torch {torch.__version__}", *_captured(loss.jitted)]
+    around, inner = taken_over(loss.loss)
+    cuts = [x.num_microbatches for x in around if x.transform == "accumulate"]
+    if loss.mixed is not None:
+        lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")
+    lines.append(f"accumulate {' x '.join(map(str, cuts))}" if cuts else "no accumulate")
+    return [*lines, *describe(inner, name, strangers=False)]
+
+
+def _captured(jitted: Jitted | None) -> list[str]:
+    if jitted is None:
+        return ["eager, without jit"]
+    if jitted.cluster is not None:  # each rank may have measured its own, and bounded its memory; rank 0 chooses
+        return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}"]
+    return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}", *describe(jitted.schedule, "jit.schedule")]

@@ -1,0 +1,107 @@
+"""How leaves enter a loss: what it is given in their place, and where their gradients arrive."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import alias, recorder, traced_once
+from shardfn.core import PyTree, Stored, tree_unflatten
+from shardfn.graph import storage_of
+from shardfn.leaves import LazyLeaf, LeafBook, LeafLayout, Watch, check_graph
+
+from ._plan import Plan
+from ._reduce import Reducer
+
+
+def enter(
+    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, reducer: Reducer | None
+) -> tuple[PyTree, list[Tensor]]:
+    """The parameter tree as the loss sees it, and the handles that its gradients arrive at.
+
+    They serve all microbatches of a step: whose gradient arrives, the backward that runs says.
+
+    Args:
+        plan: the layout.
+        blocks: this rank's block of each layer.
+        book: gives the whole tensors of lazy leaves, and watches the others.
+        reducer: what gradients go to; None = there are none.
+    """
+    entered: list[Tensor] = []
+    handles: list[Tensor] = []
+    for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
+        handle = _handle(plan, leaf) if leaf.lazy else _resident(leaf, block)
+        if isinstance(block, Tensor) and not leaf.lazy and not _as_it_is(leaf, block):
+            book.look_after(leaf.path, handle)
+        if not leaf.lazy:
+            book.watch.enter(leaf.path, handle)
+        if reducer is not None and leaf.trainable:
+            handle.requires_grad_()
+            handle.register_hook(_taker(reducer, i, alias(handle)))
+            handles.append(handle)
+        entered.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle)
+    layers = iter(entered)
+    tree = [
+        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)
+        for leaf in plan.leaves
+    ]
+    return tree_unflatten(plan.treedef, tree), handles
+
+
+def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored]) -> Watch:
+    """What sees writes to the blocks that the loss is given as they are."""
+    watch = Watch()
+    for leaf, block in zip(plan.leaves, blocks, strict=True):
+        if isinstance(block, Tensor) and _as_it_is(leaf, block) and not plan.captured:
+            watch.add(leaf.path, block, kept=True)
+    return watch
+
+
+def check_capture(
+    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, name: str, others: Sequence[tuple[str, Tensor]] = ()
+) -> None:
+    """Refuses a captured loss, called `name`, that writes to parameters, or to others that it is given.
+
+    Raises:
+        ValueError: lists every such op.
+    """
+    notes = recorder()
+    if notes is None:
+        return
+    here = [(leaf.path, x) for leaf, x in zip(plan.layers, blocks, strict=True) if isinstance(x, Tensor)]
+    leaves = {storage_of(x): path for path, x in (*here, *others)} | {k: path for k, (path, _) in book.captured.items()}
+    check_graph(notes.tracer.graph, leaves, name)
+
+
+def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
+    """Whether the loss sees the state's own memory."""
+    return not leaf.lazy and block.dtype == leaf.dtypes.compute
+
+
+def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
+    """A tensor of the leaf's shape that costs one element."""
+    dtype = leaf.dtypes.compute
+
+    def make() -> list[Tensor]:
+        return [torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=dtype, device=plan.mesh.device)]
+
+    return traced_once(("handle", leaf.block, dtype), make, [])[0]
+
+
+def _resident(leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
+    """A leaf that is there, in the dtype that the loss sees."""
+    assert isinstance(block, Tensor)
+    return alias(block if _as_it_is(leaf, block) else block.to(leaf.dtypes.compute))
+
+
+def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
+    """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
+
+    def take(grad: Tensor | None) -> Tensor | None:
+        # It was taken before; or it is the loss's own, which differentiates something itself.
+        if grad is None or not reducer.collects:
+            return None
+        reducer.take(leaf, alias(grad))
+        return stand_in
+
+    return take

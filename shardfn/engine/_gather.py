@@ -1,0 +1,344 @@
+"""Storage -> compute for leaves that are kept in pieces: gather late, free early, prefetch along the agreed order.
+
+What is issued, and when, is a function of the position in the agreed order alone; so all ranks issue the same
+transfers in the same order whatever their own data makes them do.
+
+Where a leaf comes in two hops, what the first has brought is kept for the step: parameters do not change in it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import capturing, traced_once
+from shardfn.collectives import (
+    AnyChannels,
+    AnyRounds,
+    CodedGather,
+    GatherChannel,
+    Packing,
+    TwoHops,
+    gather_channels,
+)
+from shardfn.core import Pending, RankError, Stored
+from shardfn.leaves import LeafLayout, Unit
+from shardfn.memory import Fetch
+
+from ._order import Move, UseOrder
+
+# What a rank says in a round where it wants no unit: that it is done; that it failed; that it is done with the step's
+# backwards, and none has given a gradient.
+DONE, FAILED, IDLE = -1, -2, -3
+# How much further ahead than leaves are gathered their pieces cross the far axes, and are read from the disk.
+FAR_AHEAD, READ_AHEAD = 2, 3
+
+
+class Gatherer:
+    """Serves the whole leaves of one step. Made anew each step; what it learns stays in `order`.
+
+    Args:
+        leaves: the layout.
+        units: groups of leaves gathered together.
+        blocks: this rank's piece of each leaf as it is kept (None for leaves that are not lazy).
+        channels: the step's communicators.
+        rounds: agreement between the ranks that share the leaves.
+        order: the agreed order of use; extended in place.
+        window: bytes of whole leaves that may be alive ahead of their use.
+        device: where leaves are wanted.
+        keep: whether what has crossed the far axes is kept, for other gathers of it.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LeafLayout],
+        units: Sequence[Unit],
+        blocks: Sequence[Tensor | Stored | None],
+        channels: AnyChannels,
+        rounds: AnyRounds,
+        order: UseOrder,
+        window: int,
+        device: torch.device,
+        *,
+        keep: bool = True,
+    ) -> None:
+        self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
+        self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
+        self._reads: dict[int, list[Piece]] = {}
+        self._keep = keep
+        self._wires = gather_channels(channels, [leaves[unit.leaves[0]].ways.use for unit in units])
+        self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
+        self._brought: dict[int, Pending[Tensor] | Tensor] = {}
+        self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
+        self._sizes = [u.nbytes for u in units]
+        self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
+        self._scheduled: dict[int, _Whole] = {}
+        self._asked: tuple[int, _Whole] | None = None
+        self._unused: list[_Whole] = []
+        self._phase, self._pos = -1, 0
+        self._served: list[int] = []
+        # Void as soon as the order grows; from then on moves are worked out one by one.
+        self._schedule: list[list[Move]] | None = order.schedule(self._sizes, window)
+
+    def begin_phase(self) -> None:
+        """Starts the next phase of the agreed order."""
+        self._phase, self._pos, self._served = self._phase + 1, 0, []
+        self._order.phase(self._phase)
+        self._read_ahead()
+
+    def whole(self, leaf: int) -> Tensor:
+        """The whole leaf; waits for it, and issues what is used next."""
+        unit, slot = self._slot[leaf]
+        return self._need(unit).leaf(slot)
+
+    def end_phase(self, *, ask: bool, says: int = DONE) -> bool:
+        """Issues what the phase still owes to other ranks and serves those that ask for more.
+
+        Args:
+            ask: whether to ask the other ranks if all is well even where no leaf is gathered: before waiting for them.
+            says: what this rank says of itself: `DONE` or `IDLE`.
+
+        Returns:
+            Whether all ranks have said `IDLE`; the same on all of them.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        if not self._units and not ask:
+            return False
+        self._catch_up()
+        wants = self._ask(says)
+        while any(w >= 0 for w in wants):
+            wants = self._ask(says)
+        if self._served:
+            self._order.extend(self._phase, self._served)
+            self._schedule = None
+        self._asked = None
+        for whole in self._unused:
+            whole.arrive()
+        self._unused.clear()
+        return all(w == IDLE for w in wants)
+
+    def fail(self, what: str) -> None:
+        """Tells the other ranks that this one cannot go on; they raise `RankError` at their next agreement."""
+        if self._phase < 0:
+            self.begin_phase()
+        self._catch_up()
+        wants = self._rounds.exchange(FAILED)
+        self._rounds.gather((self._rounds.rank, what if FAILED in wants else ""))
+
+    def close(self) -> None:
+        """Drops everything and waits until this rank's pieces may be written again."""
+        for whole in self._scheduled.values():
+            whole.arrive()
+        for brought in self._brought.values():
+            if isinstance(brought, Pending):
+                brought.result()
+        self._scheduled.clear()
+        self._brought.clear()
+        self._reads.clear()
+        self._asked = None
+        self._channels.flush()
+
+    def _need(self, unit: int) -> "_Whole":
+        if self._asked is not None and self._asked[0] == unit:
+            return self._asked[1]
+        order = self._order.phase(self._phase)
+        if self._pos and order[self._pos - 1] == unit and unit in self._scheduled:
+            return self._scheduled[unit]
+        if self._pos < len(order) and order[self._pos] == unit:
+            self._step()
+            return self._scheduled[unit]
+        found = self._order.find(self._phase, self._pos, unit)
+        if found is None:
+            return self._scheduled[unit] if unit in self._scheduled else self._need_unplanned(unit)
+        while self._pos <= found:
+            self._step()
+        return self._scheduled[unit]
+
+    def _step(self) -> None:
+        move = self._move() if self._schedule is None else self._schedule[self._phase][self._pos]
+        for unit in move.drop:
+            self._drop(self._scheduled.pop(unit))
+        self._read_ahead()
+        self._bring_ahead()
+        for whole in self._scheduled.values():
+            whole.move_if_ready()
+        for unit in move.issue:
+            self._scheduled[unit] = self._issue(unit)
+        self._pos += 1
+
+    def _read_ahead(self) -> None:
+        """Begins to read from the disk what this rank will be asked for; unlike transfers, as it likes."""
+        if not self._on_disk:
+            return
+        ahead = self._order.window(self._phase, self._pos, self._sizes, READ_AHEAD * self._window)
+        for unit in ahead:
+            here = unit in self._scheduled or unit in self._brought or unit in self._reads
+            if unit in self._on_disk and not here:
+                self._reads[unit] = self._pieces(unit)
+
+    def _bring_ahead(self) -> None:
+        """Lets units set out across the far axes before they are needed; like transfers, by position alone."""
+        if self._hops.issubset(self._brought):
+            return
+        for unit in self._order.window(self._phase, self._pos, self._sizes, FAR_AHEAD * self._window):
+            if unit in self._hops and unit not in self._scheduled and unit not in self._brought:
+                self._brought[unit] = self._bring(unit)
+
+    def _pieces(self, unit: int) -> list["Piece"]:
+        """This rank's pieces of the leaves of a unit; those that are elsewhere, on their way."""
+        out: list[Piece] = []
+        for i in self._units[unit].leaves:
+            block = self._blocks[i]
+            assert block is not None
+            here = self._leaves[i].home == "device"
+            source = block if isinstance(block, Tensor) else block.read()
+            out.append(source if here and isinstance(source, Tensor) else Fetch(source, self._device))
+        return out
+
+    def _move(self) -> Move:
+        ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
+        return Move.between(self._scheduled, ahead)
+
+    def _catch_up(self) -> None:
+        while self._pos < len(self._order.phase(self._phase)):
+            self._step()
+
+    def _need_unplanned(self, unit: int) -> "_Whole":
+        self._catch_up()
+        self._asked = None
+        while self._asked is None:
+            self._ask(unit)
+        return self._asked[1]
+
+    def _ask(self, want: int) -> list[int]:
+        """One round of asking: gathers what any rank wants. What each has said: units, or what is below 0."""
+        wants = self._rounds.exchange(want)
+        if FAILED in wants:
+            _raise_failed(self._rounds, wants)
+        for unit in dict.fromkeys(w for w in wants if w >= 0):
+            whole = self._issue(unit)
+            self._served.append(unit)
+            if unit == want:
+                self._asked = (unit, whole)
+            else:
+                self._drop(whole)
+        return wants
+
+    def _drop(self, whole: "_Whole") -> None:
+        """Lets go of a unit; one that was never used must still arrive, since other ranks may wait for its transfer."""
+        if not whole.arrived:
+            self._unused.append(whole)
+
+    def _issue(self, unit: int) -> "_Whole":
+        members, packing = [self._leaves[i] for i in self._units[unit].leaves], self._units[unit].packing
+        channel = self._wires[unit]
+        if unit in self._hops:
+            piece = self._secondary(unit)
+            return _Whole(members, packing, [piece], channel, lambda near: channel.all_gather(near[0], packing.sizes))
+        pieces = self._reads.pop(unit, None) or self._pieces(unit)
+        return _Whole(
+            members, packing, pieces, channel, lambda own: start_gather(members, packing, own, channel.all_gather)
+        )
+
+    def _secondary(self, unit: int) -> Tensor:
+        """What the first hop brings of a unit."""
+        brought = self._brought.pop(unit, None)
+        brought = self._bring(unit) if brought is None else brought
+        piece = brought.result() if isinstance(brought, Pending) else brought
+        if self._keep:
+            self._brought[unit] = piece
+        return piece
+
+    def _bring(self, unit: int) -> Pending[Tensor]:
+        members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
+        packing = self._units[unit].packing
+        assert isinstance(hops, TwoHops | CodedGather)
+        pieces = self._reads.pop(unit, None) or self._pieces(unit)
+        own = _arrived(pieces)
+
+        def bring(*own: Tensor) -> Pending[Tensor]:
+            return start_gather(members, packing, own, hops.bring)
+
+        if not capturing():
+            return bring(*own)
+        looks = *(leaf.looks for leaf in members), hops.axes
+        (piece,) = traced_once(("bring", looks), lambda *own: [bring(*own).result()], own)
+        return Pending.of(piece)
+
+
+Piece = Tensor | Fetch
+# From this rank's pieces to a transfer.
+Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
+
+
+class _Whole:
+    """The leaves of one unit, in flight or here."""
+
+    def __init__(
+        self, leaves: list[LeafLayout], packing: Packing, pieces: list[Piece], channel: GatherChannel, start: Start
+    ) -> None:
+        self._leaves, self._packing = leaves, packing
+        self._pending: Pending[Tensor] | None = None
+        self._out: Tensor | None = None
+        self._tensors: list[Tensor] = []
+        self.arrived = capturing()
+        if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
+            self._pending = pieces[0]
+            self.move_if_ready()
+            return
+        own = _arrived(pieces)
+        if self.arrived:  # where nothing is sent, and each layer of a stack does the same
+            looks = *(leaf.looks for leaf in leaves), channel.axes
+
+            def gather(*own: Tensor) -> list[Tensor]:
+                return packing.unpack(start(own).result())
+
+            self._tensors = list(traced_once(("gather", looks), gather, own))
+        else:
+            self._pending = start(own)
+
+    def move_if_ready(self) -> None:
+        """Lets what has come from the disk go on to the device."""
+        if isinstance(self._pending, Fetch):
+            self._pending.move_if_ready()
+
+    def arrive(self) -> None:
+        if self._pending is not None:
+            out = self._pending.result()
+            self._out = out.to(self._leaves[0].dtypes.compute) if isinstance(self._pending, Fetch) else out
+            self._pending, self.arrived = None, True
+
+    def leaf(self, slot: int) -> Tensor:
+        if not self._tensors:
+            self.arrive()
+            assert self._out is not None
+            self._tensors = self._packing.unpack(self._out)
+            self._out = None
+        return self._tensors[slot]
+
+
+def start_gather(
+    leaves: Sequence[LeafLayout],
+    packing: Packing,
+    own: Sequence[Tensor],
+    send: Callable[[Tensor, Sequence[int]], Pending[Tensor]],
+) -> Pending[Tensor]:
+    """Begins to send this rank's pieces of leaves, in one message, in the dtype that the loss sees."""
+    pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
+    return send(packing.pack(pieces), packing.sizes)
+
+
+def _arrived(pieces: Sequence[Piece]) -> list[Tensor]:
+    for piece in pieces:
+        if isinstance(piece, Fetch):
+            piece.move()
+    return [p.result() if isinstance(p, Fetch) else p for p in pieces]
+
+
+def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:
+    texts: list[Any] = rounds.gather((rounds.rank, ""))
+    told = [f"  - rank {rank} raised {text}" for (rank, text), c in zip(texts, codes, strict=True) if c == FAILED]
+    raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))

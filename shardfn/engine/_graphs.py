@@ -1,0 +1,192 @@
+"""The captured programs of one function at run time: one graph a signature, the same collectives on all ranks."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardfn.collectives import bind_channels, record, text_hash
+from shardfn.core import PyTree, RankError, tree_flatten
+from shardfn.graph import (
+    Choice,
+    Compiled,
+    Events,
+    Schedule,
+    Transfer,
+    channel_axes,
+    check_types,
+    collective_events,
+    compare_events,
+)
+from shardfn.memory import AnyPool, bind_pool
+
+from ._comms import Comms
+from ._jitted import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
+from ._plan import Plan
+
+_Made = TypeVar("_Made")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A captured function of flat tensors.
+
+    Attributes:
+        gm: the graph.
+        outcome: what it returns, in words; the same on all ranks.
+    """
+
+    gm: GraphModule
+    outcome: str
+
+    def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
+        """Refuses a program that captures well and means nothing; `exchange` gives each rank's number to all."""
+
+
+class Ready(NamedTuple):
+    """A program that runs: what runs it, and the transfers that the loss and the metrics make."""
+
+    program: Any
+    run: Compiled
+    of_the_loss: list[Transfer]
+
+    def __call__(self, comms: Comms, pool: AnyPool | None, flat: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What the graph returns."""
+        for move in self.of_the_loss:
+            record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
+        with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels), bind_pool(pool):
+            return self.run(*flat)
+
+
+class Graphs:
+    """The graphs of one function, by signature: captured, scheduled, agreed on and compiled once each.
+
+    Args:
+        jitted: how to schedule and compile.
+    """
+
+    def __init__(self, jitted: Jitted) -> None:
+        # A copy, that counts for itself.
+        self._jitted = dataclasses.replace(jitted)
+        self._known: dict[Any, Ready] = {}
+
+    def ready(self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree) -> Ready:
+        """The graph of a signature. Collective: if one rank has none, all make it.
+
+        Args:
+            comms: the communicators.
+            key: the signature, as `signature` begins it.
+            capture: makes the program.
+            name: what to call it in the log.
+            batch: whose shapes the log shows.
+        """
+        known = self._known.get(key)
+        # One rank may know its own while another does not: batches may differ, and so may strides.
+        everywhere = all(comms.control.exchange(int(known is not None)))
+        if known is None or not everywhere:
+            known = self._known[key] = self._make(comms, key, capture, name, batch)
+        else:
+            self._jitted.count(hit=True)
+        return known
+
+    def cache_info(self) -> CacheInfo:
+        """What is remembered."""
+        return self._jitted.cache_info()._replace(currsize=len(self._known))
+
+    def lower(self, capture: Callable[[], _Made]) -> tuple[_Made, Schedule | Choice]:
+        """Captures and schedules a program for its shapes, alone: other ranks are taken to do the same.
+
+        Returns:
+            The scheduled program; and what scheduled it, as it was given or chosen.
+        """
+        start = time.perf_counter()
+        program: Any = capture()
+        program.check(lambda told: [told])
+        self._check_types(program)
+        choice = self._jitted.choose(program.gm)
+        gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
+        self._jitted.count(hit=False, seconds=time.perf_counter() - start)
+        return dataclasses.replace(program, gm=gm), choice or self._jitted.schedule
+
+    def compile(self, program: Program, backend: str | None, comms: Comms) -> Ready:
+        """A lowered program, ready to run. Collective."""
+        agreed(comms, lambda: program, lambda made: (made.outcome, collective_events(made.gm)))
+        return self._compile(program, comms, backend)
+
+    def _make(self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree) -> Ready:
+        start = time.perf_counter()
+
+        def make() -> tuple[Program, GraphModule]:
+            choice = None
+            try:
+                program = capture()
+                choice = self._jitted.choose(program.gm) if comms.control.rank == 0 else None
+            finally:  # a rank that fails takes part, too: the others wait for it
+                schedule = self._schedule(comms, choice)
+            # Where there is none rank 0 has failed, and all are about to say so.
+            return program, program.gm if schedule is None else self._jitted.scheduled(program.gm, schedule)
+
+        program, gm = agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
+        program.check(comms.control.exchange)
+        # Only once all are known to run the same collectives: else that is the error.
+        agreed(comms, lambda: (self._check_types(program), True), lambda _: ("", Events([], [])))
+        report(name, "batch", batch, sum(other[0] == key[0] for other in self._known))
+        self._jitted.count(hit=False, seconds=time.perf_counter() - start)
+        return self._compile(dataclasses.replace(program, gm=gm), comms, None)
+
+    def _check_types(self, program: Program) -> None:
+        if self._jitted.check_types:
+            check_types(program.gm)
+
+    def _schedule(self, comms: Comms, choice: Choice | None) -> Schedule | None:
+        """The schedule that all ranks run: the one given, or rank 0's choice; None if rank 0 has none. Collective."""
+        given = self._jitted.schedule
+        if self._jitted.cluster is None:
+            return given
+        mine = None if choice is None else dataclasses.replace(choice.schedule, passes=())
+        told: Any = comms.control.gather(mine)[0]
+        return None if told is None else dataclasses.replace(told, passes=given.passes)
+
+    def _compile(self, program: Program, comms: Comms, backend: str | None) -> Ready:
+        for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order
+            (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
+        run = agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
+        return Ready(program, run, sent_by_the_loss(program.gm))
+
+
+def signature(plan: Plan, args: PyTree) -> Any:
+    """What a graph is made for: the layout, what comes with the state, and what is ambient."""
+    leaves, treedef = tree_flatten(args)
+    return id(plan), ambient(), treedef, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in leaves)
+
+
+def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tuple[str, Events]]) -> _Made:
+    """What `make` makes, if all ranks succeed and none would wait for ever; else all raise.
+
+    Raises:
+        RankError: another rank failed, or ranks would run different collectives, or wait for one another.
+    """
+    made = error = None
+    mine: tuple[str, Events | None] = "", None
+    try:
+        made = make()
+        mine = told(made)
+    except Exception as caught:
+        error, mine = caught, (f"{type(caught).__name__}: {caught}", None)
+    text = f"{mine[0]}\n{'failed' if mine[1] is None else mine[1].text}"
+    same = len(set(comms.control.exchange(text_hash(text)))) == 1
+    all_told: Any = [mine] if same else comms.control.gather(mine)
+    if error is not None:
+        raise error
+    failed = [f"  - rank {rank} failed: {what}" for rank, (what, events) in enumerate(all_told) if events is None]
+    if failed:
+        raise RankError("\n".join(["another rank could not capture or compile the step:", *failed]))
+    assert made is not None
+    if not same:
+        comms.control.agree("what the loss returns", mine[0])
+        compare_events([events for _, events in all_told], comms.mesh.shape)
+    return made

@@ -1,0 +1,137 @@
+"""What a loss may look like, and what one evaluation of it yields.
+
+`loss(params, batch)` or `loss(params, batch, key)` returns a 0-d tensor; `(loss, aux)` with `has_aux=True`; the loss
+itself may be a `WeightedMean` when ranks or microbatches hold unequal numbers of terms.
+"""
+
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import mark
+from shardfn.core import PyTree
+
+Loss = Callable[..., Any]
+
+
+class WeightedMean(NamedTuple):
+    """A mean whose terms are spread unevenly: `sum(total) / sum(weight)` over microbatches and ranks.
+
+    As what a loss returns, its weight is a constant: one that requires a gradient is refused, since that gradient needs
+    the sums of all ranks. `step.loss` differentiates it.
+
+    Example:
+        >>> WeightedMean(torch.tensor(6.0), torch.tensor(3)).mean()
+        tensor(2.)
+    """
+
+    total: Tensor
+    weight: Any
+
+    def mean(self) -> Tensor:
+        """Total / weight on this rank alone."""
+        return self.total / self.weight
+
+
+class Value(NamedTuple):
+    """One evaluation: the tensor to differentiate, its weight (None: equal weights), and the aux values."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: dict[str, WeightedMean]
+
+
+def totals(values: Sequence[Value]) -> tuple[Tensor, Tensor | None]:
+    """The sums of microbatches' losses and, where they have some, of their weights."""
+    total = torch.stack([v.total for v in values]).sum()
+    weights = [v.weight for v in values if v.weight is not None]
+    return total, torch.stack(weights).sum() if weights else None
+
+
+class NoGradientError(ValueError):
+    """A loss through which no trainable leaf gets a gradient, on any rank."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+        super().__init__(
+            "the loss has no gradient: no microbatch of any rank gives one to a trainable leaf (torch: element 0 of"
+            f" tensors does not require grad). It is a constant, detached, made under no_grad, or uses none of {shown}."
+            " Compute it from the parameters that the loss is given, without detach(), item() or no_grad(); leaves that"
+            " are to stay as they are take sharded_step(trainable=False), which may be a tree."
+        )
+
+
+def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
+    """Calls the loss and checks what it returns; the weight and aux are constants.
+
+    Raises:
+        TypeError: the loss is no tensor, or aux is no dict of scalars.
+        ValueError: the loss is not 0-d, or its weight requires a gradient.
+    """
+    value = called(loss, params, args, has_aux)
+    refuse_gradient_of(value.weight)
+    mark(value.total, "result", "the loss")
+    for name, x in value.aux.items():
+        mark(x.total, "result", f"aux[{name!r}]")
+    aux = {k: WeightedMean(x.total.detach(), x.weight.detach()) for k, x in value.aux.items()}
+    return Value(value.total, None if value.weight is None else value.weight.detach(), aux)
+
+
+def refuse_gradient_of(weight: Tensor | None) -> None:
+    """Refuses a weight that requires a gradient: it would be left out of the step's.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    if weight is not None and weight.requires_grad:
+        raise ValueError(
+            "the weight of the loss's WeightedMean requires a gradient, which a step does not take: it needs the sums"
+            " of all ranks. If the weight is meant as a constant, pass weight.detach(). If not, return a plain mean in"
+            " which it is differentiated: total / weight on one device; n * total / sf.pvary(sf.psum(weight, 'dp'),"
+            " 'dp') on n ranks that cut the batch along 'dp'."
+        )
+
+
+def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
+    """What the loss returns, checked, and as differentiable as it was made; see `evaluate`."""
+    out = loss(params, *args)
+    aux: Any = {}
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2) or isinstance(out, WeightedMean):
+            raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out).__name__}.")
+        out, aux = out
+    weight = None
+    if isinstance(out, WeightedMean):
+        weight = torch.as_tensor(out.weight, device=out.total.device)
+        out = out.total
+    if isinstance(out, tuple):
+        raise TypeError(f"the loss returned a tuple of {len(out)}; did you mean has_aux=True?")
+    if not isinstance(out, Tensor):
+        raise TypeError(f"the loss must return a 0-d tensor or a WeightedMean, got {type(out).__name__}.")
+    for name, x in (("loss", out), ("weight", weight)):
+        if x is not None and x.shape != ():
+            raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
+    if not out.is_floating_point():
+        raise TypeError(f"the loss must be a floating-point tensor, got {out.dtype}.")
+    return Value(out, weight, _check_aux(aux, out))
+
+
+def _check_aux(aux: Any, like: Tensor) -> dict[str, WeightedMean]:
+    if not isinstance(aux, dict):
+        raise TypeError(f"aux must be a dict of scalars, which join the metrics; got {type(aux).__name__}.")
+    out = {}
+    for name, value in aux.items():
+        pair = value if isinstance(value, WeightedMean) else WeightedMean(value, 1.0)
+        if not isinstance(pair.total, Tensor | numbers.Number):
+            raise TypeError(
+                f"aux[{name!r}] is a {type(value).__name__}; aux values are 0-d tensors, numbers or WeightedMean."
+            )
+        total = torch.as_tensor(pair.total, device=like.device)
+        weight = torch.as_tensor(pair.weight, device=like.device)
+        if total.shape != () or weight.shape != ():
+            raise ValueError(f"aux[{name!r}] must be 0-d, got shape {tuple(total.shape)}; reduce it inside the loss.")
+        out[name] = WeightedMean(total, weight)
+    return out

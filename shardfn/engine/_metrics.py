@@ -1,0 +1,98 @@
+"""What a step measures: the global loss, the norm of the averaged gradient, and the loss's aux."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import capturing, traced_once
+from shardfn.collectives import psum
+from shardfn.optim import is_small, large_square, sum_squares
+from shardfn.state import Parts, loaded
+
+from ._backward import Outcome
+from ._plan import Plan
+from ._step import Metrics
+
+
+def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
+    """The metrics of a step, the same on all ranks; and what gradients are still to be multiplied by (None: nothing).
+
+    The gradients come multiplied by `loss_scale`.
+
+    Raises:
+        ValueError: an aux has the name of one of the step's own metrics.
+    """
+    like = out.total
+    count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
+    row = [out.total, count if out.weight is None else out.weight]
+    row += [x for pair in out.aux.values() for x in pair]
+    squares = _squares(plan, out)
+    # What is summed over the batch's axes travels together, which is nearly always everything.
+    own = squares.pop(plan.batch_axes, torch.zeros_like(count))
+    *rest, own = psum(torch.stack([x.to(torch.float64) for x in [*row, own]]), plan.batch_axes)
+    sums = torch.stack(rest)
+    norm, scale = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items())), None
+    if out.weight is not None:
+        scale = plan.num_left / sums[1]
+    if loss_scale is not None:
+        scale = (1.0 if scale is None else scale) / loss_scale.to(norm)
+    if scale is not None:
+        norm = norm * scale
+    aux = ((name, sums[2 + 2 * k] / sums[3 + 2 * k]) for k, name in enumerate(out.aux))
+    return named((sums[0] / sums[1]).to(like.dtype), norm, aux, loss_scale), scale
+
+
+def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:
+    """The metrics of a step, as if it is not skipped.
+
+    Args:
+        loss: the mean over the global batch.
+        norm: of the averaged gradient.
+        aux: names and means.
+        loss_scale: the one that was used.
+
+    Raises:
+        ValueError: an aux has the name of one of the step's own metrics.
+    """
+    metrics = {"loss": loss, "grad_norm": norm.to(torch.float32)}
+    metrics["finite"] = torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"])
+    metrics["skipped"] = torch.zeros_like(metrics["finite"])
+    if loss_scale is not None:
+        metrics["loss_scale"] = loss_scale.clone()
+    for name, mean in aux:
+        if name in metrics:
+            raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")
+        metrics[name] = mean.to(torch.float32)
+    return metrics
+
+
+def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
+    """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients.
+
+    Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
+    """
+    by_axes: dict[tuple[str, ...], list[int]] = {}
+    parts = out.reducer.parts()
+    for unit in parts:  # in one order, so that the sum has the same bits
+        leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
+        by_axes.setdefault(plan.norm_axes(leaf), []).append(unit)
+    sums = {axes: _sums(parts, own).to(out.total.device, torch.float64).sum() for axes, own in by_axes.items()}
+    return sums if plan.num_left == 1 else {axes: x / plan.num_left for axes, x in sums.items()}
+
+
+def _sums(of: Parts, units: list[int]) -> Tensor:
+    """The sum of squares of each share; what is on disk is loaded one after another."""
+    parts = [x for u in units if not of.is_taken(u) and isinstance(x := of[u], Tensor)]
+    if len(parts) < len(units):
+        found = [(of.square(u), u) for u in units]
+        return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
+    if not capturing() or all(map(is_small, parts)):
+        return sum_squares(parts)
+    small = [part for part in parts if is_small(part)]
+    together = iter(sum_squares(small).unbind() if small else ())
+    return torch.stack([next(together) if is_small(x) else traced_once("squares", _square, [x])[0] for x in parts])
+
+
+def _square(part: Tensor) -> list[Tensor]:
+    return [large_square(part).to(torch.float32)]

@@ -1,0 +1,244 @@
+"""Model state that is no parameter: running statistics, the biases of a router. A step takes it and gives it back.
+
+    loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)
+
+What stands around a loss (`jit`, `accumulate`, `mixed_precision`) passes a batch and knows nothing of it. So it goes
+past them: each forward finds the state that the forward before it has left.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardfn.collectives import AnyControl, GlobalTensor, shard, transforming
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    RankError,
+    all_coords,
+    block_slices,
+    broadcast_prefix,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_unflatten,
+)
+
+from ._abstract import is_abstract
+from ._check import is_spec
+from ._loss import Loss, WeightedMean
+
+# Where the states of ranks may differ, relative to their size: what computes one twice need not round it alike.
+APART = 1e-3
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Tensor]]:
+    """The leaves of a model state, each with its path."""
+    return list(zip(tree_paths(tree, "model_state"), tree_leaves(tree), strict=True))
+
+
+class ModelState:
+    """The model state of one step on its way through the forwards, in their order.
+
+    `through` is around each forward; between two, `now` is what the first has left. It never writes to what it was
+    made of.
+
+    Args:
+        blocks: a tree of this rank's blocks.
+    """
+
+    def __init__(self, blocks: PyTree) -> None:
+        self.now = blocks
+
+    @contextlib.contextmanager
+    def through(self) -> Iterator[None]:
+        """While a forward runs.
+
+        Raises:
+            TypeError: (afterwards) a leaf that the loss returns is no tensor.
+            ValueError: it returns another tree, or leaves of other shapes or dtypes; all are listed.
+        """
+        before, token = self.now, _GOING.set(self)
+        try:
+            yield
+        finally:
+            _GOING.reset(token)
+        _check_alike(before, self.now)
+        if not transforming():  # a constant of the next forward
+            self.now = tree_map(Tensor.detach, self.now)
+
+
+_GOING: contextvars.ContextVar[ModelState] = contextvars.ContextVar("model_state")
+
+
+def past_the_batch(loss: Loss) -> Loss:
+    """A loss with a state as one without: `loss(params, batch[, key]) -> loss[, aux]`, inside `ModelState.through`."""
+
+    def threaded(params: PyTree, *args: Any) -> Any:
+        state = _GOING.get()
+        out = loss(params, state.now, *args)
+        if not isinstance(out, tuple) or isinstance(out, WeightedMean) or len(out) < 2:
+            raise TypeError(
+                "with has_state=True the loss must return (loss, model_state), with has_aux=True (loss, aux,"
+                f" model_state); got {type(out).__name__}."
+            )
+        *rest, state.now = out
+        return rest[0] if len(rest) == 1 else tuple(rest)
+
+    return threaded
+
+
+def first_model_state(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+    """A tree of whole tensors, the same on all ranks, as global tensors: this rank's blocks."""
+    check_fit(tree, specs)
+    leaves, treedef = tree_flatten(tree)
+    made = broadcast_prefix(specs, tree, is_spec, names=("state_specs", "model_state"))
+    if not (mesh.abstract or is_abstract(leaves)):
+        return tree_unflatten(treedef, [shard(x, spec, mesh) for x, spec in zip(leaves, made, strict=True)])
+
+    def without_data(x: Tensor, spec: P) -> GlobalTensor:
+        where = block_slices(tuple(x.shape), spec, mesh.shape, mesh.coords)
+        block = torch.empty([s.stop - s.start for s in where], dtype=x.dtype, device=mesh.device)
+        return GlobalTensor(block, x.shape, spec, mesh)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return tree_unflatten(treedef, [without_data(x, spec) for x, spec in zip(leaves, made, strict=True)])
+
+
+def check_fit(tree: PyTree, specs: PyTree) -> None:
+    """Refuses a first model state that the specs do not fit.
+
+    Raises:
+        TypeError: a leaf is no tensor; all are listed.
+        ValueError: a leaf has fewer dims than its spec, or the trees differ.
+    """
+    named = list(zip(tree_paths(tree, "model_state"), tree_leaves(tree), strict=True))
+    raise_all(
+        TypeError,
+        "model_state must be a tree of tensors:",
+        [f"{path} is a {type(x).__name__}" for path, x in named if not isinstance(x, Tensor)],
+    )
+    made = broadcast_prefix(specs, tree, is_spec, names=("state_specs", "model_state"))
+    raise_all(
+        ValueError,
+        "state_specs have more entries than their leaf has dims:",
+        [
+            f"{p} of shape {tuple(x.shape)} has spec {s!r}"
+            for (p, x), s in zip(named, made, strict=True)
+            if len(s) > x.ndim
+        ],
+    )
+
+
+def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
+    """Refuses a state whose model state is not what the step was built for.
+
+    Raises:
+        ValueError: it has one and should not, or none and should; or leaves are cut otherwise, which are listed.
+    """
+    leaves = tree_leaves(tree)
+    if leaves and not has_state:
+        raise ValueError("the state has a model state, but the step was built without; pass has_state=True.")
+    if has_state and tree == ():
+        raise ValueError(
+            "the state has no model state, but the step was built with has_state=True; make it with"
+            " init(params, model_state=...)."
+        )
+    made = broadcast_prefix(specs, tree, is_spec, names=("state_specs", "model_state"))
+    named = zip(tree_paths(tree, "model_state"), leaves, made, strict=True)
+    raise_all(
+        ValueError,
+        "the model state was made by a step with other state_specs:",
+        [
+            f"{path} is {f'kept as {x.spec!r}' if isinstance(x, GlobalTensor) else f'a {type(x).__name__}'}; here it is"
+            f" {spec!r}"
+            for path, x, spec in named
+            if not isinstance(x, GlobalTensor) or x.spec != spec
+        ],
+    )
+
+
+def put_in(blocks: PyTree, new: PyTree) -> PyTree:
+    """The model state after a step, in the memory of `blocks`."""
+    leaves, treedef = tree_flatten(blocks)
+    memory = {b.untyped_storage()._cdata for b in leaves}
+    # A loss may return one leaf in the place of another: all are read before one is written.
+    apart = [x.clone() if x.untyped_storage()._cdata in memory else x for x in tree_leaves(new)]
+    return tree_unflatten(treedef, [b.copy_(x) for b, x in zip(leaves, apart, strict=True)])
+
+
+def wrapped_like(blocks: Sequence[Tensor], old: PyTree) -> PyTree:
+    """Blocks as global tensors, in the tree of an earlier model state."""
+    leaves, treedef = tree_flatten(old)
+    pairs = zip(blocks, leaves, strict=True)
+    return tree_unflatten(treedef, [GlobalTensor(b, x.shape, x.spec, x.mesh) for b, x in pairs])
+
+
+def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
+    """Refuses leaves that differ between ranks along axes that their spec leaves out. Collective.
+
+    Raises:
+        RankError: lists each such leaf.
+    """
+    leaves = tree_leaves(tree)
+    if all(mesh.size == mesh.axis_size(x.spec.axes) for x in leaves):
+        return
+    rows: list[Any] = control.gather([_summary(x.local) for x in leaves])
+    problems = []
+    for k, (path, x) in enumerate(zip(tree_paths(tree, "model_state"), leaves, strict=True)):
+        same: dict[Any, list[tuple[float, float]]] = {}
+        for row, at in zip(rows, all_coords(mesh.shape), strict=True):
+            same.setdefault(tuple(at[a] for a in mesh.axes(x.spec.axes)), []).append(row[k])
+        if any(not _near(one, group[0]) for group in same.values() for one in group):
+            left = tuple(a for a in mesh.axes(mesh.axis_names) if a not in x.spec.axes)
+            problems.append(f"{path}, kept as {x.spec!r}, differs along {left}: sums {[row[k][0] for row in rows]}")
+    raise_all(
+        RankError,
+        "ranks that should have one model state have different ones after the first step; average what the loss has"
+        " measured, with sf.pmean(x, axes), or say in state_specs that these axes cut it:",
+        problems,
+    )
+
+
+def _summary(x: Tensor) -> tuple[float, float]:
+    """A sum that tells permutations apart, and the size of what went into it."""
+    flat = x.detach().reshape(-1).to(torch.float64)
+    weights = 1 + torch.arange(flat.numel(), device=flat.device, dtype=torch.float64).cos() / 2
+    return float((flat * weights).sum()), float((flat.abs() * weights).sum())
+
+
+def _near(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    if not all(map(math.isfinite, (*a, *b))):
+        return math.isfinite(a[1]) == math.isfinite(b[1])
+    return abs(a[0] - b[0]) <= APART * max(a[1], b[1])
+
+
+def _check_alike(before: PyTree, after: PyTree) -> None:
+    old, treedef = tree_flatten(before)
+    new, made = tree_flatten(after)
+    if made != treedef:
+        raise ValueError(f"the loss returns the model state {made}, and was given {treedef}; return the same tree.")
+    named = list(zip(tree_paths(before, "model_state"), old, new, strict=True))
+    raise_all(
+        TypeError,
+        "the loss returns leaves of the model state that are no tensors:",
+        [f"{path} is a {type(y).__name__}" for path, _, y in named if not isinstance(y, Tensor)],
+    )
+    raise_all(
+        ValueError,
+        "the loss returns leaves of the model state with other shapes or dtypes than it was given:",
+        [
+            f"{path} is {tuple(y.shape)} {y.dtype}, and was {tuple(x.shape)} {x.dtype}"
+            for path, x, y in named
+            if x.shape != y.shape or x.dtype != y.dtype
+        ],
+    )

@@ -1,0 +1,355 @@
+"""The plan: everything that follows from a step's annotations and the shapes of a parameter tree, computed once."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import (
+    Dtypes,
+    Mesh,
+    P,
+    Policy,
+    PyTree,
+    Sharding,
+    Stored,
+    Zero,
+    broadcast_prefix,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.leaves import (
+    LeafLayout,
+    Unit,
+    gather_units,
+    leaf_layout,
+    reduce_units,
+    refresh_units,
+    stacked_layout,
+    with_ratio,
+)
+from shardfn.optim import GradientTransformation, Phase
+from shardfn.state import TrainState, layers_of, piled
+
+from ._check import check_travel, is_spec
+from ._order import UseOrder
+
+
+class Words(NamedTuple):
+    """What is said of params that do not fit a plan: that leaves are none, are cut or kept elsewhere, or in a dtype."""
+
+    no_tensors: str
+    shardings: str
+    policy: str
+
+
+OF_A_STATE = Words(
+    "the state's params are not GlobalTensors; make the state with step.init:",
+    "the state was made by a step with other shardings:",
+    "the state was made under another policy:",
+)
+
+
+@dataclasses.dataclass
+class Plan:
+    """A layout, its units of transfer, and the orders of use learnt so far.
+
+    Attributes:
+        leaves: where each leaf lives.
+        layers: what enters the loss and travels: the leaves, and in the place of a stacked leaf each of its layers.
+            Units count these.
+        treedef: the structure of the parameter tree.
+        zero: the rule.
+        mesh: the mesh.
+        batch_axes: the axes that cut the batch.
+        use_orders: by kind of call, the order in which leaves are gathered.
+        reduce_order: the order in which gradients become ready; empty until a step has run.
+        outcome: what the loss returns; None until a step has run.
+        compared: whether the ranks' losses have been compared where the batch is not cut.
+        captured: whether it is for capturing a step in a graph, which then holds its orders.
+        whole: whether stacked leaves travel whole.
+        phase: what the optimizer does in the steps that the plan is for; None where it has no phases.
+        left_axes: the axes of the batch over which gradients are not summed, but left to the optimizer.
+        rules: by optimizer, the same decided on these leaves; shared by all plans of one layout.
+    """
+
+    leaves: list[LeafLayout]
+    treedef: Any
+    zero: Zero
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    layers: list[LeafLayout] = dataclasses.field(init=False)
+    gather_units: list[Unit] = dataclasses.field(init=False)
+    reduce_units: list[Unit] = dataclasses.field(init=False)
+    refresh_units: list[Unit] = dataclasses.field(init=False)
+    use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
+    reduce_order: list[int] = dataclasses.field(default_factory=list)
+    outcome: str | None = None
+    compared: bool = False
+    captured: bool = False
+    whole: bool = False
+    phase: Phase | None = None
+    left_axes: tuple[str, ...] = ()
+    rules: dict[GradientTransformation, GradientTransformation] = dataclasses.field(default_factory=dict)
+    _phases: dict[Phase, "Plan"] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layers = self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
+        # A graph holds a gather for each leaf and use; what travels together is decided when it is scheduled.
+        self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
+        self.reduce_units = reduce_units(self.layers, self.zero, self.mesh)
+        self.refresh_units = refresh_units(self.layers, self.zero)
+
+    def for_capture(self) -> "Plan":
+        """The same layout, with nothing learnt, for capturing a step."""
+        return self._with(captured=True)
+
+    def with_whole_stacks(self) -> "Plan":
+        """The same layout, with stacked leaves that travel whole."""
+        if not any(leaf.layers for leaf in self.leaves):
+            return self
+        return self._with(whole=True)
+
+    def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
+        """The plan of steps in a phase of an optimizer that averages over the axes `over` itself."""
+        if phase not in self._phases:
+            left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
+            leaves = [leaf.left_to(left) for leaf in self.leaves] if left else self.leaves
+            self._phases[phase] = self._with(leaves=leaves, phase=phase, left_axes=left)
+        return self._phases[phase]
+
+    def _with(self, **changes: Any) -> "Plan":
+        """A plan with nothing learnt."""
+        same = {"treedef": self.treedef, "zero": self.zero, "mesh": self.mesh, "batch_axes": self.batch_axes}
+        own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes, "rules": self.rules}
+        return Plan(**(same | own | changes))
+
+    @property
+    def trained(self) -> list[str]:
+        """The paths of the trainable leaves."""
+        return [leaf.path for leaf in self.leaves if leaf.trainable]
+
+    @property
+    def num_left(self) -> int:
+        """How many ranks' gradients the optimizer averages itself."""
+        return self.mesh.axis_size(self.left_axes)
+
+    def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
+        """One tensor a leaf -> one a layer: views of those of stacked leaves."""
+        out: list[Any] = []
+        for leaf, x in zip(self.leaves, tensors, strict=True):
+            alone = self.whole or not leaf.layers
+            out += [x] if alone else [None] * len(leaf.layers) if x is None else layers_of(x)
+        return out
+
+    def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
+        """By layer -> by leaf: layers of a stacked leaf are stacked, and let go leaf by leaf; `tensors` is emptied."""
+        out: dict[int, Tensor | Stored] = {}
+        first = 0
+        for i, leaf in enumerate(self.leaves):
+            if leaf.layers and first in tensors:
+                out[i] = piled([tensors.pop(first + k) for k in range(len(leaf.layers))])
+            elif first in tensors:
+                out[i] = tensors.pop(first)
+            first += len(leaf.layers) or 1
+        return out
+
+    def use_order(self, key: Any) -> UseOrder:
+        """The order of use learnt for one kind of call."""
+        return self.use_orders.setdefault(key, UseOrder())
+
+    def guessed_order(self, used: UseOrder) -> list[int]:
+        """In which order gradients may become ready in a first backward, the same on all ranks: against that of use.
+
+        Where nothing is sent, and while a step is captured, no order need be agreed on: it is empty.
+
+        Args:
+            used: in which order leaves were gathered in the forward.
+        """
+        axes = {leaf.reduce_axes for leaf in self.layers if leaf.trainable}
+        if self.captured or all(self.mesh.axis_size(a) == 1 for a in axes):
+            return []
+        last = {i: pos for pos, u in enumerate(used.phase(0)) for i in self.gather_units[u].leaves}
+        when = [max(last.get(i, -1) for i in unit.leaves) for unit in self.reduce_units]
+        return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
+
+    def forget_orders(self, keep: int) -> None:
+        """Drops all but the `keep` newest orders of use, besides the step's own."""
+        applied = [key for key in self.use_orders if key != "step"]
+        for key in applied[: max(0, len(applied) - keep)]:
+            del self.use_orders[key]
+
+    def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
+        """The axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
+        disjoint = leaf.reduce_axes + leaf.left_axes + leaf.compute.axes
+        return tuple(a for a in self.mesh.axis_names if a in disjoint)
+
+    @functools.cached_property
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axes along which leaves or gradients travel: ranks along others share none, and may do other things."""
+        used = {a for leaf in self.layers for a in (*leaf.zero_axes, *leaf.reduce_axes, *leaf.extra_axes)}
+        return tuple(a for a in self.mesh.axis_names if a in used or a in self.batch_axes)
+
+    def zero_rank(self, leaf: LeafLayout) -> int:
+        """This rank's index among those that share a leaf's rows."""
+        return self.mesh.axis_index(leaf.zero_axes)
+
+    def describe(self) -> str:
+        """One line a fact; equal on all ranks that run the same plan."""
+        # Each rank may have a disk of its own.
+        rule = ", ".join(f"{k}={v!r}" for k, v in self.zero.as_flat().items() if k != "directory")
+        lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
+        for x in self.leaves:
+            kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
+            homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}")
+        return "\n".join(lines)
+
+
+class Planner:
+    """A step's annotations; makes a `Plan` for each parameter tree it meets.
+
+    Args:
+        mesh: the mesh.
+        specs: prefix tree of compute specs.
+        batch: prefix tree of the batch's specs.
+        zero: the ZeRO rule.
+        trainable: prefix tree of bools.
+        policy: the precision; None = each leaf's own dtype.
+    """
+
+    def __init__(
+        self, mesh: Mesh, specs: PyTree, batch: PyTree, zero: Zero, trainable: PyTree, policy: Policy | None = None
+    ) -> None:
+        self.mesh, self.batch, self.zero, self.policy = mesh, batch, zero, policy
+        self._specs, self._trainable = specs, trainable
+        used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
+        self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
+        self._plans: dict[Any, Plan] = {}
+
+    def plan(self, treedef: Any, like: list[Any]) -> Plan:
+        """The plan for leaves of these shapes and dtypes.
+
+        Raises:
+            ValueError: specs do not fit; every leaf is listed.
+        """
+        shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
+        if (treedef, shapes, dtypes) not in self._plans:
+            self._plans[treedef, shapes, dtypes] = self._make(treedef, shapes, dtypes)
+        return self._plans[treedef, shapes, dtypes]
+
+    def plan_of(self, state: TrainState) -> Plan:
+        """The plan of a state, which must be kept as the plan says.
+
+        Raises:
+            TypeError: it is no state of global tensors.
+            ValueError: it was made under other annotations; every leaf is listed.
+        """
+        if not isinstance(state, TrainState):
+            raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
+        return self.kept(state.params, OF_A_STATE)
+
+    def kept(self, params: PyTree, words: "Words") -> Plan:
+        """The plan of params, which must be kept as the plan says.
+
+        Raises:
+            TypeError: they are no global tensors.
+            ValueError: they were made under other annotations; every leaf is listed.
+        """
+        leaves, treedef = tree_flatten(params)
+        wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
+        if wrong:
+            paths = tree_paths(params, "params")
+            listed = [f"{paths[i]} is a {type(leaves[i]).__name__}" for i in wrong]
+            raise_all(TypeError, words.no_tensors, listed)
+        plan = self.plan(treedef, leaves)
+        pairs = zip(plan.leaves, leaves, strict=True)
+        raise_all(
+            ValueError,
+            words.shardings,
+            [
+                f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
+                for leaf, x in pairs
+                if x.spec != leaf.param or x.memory_kind != leaf.home
+            ],
+        )
+        raise_all(
+            ValueError,
+            words.policy,
+            [
+                f"{leaf.path} is {x.dtype}; here it is kept in {leaf.dtypes.param}"
+                for leaf, x in zip(plan.leaves, leaves, strict=True)
+                if x.dtype != leaf.dtypes.param
+            ],
+        )
+        return plan
+
+    def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
+        tree = tree_unflatten(treedef, list(range(len(shapes))))
+        paths = tree_paths(tree, "params")
+        specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
+        train = broadcast_prefix(self._trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
+        computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
+        # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.
+        homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
+        stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
+        rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
+        raise_all(
+            ValueError,
+            "specs have more entries than their leaf has dims:",
+            [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, *_ in rows if len(c) > len(s)],
+        )
+        raise_all(
+            ValueError,
+            "complex parameters have no gradients here; close over them, or mark them trainable=False:",
+            [p for p, _, d, _, t, _ in rows if t and d.is_complex],
+        )
+        if self.policy is not None:
+            self.policy.check([p for p, _, d, *_ in rows if d.is_floating_point])
+        raise_all(
+            ValueError,
+            "stacked leaves have a leading dim of layers, which is never cut:",
+            [_not_stacked(p, s, c) for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k and _unfit(s, c)],
+        )
+        leaves = [
+            (stacked_layout if k else leaf_layout)(
+                p,
+                s,
+                Dtypes.plain(d) if self.policy is None else self.policy.dtypes(p, d),
+                c,
+                zero=self.zero,
+                mesh=self.mesh,
+                batch_axes=self.batch_axes,
+                trainable=t and d.is_floating_point,
+                home=h,
+            )
+            for (p, s, d, c, t, h), k in zip(rows, stacked, strict=True)
+        ]
+        leaves = with_ratio(leaves, self.zero.optimizer_fraction)
+        _check_disk(leaves, self.zero)
+        check_travel(leaves, self.zero, self.mesh)
+        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
+
+
+def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
+    used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
+    if zero.disk is not None and not used:
+        raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")
+
+
+def _unfit(shape: torch.Size, compute: P) -> bool:
+    return not shape or not shape[0] or bool(compute.dim_axes(0))
+
+
+def _not_stacked(path: str, shape: torch.Size, compute: P) -> str:
+    if not shape or not shape[0]:
+        return f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
+    entries = (None, *compute.entries[1:])
+    return f"{path} of shape {tuple(shape)} has spec {compute!r}; use Sharding({P(*entries)!r}, stacked=True)"

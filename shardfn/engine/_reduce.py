@@ -1,0 +1,291 @@
+"""The transpose of storage -> compute: gradients are summed over the batch's axes and land in the optimizer's layout.
+
+Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with
+the rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that
+this rank's loss did not use contributes zeros, so ranks may take different branches.
+"""
+
+import functools
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import capturing, mark, traced_once
+from shardfn.collectives import AnyChannels, dealt, is_sole_owner, psum, reduce_channel
+from shardfn.core import MemoryKind, Pending, Stored
+from shardfn.leaves import LeafLayout
+from shardfn.memory import to_device
+from shardfn.state import Ahead, Parts, Slice, loaded, send_home
+
+from ._plan import Plan
+from ._pools import pool_of
+
+# Whole gradients under way at most, and seconds that a step may spend waiting for that.
+IN_FLIGHT_BYTES = 24 << 20
+PATIENCE = 2.0
+
+
+class Reducer:
+    """Collects one step's gradients. Made anew each step.
+
+    Backwards run one at a time, of whichever microbatch: `begin`, any number of `take`s, `end`. What it knows of one
+    backward (which leaves are missing, what is next in the order, what is on its way) is empty between them; the sums
+    of those so far stay. All ranks begin backwards in the same order and with the same `send` and `last`.
+
+    Args:
+        plan: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
+        channels: the step's communicators.
+        order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
+            alike on all ranks. See `expect`.
+
+    Attributes:
+        seen: the order in which this rank's units became ready in the last backward.
+        collects: whether a backward has begun and not ended; a gradient that comes at another time is not the step's.
+        received: whether any leaf has got a gradient on this rank, in any backward so far.
+    """
+
+    def __init__(self, plan: Plan, channels: AnyChannels, order: Sequence[int]) -> None:
+        self._plan, self._leaves, self._units, self._device = plan, plan.layers, plan.reduce_units, plan.mesh.device
+        leaves, units = self._leaves, self._units
+        axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
+        self._scatter = [reduce_channel(channels, leaves[unit.leaves[0]].ways.reduce) for unit in units]
+        self._cut = [leaves[unit.leaves[0]].cut for unit in units]
+        self._gather = {u: channels.gather(a) for u, a in enumerate(axes) if not self._cut[u]}
+        # Leaves are made whole during the backward, but not while parameters use the same channel.
+        self._overlap_gather = not any(leaf.gathered for leaf in leaves)
+        self._order, self._channels, self._learns = list(order), channels, not order
+        self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
+        self._local: dict[int, Tensor] = {}
+        self._grads: dict[int, Tensor] = {}
+        self._missing: list[int] = []
+        self._pending: list[tuple[int, Pending[Tensor]]] = []
+        self._pool = pool = pool_of(plan)
+        self._parts = Parts(
+            [self._home(u) for u in range(len(units))], [leaves[x.leaves[0]].dtypes.accum for x in units], pool
+        )
+        self._flats: dict[int, Tensor] = {}
+        self._whole: dict[int, tuple[Tensor | None, Pending[Tensor] | None]] = {}
+        self._next = self._in_flight = 0
+        self._patience = PATIENCE
+        self._send = self._last = True
+        self.seen: list[int] = []
+        self.collects = self.received = False
+
+    def begin(self, *, send: bool, last: bool) -> None:
+        """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
+        self._send, self._last, self._next, self.seen, self.collects = send, last, 0, [], True
+        self._missing = [len(unit.leaves) for unit in self._units]
+
+    def expect(self, order: Sequence[int]) -> None:
+        """Says in which order units are sent, before any is."""
+        self._order, self._learns = list(order), not order
+
+    def give_to(self, ahead: Ahead) -> None:
+        """From now on what is complete goes to an update that runs already."""
+        self._parts.give_to(ahead)
+
+    def take(self, leaf: int, grad: Tensor) -> None:
+        """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        self.received = True
+        mark(grad, "gradient_to", self._leaves[leaf].entry)
+        before = self._local.pop(leaf, None)
+        if before is not None or not self._send:
+            grad = grad.to(self._leaves[leaf].dtypes.accum)
+        if before is not None:
+            grad = before + grad
+        if not self._send:
+            self._local[leaf] = grad
+            return
+        self._grads[leaf] = grad
+        unit = self._unit_of[leaf]
+        self._missing[unit] -= 1
+        if self._missing[unit] == 0:
+            self._see(unit)
+            self._send_ready()
+        self._collect(block=False)
+        self._hold_back()
+
+    def end(self) -> None:
+        """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
+        self.collects = False
+        if not self._send:
+            return
+        for u, unit in enumerate(self._units):
+            if self._missing[u]:
+                self._grads.update({i: self._absent(i) for i in unit.leaves if i not in self._grads})
+                self._missing[u] = 0
+                self._see(u)
+        self._send_ready()
+        self._collect(block=True)
+        if self._last:
+            for u in self._parts:
+                if not self._cut[u]:
+                    continue
+                leaf = self._leaves[self._units[u].leaves[0]]
+                if self._channels.reduce(leaf.extra_axes).size > 1:
+                    part = self._parts.pop(u)
+                    if self._parts.home(u) != "device":
+                        part = brought(part, self._device)
+                    assert isinstance(part, Tensor)
+                    part = part.to(leaf.dtypes.reduce)
+                    self._parts.add(u, psum(part, leaf.extra_axes), last=True)
+                self._parts.finish(u)
+
+    def parts(self) -> Parts:
+        """Per unit, this rank's share of the summed gradients, 1-D; the shares of all ranks are disjoint."""
+        return self._parts
+
+    def gradients(self) -> dict[int, Tensor | Stored]:
+        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
+        out: dict[int, Tensor | Stored] = {}
+        for u in self._order:
+            if self._parts.is_taken(u):
+                continue
+            leaves = self._units[u].leaves
+            members = [self._leaves[i] for i in leaves]
+            shapes = self._units[u].packing.shapes(self._scatter[u].index)
+            alone = self._cut[u] or self._scatter[u].size == 1
+            flat = self._parts.pop(u) if alone else self._whole_part(u)
+            if isinstance(flat, Tensor):
+                flat = flat.to(members[0].dtypes.accum)
+                if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
+                    flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
+            out.update(zip(leaves, _pieces(shapes, flat), strict=True))
+            if not alone:
+                self._parts.drop(u)
+            if not self._cut[u]:
+                out.update({i: self._landed(i, out[i], self._parts.home(u)) for i in leaves})
+        self._channels.flush()  # the optimizer may write what was sent
+        return out
+
+    def _home(self, unit: int) -> MemoryKind:
+        """The memory in which a unit is added up: on the device if it is wanted in another form than it arrives."""
+        members = [self._leaves[i] for i in self._units[unit].leaves]
+        alone = self._cut[unit] or (self._scatter[unit].size == 1 and all(m.dim is None for m in members))
+        return members[0].grad_home if alone else "device"
+
+    def _landed(self, i: int, x: Tensor | Stored, where: MemoryKind) -> Tensor | Stored:
+        """What the optimizer takes of a leaf that was summed whole, where it is to wait."""
+        if not isinstance(x, Tensor):
+            return x
+        leaf = self._leaves[i]
+        own = leaf.rows(x, self._plan.zero_rank(leaf)).contiguous() if leaf.takes_rows else x
+        return own if where == leaf.grad_home else send_home(own, leaf.grad_home, self._pool)
+
+    def _see(self, unit: int) -> None:
+        self.seen.append(unit)
+        if self._learns and unit not in self._order:
+            self._order.append(unit)
+
+    def _absent(self, leaf: int) -> Tensor:
+        local = self._local.pop(leaf, None)
+        if local is not None:
+            return local
+        return torch.zeros(self._leaves[leaf].block, dtype=self._leaves[leaf].dtypes.reduce, device=self._device)
+
+    def _send_ready(self) -> None:
+        while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
+            unit = self._order[self._next]
+            self._next += 1
+            mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
+            members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
+            self._in_flight += self._units[unit].nbytes
+            if capturing() and self._cut[unit]:
+                pending = self._write_down(unit, members)
+            else:
+                pending = self._start(unit, members)
+            self._pending.append((unit, pending))
+
+    def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
+        channel, packing = self._scatter[unit], self._units[unit].packing
+        flat = packing.lay([grad for _, grad in members])
+        members.clear()
+        if self._in_one(unit):
+            return channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
+        if not self._cut[unit] and self._last and channel.size > 1:
+            self._flats[unit] = flat
+        sizes = packing.sizes if self._cut[unit] else dealt(flat.numel(), channel.size)
+        return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
+
+    def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
+        """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""
+        leaves, grads = [leaf for leaf, _ in members], [grad for _, grad in members]
+        looks = *(leaf.looks for leaf in leaves), self._scatter[unit].axes
+
+        def start(*grads: Tensor) -> list[Tensor]:
+            return [self._start(unit, list(zip(leaves, grads, strict=True))).result()]
+
+        (part,) = traced_once(("reduce", looks), start, grads)
+        return Pending.of(part)
+
+    def _in_one(self, unit: int) -> bool:
+        """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
+        alone = self._last and unit not in self._parts
+        return alone and self._overlap_gather and not self._cut[unit] and self._scatter[unit].sums_in_one
+
+    def _collect(self, *, block: bool) -> None:
+        while self._pending and (block or self._pending[0][1].done()):
+            unit, pending = self._pending.pop(0)
+            part = pending.result()
+            self._in_flight -= self._units[unit].nbytes
+            if self._in_one(unit):
+                self._whole[unit] = (part, None)
+                own = dealt(part.numel(), 2)
+                self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index], last=True)
+                continue
+            self._finish(unit, part)
+
+    def _hold_back(self) -> None:
+        """Waits while too many bytes are under way, so that whole gradients do not pile up where the network is slow.
+
+        For a bounded time only: a rank in another branch may need this one's next gather before it can send its part.
+        """
+        while self._in_flight > IN_FLIGHT_BYTES and self._patience > 0 and self._pending:
+            start = time.monotonic()
+            time.sleep(1e-4)
+            self._collect(block=False)
+            self._patience -= time.monotonic() - start
+
+    def _finish(self, unit: int, part: Tensor) -> None:
+        self._parts.add(unit, part, last=self._last)
+        if self._last and self._overlap_gather and not self._cut[unit] and self._scatter[unit].size > 1:
+            self._start_whole(unit)
+
+    def _start_whole(self, unit: int) -> None:
+        part = self._parts[unit]
+        assert isinstance(part, Tensor)
+        out: Tensor | None = self._flats.pop(unit)
+        sizes = dealt(out.numel(), self._scatter[unit].size)
+        in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
+        if out.dtype != part.dtype or not (in_place or is_sole_owner(out)):
+            out = None
+        self._whole[unit] = (None, self._gather[unit].all_gather(part, sizes, out))
+
+    def _whole_part(self, unit: int) -> Tensor:
+        if unit not in self._whole:
+            self._start_whole(unit)
+        out, pending = self._whole.pop(unit)
+        if pending is not None:
+            return pending.result()
+        assert out is not None
+        return out
+
+
+def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
+    """A share on the device, from wherever it waits."""
+    return to_device(loaded(x), device).result()
+
+
+def _pieces(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor | Stored]:
+    if isinstance(flat, Tensor):
+        return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
+    sizes = [s.numel() for s in shapes]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [Slice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
+
+
+def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
+    pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
+    return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]

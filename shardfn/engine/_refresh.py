@@ -1,0 +1,118 @@
+"""After the update: resident parameters are made whole again from the rows that each rank updated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import AnyChannels
+from shardfn.core import Pending, Stored
+from shardfn.leaves import Unit
+from shardfn.memory import AnyPool, to_device, to_host
+
+from ._plan import Plan
+
+
+def refresh(
+    plan: Plan,
+    channels: AnyChannels,
+    blocks: Sequence[Tensor | Stored],
+    rows: Sequence[Tensor | Stored | None],
+    pool: AnyPool | None = None,
+) -> list[Tensor | Stored]:
+    """The parameters to keep, given what each rank updated.
+
+    Args:
+        plan: the layout.
+        channels: the step's communicators.
+        blocks: the parameters before the update; resident ones are overwritten.
+        rows: this rank's updated part of each trainable leaf (the block itself where it is not cut).
+        pool: the disk, for leaves that are kept there.
+
+    Returns:
+        The new blocks, in the order of `blocks`.
+    """
+    out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
+    layered, fresh = plan.by_layer(out), plan.by_layer(rows)
+    resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home == "device"]
+    here = [x if isinstance(x, Tensor) else None for x in layered]
+    started = [_start(plan, channels, unit, here, fresh) for unit in resident]
+    for unit, (pending, landed) in zip(resident, started, strict=True):
+        arrived = pending.result()
+        if not landed:
+            _spread(unit, arrived, here)
+    away = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home != "device"]
+    if away:
+        _send_home(plan, channels, away, fresh, layered, out, pool)
+    channels.flush()
+    return out
+
+
+def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
+    blocks = [block for i in unit.leaves if (block := into[i]) is not None]
+    unit.packing.unpack_into(arrived, blocks)
+
+
+def _send_home(
+    plan: Plan,
+    channels: AnyChannels,
+    units: Sequence[Unit],
+    rows: Sequence[Tensor | Stored | None],
+    layered: Sequence[Tensor | Stored],
+    out: list[Tensor | Stored],
+    pool: AnyPool | None,
+) -> None:
+    """Makes leaves whole on the device that are kept elsewhere and sends them there, unit by unit."""
+    where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
+    writers: dict[int, Any] = {}
+    for unit in units:
+        for i, x in _made_whole(plan, channels, unit, rows).items():
+            block, (leaf, layer) = layered[i], where[i]
+            if isinstance(block, Tensor):
+                to_host(x, block).result()
+                continue
+            assert pool is not None
+            if leaf not in writers:
+                writers[leaf] = pool.writer(plan.leaves[leaf].block, x.dtype)
+            below = to_host(x).result()
+            writers[leaf].write(layer, below[None] if plan.leaves[leaf].layers else below).result()
+    for leaf, writer in writers.items():
+        out[leaf] = writer.finish()
+
+
+def _made_whole(
+    plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[Tensor | Stored | None]
+) -> dict[int, Tensor]:
+    """The leaves of a unit on the device, from each rank's rows."""
+    device = plan.mesh.device
+    whole: list[Tensor | None] = [None] * len(rows)
+    up: list[Tensor | None] = [None] * len(rows)
+    for i in unit.leaves:
+        row = rows[i]
+        assert isinstance(row, Tensor)
+        up[i] = to_device(row, device).result()
+        whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
+    pending, landed = _start(plan, channels, unit, whole, up)
+    arrived = pending.result()
+    if not landed:
+        _spread(unit, arrived, whole)
+    made = {i: whole[i] for i in unit.leaves}
+    return {i: x for i, x in made.items() if x is not None}
+
+
+def _start(
+    plan: Plan,
+    channels: AnyChannels,
+    unit: Unit,
+    blocks: Sequence[Tensor | None],
+    rows: Sequence[Tensor | Stored | None],
+) -> tuple[Pending[Tensor], bool]:
+    """The transfer of one unit, and whether it lands in the parameter itself."""
+    first, packing = plan.layers[unit.leaves[0]], unit.packing
+    channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
+    pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
+    assert block is not None
+    if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
+        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
+    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False

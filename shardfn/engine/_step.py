@@ -1,0 +1,88 @@
+"""One training step, written once: loss -> gradients -> measures -> skip -> update.
+
+    out            = differentiate()            the loss, and its gradients summed over ranks
+    metrics, scale = measure(out)               what all ranks know of it
+    state          = choose(metrics, update)    update(out, scale), or the state as it was
+
+What differs is who runs it. The eager executor does each part as it comes; the traced one writes the same parts into a
+graph; the pure one makes them of differentiable functions, inside a transform of torch.func.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from shardfn.optim import GradientTransformation, LossScale
+from shardfn.state import TrainState
+
+from ._loss import Loss
+from ._schedule import Actions
+
+Metrics = dict[str, Tensor]
+Out = TypeVar("Out")
+New = TypeVar("New")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """What a step is made of besides state and batch.
+
+    Attributes:
+        loss: the user's loss, possibly accumulated.
+        optimizer: the optimizer.
+        has_aux: whether the loss returns aux.
+        has_state: whether it takes a model state, and returns one.
+        donate: whether a step consumes its state.
+        skip_nonfinite: whether a step that is not finite returns the state as it was, without a loss scale, too.
+        loss_scale: the rule of the loss scale; None = the loss is not scaled.
+        schedule: the forwards and backwards of the loss's microbatches, in the order in which all ranks run them.
+    """
+
+    loss: Loss
+    optimizer: GradientTransformation
+    has_aux: bool
+    has_state: bool
+    donate: bool
+    skip_nonfinite: bool
+    loss_scale: LossScale | None
+    schedule: Actions
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step that is not finite is skipped."""
+        return self.skip_nonfinite or self.loss_scale is not None
+
+
+@runtime_checkable
+class Executor(Protocol[Out, New]):
+    """What runs one step. Made for one state and one batch; each part is called once, in the order of `one_step`."""
+
+    def differentiate(self) -> Out:
+        """The loss and the gradients of the global batch. Reads the state, and writes nothing of it."""
+        ...
+
+    def measure(self, out: Out) -> tuple[Metrics, Tensor | None]:
+        """The metrics, the same on all ranks; and what gradients are still to be multiplied by (None: nothing)."""
+        ...
+
+    def choose(self, metrics: Metrics, update: Callable[[], New]) -> New:
+        """What `update` makes, or the state as it was where the step is skipped; notes in the metrics which."""
+        ...
+
+    def update(self, out: Out, scale: Tensor | None) -> New:
+        """The new state. The first part that may write to the old one."""
+        ...
+
+
+def one_step(run: Executor[Out, New]) -> tuple[New, Metrics]:
+    """The new state, and the metrics."""
+    out = run.differentiate()
+    metrics, scale = run.measure(out)
+    return run.choose(metrics, lambda: run.update(out, scale)), metrics
+
+
+def rescaled(new: TrainState, old: TrainState, rule: LossScale, metrics: Metrics) -> TrainState:
+    """The new state with the loss scale of the next step, which moves even where a step is skipped."""
+    return new._replace(loss_scale=rule.update(old.loss_scale, metrics["finite"]))

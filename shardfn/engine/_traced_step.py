@@ -1,0 +1,222 @@
+"""The complete training step as a function of flat tensors, and its capture.
+
+What is captured is the engine itself, run on tensors without data and on communicators that write transfers down.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardfn.capture import Recorder, capture, fakes
+from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
+from shardfn.core import (
+    MemoryKind,
+    Mesh,
+    PyTree,
+    Stored,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.graph import Leaf
+from shardfn.memory import TracedStored
+from shardfn.nn import looping
+
+from ._backward import Outcome, run_backward
+from ._comms import Comms
+from ._graphs import Program
+from ._loss import NoGradientError
+from ._metrics import measure
+from ._model_state import put_in
+from ._plan import Plan
+from ._splice import copied_loop
+from ._step import Metrics, StepParts, one_step
+from ._update import update_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram(Program):
+    """A captured step.
+
+    Its graph takes this rank's blocks of params, optimizer state and model state (donated), a key if the loss takes
+    one, and this rank's rows; it returns the new blocks and the metrics. For a block on disk it takes and returns a
+    token.
+
+    Attributes:
+        plan: the layout.
+        kinds: the memories of the blocks of params, optimizer state and model state.
+        opt_treedef: structure of the optimizer state.
+        metrics: their names, in order.
+        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
+    """
+
+    plan: Plan
+    kinds: tuple[MemoryKind, ...]
+    opt_treedef: Any
+    metrics: tuple[str, ...]
+    differentiated: bool
+
+    def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
+        """Refuses a loss that has a gradient on none of the ranks; where some have none, theirs count as zeros."""
+        if not any(exchange(int(self.differentiated))):
+            raise NoGradientError(self.plan.trained)
+
+
+def capture_step(
+    parts: StepParts,
+    plan: Plan,
+    params: PyTree,
+    opt_state: PyTree,
+    args: tuple[Any, ...],
+    scale: Any = None,
+    *,
+    even: bool,
+    model_state: PyTree = (),
+) -> StepProgram:
+    """Captures one step; nothing is computed and nothing sent.
+
+    Args:
+        parts: loss and optimizer.
+        plan: the layout.
+        params: tree of `GlobalTensor`; of all tensors here only shape, strides, dtype and device count.
+        opt_state: tree of `GlobalTensor`.
+        args: this rank's batch, and a key if the loss takes one.
+        scale: what the loss is multiplied by, the last input of the graph; None = nothing, and no input.
+        even: whether all ranks hold batches of the same shapes.
+        model_state: tree of `GlobalTensor`.
+    """
+    plan, recorder = plan.for_capture(), Recorder()
+    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
+    opt_leaves, opt_treedef = tree_flatten(opt_state)
+    kept_leaves, kept_treedef = tree_flatten(model_state)
+    held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves, *kept_leaves]
+    num, then = len(plan.leaves), len(plan.leaves) + len(opt_leaves)
+    arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
+    names: list[str] = []
+    received: list[bool] = []
+
+    def program(*flat: Tensor) -> list[Tensor]:
+        state, rest = [entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
+        given, scaled = tree_unflatten(arg_treedef, rest)
+        mine = state[:num], tree_unflatten(opt_treedef, state[num:then]), tree_unflatten(kept_treedef, state[then:])
+        del state
+        run = _Traced(parts, plan, comms, mine, given, None if scale is None else scaled, even)
+        with bind_mesh(plan.mesh), looping(copied_loop):
+            (blocks, opt, kept), metrics = one_step(run)
+        names[:], received[:] = metrics, [run.received]
+        return [*map(_leaving, (*blocks, *tree_leaves(opt), *tree_leaves(kept))), *metrics.values()]
+
+    gm = capture(program, [*inputs_of(held, plan.mesh), *arg_leaves], recorder)
+    paths = [(leaf.path, "params") for leaf in plan.leaves]
+    paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
+    paths += [(p, "other") for p in tree_paths(model_state, "model_state")]
+    paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
+    paths += [] if scale is None else [("loss_scale", "other")]
+    annotate(gm, plan.mesh, paths, held)
+    _say_types(gm, plan, held, names)
+    return StepProgram(
+        gm, plan.outcome or "", plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), *received
+    )
+
+
+Blocks = tuple[list[Tensor | Stored], PyTree, PyTree]
+
+
+@dataclasses.dataclass
+class _Traced:
+    """An `Executor` under the tracer, whose states are this rank's blocks: params, optimizer state, model state.
+
+    Attributes:
+        received: whether any trainable leaf has got a gradient, or there is none.
+    """
+
+    parts: StepParts
+    plan: Plan
+    comms: Comms
+    state: Blocks
+    args: tuple[Any, ...]
+    loss_scale: Tensor | None
+    even: bool
+    received: bool = False
+
+    def differentiate(self) -> Outcome:
+        blocks, _, kept = self.state
+        how: dict[str, Any] = {"even": self.even, "model_state": kept, "loss_scale": self.loss_scale}
+        out = run_backward(self.plan, self.comms, blocks, self.parts, self.args, **how)
+        self.received = out.reducer.received or not self.plan.trained
+        return out
+
+    def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
+        return measure(self.plan, out, self.loss_scale)
+
+    def choose(self, metrics: Metrics, update: Callable[[], Blocks]) -> Blocks:
+        if self.parts.skips:
+            torch.ops.shardfn.stop_unless(metrics["finite"], list(metrics.values()))
+        return update()
+
+    def update(self, out: Outcome, scale: Tensor | None) -> Blocks:
+        blocks, opt, kept = self.state
+        with torch.no_grad():
+            grads, channels = out.gradients(), self.comms.channels
+            new = update_blocks(self.plan, channels, self.parts.optimizer, blocks, opt, grads, scale)
+            return *new, put_in(kept, out.model_state)
+
+
+def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:
+    """What a graph takes for blocks, without data: a token for what is on disk."""
+    out: list[Tensor] = []
+    for x in held:
+        if x.memory_kind == "disk":
+            out.append(torch.empty(1, dtype=torch.int64))
+        else:
+            out += fakes([x.held], "cpu" if x.memory_kind == "host" else mesh.device)
+    return out
+
+
+def entering(x: Tensor, like: GlobalTensor) -> Tensor | Stored:
+    """A block as the engine knows it."""
+    return TracedStored(x, like.held.shape, like.held.dtype) if like.memory_kind == "disk" else x
+
+
+def _leaving(x: Tensor | Stored) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    assert isinstance(x, TracedStored)
+    return x.token
+
+
+def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metrics: Sequence[str]) -> None:
+    """What inputs and outputs are along the axes of the mesh."""
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    entries = [Leaf(n.meta["leaf"], x.spec.axes) for n, x in zip(inputs, held, strict=False)]
+    entries[: len(plan.leaves)] = [
+        entry._replace(trained=leaf.trainable) for entry, leaf in zip(entries, plan.leaves, strict=False)
+    ]
+    for node, entry in zip(inputs, entries, strict=False):
+        node.meta["enters"] = entry
+    for node in inputs:
+        if node.meta["kind"] == "batch":
+            node.meta["enters"] = Leaf(node.meta["leaf"], plan.batch_axes)
+    gm.meta["batch_axes"] = plan.batch_axes
+    gm.meta["results"] = [
+        *((f"new {x.path}", x.axes) for x in entries),
+        *((f"new metrics[{name!r}]", ()) for name in metrics),
+    ]
+
+
+def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held: Sequence[GlobalTensor]) -> None:
+    """Writes beside the inputs what they are: path and kind of each, and of the first, `held`, where they are kept."""
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node, (leaf, kind) in zip(inputs, paths, strict=True):
+        node.meta["leaf"], node.meta["kind"] = leaf, kind
+    for node, block in zip(inputs, held, strict=False):
+        node.meta["memory"], node.meta["stored"] = block.memory_kind, (tuple(block.held.shape), block.dtype)
+    gm.meta["mesh_shape"] = dict(mesh.shape)
+    gm.meta["coords"] = dict(mesh.coords)
+    gm.meta["groups"] = mesh.group_names()
+    gm.meta["donated"] = {n.name for n in inputs[: len(held)]}

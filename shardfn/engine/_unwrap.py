@@ -1,0 +1,46 @@
+"""What a step's loss is wrapped in: the transforms that the step takes over from it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ._accumulated import Accumulated
+from ._jitted import Jitted
+from ._levels import taken_over
+from ._loss import Loss
+from ._mixed import Mixed
+from ._model_state import past_the_batch
+
+
+class Unwrapped(NamedTuple):
+    """A loss in the order in which a step runs it, and what was around it.
+
+    Attributes:
+        loss: accumulated, of mixed precision, of the plain loss.
+        jitted: the jit, which takes in the whole step.
+        mixed: the precision, which the layout takes over.
+    """
+
+    loss: Loss
+    jitted: Jitted | None = None
+    mixed: Mixed | None = None
+
+
+def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
+    """Sorts `jit`, `accumulate` and `mixed_precision`, which mean the same step in any order.
+
+    Args:
+        loss: the loss.
+        has_state: whether it takes a model state, and returns one, which goes past all of these.
+
+    Raises:
+        ValueError: the loss is jitted twice, or has two policies.
+    """
+    around, inner = taken_over(loss)
+    inner = past_the_batch(inner) if has_state else inner
+    named = {x.transform: x for x in around}
+    jitted, mixed = named.get("jit"), named.get("mixed_precision")
+    if mixed is not None:
+        inner = mixed = Mixed(inner, mixed.policy, mixed.loss_scale)
+    for num in [x.num_microbatches for x in reversed(around) if x.transform == "accumulate"]:
+        inner = Accumulated(inner, num)
+    return Unwrapped(inner, jitted, mixed)

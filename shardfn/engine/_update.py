@@ -1,0 +1,215 @@
+"""The update: the optimizer on this rank's rows, then resident parameters made whole again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import AnyChannels, GlobalTensor
+from shardfn.core import (
+    MemoryKind,
+    PyTree,
+    Stored,
+    tree_flatten,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
+from shardfn.leaves import LeafLayout
+from shardfn.memory import on_host
+from shardfn.optim import GradientTransformation, decided, given, inplace
+from shardfn.state import Ahead, Column, Done, TrainState, Update, loaded, state_owners, stream, taken
+
+from ._model_state import put_in, wrapped_like
+from ._plan import Plan
+from ._pools import pool_of
+from ._refresh import refresh
+from ._step import StepParts
+
+
+def update(
+    plan: Plan,
+    channels: AnyChannels,
+    parts: StepParts,
+    state: TrainState,
+    grads: dict[int, Tensor | Stored],
+    *,
+    model_state: PyTree = (),
+    scale: Tensor | None,
+    ahead: Ahead | None = None,
+) -> TrainState:
+    """The next state. Where the step donates, the buffers of `state` become its own; otherwise they are copied first.
+
+    Args:
+        plan: the layout.
+        channels: the step's communicators.
+        parts: the optimizer, and whether `state` is consumed.
+        state: the current state.
+        grads: by leaf, what the optimizer takes of the gradient; consumed.
+        model_state: what the loss has left of it.
+        scale: what gradients are multiplied by first; None for nothing.
+        ahead: what has stepped some of the leaves already.
+    """
+    done = Done() if ahead is None else ahead.finish()
+    with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
+        held, rule = tree_leaves(params), parts.optimizer
+        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
+        kept = put_in(kept, model_state)
+    return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
+
+
+def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
+    """What of a state an update writes to."""
+    return state.params, state.opt_state, state.model_state
+
+
+def next_state(
+    plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree, kept: Sequence[Tensor]
+) -> TrainState:
+    """The state after `state`, of this rank's new blocks, optimizer state and model state."""
+    return state._replace(
+        params=wrap(plan, blocks),
+        opt_state=_like(opt_state, state.opt_state),
+        step=state.step + 1,
+        model_state=wrapped_like(kept, state.model_state),
+    )
+
+
+def update_blocks(
+    plan: Plan,
+    channels: AnyChannels,
+    optimizer: GradientTransformation,
+    blocks: Sequence[Tensor | Stored],
+    opt_state: PyTree,
+    grads: dict[int, Tensor | Stored],
+    scale: Tensor | None,
+    done: Done | None = None,
+) -> tuple[list[Tensor | Stored], PyTree]:
+    """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk."""
+    if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
+        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
+        return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
+    train = [leaf.trainable for leaf in plan.leaves]
+    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
+    if scale is not None:
+        torch._foreach_mul_([g for g in own if g is not None], scale)
+    new, opt_state = inplace(rule_of(plan, optimizer))(
+        tree_unflatten(plan.treedef, own),
+        opt_state,
+        tree_unflatten(plan.treedef, rows),
+        specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
+    )
+    fresh = iter(tree_leaves(new))
+    return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train]), opt_state
+
+
+def _as_stream(
+    plan: Plan,
+    optimizer: GradientTransformation,
+    blocks: Sequence[Tensor | Stored],
+    opt_state: PyTree,
+    grads: dict[int, Tensor | Stored],
+    scale: Tensor | None,
+) -> Update:
+    train = [leaf if leaf.trainable else None for leaf in plan.leaves]
+    params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
+    own = [
+        None if leaf is None or i not in grads else Column(grads.pop(i), leaf.grad_home) for i, leaf in enumerate(train)
+    ]
+    return whole_update(plan, optimizer, params, own, opt_state, scale)
+
+
+def whole_update(
+    plan: Plan,
+    optimizer: GradientTransformation,
+    params: Sequence[Column | None],
+    grads: Sequence[Column | None],
+    opt_state: PyTree,
+    scale: Tensor | None,
+) -> Update:
+    """The update of all leaves, from this rank's rows of params and gradients."""
+    leaves, treedef = tree_flatten(opt_state)
+    held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
+    rule = rule_of(plan, optimizer)
+    homes: list[MemoryKind] = [leaf.state_home for leaf in plan.leaves if leaf.trainable]
+    index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
+    owners = state_owners(opt_state, held, rule)
+    state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
+    return Update(
+        optimizer=rule,
+        treedef=plan.treedef,
+        specs=[leaf.shard for leaf in plan.leaves],
+        numels=[-(-leaf.numel // plan.mesh.axis_size(leaf.zero_axes)) for leaf in plan.leaves],
+        params=params,
+        grads=grads,
+        state=state,
+        state_treedef=treedef,
+        owners=[None if k is None else index[k] for k in owners],
+        scale=scale,
+        device=plan.mesh.device,
+        pool=pool_of(plan),
+        chunk=plan.zero.pace.chunk_bytes,
+    )
+
+
+def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
+    """A parameter's rows in the update; those that are made whole again afterwards are written to memory."""
+    # Where there is a master copy the parameter is its cast, and only written.
+    read = leaf.dtypes.param == leaf.dtypes.master
+    if not leaf.refreshed:
+        return Column(block, leaf.home, read)
+    if leaf.home == "device":
+        return Column(own_rows(plan, leaf, block), "device", read)
+    with on_host():
+        return Column(own_rows(plan, leaf, loaded(block)), "host", read)
+
+
+def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
+    """The optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
+
+    Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
+    """
+    rule = decided_on(plan, optimizer)
+    return rule if rule.needs.phases is None else given(rule, _whole(plan), phase=plan.phase)
+
+
+def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
+    """The optimizer, its functions of the tree asked about the plan's whole leaves: once, by whoever comes first."""
+    if optimizer not in plan.rules:
+        plan.rules[optimizer] = decided(optimizer, _whole(plan))
+    return plan.rules[optimizer]
+
+
+def _whole(plan: Plan) -> PyTree:
+    """The trainable leaves without data, as `GlobalTensor`s."""
+
+    def like(leaf: LeafLayout) -> GlobalTensor | None:
+        block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
+        return GlobalTensor(block, leaf.shape, leaf.shard, plan.mesh) if leaf.trainable else None
+
+    return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
+
+
+def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
+    """This rank's blocks as a tree of global tensors."""
+    pairs = zip(blocks, plan.leaves, strict=True)
+    return tree_unflatten(
+        plan.treedef, [GlobalTensor(b, leaf.shape, leaf.param, plan.mesh, leaf.home) for b, leaf in pairs]
+    )
+
+
+def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
+    """The part of a parameter that this rank updates: a view where it can be."""
+    assert isinstance(block, Tensor)
+    return leaf.rows(block, plan.zero_rank(leaf)).contiguous() if leaf.refreshed else block
+
+
+def _like(tree: PyTree, old: PyTree) -> PyTree:
+    """Local tensors of an updated optimizer state, wrapped as the old state's leaves were."""
+    leaves, treedef = tree_flatten(tree)
+    if treedef != tree_structure(old):
+        raise ValueError(f"the optimizer changed the structure of its state from {tree_structure(old)} to {treedef}.")
+    pairs = zip(leaves, tree_leaves(old), strict=True)
+    return tree_unflatten(treedef, [GlobalTensor(x, m.shape, m.spec, m.mesh, m.memory_kind) for x, m in pairs])

@@ -1,0 +1,336 @@
+"""Lazy leaves: a parameter that is gathered when an op first uses it, and that the graph does not keep.
+
+`LazyLeaf` has the leaf's shape and dtype and no storage. `__torch_function__` replaces it by the whole tensor when a
+real op takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole
+tensor is saved as (leaf, view geometry), and gathered again when the backward asks for it.
+
+A stacked leaf enters as a lazy leaf of lazy leaves: taking a layer by its index, or iterating, opens nothing.
+"""
+
+import contextlib
+import numbers
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardfn.capture import alias, capturing, mark, plumbing
+from shardfn.collectives import transforming
+
+from ._layout import LeafLayout
+from ._writes import DATA, Watch
+
+Source = Callable[[int], Tensor]
+_FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
+
+
+class _Whole(torch.autograd.Function):
+    """handle -> whole tensor; the transpose is the identity, so a handle collects the sum over all uses of its leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, fetch: Callable[[], Tensor]) -> Tensor:
+        del ctx, handle
+        return fetch()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        del ctx
+        return grads[0], None
+
+
+class LeafBook:
+    """The whole tensors that are alive, by storage, so that autograd can be kept from holding them.
+
+    Args:
+        source: gives the whole tensor of leaf i.
+        leaves: the layout.
+        watch: is told of the whole tensors, which a loss must not write to.
+
+    Attributes:
+        captured: in a capture, by storage, the path of the leaf that it is of, and the storage.
+    """
+
+    def __init__(self, source: Source, leaves: Sequence[LeafLayout], watch: Watch | None = None) -> None:
+        self._source, self.leaves, self.watch = source, leaves, watch or Watch()
+        self.captured: dict[int, tuple[str, Any]] = {}
+        self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}
+
+    def fetch(self, leaf: int) -> Tensor:
+        """The whole tensor of a leaf, as a fresh alias."""
+        if _FETCHING:
+            return _FETCHING[-1](self, leaf)
+        with plumbing():
+            whole = self._source(leaf)
+        self.note(leaf, whole)
+        mark(whole, "whole_of", self.leaves[leaf].entry)
+        return alias(whole)
+
+    def note(self, leaf: int, whole: Tensor) -> None:
+        """Takes note of the whole tensor of a leaf."""
+        storage = whole.untyped_storage()
+        # A weak reference keeps the StorageImpl's address from being reused, so the key stays unambiguous.
+        known = self._known.get(storage._cdata)
+        if known is None:
+            self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
+            self.look_after(self.leaves[leaf].path, whole)
+        else:
+            self._check(known, whole)
+
+    def look_after(self, path: str, whole: Tensor) -> None:
+        """Lets writes to a tensor of a leaf be seen."""
+        if capturing():
+            self.captured[whole.untyped_storage()._cdata] = path, whole.untyped_storage()
+        elif not transforming():  # where tensors cannot be emptied, and are checked when they are saved alone
+            with plumbing():
+                self.watch.add(path, whole, kept=False)
+
+    def forget_dead(self) -> None:
+        """Drops the entries of tensors that are gone."""
+        self._known = {k: v for k, v in self._known.items() if not v[2].expired()}
+        self.watch.forget_dead()
+
+    @contextlib.contextmanager
+    def keep_out_of_graph(self) -> Iterator[None]:
+        """While it is active, autograd saves (leaf, geometry) in place of whole tensors and their views."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, x: Tensor) -> Any:
+        if type(x) is LazyLeaf:  # saved by a Function that was given the leaf itself
+            return _Saved(x._layers or (x,), bool(x._layers))
+        known = self._known.get(x.untyped_storage()._cdata)
+        if known is None:
+            return x
+        self._check(known, x)
+        return known[0], x.size(), x.stride(), x.storage_offset()
+
+    def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
+        if x._version != known[1]:  # a TypeError would make Python try the reflected operator
+            raise ValueError(
+                f"parameter {self.leaves[known[0]].path} is written to inside the loss, through a view of it;"
+                " parameters are immutable there. Write to a clone()."
+            )
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is _Saved:
+            layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
+            return torch.stack(layers) if saved.stacked else layers[0]
+        if type(saved) is not tuple:
+            return saved
+        leaf, size, stride, offset = saved
+        return self.fetch(leaf).as_strided(size, stride, offset)
+
+
+@contextlib.contextmanager
+def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> Iterator[None]:
+    """Lets `fetch` give the whole tensors of leaves."""
+    _FETCHING.append(fetch)
+    try:
+        yield
+    finally:
+        _FETCHING.pop()
+
+
+def packs_leaves(pack: Any) -> bool:
+    """Whether a saved-tensor hook is that of `keep_out_of_graph`."""
+    return isinstance(getattr(pack, "__self__", None), LeafBook)
+
+
+class _Saved(NamedTuple):
+    """A lazy leaf that autograd saved, by its layers."""
+
+    layers: tuple[Any, ...]
+    stacked: bool
+
+
+class LazyLeaf(torch.Tensor):
+    """A parameter that arrives when it is used. Behaves as the tensor it stands for; must not be written to.
+
+    Attributes:
+        number: which leaf of the layout it is.
+        handle: what its gradient arrives at; of a stacked leaf, its first layer's.
+    """
+
+    number: int
+    handle: Tensor
+    _book: Any
+    _path: str
+    _layers: tuple[Tensor, ...]
+
+    @staticmethod
+    def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
+        """The lazy leaf of `handle`'s shape, dtype and device."""
+        leaf = _linked(handle)
+        leaf.number, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
+        leaf._layers = ()
+        return leaf
+
+    @staticmethod
+    def stack(path: str, layers: Sequence[Tensor], book: LeafBook) -> "LazyLeaf":
+        """The stack of `layers`, lazy leaves or tensors of one shape."""
+        handles = [x.handle if type(x) is LazyLeaf else x for x in layers]
+        leaf = _linked(*handles, stacked=True)
+        leaf._path, leaf._layers, leaf._book = path, tuple(layers), weakref.proxy(book)
+        leaf.handle = handles[0]
+        return leaf
+
+    def with_handle(self, handle: Tensor) -> "LazyLeaf":
+        """The same leaf, whose gradient arrives at another handle."""
+        leaf = _linked(handle)
+        leaf.number, leaf._path, leaf.handle, leaf._book, leaf._layers = self.number, self._path, handle, self._book, ()
+        return leaf
+
+    def whole(self) -> Tensor:
+        """The whole tensor, connected to the handle that collects its gradient."""
+        if self._layers:
+            out = torch.stack([_whole(x) for x in self._layers])
+            self._book.look_after(self._path, out)
+            return out
+        book, index = self._book, self.number
+        if self.handle.requires_grad and torch.is_grad_enabled():
+            return _Whole.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
+        return book.fetch(index)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func == _REQUIRES_GRAD:  # made anew at each look
+            return args[0].handle.requires_grad
+        if func in _TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
+            taken = _taken(func, args[0]._layers, *args[1:], **(kwargs or {}))
+            if taken is not None:
+                return taken
+        _refuse_writes(func, args)
+        if func == DATA:  # which would hide what is written to it
+            return _whole(args[0]).detach()
+        args = tuple(_whole(a) for a in args)
+        kwargs = {k: _whole(v) for k, v in kwargs.items()} if kwargs else {}
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"a lazy leaf reached {func} unopened: this op bypasses __torch_function__.")
+
+
+_TENSOR: Any = torch.Tensor
+_REQUIRES_GRAD = _TENSOR.requires_grad.__get__
+_METADATA = {
+    getattr(_TENSOR, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_leaf",
+        "names",
+        "itemsize",
+        "nbytes",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "grad",
+        "grad_fn",
+        "_backward_hooks",
+    )
+    if hasattr(getattr(torch.Tensor, name, None), "__get__")
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.stride,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.element_size,
+    torch.Tensor.storage_offset,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+
+
+_TAKING: Any = {_TENSOR.__getitem__, _TENSOR.__iter__, _TENSOR.unbind, torch.unbind, _TENSOR.select, torch.select}
+
+
+def _taken(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+    """What takes layers from a stack without opening it; None if that is not what is asked."""
+    if func is _TENSOR.__getitem__:
+        first, *rest = args[0] if type(args[0]) is tuple and args[0] else (args[0],)
+        if not isinstance(first, numbers.Integral) or isinstance(first, bool):
+            return None
+        layer = layers[int(first)]
+        return layer[tuple(rest)] if rest else layer
+    if func is _TENSOR.__iter__:
+        return iter(layers)
+    dim = args[0] if args else kwargs.get("dim", 0)
+    if dim != 0:
+        return None
+    if func in (_TENSOR.unbind, torch.unbind):
+        return layers
+    return layers[args[1] if len(args) > 1 else kwargs["index"]]
+
+
+class _Link(torch.autograd.Function):
+    """handles -> lazy leaf: gradients of what takes it past `__torch_function__`, as a Function's `apply`, end here."""
+
+    @staticmethod
+    def forward(ctx: Any, stacked: bool, *handles: Tensor) -> Tensor:
+        ctx.stacked = stacked
+        shape = handles[0].shape
+        return _wrapper((len(handles), *shape) if stacked else shape, handles[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *(grads[0].unbind(0) if ctx.stacked else grads)
+
+
+def _linked(*handles: Tensor, stacked: bool = False) -> Any:
+    return _Link.apply(stacked, *handles)
+
+
+def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
+    return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        LazyLeaf, shape, dtype=like.dtype, device=like.device, requires_grad=False
+    )
+
+
+def opened(x: Any) -> Any:
+    """A lazy leaf's whole tensor; of anything else, itself."""
+    return x.whole() if type(x) is LazyLeaf else x
+
+
+def _whole(x: Any) -> Any:
+    if type(x) is LazyLeaf:
+        return x.whole()
+    if type(x) in (list, tuple):
+        return type(x)(_whole(y) for y in x)
+    return x
+
+
+def _refuse_writes(func: Any, args: Any) -> None:
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
+        "__setitem__",
+        "__set__",
+        "__iadd__",
+        "__imul__",
+    )
+    if in_place and args and type(args[0]) is LazyLeaf:
+        raise TypeError(
+            f"{args[0]._path} is written to inside the loss (by {name}); parameters are immutable there."
+            " Return the new value as aux, or write to a clone()."
+        )

@@ -1,0 +1,332 @@
+"""`from_module`: an `nn.Module` as a pure function of its parameters."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardfn.core import Axes
+from shardfn.leaves import LazyLeaf
+
+from ._module_checks import check_cache, check_keyed, check_module
+from ._module_draws import Draws
+from ._module_dtypes import Casts, casts, compute_dtype, forwards
+from ._module_mode import ModuleMode
+from ._module_parts import Given, Overrides, Parts, Placed, first_names, one_thread, resolve, shadowed
+from ._module_recompute import running_module
+
+
+class ModuleFunction:
+    """A module's forward as a function of its parameters; made by `from_module`."""
+
+    def __init__(self, module: nn.Module, keep_dtype: Sequence[str], axis: Axes = None) -> None:
+        self.module, self._keep_dtype, self._axis = module, tuple(keep_dtype), axis
+        self._firsts = first_names(module)
+        self._casts: dict[Any, Casts] = {}
+
+    def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward.
+
+        Args:
+            params: by name; those that are not given are the module's own, as constants.
+            *args: what the module takes.
+            **kwargs: what it takes by name.
+
+        Raises:
+            ValueError: a name is none of the module's; or the forward does what would not be the same on every number
+                of ranks, or would be lost: it draws from torch's generator, changes a buffer, normalises over the
+                batch, or assigns a parameter.
+            RuntimeError: another thread runs the module at this moment.
+        """
+        return self.run(Draws(self.module), params, None, args, kwargs)[0]
+
+    def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
+        """The same function with dropout: masks are functions of the key and of the number of each sample.
+
+        Args:
+            key: for this step.
+            index_B: global number of each row of the batch, which is dim 0 of whatever is dropped from.
+
+        Returns:
+            `f(params, *args, **kwargs)`.
+
+        Raises:
+            ValueError: a layer of torch.nn that drops has the batch in dim 1; or (when called) a tensor that is dropped
+                from has another number of rows, or something else draws.
+
+        Example:
+            >>> from shardfn.core import key
+            >>> params, apply = from_module(nn.Dropout(0.5))
+            >>> x, index_B = torch.ones(4, 3), torch.arange(4)
+            >>> whole = apply.keyed(key(0), index_B)(params, x)
+            >>> torch.equal(whole[2:], apply.keyed(key(0), index_B[2:])(params, x[2:]))
+            True
+        """
+        draws = self.draws(key, index_B)
+
+        def f(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+            return self.run(draws(), params, None, args, kwargs)[0]
+
+        return f
+
+    def draws(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[[], Draws]:
+        """Makes what gives one call its random numbers."""
+        check_keyed(self.module, key, index_B)
+        return lambda: Draws(self.module, key, index_B)
+
+    def run(
+        self,
+        draws: Draws,
+        params: Mapping[str, Tensor],
+        state: Mapping[str, Tensor] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The forward, and what it has made of the buffers in `state`; it may change these, and no others."""
+        check_cache()
+        parts = Parts.of(self.module)
+        given = resolve(parts, self._firsts, params)
+        found = self._found(parts, given)
+        given.buffers.update(_cast(parts, given, found, state or {}))
+        return _Run(parts, given, found, draws, state, self._axis).call(self.module, args, kwargs)
+
+    def _found(self, parts: Parts, given: Given) -> Casts:
+        own = {name: _own(parts, name).dtype for name in given.params}
+        dtypes = {name: x.dtype for name, x in given.params.items()}
+        compute, key = compute_dtype(), (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
+        known = self._casts.get(key)
+        # What runs again in the backward runs outside the loss: there the forward's answer counts.
+        if known is None or compute not in (None, known.main):
+            known = self._casts[key] = casts(parts, own, dtypes, self._keep_dtype, compute)
+        return known
+
+
+class StatefulFunction:
+    """A module's forward as a function of its parameters and of its buffers; made by `from_module(has_state=True)`."""
+
+    def __init__(self, function: ModuleFunction, like: Mapping[str, Tensor]) -> None:
+        self._function, self._names = function, set(like)
+
+    def __call__(
+        self, params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The module's forward, and what it has made of the buffers; see `ModuleFunction`.
+
+        Args:
+            params: by name.
+            model_state: by name; left as it is.
+            *args: what the module takes.
+            **kwargs: what it takes by name.
+
+        Raises:
+            ValueError: the model state is not the one that `from_module` gave, by names; or as `ModuleFunction`.
+        """
+        return self._run(Draws(self._function.module), params, model_state, args, kwargs)
+
+    def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
+        """The same function with dropout; see `ModuleFunction.keyed`."""
+        draws = self._function.draws(key, index_B)
+
+        def f(
+            params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+        ) -> tuple[Any, dict[str, Tensor]]:
+            return self._run(draws(), params, model_state, args, kwargs)
+
+        return f
+
+    def _run(
+        self, draws: Draws, params: Any, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor]]:
+        if set(state) != self._names:
+            missing, others = sorted(self._names - set(state)), sorted(set(state) - self._names)
+            raise ValueError(
+                f"the model state does not fit the module: {missing} are missing, {others} are not its own."
+            )
+        return self._function.run(draws, params, state, args, kwargs)
+
+
+class _Run:
+    """One call of a module, and what runs again of it in the backward.
+
+    Invariant: whatever runs, the first time and again, runs between `_running` and its end: with the given tensors in
+    their places, every function of torch seen, and the draws numbered from where that part began the first time.
+    Nothing is kept but the given tensors, which are leaves; so no gathered parameter outlives its use. Buffers of the
+    state are written to in copies, which are made anew whenever something runs: so what runs again begins with the
+    values that it had the first time, and changes nothing that was returned.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        given: Given,
+        found: Casts,
+        draws: Draws,
+        state: Mapping[str, Tensor] | None,
+        axis: Axes,
+    ) -> None:
+        self._parts, self._given, self._found, self._draws = parts, given, found, draws
+        self._state, self._axis = state, axis
+        self._placed: Placed | None = None  # while it runs
+        self._caller = threading.get_ident()
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        with self._running(self._state or {}):
+            return module(*args, **kwargs), self._now()
+
+    def again(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """`f`, with the draws that it would make here, and the buffers that the forward has assigned up to here."""
+        assert self._placed is not None
+        count, overrides = self._draws.count, self._placed.overrides()
+        state = {name: x.clone() for name, x in self._now().items()}
+
+        @functools.wraps(f)
+        def rerun(*args: Any, **kwargs: Any) -> Any:
+            before, self._draws.count = self._draws.count, count
+            try:
+                with self._running(state, overrides):
+                    return f(*args, **kwargs)
+            finally:
+                self._draws.count = before
+
+        return rerun
+
+    def path_of(self, sub: nn.Module) -> str | None:
+        """Where in the module `sub` is; None if it is no part of it."""
+        return next((path for path, m in self._parts.modules.items() if m is sub), None)
+
+    def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
+        """Whether `sub` is a part of the module; refuses a conversion that changes something."""
+        path = self.path_of(sub)
+        if path is None:
+            return False
+        dot = f"{path}." if path else ""
+        for name, x in (*sub.named_parameters(), *sub.named_buffers()):
+            # A lazy leaf need not be gathered for it.
+            old = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is LazyLeaf else x
+            with torch.no_grad():
+                new = convert(old)
+            if new is not old:
+                raise ValueError(
+                    f"the forward of the module converts {dot}{name} from {x.dtype} on {x.device} to {new.dtype} on"
+                    f" {new.device}, and would train what is converted; convert the module before"
+                    " from_module, or name that parameter in the policy: exceptions={...}."
+                )
+        return True
+
+    def _now(self) -> dict[str, Tensor]:
+        """The buffers of the state as they are at this moment."""
+        slots = {name: self._parts.buffers[name] for name in self._state or {}}
+        return {name: slot.owner._buffers[slot.name] for name, slot in slots.items()}  # pyright: ignore[reportReturnType]
+
+    @contextlib.contextmanager
+    def _running(self, state: Mapping[str, Tensor], overrides: Sequence[Overrides] = ()) -> Iterator[None]:
+        _, module = self._parts.unique[0]
+        own = {name: x.clone() for name, x in state.items()}
+        given = Given(self._given.params, self._given.buffers | own)
+        with one_thread(module, self._caller), Placed(self._parts, given) as placed, self._at(placed):
+            slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
+            mode = ModuleMode(placed, self._draws, slots, self._axis)
+            placed.override(overrides)
+            for name, x in own.items():
+                self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
+            with running_module(self), shadowed(forwards(self._parts, self._found)), mode:
+                yield
+            if assigned := placed.assigned_params():
+                raise ValueError(
+                    f"the forward of the module assigns its parameters {', '.join(assigned)}, which the step keeps and"
+                    " trains; give what it computes another name, or convert the module before from_module."
+                )
+            mode.check()
+
+    @contextlib.contextmanager
+    def _at(self, placed: Placed) -> Iterator[None]:
+        before, self._placed = self._placed, placed
+        try:
+            yield
+        finally:
+            self._placed = before
+
+
+@overload
+def from_module(
+    module: nn.Module, *, keep_dtype: Sequence[str] = ..., has_state: Literal[False] = ..., axis: Axes = ...
+) -> tuple[dict[str, Tensor], ModuleFunction]: ...
+@overload
+def from_module(
+    module: nn.Module, *, keep_dtype: Sequence[str] = ..., has_state: Literal[True], axis: Axes = ...
+) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
+def from_module(
+    module: nn.Module, *, keep_dtype: Sequence[str] = ("inv_freq",), has_state: bool = False, axis: Axes = "dp"
+) -> Any:
+    """Splits a module into its parameters and a pure function of them.
+
+    Tied parameters appear once, under their first name, and stay tied. Buffers are closed over, and are constants: a
+    forward that changes one is refused, by name, before it does. The module itself is left as it is; its own parameters
+    may be freed with `module.to("meta")` once a step has taken them, if it has no buffers.
+
+    What `torch.utils.checkpoint` inside the module runs again in the backward runs with the parameters and the draws of
+    its forward; the reentrant kind runs as the other. Dropout needs a key: `apply.keyed(key, index_B)(params, ...)`.
+
+    Where parameters come in another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of
+    their dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy
+    compute in the dtype of these, and give back that of their input.
+
+    Args:
+        module: any module, in the mode (train or eval) it should run in.
+        keep_dtype: patterns; buffers in whose names `re.search` finds one keep their dtype.
+        has_state: whether the buffers that `state_dict` has are handed on as model state, so that a forward may change
+            them: running statistics, counters.
+        axis: with `has_state`, the mesh axes along which ranks hold other rows of the batch: `BatchNorm` in training
+            normalises by the statistics of all their rows.
+
+    Returns:
+        `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
+        `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
+        the new model state.
+
+    Raises:
+        ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
+            or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there is no
+            state to hand on.
+
+    Example:
+        >>> params, apply = from_module(nn.Linear(2, 1, bias=False))
+        >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
+        (['weight'], torch.Size([3, 1]))
+    """
+    check_module(module)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    if not has_state:
+        return params, ModuleFunction(module, keep_dtype)
+    kept = module.state_dict().keys()
+    state = {name: x.detach().clone() for name, x in module.named_buffers() if name in kept}
+    if not state and not any(isinstance(sub, _BatchNorm) for sub in module.modules()):
+        raise ValueError(
+            f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
+        )
+    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis), state)
+
+
+def _own(parts: Parts, name: str) -> Tensor:
+    slot = parts.params[name]
+    own = slot.owner._parameters[slot.name]
+    assert own is not None
+    return own
+
+
+def _cast(parts: Parts, given: Given, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers that come in another dtype; those of a state are kept in their own."""
+    out = {}
+    for name, dtype in found.buffers.items():
+        if name in state:
+            continue
+        slot = parts.buffers[name]
+        x: Any = given.buffers.get(name, slot.owner._buffers[slot.name])
+        out[name] = x.to(dtype)
+    return out

@@ -1,0 +1,122 @@
+"""Random numbers of one call of a module: by a key, or refused.
+
+A mask is a function of (key, number of the draw in the forward, global number of the sample, position in the sample):
+the same on any number of ranks, when a part of the forward runs again, and in a captured step.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.core import fold_in, uniform
+from shardfn.leaves import LazyLeaf
+from shardfn.nn import dropout
+
+from ._module_undrawn import Undrawn
+
+KEYED = (
+    "apply.keyed(key, index_B)(params, ...), with the key that sharded_step(key=) gives the loss and the global numbers"
+    " of this rank's rows"
+)
+_DRAWS = frozenset(
+    {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
+    | {"multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "normal_", "uniform_", "random_"}
+    | {"bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_", "gumbel_softmax", "native_dropout"}
+    | {"fractional_max_pool2d", "fractional_max_pool2d_with_indices", "dropout_", "feature_dropout_", "alpha_dropout_"}
+    | {"fractional_max_pool3d", "fractional_max_pool3d_with_indices", "feature_alpha_dropout_"}
+)
+_DRAWS_IN_TRAINING = frozenset({"rrelu", "rrelu_"})
+
+
+class Draws:
+    """The random numbers of one call of a module.
+
+    Invariant: `count` is how many draws the forward has made up to here; what runs again starts from the count that it
+    had the first time.
+
+    Attributes:
+        count: the number of the next draw.
+    """
+
+    def __init__(self, module: nn.Module, key: Tensor | None = None, index_B: Tensor | None = None) -> None:
+        self.count = 0
+        self._module, self._key, self._index_B = module, key, index_B
+
+    def handler(self, name: str) -> Callable[..., Any] | None:
+        """What runs in place of a torch function that draws, called with it and its arguments."""
+        if name in _DRAWS or name in _DRAWS_IN_TRAINING:
+            return functools.partial(self.refuse, name)
+        return None
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many samples this rank has; None where there is no key."""
+        return None if self._index_B is None else len(self._index_B)
+
+    def drop(self, what: str, x: Tensor, p: float) -> Tensor:
+        """`x` with zeros in place of some elements, and 1 / (1 - p) times the others.
+
+        Raises:
+            ValueError: there is no key, or dim 0 of `x` is not the rows.
+        """
+        key, index_B = self._next(what, p)
+        if type(x) is LazyLeaf or x.dim() == 0 or x.shape[0] != len(index_B):
+            raise ValueError(
+                f"{what}(p={p}) in the forward of the module drops from a tensor of shape {tuple(x.shape)}, whose dim 0"
+                f" is not the {len(index_B)} row(s) that index_B numbers, so its elements belong to no sample. Put the"
+                " batch first (batch_first=True), or set this dropout to 0."
+            )
+        return x * 0 if p == 1 else dropout(key, x, p, index_B)
+
+    def scales(self, what: str, like: Tensor, shape: Sequence[int], p: float) -> Tensor:
+        """`drop` of ones of a shape."""
+        return self.drop(what, torch.ones(tuple(shape), dtype=like.dtype, device=like.device), p)
+
+    def _next(self, what: str, p: float) -> tuple[Tensor, Tensor]:
+        if self._key is None or self._index_B is None:
+            raise ValueError(
+                f"{what}(p={p}) in the forward of the module{self._named()} would draw from torch's generator, by which"
+                " all ranks get the same mask, or masks that depend on the number of ranks. Draw by a key:"
+                f" {KEYED}; or go without: module.eval(), or p=0."
+            )
+        key = fold_in(self._key, self.count)
+        self.count += 1
+        return key, self._index_B
+
+    def _named(self) -> str:
+        found = [
+            n for n, m in self._module.named_modules() if getattr(m, "p", 0) and m.training and "Drop" in str(type(m))
+        ]
+        return f" ({', '.join(found[:3])}{' and others' if len(found) > 3 else ''})" if found else ""
+
+    def refuse(self, name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuses a draw, unless it is one number for all."""
+        if name in _DRAWS_IN_TRAINING and not _trains(args, kwargs):
+            return func(*args, **kwargs)
+        if name == "rand" and kwargs.get("generator") is None and _is_scalar(args, kwargs):
+            return self._scalar(kwargs)
+        raise ValueError(
+            f"the forward of the module draws random numbers ({name}) without a key, so its results would depend on the"
+            " number of ranks, and what runs again in the backward would draw others. Draw outside and pass the numbers"
+            " with the batch, or turn off what draws (module.eval(), or its option in the model's configuration)."
+        )
+
+    def _scalar(self, kwargs: dict[str, Any]) -> Any:
+        """A number for the whole batch, by which a forward decides on its path."""
+        if self._key is None:
+            return Undrawn(KEYED)
+        key, _ = self._next("rand", 0.0)
+        return uniform(key, (), dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
+
+
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of `rrelu(input, lower, upper, training)`."""
+    return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
+
+
+def _is_scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    size = kwargs.get("size", args[0] if len(args) == 1 else args)
+    return isinstance(size, list | tuple) and len(size) == 0

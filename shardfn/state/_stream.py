@@ -1,0 +1,433 @@
+"""The update of states that are not all on the device: in chunks, through the memory where the update runs.
+
+While a part of a chunk is stepped, the next ones are read and the ones before are written; so the update takes the
+memory of three chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what
+it started from.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import capturing
+from shardfn.core import MemoryKind, P, Pending, PyTree, Stored, tree_leaves, tree_unflatten
+from shardfn.memory import AnyPool, Fetch, host_empty, on_host, to_device, to_host
+from shardfn.optim import GradientTransformation, in_pieces
+
+from ._stored import loaded
+
+Held = Tensor | Stored
+PAGE = 4096
+# How many parts of a chunk are read while one is stepped, and how many are written: three chunks together. Of leaves
+# that are stepped whole and are larger, one is read and one is written.
+AHEAD, BEHIND = 3, 2
+PARTS = (AHEAD + 1 + BEHIND) // 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
+
+    Attributes:
+        held: its value before; a tensor is overwritten, a value on disk is not.
+        home: the memory in which that is.
+        read: whether the update looks at the value before.
+        kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
+    """
+
+    held: Held
+    home: MemoryKind
+    read: bool = True
+    kept: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows `lo:hi` of a leaf along dim 0; all of it if `hi` is None."""
+
+    leaf: int
+    lo: int = 0
+    hi: int | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """These rows of a tensor, as a view."""
+        return x if self.hi is None else x[self.lo : self.hi]
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        """The shape of these rows of a leaf of that shape."""
+        return whole if self.hi is None else torch.Size((self.hi - self.lo, *whole[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """All that one update works on.
+
+    Attributes:
+        optimizer: the rule.
+        treedef: the structure of params.
+        specs: for each leaf of params, how its rows are cut out of the global leaf.
+        numels: for each leaf of params, its elements on a rank: the same number on all ranks, since a rule may sum over
+            ranks, and so leaves must go through the update in the same groups everywhere.
+        params: for each leaf of params, this rank's rows; None where it is frozen.
+        grads: likewise, the summed gradient.
+        state: for each leaf of the optimizer's state.
+        state_treedef: its structure.
+        owners: for each leaf of the optimizer's state, the leaf of params it belongs to; None for counters.
+        scale: what gradients are multiplied by first.
+        device: where states of the device are stepped.
+        pool: the disk.
+        chunk: bytes of a chunk.
+    """
+
+    optimizer: GradientTransformation
+    treedef: Any
+    specs: Sequence[P]
+    numels: Sequence[int]
+    params: Sequence[Column | None]
+    grads: Sequence[Column | None]
+    state: Sequence[Column]
+    state_treedef: Any
+    owners: Sequence[int | None]
+    scale: Tensor | None
+    device: torch.device
+    pool: AnyPool | None
+    chunk: int
+
+
+@dataclasses.dataclass
+class Done:
+    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state; and its measures."""
+
+    params: dict[int, Held] = dataclasses.field(default_factory=dict)
+    state: dict[int, Held] = dataclasses.field(default_factory=dict)
+    measures: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+
+def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
+    """Runs an update; the values before are consumed, but for those on disk.
+
+    Args:
+        update: what to step.
+        done: leaves of it that have been stepped already; what they became in host memory goes home now.
+
+    Returns:
+        For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
+    """
+    out = _Stream(update)
+    order = [Rows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params]
+    token = out.run(order, out.measures(done))
+    params = [None if c is None else out.finished(c, done.params.get(i)) for i, c in enumerate(update.params)]
+    state = [out.finished(c, done.state.get(k)) for k, c in enumerate(update.state)]
+    return params, out.end(token, tree_unflatten(update.state_treedef, state))
+
+
+def stream_some(update: Update, order: Sequence[Rows]) -> Done:
+    """Steps some leaves, whose new values are new files and new host memory; counters stay as they are.
+
+    No measure is known, so the rule takes none, or measures ahead.
+
+    Args:
+        update: all leaves; gradients of those in `order` only.
+        order: which rows, in this order; cut further where they can be.
+    """
+    out = _Stream(update)
+    out.run(order, None)
+    leaves = list(dict.fromkeys(rows.leaf for rows in order))
+    params = [(i, update.params[i]) for i in leaves]
+    state = [(k, update.state[k]) for i in leaves for k in out.owned(i)]
+    return Done({i: out.finished(c) for i, c in params if c is not None}, {k: out.finished(c) for k, c in state})
+
+
+class _Stream:
+    def __init__(self, update: Update) -> None:
+        self._u = update
+        like = [
+            None if c is None else torch.empty(c.held.shape, dtype=c.held.dtype, device="meta") for c in update.params
+        ]
+        self._pieces = in_pieces(update.optimizer, tree_unflatten(update.treedef, like))
+        self._owned: dict[int, list[int]] = {}
+        for k, owner in enumerate(update.owners):
+            if owner is not None:
+                self._owned.setdefault(owner, []).append(k)
+        self._writers: dict[int, Any] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._size = max(update.chunk // PARTS, 1)
+        self.spare = _Spare()
+
+    def run(self, order: Sequence[Rows], measures: Sequence[Tensor] | None) -> Any:
+        """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
+        token = self._begin(measures)
+        chunks = list(self._chunks(order))
+        coming: collections.deque[_Chunk] = collections.deque()
+        leaving: collections.deque[_Chunk] = collections.deque()
+        for k in range(len(chunks)):
+            while k + len(coming) < len(chunks) and (
+                len(coming) < 2 or self._fits(coming, chunks[k + len(coming)], AHEAD + 1)
+            ):
+                rows, nbytes = chunks[k + len(coming)]
+                coming.append(_Chunk(self, self._u.device, rows, nbytes))
+            now = coming.popleft()
+            now.step(token)
+            while leaving and not self._fits(leaving, chunks[k], BEHIND):
+                leaving.popleft().settle()
+            now.leave()
+            leaving.append(now)
+        for chunk in leaving:
+            chunk.settle()
+        return token
+
+    def _fits(self, held: Iterable["_Chunk"], more: tuple[list[Rows], int], parts: int) -> bool:
+        """Whether chunks and one more are no larger than so many parts of a chunk."""
+        return sum(chunk.nbytes for chunk in held) + more[1] <= parts * self._size
+
+    def end(self, token: Any, state: PyTree) -> PyTree:
+        """The state with its counters advanced."""
+        return self._pieces.end(token, state)
+
+    def owned(self, leaf: int) -> list[int]:
+        """The leaves of the optimizer's state that belong to a leaf of params."""
+        return self._owned.get(leaf, [])
+
+    def writer(self, column: Column) -> Any:
+        """What writes the new value of a leaf that is on disk."""
+        if id(column) not in self._writers:
+            assert self._u.pool is not None
+            self._writers[id(column)] = self._u.pool.writer(column.held.shape, column.held.dtype)
+        return self._writers[id(column)]
+
+    def kept(self, column: Column) -> Tensor:
+        """The host memory of the new value of a leaf whose tensor stays as it is."""
+        if id(column) not in self._kept:
+            self._kept[id(column)] = host_empty(column.held.shape, column.held.dtype)
+        return self._kept[id(column)]
+
+    def finished(self, column: Column, done: Held | None = None) -> Held:
+        """The new value of a leaf; `done` if it was stepped before."""
+        if column.kept:
+            return self.kept(column)
+        if not isinstance(column.held, Tensor):
+            return self.writer(column).finish() if done is None else done
+        if isinstance(done, Tensor) and column.home == "device":
+            to_device(done, column.held.device, column.held).result()
+        elif isinstance(done, Tensor):
+            column.held.copy_(done)
+        return column.held
+
+    def measures(self, done: Done) -> list[Tensor]:
+        """What the optimizer asks of each gradient; of leaves that have been stepped it is known."""
+        u, measure = self._u, self._pieces.measure
+        out: list[Tensor] = []
+        for i, (param, grad) in enumerate(zip(u.params, u.grads, strict=True)):
+            if param is None or measure is None:
+                continue
+            if i not in done.measures:
+                assert grad is not None
+                x = loaded(grad.held)
+                done.measures[i] = measure(x if u.scale is None else x * u.scale.to(x.device))
+            out.append(done.measures[i].to(u.device))
+        return out
+
+    def _begin(self, measures: Sequence[Tensor] | None) -> Any:
+        u = self._u
+        counters = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
+        specs = [None if c is None else s for c, s in zip(u.params, u.specs, strict=True)]
+        state = tree_unflatten(u.state_treedef, counters)
+        return self._pieces.begin(state, measures, specs=tree_unflatten(u.treedef, specs))
+
+    def _chunks(self, order: Sequence[Rows]) -> Iterator[tuple[list[Rows], int]]:
+        """Neighbouring rows that are stepped in one memory, up to the size of a part of a chunk, and their bytes."""
+        group: list[Rows] = []
+        size = 0
+        for rows, nbytes in self._cuts(order):
+            apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
+            apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
+            if group and (apart or size + nbytes > self._size) and self._pieces.grain != "tree":
+                yield group, size
+                group, size = [], 0
+            group.append(rows)
+            size += nbytes
+        if group:
+            yield group, size
+
+    def _cuts(self, order: Sequence[Rows]) -> Iterator[tuple[Rows, int]]:
+        for rows in order:
+            i, column = rows.leaf, self._u.params[rows.leaf]
+            assert column is not None
+            shape, total = column.held.shape, self._bytes(i)
+            if rows.hi is not None:
+                yield rows, total * (rows.hi - rows.lo) // shape[0]
+                continue
+            if (
+                self._pieces.grain != "element"
+                or not all(shape[:1] or (0,))
+                or total <= self._size
+                or not self._moves(i)
+            ):
+                yield Rows(i), total
+                continue
+            step = max(1, shape[0] * self._size // total)
+            whole = math.lcm(*(_rows_a_page(c.held) for c in self.columns(i)))
+            step = step // whole * whole or step  # rows that fill pages are read and written without a copy
+            for lo in range(0, shape[0], step):
+                hi = min(lo + step, shape[0])
+                yield Rows(i, lo, hi), total * (hi - lo) // shape[0]
+
+    def _bytes(self, leaf: int) -> int:
+        return self._u.numels[leaf] * sum(c.held.dtype.itemsize for c in self.columns(leaf))
+
+    def _moves(self, leaf: int) -> bool:
+        """Whether anything of a leaf must come to where it is stepped, or go from there."""
+        place = "host" if self.on_host(leaf) else "device"
+        return any(c.home != place for c in self.columns(leaf))
+
+    def columns(self, leaf: int) -> list[Column]:
+        """Parameter, gradient and state of a leaf, in this order."""
+        param, grad = self._u.params[leaf], self._u.grads[leaf]
+        assert param is not None and grad is not None
+        return [param, grad, *(self._u.state[k] for k in self.owned(leaf))]
+
+    def on_host(self, leaf: int) -> bool:
+        """Whether a leaf is stepped on the host: where its state is, if it is not on the device."""
+        state = [self._u.state[k].home for k in self.owned(leaf)]
+        param = self._u.params[leaf]
+        assert param is not None
+        return any(home != "device" for home in state) if state else param.home != "device"
+
+    def apply(self, token: Any, chunk: "list[tuple[Rows, list[Tensor]]]") -> None:
+        """Steps a chunk in place."""
+        u = self._u
+        params: list[Any] = [None] * len(u.params)
+        grads: list[Any] = [None] * len(u.params)
+        state: list[Any] = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
+        for rows, (param, grad, *rest) in chunk:
+            if u.scale is not None:
+                grad.mul_(u.scale.to(grad.device))
+            params[rows.leaf], grads[rows.leaf] = param, grad
+            for k, x in zip(self.owned(rows.leaf), rest, strict=True):
+                state[k] = x
+        specs = [None if p is None else s for p, s in zip(params, u.specs, strict=True)]
+        given = tree_unflatten(u.state_treedef, state)
+        gs, ps, cuts = (tree_unflatten(u.treedef, x) for x in (grads, params, specs))
+        new, after = self._pieces.apply(token, gs, given, ps, specs=cuts)
+        _keep([*tree_leaves(ps), *tree_leaves(given)], [*tree_leaves(new), *tree_leaves(after)])
+
+
+def _keep(before: list[Tensor], after: list[Tensor]) -> None:
+    """A rule may return other tensors than those it was given."""
+    for x, y in zip(before, after, strict=True):
+        if x is not y:
+            x.copy_(y)
+
+
+def _rows_a_page(held: Held) -> int:
+    """The least number of rows that fill whole pages."""
+    return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
+
+
+class _Spare:
+    """Host memory that chunks hand on to one another: fresh pages cost more than what is done to them."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor of that shape, of any content."""
+        free = self._free.get((shape.numel(), dtype))
+        return free.pop().view(shape) if free else host_empty(shape, dtype)
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Takes back what is not used any more."""
+        for x in buffers:
+            self._free.setdefault((x.numel(), x.dtype), []).append(x)
+
+
+class _Chunk:
+    """Rows on their way through the update."""
+
+    def __init__(self, stream: _Stream, device: torch.device, rows: list[Rows], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._stream, self._device, self._rows = stream, device, rows
+        self._host = stream.on_host(rows[0].leaf)
+        self._place: MemoryKind = "host" if self._host else "device"
+        self._buffers: list[Tensor] = []
+        self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
+        self._here: list[list[Tensor]] = []
+        self._going: list[Pending[Any]] = []
+
+    def _buffer(self, rows: Rows, held: Held) -> Tensor | None:
+        """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
+        if capturing():
+            return None
+        x = self._stream.spare.take(rows.shape(held.shape), held.dtype)
+        self._buffers.append(x)
+        return x
+
+    def _bring(self, rows: Rows, column: Column) -> Tensor | Pending[Tensor]:
+        """Rows to where they are stepped; a view of those that are there already."""
+        held = column.held
+        if column.kept:
+            return self._beside(rows, column)
+        if column.home == self._place:
+            return rows.of(held) if isinstance(held, Tensor) else held.read(rows.lo, rows.hi)
+        if not column.read:
+            shape = rows.shape(held.shape)
+            if self._host:
+                buffer = self._buffer(rows, held)
+                return host_empty(shape, held.dtype) if buffer is None else buffer
+            return torch.empty(shape, dtype=held.dtype, device=self._device)
+        if isinstance(held, Tensor):
+            if self._host:
+                return to_host(rows.of(held), self._buffer(rows, held))
+            return to_device(rows.of(held), self._device)
+        if self._host:
+            return held.read(rows.lo, rows.hi, self._buffer(rows, held))
+        return Fetch(held.read(rows.lo, rows.hi), self._device)
+
+    def _beside(self, rows: Rows, column: Column) -> Tensor | Pending[Tensor]:
+        """Rows in the memory of their new value."""
+        into = rows.of(self._stream.kept(column))
+        assert isinstance(column.held, Tensor)
+        if column.read and column.home == "device":
+            return to_host(rows.of(column.held), into)
+        return into.copy_(rows.of(column.held)) if column.read else into
+
+    def step(self, token: Any) -> None:
+        """Waits for the rows, and steps them."""
+        self._here = [[x if isinstance(x, Tensor) else x.result() for x in coming] for coming in self._coming]
+        self._coming = []
+        with on_host() if self._host else contextlib.nullcontext():
+            self._stream.apply(token, list(zip(self._rows, self._here, strict=True)))
+
+    def leave(self) -> None:
+        """Begins to send the new rows to where they are kept."""
+        for rows, (param, _, *rest) in zip(self._rows, self._here, strict=True):
+            own, _, *state = self._stream.columns(rows.leaf)
+            for column, x in zip((own, *state), (param, *rest), strict=True):
+                self._send(rows, column, x)
+        self._here = []
+
+    def _send(self, rows: Rows, column: Column, x: Tensor) -> None:
+        if column.kept:
+            return
+        if not isinstance(column.held, Tensor):
+            below = x if self._host else to_host(x).result()
+            self._going.append(self._stream.writer(column).write(rows.lo, below))
+        elif column.home != self._place:
+            into = rows.of(column.held)
+            self._going.append(to_device(x, self._device, into) if self._host else to_host(x, into))
+
+    def settle(self) -> None:
+        """Waits until they have left."""
+        for going in self._going:
+            going.result()
+            # On an accelerator a result is there when its stream is; what it came from may be written only later.
+            going.wait()
+        self._going = []
+        self._stream.spare.give(self._buffers)
+        self._buffers = []

@@ -1,0 +1,238 @@
+"""Covers model state: it equals one device's, in eager, captured and pure steps; skips, commits, cuts, errors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P, optim
+from shardfn.engine._model_state import put_in
+from shardfn.testing import RTOL, distributed
+
+FIRST = {"mean": torch.zeros(3), "seen": torch.tensor(0), "last": torch.zeros(())}
+MODES = {"eager": lambda f: f, "graph": lambda f: sf.jit(f, backend="graph")}
+
+
+def _loss(p: dict, s: dict, batch: Tensor, axis: str | None = "dp") -> tuple[sf.WeightedMean, dict]:
+    """Normalises by a running mean of the rows of all ranks, which may have different numbers of them."""
+    num = sf.psum(torch.tensor(float(len(batch))), axis)
+    mean = 0.5 * s["mean"] + 0.5 * sf.psum(batch.sum(0), axis) / num
+    value = torch.tanh((batch - mean) @ p["w"]).square()
+    new = {"mean": mean, "seen": s["seen"] + num.long(), "last": sf.psum(value.detach().sum(), axis)}
+    return sf.WeightedMean(value.sum(), len(batch)), new
+
+
+def _params() -> dict:
+    return {"w": torch.linspace(-1.0, 1.0, 21).view(3, 7)}
+
+
+def _batch(n: int) -> Tensor:
+    return torch.randn(12, 3, generator=torch.Generator().manual_seed(n))
+
+
+def _one_device(micro: int, batches: list[list[Tensor]]) -> tuple[dict, dict]:
+    """Plain SGD, microbatch by microbatch: params and model state after the steps."""
+    w, s = _params()["w"], dict(FIRST)
+    for batch in batches:
+        handle, total, weight = w.clone().requires_grad_(), 0.0, 0
+        for rows in batch:
+            value, s = _loss({"w": handle}, s, rows, None)
+            s = {k: x.detach() for k, x in s.items()}
+            total, weight = total + value.total, weight + value.weight
+        assert len(batch) == micro and isinstance(total, Tensor)
+        (grad,) = torch.autograd.grad(total / weight, handle)
+        w = w - 0.1 * grad
+    return {"w": w}, s
+
+
+def _close(got: Any, want: Any) -> None:
+    for name, x in want.items():
+        scale = float(x.abs().max()) if x.numel() else 0.0
+        torch.testing.assert_close(got[name], x, rtol=0, atol=RTOL.get(x.dtype, 0.0) * scale * 4)
+
+
+def _runs(world: int, modes: list[str], stages: list[int], micros: list[int]) -> None:
+    mesh = sf.make_mesh({"dp": -1})
+    sizes = {1: [6], 2: [4, 2], 3: [3, 2, 1]}[world]  # rows of each rank in a microbatch of 6
+    for micro in micros:
+        cut = [[_batch(n)[k * 6 :][:6] for k in range(micro)] for n in range(3)]
+        want, want_state = _one_device(micro, cut)
+        first = None
+        for mode, stage in ((m, s) for m in modes for s in stages):
+            step = sf.sharded_step(
+                MODES[mode](sf.accumulate(_loss, micro)),
+                optim.sgd(0.1),
+                mesh=mesh,
+                has_state=True,
+                zero=sf.Zero(stage=stage, persist_elements=0),
+            )
+            state = step.init(_params(), model_state=FIRST)
+            for batch in cut:
+                own = torch.cat([rows.split(sizes)[mesh.rank] for rows in batch])
+                before = state
+                state, _ = step(state, own)
+                assert before.model_state["mean"].donated
+            got = sf.unshard(state.model_state)
+            _close(sf.unshard(state.params), want)
+            _close(got, want_state)
+            first = got if first is None else first
+            assert all(torch.equal(got[k], x) for k, x in first.items()), (mode, stage)
+
+
+def test_equals_one_device() -> None:
+    _ranks(cases=[["eager", "graph"], [3], [2]], world=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_equals_one_device_at_every_stage(world: int) -> None:
+    _ranks(cases=[["eager", "graph"], [0, 1, 2, 3], [1, 2]], world=world)
+
+
+@distributed(world=[1, 2, 3], timeout=200)
+def _ranks(cases: list[Any], world: int) -> None:
+    _runs(world, *cases)
+
+
+@distributed(world=2)
+def test_a_pure_step_and_the_loss_take_it_too() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    step = sf.sharded_step(
+        sf.accumulate(_loss, 2),
+        optim.sgd(0.1),
+        mesh=mesh,
+        has_state=True,
+        zero=sf.Zero(3, persist_elements=0),
+        donate=False,
+    )
+    rows, state = _batch(0).chunk(2)[mesh.rank], step.init(_params(), model_state=FIRST)
+    new, metrics = step(state, rows)
+    assert not state.model_state["mean"].donated and torch.equal(state.model_state["mean"].local, FIRST["mean"])
+    many, _ = torch.func.vmap(lambda x: step(state, x), out_dims=0)(torch.stack([rows, rows]))
+    for name, x in sf.unshard(new.model_state).items():
+        torch.testing.assert_close(sf.member(many, 1).model_state[name].full_tensor(), x)
+    torch.testing.assert_close(step.loss(state.params, rows, model_state=state.model_state), metrics["loss"])
+    gradient = torch.func.grad(step.loss)(state.params, rows, model_state=state.model_state)
+    torch.testing.assert_close(
+        sf.unshard(state.params)["w"] - 0.1 * sf.unshard(gradient)["w"], sf.unshard(new.params)["w"]
+    )
+
+
+@distributed(world=2)
+def test_a_step_that_is_skipped_keeps_the_old_one() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+    bad = torch.full((4, 3), float("nan") if mesh.rank else 1.0)
+    for jit in MODES.values():
+        step = sf.sharded_step(
+            jit(_loss), optim.sgd(0.1), mesh=mesh, has_state=True, has_aux=False, skip_nonfinite=True
+        )
+        state, _ = step(step.init(_params(), model_state=FIRST), _batch(0)[:4])
+        kept = sf.unshard(state.model_state)
+        state, metrics = step(state, bad)
+        assert metrics["skipped"] and all(torch.equal(state.model_state[k].local, x) for k, x in kept.items())
+        state, metrics = step(state, _batch(1)[:4])
+        assert metrics["finite"] and int(state.model_state["seen"].local) == 16
+
+
+@distributed(world=2)
+def test_it_is_cut_and_resumed(tmp_path: Any) -> None:
+    mesh = sf.make_mesh({"dp": 2})
+
+    def loss(p: dict, s: dict, x: Tensor, key: Tensor) -> tuple[Tensor, dict, dict]:
+        return (x @ p["w"]).square().mean(), {"sum": x.sum()}, {"own": s["own"] + x.sum()}
+
+    where: dict[str, Any] = {"params": "disk", "optimizer": "disk", "directory": str(tmp_path)}
+
+    def make() -> sf.transforms.ShardedStep:
+        return sf.sharded_step(
+            loss,
+            optim.sgd(0.1),
+            mesh=mesh,
+            has_aux=True,
+            has_state=True,
+            key=sf.key(0),
+            state_specs={"own": P("dp")},
+            zero=sf.Zero.flat(stage=3, persist_elements=0, **where),
+        )
+
+    step, own = make(), {"own": torch.zeros(3)}
+    state, metrics = step.init(_params(), model_state=own), {}
+    assert len(state.model_state["own"].local) == (2, 1)[mesh.rank]
+    for _ in range(2):
+        state, metrics = step(state, torch.full((2, 3), mesh.rank + 1.0))
+    assert state.model_state["own"].full_tensor().tolist() == [12.0, 12.0, 24.0] and metrics["sum"] == 9
+    step.close()
+    again = make().resume(_params(), model_state=own)
+    assert torch.equal(again.model_state["own"].local, state.model_state["own"].local) and int(again.step) == 2
+
+
+@distributed(world=2)
+def test_ranks_whose_states_drift_apart_are_told_in_the_first_step() -> None:
+    mesh = sf.make_mesh({"dp": 2})
+
+    def loss(p: dict, s: dict, x: Tensor) -> tuple[Tensor, dict]:
+        return (x @ p["w"]).square().mean(), {"mean": x.mean(0)}
+
+    for jit, error, words in (
+        (MODES["eager"], sf.RankError, r"(?s)sf\.pmean.*model_state\['mean'\], kept as P\(\), differs along \('dp',\)"),
+        (MODES["graph"], TypeError, r"the new model_state\['mean'\] varies along 'dp'"),
+    ):
+        step = sf.sharded_step(jit(loss), optim.sgd(0.1), mesh=mesh, has_state=True)
+        with pytest.raises(error, match=words):
+            step(step.init(_params(), model_state={"mean": torch.zeros(3)}), torch.full((2, 3), 1.0 + mesh.rank))
+
+
+def _returns(make: Any) -> Any:
+    return lambda p, s, x: ((x @ p["w"]).square().mean(), make(s))
+
+
+def _writes(p: dict, s: dict, x: Tensor) -> tuple[Tensor, dict]:
+    s["mean"].add_(1)
+    return (x @ p["w"]).square().mean(), s
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_no_model_state_is_refused_by_path(mode: str) -> None:
+    x = torch.ones(2, 3)
+    for loss, error, words in (
+        (
+            _returns(lambda s: {"mean": s["mean"][:1]}),
+            ValueError,
+            r"model_state\['mean'\] is \(1,\) torch.float32, and",
+        ),
+        (
+            _returns(lambda s: {"mean": s["mean"].double()}),
+            ValueError,
+            r"model_state\['mean'\] is \(3,\) torch.float64",
+        ),
+        (_returns(lambda s: {"mean": 1.0}), TypeError, r"model_state\['mean'\] is a float"),
+        (_returns(lambda s: {}), ValueError, "return the same tree"),
+        (lambda p, s, x: (x @ p["w"]).mean(), TypeError, "has_state=True the loss must return"),
+        (_writes, ValueError, r"model_state\['mean'\] is written to inside the loss"),
+    ):
+        step = sf.sharded_step(MODES[mode](loss), optim.sgd(0.1), has_state=True)
+        with pytest.raises(error, match=words):
+            step(step.init(_params(), model_state={"mean": torch.zeros(3)}), x)
+
+
+def test_a_state_of_another_step_is_refused() -> None:
+    step = sf.sharded_step(_loss, optim.sgd(0.1), has_state=True)
+    plain = sf.sharded_step(lambda p, x: (x @ p["w"]).mean(), optim.sgd(0.1))
+    state, x = step.init(_params(), model_state=FIRST), torch.ones(2, 3)
+    with pytest.raises(ValueError, match="built without; pass has_state=True"):
+        plain(state, x)
+    with pytest.raises(ValueError, match=r"no model state.*init\(params, model_state=\.\.\.\)"):
+        step.init(_params())
+    with pytest.raises(ValueError, match=r"no model state"):
+        step.lower(_params(), x)
+    with pytest.raises(TypeError, match=r"model_state\['a'\] is a int"):
+        step.init(_params(), model_state={"a": 1})
+    shapes = sf.eval_shape(lambda: step.init(_params(), model_state=FIRST))
+    assert "input other model_state['mean']" in step.lower(shapes, x).as_text()
+
+
+def test_leaves_may_change_places() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    assert [x.tolist() for x in put_in([a, b], [b, a])] == [[0.0, 0.0], [1.0, 1.0]]

@@ -1,0 +1,124 @@
+"""Covers placements by name and the routes between them: each of ZeRO's options as the hops that it comes to."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.collectives import AllGather, Cast, Decode, Encode, Move, Psum, PsumScatter, Slice
+from shardfn.core import Dtypes, Mesh, P
+from shardfn.leaves._layout import LeafLayout, leaf_layout, stacked_layout
+
+F32, BF16 = torch.float32, torch.bfloat16
+ONE = {"dp": 4}
+NODES = {"node": 2, "gpu": 2}
+BOTH = ("node", "gpu")
+CODE, HALF_CODE = (8, 256), (4, 256)
+
+
+def _leaf(sizes: dict[str, int], zero: sf.Zero, **kw: Any) -> LeafLayout:
+    mesh = Mesh(sizes, torch.device("cpu"), abstract=True)
+    how = {"batch_axes": tuple(sizes), "trainable": True, "dtype": F32, "compute": P()} | kw
+    dtype, compute = how.pop("dtype"), how.pop("compute")
+    return leaf_layout("w", torch.Size((128, 130)), dtype, compute, zero=zero, mesh=mesh, **how)
+
+
+MIXED = Dtypes(param=F32, master=F32, compute=BF16, reduce=BF16, accum=F32)
+PLUS = sf.Zero(stage=3, axis=BOTH, travel=sf.Travel(secondary_axis="gpu", gather="int8", reduce="int4"))
+DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
+
+
+@pytest.mark.parametrize(
+    "sizes, zero, how, use, reduce, refresh",
+    [
+        (ONE, sf.Zero(0), {}, (), (Psum(DP),), ()),
+        (ONE, sf.Zero(1), {}, (), (PsumScatter(DP, 0),), (AllGather(DP, 0),)),
+        (ONE, sf.Zero(2), {}, (), (PsumScatter(DP, 0),), (AllGather(DP, 0),)),
+        (ONE, sf.Zero(3), {}, (AllGather(DP, 0),), (PsumScatter(DP, 0),), ()),
+        (ONE, sf.Zero(3, persist_elements=1 << 20), {}, (), (PsumScatter(DP, 0),), (AllGather(DP, 0),)),
+        (
+            ONE,
+            sf.Zero(3, params="host", grads="disk", optimizer="disk", disk=sf.Disk("x")),
+            {},
+            (Move("device"), AllGather(DP, 0)),
+            (PsumScatter(DP, 0), Move("disk")),
+            (Move("host"),),
+        ),
+        (
+            ONE,
+            sf.Zero(3),
+            {"dtype": MIXED},
+            (Cast(BF16), AllGather(DP, 0)),
+            (PsumScatter(DP, 0), Cast(F32)),
+            (),
+        ),
+        # The optimizer's state is cut along an axis that the batch is not: summed whole, of which rows are taken.
+        (
+            {"dp": 2, "tp": 2},
+            sf.Zero(1, axis="tp"),
+            {"batch_axes": DP},
+            (),
+            (Psum(DP), Slice(("tp",), 0)),
+            (AllGather(("tp",), 0),),
+        ),
+        # Cut along one axis of the batch: rows along it, then the sum over the other.
+        (NODES, sf.Zero(2, axis="gpu"), {}, (), (PsumScatter(GPU, 0), Psum(NODE)), (AllGather(GPU, 0),)),
+        # The model's own cut stays.
+        (
+            {"dp": 2, "tp": 2},
+            sf.Zero(3),
+            {"batch_axes": DP, "compute": P("tp")},
+            (AllGather(DP, 0),),
+            (PsumScatter(DP, 0),),
+            (),
+        ),
+        (
+            NODES,
+            PLUS,
+            {},
+            (Encode(CODE), AllGather(NODE, 0), AllGather(GPU, 0), Decode()),
+            (Encode(HALF_CODE), PsumScatter(GPU, 0), Encode(HALF_CODE), PsumScatter(NODE, 0)),
+            (),
+        ),
+        (
+            NODES,
+            sf.Zero(3, axis=BOTH, travel=sf.Travel(secondary_axis="gpu")),
+            {},
+            (AllGather(NODE, 0), AllGather(GPU, 0)),
+            (PsumScatter(BOTH, 0),),
+            (),
+        ),
+    ],
+)
+def test_options_are_hops(
+    sizes: dict[str, int], zero: sf.Zero, how: dict[str, Any], use: Any, reduce: Any, refresh: Any
+) -> None:
+    leaf = _leaf(sizes, zero, **how)
+    assert leaf.ways.use.hops == use
+    assert leaf.ways.reduce.hops == reduce
+    assert leaf.ways.refresh.hops == refresh
+
+
+def test_an_optimizer_that_averages_itself_takes_summands() -> None:
+    leaf = _leaf(NODES, sf.Zero(2, axis="gpu"))
+    own = leaf.left_to(NODE)
+    assert own.ways.reduce.hops == (PsumScatter(GPU, 0),) and own.ways.summed.unreduced == NODE
+    assert (own.reduce_axes, own.extra_axes, own.left_axes, own.takes_rows) == (GPU, (), NODE, True)
+    whole = leaf.left_to(BOTH)
+    assert whole.ways.reduce.hops == () and whole.ways.summed.unreduced == BOTH
+    assert (whole.reduce_axes, whole.left_axes, whole.takes_rows) == ((), BOTH, False)
+
+
+def test_a_stack_goes_the_ways_of_its_layers() -> None:
+    mesh = Mesh(ONE, torch.device("cpu"), abstract=True)
+    rule: dict[str, Any] = {"zero": sf.Zero(3), "mesh": mesh, "batch_axes": DP, "trainable": True}
+    leaf = stacked_layout("w", torch.Size((3, 128, 130)), F32, P(), **rule)
+    assert leaf.ways.use.hops == (AllGather(DP, 1),) and leaf.numel == 3 * 128 * 130
+    assert [x.ways.use.hops for x in leaf.layers] == [(AllGather(DP, 0),)] * 3
+    assert [x.path for x in leaf.layers] == ["w[0]", "w[1]", "w[2]"]
+
+
+def test_leaves_that_are_placed_alike_share_their_routes() -> None:
+    a, b = _leaf(ONE, sf.Zero(3)), _leaf(ONE, sf.Zero(3))
+    assert a.ways is b.ways
