@@ -276,7 +276,13 @@ def test_eager_leaves_go_after_use() -> None:
                 x = x @ p[f"w{i}"]
         return x
 
-    f = sf.sharded(deep, mesh=mesh, zero=sf.Zero(stage=3, persist=0, bucket=0, prefetch=2 * 16 * 16 * 4))
+    f = sf.sharded(
+        deep,
+        mesh=mesh,
+        zero=sf.Zero(
+            stage=3, persist_elements=0, travel=sf.Travel(bucket_bytes=0), pace=sf.Pace(prefetch_bytes=2 * 16 * 16 * 4)
+        ),
+    )
     params = f.init({f"w{i}": torch.ones(16, 16) for i in range(8)})
     for calls in (8, 16):
         f(params, torch.ones(2, 16))
