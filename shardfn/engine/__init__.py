@@ -28,8 +28,15 @@ from ._moved import moved as moved, moved_purely as moved_purely
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words
 from ._pools import begin as begin, close_pool as close_pool, commit as commit, disk_of as disk_of, forget as forget
+from ._pools import together as together
 from ._resume import resumed as resumed
 from ._schedule import accumulation as accumulation, as_text as as_text, check_schedule as check_schedule
+from ._step_parts import (
+    check_pure as check_pure,
+    check_scale as check_scale,
+    step_lines as step_lines,
+    step_parts as step_parts,
+)
 from ._step import StepParts as StepParts, rescaled as rescaled
 from ._traced_function import FunctionProgram as FunctionProgram, capture_function as capture_function
 from ._traced_function import tensors_of as tensors_of

@@ -176,3 +176,9 @@ def _is_held(plan: Plan, x: Any) -> bool:
 
 def _place(disk: Disk, mesh: Mesh) -> pathlib.Path:
     return pathlib.Path(disk.directory) / f"rank{mesh.rank}"
+
+
+def together(plan: Plan, control: AnyControl) -> None:
+    """Where files are written, a rank goes on when all have: one that could not is heard of here."""
+    if plan.zero.directory is not None:
+        control.exchange(0)

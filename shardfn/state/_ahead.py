@@ -16,8 +16,9 @@ from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import background, host_empty
 from shardfn.optim import sum_squares
 
+from ._columns import Done, Rows, Update
 from ._stored import loaded
-from ._stream import Done, Rows, Update, stream_some
+from ._stream import stream_some
 
 
 class Ahead:

@@ -7,7 +7,6 @@ it started from.
 
 import collections
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,97 +15,19 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
-from shardfn.core import MemoryKind, P, Pending, PyTree, Stored, tree_leaves, tree_unflatten
-from shardfn.memory import AnyPool, Fetch, host_empty, on_host, to_device, to_host
-from shardfn.optim import GradientTransformation, in_pieces
+from shardfn.core import MemoryKind, Pending, PyTree, tree_leaves, tree_unflatten
+from shardfn.memory import Fetch, host_empty, on_host, to_device, to_host
+from shardfn.optim import in_pieces
 
+from ._columns import Column, Done, Held, Rows, Update
+from ._spare import Spare
 from ._stored import loaded
 
-Held = Tensor | Stored
 PAGE = 4096
 # How many parts of a chunk are read while one is stepped, and how many are written: three chunks together. Of leaves
 # that are stepped whole and are larger, one is read and one is written.
 AHEAD, BEHIND = 3, 2
 PARTS = (AHEAD + 1 + BEHIND) // 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
-
-    Attributes:
-        held: its value before; a tensor is overwritten, a value on disk is not.
-        home: the memory in which that is.
-        read: whether the update looks at the value before.
-        kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
-    """
-
-    held: Held
-    home: MemoryKind
-    read: bool = True
-    kept: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows `lo:hi` of a leaf along dim 0; all of it if `hi` is None."""
-
-    leaf: int
-    lo: int = 0
-    hi: int | None = None
-
-    def of(self, x: Tensor) -> Tensor:
-        """These rows of a tensor, as a view."""
-        return x if self.hi is None else x[self.lo : self.hi]
-
-    def shape(self, whole: torch.Size) -> torch.Size:
-        """The shape of these rows of a leaf of that shape."""
-        return whole if self.hi is None else torch.Size((self.hi - self.lo, *whole[1:]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """All that one update works on.
-
-    Attributes:
-        optimizer: the rule.
-        treedef: the structure of params.
-        specs: for each leaf of params, how its rows are cut out of the global leaf.
-        numels: for each leaf of params, its elements on a rank: the same number on all ranks, since a rule may sum over
-            ranks, and so leaves must go through the update in the same groups everywhere.
-        params: for each leaf of params, this rank's rows; None where it is frozen.
-        grads: likewise, the summed gradient.
-        state: for each leaf of the optimizer's state.
-        state_treedef: its structure.
-        owners: for each leaf of the optimizer's state, the leaf of params it belongs to; None for counters.
-        scale: what gradients are multiplied by first.
-        device: where states of the device are stepped.
-        pool: the disk.
-        chunk: bytes of a chunk.
-    """
-
-    optimizer: GradientTransformation
-    treedef: Any
-    specs: Sequence[P]
-    numels: Sequence[int]
-    params: Sequence[Column | None]
-    grads: Sequence[Column | None]
-    state: Sequence[Column]
-    state_treedef: Any
-    owners: Sequence[int | None]
-    scale: Tensor | None
-    device: torch.device
-    pool: AnyPool | None
-    chunk: int
-
-
-@dataclasses.dataclass
-class Done:
-    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state; and its measures."""
-
-    params: dict[int, Held] = dataclasses.field(default_factory=dict)
-    state: dict[int, Held] = dataclasses.field(default_factory=dict)
-    measures: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
@@ -158,7 +79,7 @@ class _Stream:
         self._writers: dict[int, Any] = {}
         self._kept: dict[int, Tensor] = {}
         self._size = max(update.chunk // PARTS, 1)
-        self.spare = _Spare()
+        self.spare = Spare()
 
     def run(self, order: Sequence[Rows], measures: Sequence[Tensor] | None) -> Any:
         """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
@@ -328,23 +249,6 @@ def _keep(before: list[Tensor], after: list[Tensor]) -> None:
 def _rows_a_page(held: Held) -> int:
     """The least number of rows that fill whole pages."""
     return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
-
-
-class _Spare:
-    """Host memory that chunks hand on to one another: fresh pages cost more than what is done to them."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor of that shape, of any content."""
-        free = self._free.get((shape.numel(), dtype))
-        return free.pop().view(shape) if free else host_empty(shape, dtype)
-
-    def give(self, buffers: list[Tensor]) -> None:
-        """Takes back what is not used any more."""
-        for x in buffers:
-            self._free.setdefault((x.numel(), x.dtype), []).append(x)
 
 
 class _Chunk:

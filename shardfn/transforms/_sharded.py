@@ -23,12 +23,10 @@ from shardfn.core import (
     as_mesh,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_structure,
     tree_unflatten,
 )
 from shardfn.engine import (
-    REMEDY,
     Agreement,
     Argument,
     CacheInfo,
@@ -73,6 +71,7 @@ from shardfn.memory import token_of
 from shardfn.modules import computing_in
 from shardfn.state import check_alive, taken
 
+from ._blocks import Blocks
 from ._lower import Lowered
 
 # Functions whose order of gathers a layout remembers.
@@ -290,7 +289,7 @@ class Sharded(Transform):
                 )
         agree_on_step(comms.control, self._what, constant=constant)
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            blocks = _Blocks(params, arguments)
+            blocks = Blocks(params, arguments)
             with taken([a.given for a in arguments if a.donated], donate=True):
                 out = run(plan, comms, params, arguments, treedef)
                 blocks.check()
@@ -345,48 +344,6 @@ class Sharded(Transform):
         return None if self._planner.policy is None else self._planner.policy.compute
 
 
-class _Blocks:
-    """The memory behind the global tensors of a call, during it: who may write to it, and who may keep it.
-
-    Made before the function runs; `check` and `apart` come after.
-    """
-
-    def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
-        own = [a for a in arguments if a.spec is not None]
-        held = [x.held for x in tree_leaves(params)]
-        self._donated = {_memory(a.seen) for a in own if a.donated}
-        self._kept = {_memory(x) for x in held if isinstance(x, Tensor)} | {_memory(a.seen) for a in own}
-        self._watched = [(a.path, a.seen, a.seen._version) for a in own if not a.donated]
-
-    def check(self) -> None:
-        """Refuses writes to arguments that are not donated.
-
-        Raises:
-            ValueError: lists them.
-        """
-        written = [path for path, x, version in self._watched if x._version != version]
-        if written:
-            raise ValueError(
-                f"arguments are written to inside the function: {', '.join(written)}. {REMEDY} They have changed on"
-                " this rank, and must not be used any more."
-            )
-
-    def apart(self, out: PyTree) -> PyTree:
-        """The result, with memory of its own: of what a call was given it keeps what is donated, and that once."""
-        largest: dict[int, Tensor] = {}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and _memory(x) in self._donated:
-                before = largest.setdefault(_memory(x), x)
-                largest[_memory(x)] = x if x.numel() > before.numel() else before
-
-        def own(x: Any) -> Any:
-            if not isinstance(x, Tensor) or _memory(x) not in self._kept:
-                return x
-            return x if largest.get(_memory(x)) is x else x.clone()
-
-        return tree_map(own, out)
-
-
 def kept_as(planner: Planner, params: PyTree) -> PyTree:
     """The storage `Sharding` of each leaf of a tree."""
     leaves, treedef = tree_flatten(params)
@@ -399,10 +356,6 @@ def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: 
     held = [x.held for x in tree_leaves(params)]
     flat = [*(x if isinstance(x, Tensor) else token_of(x) for x in held), *tensors_of([a.seen for a in arguments])]
     return program.result(ready(comms, disk_of(plan), flat))
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _differentiated(tree: PyTree) -> bool:

@@ -30,7 +30,6 @@ from shardfn.engine import (
     Agreement,
     CacheInfo,
     CapturedSteps,
-    Comms,
     Interface,
     Jitted,
     Loss,
@@ -40,25 +39,22 @@ from shardfn.engine import (
     Unwrapped,
     abstract_leaves,
     abstract_state,
-    accumulation,
     agree_on_step,
-    as_text,
     begin,
     check_kept,
     check_phases,
+    check_pure,
     check_replicas,
     check_same_loss,
     check_same_state,
-    check_scaled,
+    check_scale,
     check_schedule,
     check_specs,
     close_pool,
     commit,
     comms_of,
-    decided_on,
     default_batch,
     describe_batch,
-    describe_step,
     drawn,
     first_model_state,
     first_state,
@@ -74,12 +70,14 @@ from shardfn.engine import (
     resumed,
     run_eager,
     signature,
+    step_lines,
+    step_parts,
+    together,
     told_before,
     unwrap,
-    with_masters,
 )
 from shardfn.optim import GradientTransformation, Pair, Phase, as_transformation
-from shardfn.state import TrainState, check_alive, scale_of
+from shardfn.state import TrainState, check_alive
 
 from ._lower import Lowered
 from ._sharded import MAX_APPLIED, Sharded, kept_as
@@ -159,16 +157,9 @@ def sharded_step(
     unwrapped = unwrap(loss, has_state=has_state)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
-    return ShardedStep(_parts(unwrapped, as_transformation(optimizer), **flags), unwrapped, planner, key, state_specs)
-
-
-def _parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) -> StepParts:
-    mixed = loss.mixed
-    if mixed is not None:
-        check_scaled(mixed)
-        optimizer = with_masters(optimizer, mixed.policy)
-    schedule = accumulation(num_microbatches(loss.loss))
-    return StepParts(loss.loss, optimizer, **flags, loss_scale=mixed and mixed.loss_scale, schedule=schedule)
+    return ShardedStep(
+        step_parts(unwrapped, as_transformation(optimizer), **flags), unwrapped, planner, key, state_specs
+    )
 
 
 class ShardedStep:
@@ -182,7 +173,7 @@ class ShardedStep:
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
-        self._agreement = Agreement(self._lines)
+        self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
         self._jitted = unwrapped.jitted
         mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
         self._loss = self._over_params(
@@ -221,7 +212,7 @@ class ShardedStep:
             state = first_state(plan, self._optimizer, own_blocks(plan, leaves), self._key, self._first_scale())
             state = state._replace(model_state=kept)
             begin(plan, state, comms.control)
-            _together(plan, comms)
+            together(plan, comms.control)
         return state
 
     def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
@@ -263,7 +254,7 @@ class ShardedStep:
         )
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
-            _together(plan, comms)
+            together(plan, comms.control)
         return state
 
     def close(self) -> None:
@@ -315,7 +306,7 @@ class ShardedStep:
             given = self._abstract_state(self._planner.plan(treedef, leaves))
         check_kept(given.model_state, self._state_specs, has_state=self._parts.has_state)
         plan = in_phase(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
-        self._check_scale(given)
+        check_scale(given, self._loss_scale)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
@@ -332,7 +323,7 @@ class ShardedStep:
             kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
             constant = self._agreement.constant(plan, kept)
             args = self._args_of(state, batch)
-            self._check_scale(state)
+            check_scale(state, self._loss_scale)
             check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
             if only is not None and signature(plan, args) != only:
                 raise ValueError(
@@ -350,7 +341,7 @@ class ShardedStep:
             self._loss_scale.check(new.loss_scale)
         with losing_no_peer(comms):
             commit(plan, new)
-            _together(plan, comms)
+            together(plan, comms.control)
             if not plan.compared and self.mesh.size > self.mesh.axis_size(plan.batch_axes):
                 check_same_loss(metrics["loss"], plan, comms.control)
             if not plan.compared:
@@ -359,17 +350,8 @@ class ShardedStep:
         return new, metrics
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        if self._parts.skip_nonfinite:
-            raise ValueError(
-                "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
-                " without, and choose by torch.where on metrics['finite']."
-            )
-        if self._optimizer.needs.phases is not None:
-            raise ValueError(
-                "the optimizer decides by counters of its state what it averages, which a step inside a torch.func"
-                " transform cannot read; use an optimizer without phases."
-            )
-        self._check_scale(state)
+        check_pure(self._parts)
+        check_scale(state, self._loss_scale)
         check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
@@ -436,15 +418,6 @@ class ShardedStep:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
         return kept_as(self._planner, params)
 
-    def _lines(self, plan: Plan) -> list[str]:
-        """What ranks agree on, besides the layout."""
-        parts = self._parts
-        flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
-        kept = [f"state_specs {self._state_specs}"] if parts.has_state else []
-        seed = f"key {None if self._key is None else self._key.tolist()}"
-        made = describe_step(self._unwrapped, decided_on(plan, parts.optimizer))
-        return [flags, seed, *made, f"schedule {as_text(parts.schedule)}", *kept]
-
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """What the loss takes besides the parameters."""
         if self._key is None:
@@ -459,16 +432,3 @@ class ShardedStep:
 
     def _first_scale(self) -> PyTree:
         return () if self._loss_scale is None else self._loss_scale.init()
-
-    def _check_scale(self, state: TrainState) -> None:
-        if (scale_of(state) is None) != (self._loss_scale is None):
-            has, built = ("a", "without one") if self._loss_scale is None else ("no", "with one")
-            raise ValueError(
-                f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
-            )
-
-
-def _together(plan: Plan, comms: Comms) -> None:
-    """Where files are written, a rank goes on when all have: one that could not is heard of here."""
-    if plan.zero.directory is not None:
-        comms.control.exchange(0)

@@ -10,9 +10,9 @@ from torch import Tensor
 from shardfn import optim
 from shardfn.core import P, Pending, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.state._ahead import Ahead, Promised
+from shardfn.state._columns import Column, Rows, Update
 from shardfn.state._state import state_owners
 from shardfn.state._stored import loaded
-from shardfn.state._stream import Column, Rows, Update
 
 STACK, PLAIN = (3, 4, 2), (5,)  # three layers, and a leaf of its own
 

@@ -14,9 +14,10 @@ from shardfn import optim
 from shardfn.core import MemoryKind, P, Stored, tree_flatten, tree_leaves, tree_map
 from shardfn.memory import Pool
 from shardfn.state import _stream
+from shardfn.state._columns import Column, Done, Rows, Update
 from shardfn.state._state import state_owners
 from shardfn.state._stored import loaded
-from shardfn.state._stream import Column, Done, Rows, Update, stream, stream_some
+from shardfn.state._stream import stream, stream_some
 
 RULES = {
     "adamw": lambda: optim.adamw(0.1),

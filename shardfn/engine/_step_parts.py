@@ -1,0 +1,68 @@
+"""What a step is made of: from an unwrapped loss and an optimizer, and as text on which ranks agree."""
+
+from torch import Tensor
+
+from shardfn.core import PyTree
+from shardfn.optim import GradientTransformation, LossScale
+from shardfn.state import TrainState, scale_of
+
+from ._accumulated import num_microbatches
+from ._constant import describe_step
+from ._mixed import check_scaled, with_masters
+from ._plan import Plan
+from ._schedule import accumulation, as_text
+from ._step import StepParts
+from ._unwrap import Unwrapped
+from ._update import decided_on
+
+
+def step_parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) -> StepParts:
+    """The parts of a step that accumulates, microbatch by microbatch; what a policy asks for is in the optimizer."""
+    mixed = loss.mixed
+    if mixed is not None:
+        check_scaled(mixed)
+        optimizer = with_masters(optimizer, mixed.policy)
+    schedule = accumulation(num_microbatches(loss.loss))
+    return StepParts(loss.loss, optimizer, **flags, loss_scale=mixed and mixed.loss_scale, schedule=schedule)
+
+
+def step_lines(
+    unwrapped: Unwrapped, parts: StepParts, plan: Plan, key: Tensor | None, state_specs: PyTree
+) -> list[str]:
+    """What ranks agree on before the first transfer, besides the layout: one line a fact."""
+    flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
+    kept = [f"state_specs {state_specs}"] if parts.has_state else []
+    seed = f"key {None if key is None else key.tolist()}"
+    made = describe_step(unwrapped, decided_on(plan, parts.optimizer))
+    return [flags, seed, *made, f"schedule {as_text(parts.schedule)}", *kept]
+
+
+def check_scale(state: TrainState, rule: LossScale | None) -> None:
+    """Refuses a state with a loss scale in a step without one, and the other way.
+
+    Raises:
+        ValueError: says which has one.
+    """
+    if (scale_of(state) is None) != (rule is None):
+        has, built = ("a", "without one") if rule is None else ("no", "with one")
+        raise ValueError(
+            f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
+        )
+
+
+def check_pure(parts: StepParts) -> None:
+    """Refuses a step that cannot be a pure function.
+
+    Raises:
+        ValueError: it decides something on the host.
+    """
+    if parts.skip_nonfinite:
+        raise ValueError(
+            "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
+            " without, and choose by torch.where on metrics['finite']."
+        )
+    if parts.optimizer.needs.phases is not None:
+        raise ValueError(
+            "the optimizer decides by counters of its state what it averages, which a step inside a torch.func"
+            " transform cannot read; use an optimizer without phases."
+        )

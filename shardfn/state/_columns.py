@@ -1,0 +1,93 @@
+"""What an update works on, leaf by leaf: columns of values, rows of them, and what has been stepped already."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import MemoryKind, P, Stored
+from shardfn.memory import AnyPool
+from shardfn.optim import GradientTransformation
+
+Held = Tensor | Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
+
+    Attributes:
+        held: its value before; a tensor is overwritten, a value on disk is not.
+        home: the memory in which that is.
+        read: whether the update looks at the value before.
+        kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
+    """
+
+    held: Held
+    home: MemoryKind
+    read: bool = True
+    kept: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows `lo:hi` of a leaf along dim 0; all of it if `hi` is None."""
+
+    leaf: int
+    lo: int = 0
+    hi: int | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """These rows of a tensor, as a view."""
+        return x if self.hi is None else x[self.lo : self.hi]
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        """The shape of these rows of a leaf of that shape."""
+        return whole if self.hi is None else torch.Size((self.hi - self.lo, *whole[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """All that one update works on.
+
+    Attributes:
+        optimizer: the rule.
+        treedef: the structure of params.
+        specs: for each leaf of params, how its rows are cut out of the global leaf.
+        numels: for each leaf of params, its elements on a rank: the same number on all ranks, since a rule may sum over
+            ranks, and so leaves must go through the update in the same groups everywhere.
+        params: for each leaf of params, this rank's rows; None where it is frozen.
+        grads: likewise, the summed gradient.
+        state: for each leaf of the optimizer's state.
+        state_treedef: its structure.
+        owners: for each leaf of the optimizer's state, the leaf of params it belongs to; None for counters.
+        scale: what gradients are multiplied by first.
+        device: where states of the device are stepped.
+        pool: the disk.
+        chunk: bytes of a chunk.
+    """
+
+    optimizer: GradientTransformation
+    treedef: Any
+    specs: Sequence[P]
+    numels: Sequence[int]
+    params: Sequence[Column | None]
+    grads: Sequence[Column | None]
+    state: Sequence[Column]
+    state_treedef: Any
+    owners: Sequence[int | None]
+    scale: Tensor | None
+    device: torch.device
+    pool: AnyPool | None
+    chunk: int
+
+
+@dataclasses.dataclass
+class Done:
+    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state; and its measures."""
+
+    params: dict[int, Held] = dataclasses.field(default_factory=dict)
+    state: dict[int, Held] = dataclasses.field(default_factory=dict)
+    measures: dict[int, Tensor] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,55 @@
+"""`Blocks`: the memory behind the arguments of a call of a sharded function."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_leaves, tree_map
+from shardfn.engine import REMEDY, Argument
+
+
+class Blocks:
+    """The memory behind the global tensors of a call, during it: who may write to it, and who may keep it.
+
+    Made before the function runs; `check` and `apart` come after.
+    """
+
+    def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
+        own = [a for a in arguments if a.spec is not None]
+        held = [x.held for x in tree_leaves(params)]
+        self._donated = {_memory(a.seen) for a in own if a.donated}
+        self._kept = {_memory(x) for x in held if isinstance(x, Tensor)} | {_memory(a.seen) for a in own}
+        self._watched = [(a.path, a.seen, a.seen._version) for a in own if not a.donated]
+
+    def check(self) -> None:
+        """Refuses writes to arguments that are not donated.
+
+        Raises:
+            ValueError: lists them.
+        """
+        written = [path for path, x, version in self._watched if x._version != version]
+        if written:
+            raise ValueError(
+                f"arguments are written to inside the function: {', '.join(written)}. {REMEDY} They have changed on"
+                " this rank, and must not be used any more."
+            )
+
+    def apart(self, out: PyTree) -> PyTree:
+        """The result, with memory of its own: of what a call was given it keeps what is donated, and that once."""
+        largest: dict[int, Tensor] = {}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and _memory(x) in self._donated:
+                before = largest.setdefault(_memory(x), x)
+                largest[_memory(x)] = x if x.numel() > before.numel() else before
+
+        def own(x: Any) -> Any:
+            if not isinstance(x, Tensor) or _memory(x) not in self._kept:
+                return x
+            return x if largest.get(_memory(x)) is x else x.clone()
+
+        return tree_map(own, out)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
