@@ -21,7 +21,7 @@ from shardfn.graph import storage_of, tensors_in
 from ._capture import Recorder, recorder
 
 
-class Step(NamedTuple):
+class Written(NamedTuple):
     """One node, after it was taken out of the graph.
 
     Attributes:
@@ -64,14 +64,14 @@ class Copy:
             self._storages[storage_of(old)] = new.untyped_storage(), shift
             self._counters[storage_of(new)] = _empty_view(given)
 
-    def fetch(self, step: Step, x: Sequence[Any]) -> None:
+    def fetch(self, step: Written, x: Sequence[Any]) -> None:
         """Fetches the leaf that this layer has where the template has its own."""
         position, leaf = step.args
         with at_line(step.meta.get("where")):
             whole = step.meta["book"].fetch(x[position].number if position >= 0 else leaf)
         self.let(step.node, whole)
 
-    def write(self, step: Step, where: str | None) -> None:
+    def write(self, step: Written, where: str | None) -> None:
         """Writes a node, of that line of the user's code."""
         nodes = self._nodes
 
@@ -160,14 +160,14 @@ def node_of(x: Tensor, notes: Recorder) -> Node:
     return slot.proxy.node
 
 
-def steps_after(last: Node, notes: Recorder) -> Iterator[Step]:
+def steps_after(last: Node, notes: Recorder) -> Iterator[Written]:
     """What was written after a node."""
     node = last.next
     while node is not notes.tracer.graph._root:
         meta = dict(node.meta)
         if node.op == "get_attr":
             meta["constant"] = getattr(notes.tracer.root, str(node.target))
-        yield Step(node, node.op, node.target, node.args, node.kwargs, meta)
+        yield Written(node, node.op, node.target, node.args, node.kwargs, meta)
         node = node.next
 
 

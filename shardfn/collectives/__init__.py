@@ -11,7 +11,7 @@ from ._ppermute import ppermute as ppermute
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route
-from ._packing import EvenPacking as EvenPacking, Packing as Packing, Pieces as Pieces, Run as Run, dealt as dealt
+from ._packing import EvenPacking as EvenPacking, Packing as Packing, Cuts as Cuts, Stretch as Stretch, dealt as dealt
 from ._carry import carry as carry, carry_all as carry_all
 from ._overlaps import Box as Box, Overlap as Overlap, overlaps as overlaps, pieces as pieces
 from ._cross import Crossing as Crossing, cross as cross

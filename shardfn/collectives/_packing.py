@@ -24,7 +24,7 @@ from shardfn.core import chunk_bounds
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class Cuts:
     """How a tensor is cut into a piece for each rank: along one dim, or not at all.
 
     Attributes:
@@ -59,7 +59,7 @@ class Pieces:
         """How many rows, along `dim`, each rank's piece has; 1 where it is not cut."""
         return [1] if self.dim is None else [hi - lo for lo, hi in self.bounds]
 
-    def by_rank(self, x: Tensor, run: "Run") -> Tensor:
+    def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
         """The part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
         assert self.dim is not None
         first = self.bounds[run.first][0]
@@ -73,7 +73,7 @@ class Pieces:
         return pieces.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Neighbouring ranks whose pieces have the same shapes: there are few runs, however many ranks.
 
     Attributes:
@@ -94,8 +94,8 @@ class Packing:
         leaves: how each is cut; all among the same ranks, or none at all.
 
     Example:
-        >>> a = Pieces(torch.Size([3, 2]), 0, ((0, 2), (2, 3)))
-        >>> packing = Packing([a, Pieces(torch.Size([2]), 0, ((0, 1), (1, 2)))])
+        >>> a = Cuts(torch.Size([3, 2]), 0, ((0, 2), (2, 3)))
+        >>> packing = Packing([a, Cuts(torch.Size([2]), 0, ((0, 1), (1, 2)))])
         >>> packing.sizes
         [5, 3]
         >>> wholes = [torch.arange(6).view(3, 2), torch.arange(2)]
@@ -105,7 +105,7 @@ class Packing:
         [torch.Size([3, 2]), torch.Size([2])]
     """
 
-    def __init__(self, leaves: Sequence[Pieces]) -> None:
+    def __init__(self, leaves: Sequence[Cuts]) -> None:
         self.leaves = list(leaves)
 
     @property
@@ -120,7 +120,7 @@ class Packing:
         return columns[0] if len(columns) == 1 else [sum(column) for column in zip(*columns, strict=True)]
 
     @functools.cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Stretch]:
         """The ranks, as runs; those that hold nothing are left out."""
         runs, first = [], 0
         # Not by sizes: the pieces of a leaf without elements have equal ones, and may yet differ in shape.
@@ -128,7 +128,7 @@ class Packing:
             count = len(list(same))
             sizes = tuple(leaf.sizes[first] for leaf in self.leaves)
             if sum(sizes):
-                runs.append(Run(first, count, sizes))
+                runs.append(Stretch(first, count, sizes))
             first += count
         return runs
 
@@ -175,7 +175,7 @@ class Packing:
         grids = [torch.cat([leaf.by_rank(x, run).flatten(1) for leaf, x in pairs], dim=1).view(-1) for run in self.runs]
         return grids[0] if len(grids) == 1 else torch.cat(grids or [wholes[0].new_empty(0)])
 
-    def _by_run(self, message: Tensor) -> Iterator[tuple[Run, list[Tensor]]]:
+    def _by_run(self, message: Tensor) -> Iterator[tuple[Stretch, list[Tensor]]]:
         """For each run, each leaf's pieces [ranks, *shape of a piece]."""
         begin = 0
         for run in self.runs:
@@ -211,7 +211,7 @@ class EvenPacking(Packing):
     def lay(self, wholes: Sequence[Tensor]) -> Tensor:
         """Wholes as a message, [ranks, elements of a rank]."""
 
-        def rows(leaf: Pieces, whole: Tensor) -> Tensor:
+        def rows(leaf: Cuts, whole: Tensor) -> Tensor:
             return torch.stack([_padded(leaf, x).reshape(-1) for x in whole.split(leaf.rows, leaf.dim or 0)])
 
         return torch.cat([rows(leaf, x) for leaf, x in zip(self.leaves, wholes, strict=True)], 1)
@@ -235,20 +235,20 @@ def _shapes(whole: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) ->
 # Rows of a leaf with the dim first that is cut, padded to those of the first rank.
 
 
-def _row_shape(leaf: Pieces) -> tuple[int, ...]:
+def _row_shape(leaf: Cuts) -> tuple[int, ...]:
     return tuple(n for d, n in enumerate(leaf.whole) if d != leaf.dim)
 
 
-def _padded_size(leaf: Pieces) -> int:
+def _padded_size(leaf: Cuts) -> int:
     return leaf.rows[0] * math.prod(_row_shape(leaf))
 
 
-def _padded(leaf: Pieces, piece: Tensor) -> Tensor:
+def _padded(leaf: Cuts, piece: Tensor) -> Tensor:
     rows = piece.movedim(leaf.dim or 0, 0)
     missing = leaf.rows[0] - rows.shape[0]
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 
 
-def _trimmed(leaf: Pieces, flat: Tensor, rank: int) -> Tensor:
+def _trimmed(leaf: Cuts, flat: Tensor, rank: int) -> Tensor:
     rows = flat.reshape(leaf.rows[0], *_row_shape(leaf))[: leaf.rows[rank]]
     return rows.movedim(0, leaf.dim or 0)

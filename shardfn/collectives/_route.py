@@ -181,7 +181,7 @@ def route(
         if problems:
             raise ValueError(f"{name} of shape {shape} cannot be placed as {stop!r}: {'; '.join(problems)}.")
     stops = [_on(stop, mesh) for stop in (src, *via, dst)]
-    walk = _Walk(stops[0])
+    walk = _Trail(stops[0])
     for stop in stops[1:]:
         _check_pair(walk.now, stop, f"{name} of shape {shape}")
         walk.go(stop)
@@ -234,7 +234,7 @@ def _may_bring(src: Placement, dst: Placement) -> bool:
     return sums and brought <= set(dst.unreduced) if src.spec != dst.spec else not sums
 
 
-class _Walk:
+class _Trail:
     """A route that is being laid: where it has come to, and how.
 
     Between calls `stops[k + 1]` is what `hops[k]` makes of `stops[k]`.

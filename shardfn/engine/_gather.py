@@ -26,7 +26,7 @@ from shardfn.core import Pending, RankError, Stored
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.memory import Fetch
 
-from ._order import Move, UseOrder
+from ._order import Turn, UseOrder
 
 # What a rank says in a round where it wants no unit: that it is done; that it failed; that it is done with the step's
 # backwards, and none has given a gradient.
@@ -73,13 +73,13 @@ class Gatherer:
         self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
-        self._scheduled: dict[int, _Whole] = {}
-        self._asked: tuple[int, _Whole] | None = None
-        self._unused: list[_Whole] = []
+        self._scheduled: dict[int, _Gathered] = {}
+        self._asked: tuple[int, _Gathered] | None = None
+        self._unused: list[_Gathered] = []
         self._phase, self._pos = -1, 0
         self._served: list[int] = []
         # Void as soon as the order grows; from then on moves are worked out one by one.
-        self._schedule: list[list[Move]] | None = order.schedule(self._sizes, window)
+        self._schedule: list[list[Turn]] | None = order.schedule(self._sizes, window)
 
     def begin_phase(self) -> None:
         """Starts the next phase of the agreed order."""
@@ -141,7 +141,7 @@ class Gatherer:
         self._asked = None
         self._channels.flush()
 
-    def _need(self, unit: int) -> "_Whole":
+    def _need(self, unit: int) -> "_Gathered":
         if self._asked is not None and self._asked[0] == unit:
             return self._asked[1]
         order = self._order.phase(self._phase)
@@ -198,15 +198,15 @@ class Gatherer:
             out.append(source if here and isinstance(source, Tensor) else Fetch(source, self._device))
         return out
 
-    def _move(self) -> Move:
+    def _move(self) -> Turn:
         ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
-        return Move.between(self._scheduled, ahead)
+        return Turn.between(self._scheduled, ahead)
 
     def _catch_up(self) -> None:
         while self._pos < len(self._order.phase(self._phase)):
             self._step()
 
-    def _need_unplanned(self, unit: int) -> "_Whole":
+    def _need_unplanned(self, unit: int) -> "_Gathered":
         self._catch_up()
         self._asked = None
         while self._asked is None:
@@ -227,19 +227,21 @@ class Gatherer:
                 self._drop(whole)
         return wants
 
-    def _drop(self, whole: "_Whole") -> None:
+    def _drop(self, whole: "_Gathered") -> None:
         """Lets go of a unit; one that was never used must still arrive, since other ranks may wait for its transfer."""
         if not whole.arrived:
             self._unused.append(whole)
 
-    def _issue(self, unit: int) -> "_Whole":
+    def _issue(self, unit: int) -> "_Gathered":
         members, packing = [self._leaves[i] for i in self._units[unit].leaves], self._units[unit].packing
         channel = self._wires[unit]
         if unit in self._hops:
             piece = self._secondary(unit)
-            return _Whole(members, packing, [piece], channel, lambda near: channel.all_gather(near[0], packing.sizes))
+            return _Gathered(
+                members, packing, [piece], channel, lambda near: channel.all_gather(near[0], packing.sizes)
+            )
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        return _Whole(
+        return _Gathered(
             members, packing, pieces, channel, lambda own: start_gather(members, packing, own, channel.all_gather)
         )
 
@@ -274,7 +276,7 @@ Piece = Tensor | Fetch
 Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
 
 
-class _Whole:
+class _Gathered:
     """The leaves of one unit, in flight or here."""
 
     def __init__(

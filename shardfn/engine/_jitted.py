@@ -107,7 +107,7 @@ class Jitted(Transform):
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         with torch.no_grad(), plain_arithmetic(), bind_pool():
             outs = iter(compiled(*inputs))
-        return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, Slot) else s for s in statics])
+        return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, ResultSlot) else s for s in statics])
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and seconds so far."""
@@ -181,7 +181,7 @@ class Jitted(Transform):
         return self.compile(gm), sent_by_the_loss(gm), *result
 
 
-class Slot(NamedTuple):
+class ResultSlot(NamedTuple):
     """Where a tensor of the graph goes in the result; as a `GlobalTensor` like `like`, if there is one."""
 
     like: GlobalTensor | None
@@ -201,8 +201,8 @@ def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
 def slot_of(x: Any) -> Any:
     """What stands for a leaf of a result until the graph has run: where a tensor goes, or the leaf itself."""
     if isinstance(x, GlobalTensor):
-        return Slot(x)
-    return Slot(None) if isinstance(x, Tensor) else x
+        return ResultSlot(x)
+    return ResultSlot(None) if isinstance(x, Tensor) else x
 
 
 def sent_by_the_loss(gm: GraphModule) -> list[Transfer]:

@@ -10,16 +10,16 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 
-class Move(NamedTuple):
+class Turn(NamedTuple):
     """What changes at one position: units to let go, units to issue."""
 
     drop: list[int]
     issue: list[int]
 
     @staticmethod
-    def between(held: Collection[int], ahead: Collection[int]) -> "Move":
+    def between(held: Collection[int], ahead: Collection[int]) -> "Turn":
         """From the units that are held to those that shall be."""
-        return Move([u for u in held if u not in ahead], [u for u in ahead if u not in held])
+        return Turn([u for u in held if u not in ahead], [u for u in ahead if u not in held])
 
 
 @dataclasses.dataclass
@@ -27,7 +27,7 @@ class UseOrder:
     """The agreed order, phase by phase."""
 
     phases: list[list[int]] = dataclasses.field(default_factory=list)
-    _moves: "list[list[Move]]" = dataclasses.field(default_factory=list)
+    _moves: "list[list[Turn]]" = dataclasses.field(default_factory=list)
 
     def phase(self, index: int) -> list[int]:
         """The units of one phase (created empty)."""
@@ -40,7 +40,7 @@ class UseOrder:
         self.phase(phase).extend(units)
         self._moves = []
 
-    def schedule(self, sizes: list[int], limit: int) -> "list[list[Move]]":
+    def schedule(self, sizes: list[int], limit: int) -> "list[list[Turn]]":
         """For each position of each phase, what a step that starts with nothing drops and issues there."""
         if not self._moves:
             held: dict[int, None] = {}
@@ -48,7 +48,7 @@ class UseOrder:
                 moves = []
                 for pos in range(len(units)):
                     ahead = self.window(phase, pos, sizes, limit)
-                    moves.append(Move.between(held, ahead))
+                    moves.append(Turn.between(held, ahead))
                     held = ahead
                 self._moves.append(moves)
         return self._moves

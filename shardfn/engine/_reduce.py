@@ -17,7 +17,7 @@ from shardfn.collectives import AnyChannels, dealt, is_sole_owner, psum, reduce_
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
 from shardfn.memory import to_device
-from shardfn.state import Ahead, Parts, Slice, loaded, send_home
+from shardfn.state import Ahead, Parts, StoredSlice, loaded, send_home
 
 from ._plan import Plan
 from ._pools import pool_of
@@ -283,7 +283,7 @@ def _pieces(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor 
         return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
     sizes = [s.numel() for s in shapes]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [Slice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
+    return [StoredSlice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
 
 
 def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:

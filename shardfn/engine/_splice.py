@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from shardfn.capture import Copy, Recorder, Step, capturing, recorder
+from shardfn.capture import Copy, Recorder, Written, capturing, recorder
 from shardfn.collectives import at_line, transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from shardfn.graph import storage_of, tensors_in
@@ -188,7 +188,7 @@ def _look(t: Tensor) -> Any:
     return type(t), t.shape, t.stride(), t.dtype, t.requires_grad
 
 
-def _take(end: Tensor, grad: Tensor, step: Step) -> bool:
+def _take(end: Tensor, grad: Tensor, step: Written) -> bool:
     """Hands a gradient to the hooks of its handle, if nothing else adds to it."""
     hooks: Any = end._backward_hooks
     if not hooks or not _ALONE or id(end) not in _ALONE[-1]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
-from shardfn.capture import CaptureError, Recorder, Step, node_of, steps_after
+from shardfn.capture import CaptureError, Recorder, Written, node_of, steps_after
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, fetching, packs_leaves
 
@@ -33,7 +33,7 @@ class Backward(NamedTuple):
         grads: by input, the node of its gradient; None for those that arrive by a step, or not at all.
     """
 
-    steps: list[Step]
+    steps: list[Written]
     cotangents: list[Node | None]
     grads: list[Node | None]
 
@@ -147,7 +147,7 @@ class Template:
         return Backward(kept, cotangents, nodes + [None] * (len(self._given) - self._num_carry))
 
     @contextlib.contextmanager
-    def _taken_out(self) -> Iterator[list[Step]]:
+    def _taken_out(self) -> Iterator[list[Written]]:
         """What is written into the graph meanwhile is taken out again, as steps."""
         graph = self._tracer.graph
         last, steps = next(iter(reversed(graph.nodes))), []
@@ -269,17 +269,17 @@ _DIFFERS = (
 )
 
 
-def _differ(s: Step, t: Step | None) -> str:
+def _differ(s: Written, t: Written | None) -> str:
     where = s.meta.get("where") or (t and t.meta.get("where")) or "somewhere"
     return f"{where}: {_DIFFERS} One layer does {_told(s)}, another {'nothing' if t is None else _told(t)}."
 
 
-def _told(step: Step) -> str:
+def _told(step: Written) -> str:
     shown = [f"{a.name}" if isinstance(a, Node) else repr(a) for a in step.args]
     return f"{step.target}({', '.join(shown)})"
 
 
-def _alike(s: Step, t: Step, pairs: dict[Any, Any]) -> bool:
+def _alike(s: Written, t: Written, pairs: dict[Any, Any]) -> bool:
     if s.op != t.op or not _same_value((s.args, s.kwargs), (t.args, t.kwargs), pairs):
         return False
     if s.op == "get_attr":

@@ -17,7 +17,7 @@ from ._backward import run_forward
 from ._comms import Comms
 from ._graphs import Program
 from ._interface import REMEDY, Argument, is_entry
-from ._jitted import Slot, slot_of
+from ._jitted import ResultSlot, slot_of
 from ._plan import Plan
 from ._splice import copied_loop
 from ._traced_step import annotate, entering, inputs_of
@@ -32,7 +32,7 @@ class FunctionProgram(Program):
 
     Attributes:
         treedef: the structure of the result.
-        leaves: its leaves: a `Slot` for each tensor, and what is none, as it was when the function was captured.
+        leaves: its leaves: a `ResultSlot` for each tensor, and what is none, as it was when the function was captured.
     """
 
     treedef: Any
@@ -41,7 +41,9 @@ class FunctionProgram(Program):
     def result(self, outs: Sequence[Any]) -> PyTree:
         """The result, of what the graph returned."""
         values = iter(outs)
-        return tree_unflatten(self.treedef, [x.fill(next(values)) if isinstance(x, Slot) else x for x in self.leaves])
+        return tree_unflatten(
+            self.treedef, [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in self.leaves]
+        )
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:

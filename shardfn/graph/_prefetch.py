@@ -75,7 +75,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
         stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]
     for which, limit in stages:
         ready = ready_after(order, free, memory)
-        order = legal_order(_Ahead(order, ready, limit, which).wish(), before)
+        order = legal_order(_Starter(order, ready, limit, which).wish(), before)
     return reordered(gm, order)[0]
 
 
@@ -93,7 +93,7 @@ def gathered_bytes(start: Node) -> int:
     return value.numel() * value.element_size()
 
 
-class _Ahead:
+class _Starter:
     """Walks through the order and starts what `which` accepts while the budget lasts."""
 
     def __init__(self, order: list[Node], ready: dict[Node, int], budget: int, which: Callable[[Node], bool]) -> None:

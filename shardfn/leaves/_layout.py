@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AllGather, Code, Pieces, Psum, PsumScatter, Route, code_of
+from shardfn.collectives import AllGather, Code, Cuts, Psum, PsumScatter, Route, code_of
 from shardfn.core import BITS, Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
 from shardfn.graph import Leaf
 
@@ -41,7 +41,7 @@ class LeafLayout:
     places: Places
     manner: Manner
     sizes: Sizes
-    pieces: Pieces
+    pieces: Cuts
     numel: int
     layers: tuple["LeafLayout", ...] = ()
 
@@ -173,14 +173,14 @@ class LeafLayout:
         return self.pieces.dim
 
     @functools.cached_property
-    def used_pieces(self) -> Pieces:
+    def used_pieces(self) -> Cuts:
         """What is sent when it is used: the ranks' pieces, or the block where it is kept whole."""
-        return self.pieces if self.gathered else Pieces(self.block)
+        return self.pieces if self.gathered else Cuts(self.block)
 
     @functools.cached_property
-    def sent_pieces(self) -> Pieces:
+    def sent_pieces(self) -> Cuts:
         """What is sent of its gradient: to each rank its rows, or the whole."""
-        return self.pieces if self.cut else Pieces(self.block)
+        return self.pieces if self.cut else Cuts(self.block)
 
     def rows(self, x: Tensor, rank: int) -> Tensor:
         """ZeRO rank `rank`'s part of a block, as a view."""
@@ -269,7 +269,7 @@ def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, manner:
     largest = block_slices(tuple(shape), compute, mesh.shape, {})
     numel = torch.Size(s.stop for s in largest).numel()
     bounds = () if dim is None else _bounds(block[dim], tuple((a, mesh.shape[a]) for a in zero_axes))
-    pieces = Pieces(block, dim, bounds)
+    pieces = Cuts(block, dim, bounds)
     return LeafLayout(path, shape, trainable, places, manner, tuple(mesh.shape.items()), pieces, numel)
 
 

@@ -27,7 +27,7 @@ Source = Callable[[int], Tensor]
 _FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
 
 
-class _Whole(torch.autograd.Function):
+class _Opened(torch.autograd.Function):
     """handle -> whole tensor; the transpose is the identity, so a handle collects the sum over all uses of its leaf."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class LeafBook:
 
     def _pack(self, x: Tensor) -> Any:
         if type(x) is LazyLeaf:  # saved by a Function that was given the leaf itself
-            return _Saved(x._layers or (x,), bool(x._layers))
+            return _SavedLeaf(x._layers or (x,), bool(x._layers))
         known = self._known.get(x.untyped_storage()._cdata)
         if known is None:
             return x
@@ -115,7 +115,7 @@ class LeafBook:
             )
 
     def _unpack(self, saved: Any) -> Tensor:
-        if type(saved) is _Saved:
+        if type(saved) is _SavedLeaf:
             layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
             return torch.stack(layers) if saved.stacked else layers[0]
         if type(saved) is not tuple:
@@ -139,7 +139,7 @@ def packs_leaves(pack: Any) -> bool:
     return isinstance(getattr(pack, "__self__", None), LeafBook)
 
 
-class _Saved(NamedTuple):
+class _SavedLeaf(NamedTuple):
     """A lazy leaf that autograd saved, by its layers."""
 
     layers: tuple[Any, ...]
@@ -191,7 +191,7 @@ class LazyLeaf(torch.Tensor):
             return out
         book, index = self._book, self.number
         if self.handle.requires_grad and torch.is_grad_enabled():
-            return _Whole.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
+            return _Opened.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
         return book.fetch(index)
 
     @classmethod
@@ -284,7 +284,7 @@ def _taken(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> 
     return layers[args[1] if len(args) > 1 else kwargs["index"]]
 
 
-class _Link(torch.autograd.Function):
+class _Joined(torch.autograd.Function):
     """handles -> lazy leaf: gradients of what takes it past `__torch_function__`, as a Function's `apply`, end here."""
 
     @staticmethod
@@ -299,7 +299,7 @@ class _Link(torch.autograd.Function):
 
 
 def _linked(*handles: Tensor, stacked: bool = False) -> Any:
-    return _Link.apply(stacked, *handles)
+    return _Joined.apply(stacked, *handles)
 
 
 def _wrapper(shape: Sequence[int], like: Tensor) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardfn.collectives import Packing, Pieces
+from shardfn.collectives import Cuts, Packing
 from shardfn.core import Mesh, Zero
 
 from ._layout import LeafLayout
@@ -31,13 +31,13 @@ class Unit:
     packing: Packing = dataclasses.field(compare=False, repr=False)
 
     @staticmethod
-    def of(leaves: Sequence[LeafLayout], members: Sequence[int], nbytes: int, pieces: "Cut") -> "Unit":
+    def of(leaves: Sequence[LeafLayout], members: Sequence[int], nbytes: int, pieces: "CutsOf") -> "Unit":
         """A unit of these leaves, of each of which `pieces` says what is sent."""
         return Unit(tuple(members), nbytes, Packing([pieces(leaves[i]) for i in members]))
 
 
 # Of a leaf: how that is cut which travels.
-Cut = Callable[[LeafLayout], Pieces]
+CutsOf = Callable[[LeafLayout], Cuts]
 
 
 def make_units(
@@ -46,7 +46,7 @@ def make_units(
     bucket: int,
     key: Callable[[LeafLayout], tuple[torch.dtype, object]],
     span: float,
-    pieces: Cut,
+    pieces: CutsOf,
 ) -> list[Unit]:
     """Groups leaves of one `key`: a leaf of `bucket` bytes or more travels alone, smaller neighbours share up to that.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardfn.core import MemoryKind, Pending
 
 from ._host import Bytes, aligned_window, as_bytes, host_empty
-from ._io import Io, Sums
+from ._io import Checksums, Io
 from ._ledger import record_move
 from ._slots import Slot
 from ._transfer import of_futures
@@ -45,7 +45,7 @@ class DiskTensor:
     """
 
     def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, grain: int, sums: Sums | None, slot: Slot | None, pool: Any
+        self, shape: torch.Size, dtype: torch.dtype, grain: int, sums: Checksums | None, slot: Slot | None, pool: Any
     ) -> None:
         self.shape, self.dtype, self.grain, self.sums, self.slot = shape, dtype, grain, sums, slot
         self._pool = pool  # kept open as long as there is something to read
@@ -135,7 +135,7 @@ class DiskWriter:
     """
 
     def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, slot: Slot | None, io: Io, sums: Sums | None, pool: Any
+        self, shape: torch.Size, dtype: torch.dtype, slot: Slot | None, io: Io, sums: Checksums | None, pool: Any
     ) -> None:
         self.shape, self.dtype = shape, dtype
         self._io, self._slot, self._sums, self._pool = io, slot, sums, pool

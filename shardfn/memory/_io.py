@@ -35,14 +35,14 @@ _WORKER = threading.local()
 _REMEDY = "what was there is lost: start from a checkpoint in an empty directory, and have the disk checked"
 
 
-class Sums:
+class Checksums:
     """The crc32 of every grain of a file; pieces fill in and compare their own."""
 
     def __init__(self, crcs: np.ndarray) -> None:
         self.crcs = crcs
 
     @classmethod
-    def blank(cls, grains: int) -> "Sums":
+    def blank(cls, grains: int) -> "Checksums":
         """For a file of that many grains, none of which is known yet."""
         return cls(np.zeros(grains, np.uint32))
 
@@ -61,13 +61,15 @@ class Io:
         self._threads = Threads(threads, "shardfn-disk", _mark_worker)
         self._staging = _Staging(piece, min(threads, buffers))
 
-    def write(self, slot: Slot, offset: int, source: Bytes, sums: Sums | None) -> list[concurrent.futures.Future[None]]:
+    def write(
+        self, slot: Slot, offset: int, source: Bytes, sums: Checksums | None
+    ) -> list[concurrent.futures.Future[None]]:
         """Starts to write `source` at `offset`, both in whole grains."""
         spans = _spans(offset, offset + len(source), self.piece)
         return [self._submit(self._write_piece, slot, lo, source[lo - offset : hi - offset], sums) for lo, hi in spans]
 
     def read(
-        self, slot: Slot, start: int, into: Bytes, grain: int, sums: Sums | None
+        self, slot: Slot, start: int, into: Bytes, grain: int, sums: Checksums | None
     ) -> list[concurrent.futures.Future[None]]:
         """Starts to read `into` from byte `start` on; reads whole grains of that size, and checks them."""
         stop = start + len(into)
@@ -88,7 +90,7 @@ class Io:
     def _submit(self, work: Callable[..., None], *args: Any) -> concurrent.futures.Future[None]:
         return self._threads.submit(work, *args, later=in_background())
 
-    def _write_piece(self, slot: Slot, offset: int, source: Bytes, sums: Sums | None) -> None:
+    def _write_piece(self, slot: Slot, offset: int, source: Bytes, sums: Checksums | None) -> None:
         if sums is not None:
             sums.crcs[offset // self.grain :][: len(source) // self.grain] = _crcs(source, self.grain)
         with self._file(slot, os.O_WRONLY) as fd:
@@ -98,7 +100,9 @@ class Io:
                 np.copyto(buffer, source)
                 _write_all(fd, slot, buffer, offset)
 
-    def _read_piece(self, slot: Slot, lo: int, hi: int, into: Bytes, skip: int, grain: int, sums: Sums | None) -> None:
+    def _read_piece(
+        self, slot: Slot, lo: int, hi: int, into: Bytes, skip: int, grain: int, sums: Checksums | None
+    ) -> None:
         with self._file(slot, os.O_RDONLY) as fd:
             if len(into) == hi - lo and self._fits(into):
                 _read_all(fd, slot, into, lo)
@@ -197,7 +201,7 @@ def _read_all(fd: int, slot: Slot, into: Bytes, offset: int) -> None:
         done += got
 
 
-def _check(slot: Slot, data: Bytes, offset: int, grain: int, sums: Sums | None) -> None:
+def _check(slot: Slot, data: Bytes, offset: int, grain: int, sums: Checksums | None) -> None:
     if sums is None:
         return
     found = _crcs(data, grain)

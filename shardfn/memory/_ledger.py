@@ -167,7 +167,7 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
         torch.cuda.reset_peak_memory_stats(place)
     _BOOKS.append(book)
     try:
-        with _Watch(book, place):
+        with _StorageWatch(book, place):
             yield book
     finally:
         book.keep_device_peak()
@@ -231,7 +231,7 @@ def record_owner(owner: Any, kind: MemoryKind, nbytes: int) -> None:
             book.hold(owner, id(owner), kind, nbytes)
 
 
-class _Watch(TorchDispatchMode):
+class _StorageWatch(TorchDispatchMode):
     """Reports every new storage that an operation returns to one ledger."""
 
     supports_higher_order_operators = True

@@ -26,7 +26,7 @@ from . import _manifest as manifest
 from ._disk import DiskTensor, DiskWriter
 from ._errors import PoolInUseError
 from ._host import PAGE
-from ._io import Io, Sums, check_sizes, why_not_direct
+from ._io import Checksums, Io, check_sizes, why_not_direct
 from ._slots import Slot, Slots
 from ._traced import TracedPool
 
@@ -229,7 +229,7 @@ class Pool:
         nbytes = math.prod(shape) * dtype.itemsize
         grains = -(-nbytes // grain)
         slot = self._slots.take(grains * grain, nbytes) if nbytes else None
-        return DiskWriter(shape, dtype, slot, self.io, Sums.blank(grains) if self._checksum else None, self)
+        return DiskWriter(shape, dtype, slot, self.io, Checksums.blank(grains) if self._checksum else None, self)
 
     def commit(
         self,
@@ -345,7 +345,7 @@ class Pool:
         if entry["file"] is not None:
             slot = self._slots.adopt(entry["file"], entry["capacity"], math.prod(shape) * dtype.itemsize)
             slot.name = name
-        return DiskTensor(shape, dtype, entry["grain"], Sums(crcs) if crcs is not None else None, slot, self)
+        return DiskTensor(shape, dtype, entry["grain"], Checksums(crcs) if crcs is not None else None, slot, self)
 
     def _kept(self, x: Value) -> Value:
         return self.write(x).result() if isinstance(x, Tensor) and x.nbytes >= PAGE else x

@@ -18,7 +18,7 @@ from ._module_checks import check_cache, check_keyed, check_module
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
 from ._module_mode import ModuleMode
-from ._module_parts import Given, Overrides, Parts, Placed, first_names, one_thread, resolve, shadowed
+from ._module_parts import Given, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
 
 
@@ -90,13 +90,13 @@ class ModuleFunction:
     ) -> tuple[Any, dict[str, Tensor]]:
         """The forward, and what it has made of the buffers in `state`; it may change these, and no others."""
         check_cache()
-        parts = Parts.of(self.module)
+        parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
-        return _Run(parts, given, found, draws, state, self._axis).call(self.module, args, kwargs)
+        return _ModuleCall(parts, given, found, draws, state, self._axis).call(self.module, args, kwargs)
 
-    def _found(self, parts: Parts, given: Given) -> Casts:
+    def _found(self, parts: ModuleParts, given: Given) -> Casts:
         own = {name: _own(parts, name).dtype for name in given.params}
         dtypes = {name: x.dtype for name, x in given.params.items()}
         compute, key = compute_dtype(), (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
@@ -151,7 +151,7 @@ class StatefulFunction:
         return self._function.run(draws, params, state, args, kwargs)
 
 
-class _Run:
+class _ModuleCall:
     """One call of a module, and what runs again of it in the backward.
 
     Invariant: whatever runs, the first time and again, runs between `_running` and its end: with the given tensors in
@@ -163,7 +163,7 @@ class _Run:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: ModuleParts,
         given: Given,
         found: Casts,
         draws: Draws,
@@ -313,14 +313,14 @@ def from_module(
     return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis), state)
 
 
-def _own(parts: Parts, name: str) -> Tensor:
+def _own(parts: ModuleParts, name: str) -> Tensor:
     slot = parts.params[name]
     own = slot.owner._parameters[slot.name]
     assert own is not None
     return own
 
 
-def _cast(parts: Parts, given: Given, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _cast(parts: ModuleParts, given: Given, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The buffers that come in another dtype; those of a state are kept in their own."""
     out = {}
     for name, dtype in found.buffers.items():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._module_parts import Placed, Slot
+from ._module_parts import Placed, TensorSlot
 
 WRITES_WHOLE = frozenset({"copy_", "fill_", "zero_"})
 # The same values, perhaps elsewhere or in another dtype.
@@ -33,7 +33,7 @@ class Buffers:
     tensors are never written to by a function that this class was told of.
     """
 
-    def __init__(self, placed: Placed, state: frozenset[Slot] = frozenset()) -> None:
+    def __init__(self, placed: Placed, state: frozenset[TensorSlot] = frozenset()) -> None:
         self._placed = placed
         buffers = {n: s for n, s in placed.parts.buffers.items() if s not in state}
         self._tensors = {n: x for n, s in buffers.items() if (x := s.owner._buffers[s.name]) is not None}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardfn.core import tree_leaves, tree_map
 
-from ._module_parts import Parts
+from ._module_parts import ModuleParts
 
 _COMPUTE: contextvars.ContextVar[torch.dtype | None] = contextvars.ContextVar("compute", default=None)
 # (own dtype, dtype it comes in) -> number of elements.
@@ -49,7 +49,7 @@ def compute_dtype() -> torch.dtype | None:
 
 
 def casts(
-    parts: Parts,
+    parts: ModuleParts,
     own: Mapping[str, torch.dtype],
     given: Mapping[str, torch.dtype],
     keep: Sequence[str],
@@ -86,7 +86,7 @@ def casts(
     return Casts(buffers, wide, main)
 
 
-def forwards(parts: Parts, found: Casts) -> list[tuple[nn.Module, Callable[..., Any]]]:
+def forwards(parts: ModuleParts, found: Casts) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """The forwards of the submodules that compute in a dtype of their own: of inputs in it, back to what came."""
     assert found.main is not None or not found.apart
     unique = {id(parts.modules[path]): (parts.modules[path], dtype) for path, dtype in found.apart.items()}

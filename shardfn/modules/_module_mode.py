@@ -20,7 +20,7 @@ from ._module_buffers import Buffers, has_storage, tensors_of, writes
 from ._module_checks import BY_FREQUENCY, MAX_NORM
 from ._module_draws import Draws
 from ._module_dropouts import dropout_of
-from ._module_parts import Placed, Slot
+from ._module_parts import Placed, TensorSlot
 from ._module_statistics import global_batch_norm
 
 
@@ -34,7 +34,9 @@ class ModuleMode(TorchFunctionMode):
         axis: with `state`, the axes along which ranks hold other rows of the batch.
     """
 
-    def __init__(self, placed: Placed, draws: Draws, state: frozenset[Slot] | None = None, axis: Axes = None) -> None:
+    def __init__(
+        self, placed: Placed, draws: Draws, state: frozenset[TensorSlot] | None = None, axis: Axes = None
+    ) -> None:
         super().__init__()
         self._own, self._buffers, self._draws = placed.own, Buffers(placed, state or frozenset()), draws
         self._batch_norm = None if state is None else global_batch_norm(axis)

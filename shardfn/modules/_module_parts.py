@@ -14,7 +14,7 @@ _LOCK = threading.Lock()
 _RUNNING: dict[int, tuple[int, int]] = {}  # by id of a module that runs: its thread, and how many calls are under way
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """One place of a tensor.
 
     Attributes:
@@ -26,7 +26,7 @@ class Slot(NamedTuple):
     name: str
 
 
-class Parts(NamedTuple):
+class ModuleParts(NamedTuple):
     """The submodules and the tensors of a module by full name; what is shared has several.
 
     Attributes:
@@ -37,22 +37,22 @@ class Parts(NamedTuple):
     """
 
     modules: dict[str, nn.Module]
-    params: dict[str, Slot]
-    buffers: dict[str, Slot]
+    params: dict[str, TensorSlot]
+    buffers: dict[str, TensorSlot]
     unique: list[tuple[str, nn.Module]]
 
     @staticmethod
-    def of(module: nn.Module) -> "Parts":
+    def of(module: nn.Module) -> "ModuleParts":
         """Those that the module has now."""
-        parts, seen = Parts({}, {}, {}, []), set[int]()
+        parts, seen = ModuleParts({}, {}, {}, []), set[int]()
         for path, sub in module.named_modules(remove_duplicate=False):
             parts.modules[path] = sub
             dot = f"{path}." if path else ""
             if id(sub) not in seen:
                 seen.add(id(sub))
                 parts.unique.append((dot, sub))
-            parts.params.update({dot + n: Slot(sub, n) for n, x in sub._parameters.items() if x is not None})
-            parts.buffers.update({dot + n: Slot(sub, n) for n, x in sub._buffers.items() if x is not None})
+            parts.params.update({dot + n: TensorSlot(sub, n) for n, x in sub._parameters.items() if x is not None})
+            parts.buffers.update({dot + n: TensorSlot(sub, n) for n, x in sub._buffers.items() if x is not None})
         return parts
 
 
@@ -74,7 +74,7 @@ class Given(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def resolve(parts: Parts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> Given:
+def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> Given:
     """Finds the places that the tensors of `given` are for; a parameter that is not given stays the module's own.
 
     Raises:
@@ -131,7 +131,7 @@ class Placed:
         own: the module's own parameters that are replaced, by identity; from `__enter__` on.
     """
 
-    def __init__(self, parts: Parts, given: Given) -> None:
+    def __init__(self, parts: ModuleParts, given: Given) -> None:
         self.parts, self.given = parts, given
         self.own: dict[int, str] = {}
         self._before: list[_Before] = []

@@ -162,7 +162,7 @@ def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
     """Whether a rule asks for more of parameters than their shape and dtype. Tried with zeros that take no memory."""
     zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
-        tx.update(zeros, tx.init(zeros), tree_map(lambda x: x.as_subclass(_Watched), zeros))
+        tx.update(zeros, tx.init(zeros), tree_map(lambda x: x.as_subclass(_NotLookedAt), zeros))
     except _LookedAtError:
         return True
     return False
@@ -172,7 +172,7 @@ class _LookedAtError(Exception):
     """A rule looked at parameters."""
 
 
-class _Watched(Tensor):
+class _NotLookedAt(Tensor):
     """A parameter at which nobody may look."""
 
     @classmethod

@@ -226,14 +226,14 @@ class _OneBitAdam(Phased):
 
     def _local(
         self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
-    ) -> tuple[Apart, list[Tensor], list[Tensor], "Step"]:
+    ) -> tuple[Apart, list[Tensor], list[Tensor], "StepNumbers"]:
         """What a step on local gradients works with. Counters are read here, before anything is written."""
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
         at = self.freeze.frozen(state.freeze)
         c1 = bias_corrections(at.count, self.b1, self.b2)[0].float() if self.unbiased else None
         c2 = bias_corrections(at.frozen, self.b1, self.b2)[1].float() if self.corrected else None
-        step = Step(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
+        step = StepNumbers(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
         return leaves, mus, nus, step
 
     def _average(
@@ -249,7 +249,7 @@ class _OneBitAdam(Phased):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepNumbers:
     """The numbers of a step; corrections are None where there are none."""
 
     lr: float | int | Tensor

@@ -32,7 +32,7 @@ from ._lamb import (
 from ._learning_rate import scale_by_learning_rate
 from ._leaves import spec_leaves, wide, zeros_like
 from ._norm import over_blocks, sum_squares
-from ._onebit_adam import SIGN, Step
+from ._onebit_adam import SIGN, StepNumbers
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
@@ -313,7 +313,7 @@ class _OneBitLamb(Phased):
         cuts = None if specs is None else leaves.pick(leaves.specs)
         if not ps:
             return state.factor
-        step = Step(1.0, None, None, self.eps, 0.0, decays)
+        step = StepNumbers(1.0, None, None, self.eps, 0.0, decays)
         ds = [step.root(nu) for nu in nus]
         # Roots of one kind: where fresh is still nu, their ratio is 1.
         pairs = zip(ds, freshs, strict=True)

@@ -73,7 +73,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
         )
     if tx.needs.grain == "element":
         return tx._replace(update=_without_specs(tx.update), apply=tx.apply and _without_specs(tx.apply))
-    return _Whole(tx).rule()
+    return _OnWholes(tx).rule()
 
 
 def owners(state: PyTree, params: PyTree) -> list[int | None]:
@@ -129,7 +129,7 @@ def _cut(x: Tensor, spec: P) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _OnWholes:
     """A rule that is applied to whole leaves, whatever blocks it is given.
 
     It learns what they are when it is decided, which a step does before all else: from `GlobalTensor`s the shapes of
@@ -153,7 +153,7 @@ class _Whole:
         slots = tree_flatten(params, none_is_leaf=True)[0]
         wholes = [None if x is None else _Leaf(x.shape, getattr(x, "spec", None)) for x in slots]
         leaves = Resolved({str(i): whole for i, whole in enumerate(wholes)})
-        return _Whole(self.inner if ask is None else ask(params), leaves).rule()
+        return _OnWholes(self.inner if ask is None else ask(params), leaves).rule()
 
     def init(self, params: Params) -> OptState:
         if self.leaves is None:

@@ -18,7 +18,7 @@ from ._compressed import averaging, written
 from ._freeze import PROBE, SWITCH, WARMUP, FreezeState, FreezeStep, freeze_rule
 from ._inplace import inplace
 from ._leaves import wide, zero_count, zeros_like
-from ._onebit_adam import SIGN, Step
+from ._onebit_adam import SIGN, StepNumbers
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
@@ -249,12 +249,12 @@ class _ZeroOneAdam(Phased):
             return [getattr(x, "spec", P()) for x in tree_leaves(self.whole)]
         return leaves.specs
 
-    def _step(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> Step:
+    def _step(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
         """The numbers of the step; counters are read here, before anything is written."""
         full = int(now.name.startswith("full"))
         c1 = bias_corrections(state.freeze.count + 1, self.b1, self.b2)[0].float() if self.corrected else None
         c2 = bias_corrections(state.num_var + full, self.b1, self.b2)[1].float() if self.corrected else None
-        return Step(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
+        return StepNumbers(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
 
     def _learnt(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
         """After a step whose gradients the variance has averaged, or which it has left out."""
@@ -267,7 +267,7 @@ class _ZeroOneAdam(Phased):
         return state._replace(adam=adam, freeze=freeze, num_var=num_var, var_interval=grown)
 
     def _learn(
-        self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, specs: Specs, now: Phase
+        self, leaves: Apart, rows: "_Rows", step: StepNumbers, state: ZeroOneAdamState, specs: Specs, now: Phase
     ) -> ZeroOneAdamState:
         gs, residual = [g.float() for g in rows.gs], state.residual
         if now.local:
@@ -279,7 +279,9 @@ class _ZeroOneAdam(Phased):
             step.descend(p, m, nu, decays)
         return self._learnt(state._replace(residual=residual), state.adam, specs, now)
 
-    def _alone(self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, now: Phase) -> ZeroOneAdamState:
+    def _alone(
+        self, leaves: Apart, rows: "_Rows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
+    ) -> ZeroOneAdamState:
         state = self._fresh(rows, leaves, state) if now == SWITCH else state
         rate = step.lr if step.c1 is None else step.lr / step.c1
         state = state._replace(rates=state.rates + rate, decays=state.decays + step.lr)
@@ -295,7 +297,13 @@ class _ZeroOneAdam(Phased):
         return state._replace(freeze=self.freeze.frozen(state.freeze), local_interval=interval)
 
     def _round(
-        self, leaves: Apart, rows: "_Rows", step: Step, state: ZeroOneAdamState, starts: list[Any], drifts: list[Any]
+        self,
+        leaves: Apart,
+        rows: "_Rows",
+        step: StepNumbers,
+        state: ZeroOneAdamState,
+        starts: list[Any],
+        drifts: list[Any],
     ) -> ZeroOneAdamState:
         sums, residual, _ = leaves.mean(drifts, state.residual, donate=False)
         shrink = 1 - self.weight_decay * state.decays

@@ -20,7 +20,7 @@ def layers_of(x: Tensor | Stored) -> Sequence[Tensor | Stored]:
     if isinstance(x, Tensor):
         return x.unbind(0)
     shape, flat = torch.Size(x.shape[1:]), x.flat()
-    return [Slice(flat, k * shape.numel(), shape) for k in range(x.shape[0])]
+    return [StoredSlice(flat, k * shape.numel(), shape) for k in range(x.shape[0])]
 
 
 def piled(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
@@ -29,7 +29,7 @@ def piled(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
     return torch.stack(here) if len(here) == len(parts) else Pile([x for x in parts if not isinstance(x, Tensor)])
 
 
-class Slice:
+class StoredSlice:
     """A part of what is stored flat, as a tensor of its own shape: `Stored`, in its turn.
 
     Args:
@@ -56,9 +56,9 @@ class Slice:
         """Its bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def flat(self) -> "Slice":
+    def flat(self) -> "StoredSlice":
         """The same part as one dim."""
-        return Slice(self._base, self._start, torch.Size([self.shape.numel()]))
+        return StoredSlice(self._base, self._start, torch.Size([self.shape.numel()]))
 
     def load(self) -> Tensor:
         """The whole of it."""

@@ -70,7 +70,7 @@ def one_device(
     leaves, treedef = tree_flatten(tree_map(torch.clone, params))
     train = broadcast_prefix(trainable, params, lambda x: isinstance(x, bool), names=("trainable", "params"))
     train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
-    how = _Precision.of(loss, params)
+    how = _PlainPrecision.of(loss, params)
     leaves = [x.to(d.master) for x, d in zip(leaves, how.dtypes, strict=True)]
     opt_state, scaling = optimizer.init(_only(treedef, leaves, train)), how.scale and how.scale.init()
     metrics = []
@@ -98,7 +98,7 @@ def one_device(
     return Run(tree_unflatten(treedef, kept), opt_state, metrics)
 
 
-class _Precision(NamedTuple):
+class _PlainPrecision(NamedTuple):
     """The plain loop's own reading of a policy; without one, everything is in each leaf's dtype."""
 
     loss: Callable[..., Any]
@@ -107,13 +107,13 @@ class _Precision(NamedTuple):
     scale: LossScale | None
 
     @staticmethod
-    def of(loss: Callable[..., Any], params: PyTree) -> "_Precision":
+    def of(loss: Callable[..., Any], params: PyTree) -> "_PlainPrecision":
         leaves = tree_leaves(params)
         if not isinstance(loss, Mixed):
-            return _Precision(loss, [Dtypes.plain(x.dtype) for x in leaves], None, None)
+            return _PlainPrecision(loss, [Dtypes.plain(x.dtype) for x in leaves], None, None)
         pairs = zip(tree_paths(params, "params"), leaves, strict=True)
         dtypes = [loss.policy.dtypes(path, x.dtype) for path, x in pairs]
-        return _Precision(loss.inner, dtypes, loss.policy, loss.loss_scale)
+        return _PlainPrecision(loss.inner, dtypes, loss.policy, loss.loss_scale)
 
     @property
     def wide(self) -> bool:

@@ -44,11 +44,11 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         handles = [x.detach().requires_grad_() for x in local(leaves)]
         tree = tree_unflatten(treedef, map(_as_it_was, handles, leaves))
 
-        def one(inner: Loss, batch: PyTree) -> _Sums:
+        def one(inner: Loss, batch: PyTree) -> _Totals:
             with torch.enable_grad():
                 value = evaluate(inner, tree, (batch, *args[1:]) if args else (), has_aux)
             grads, total = _gradients(value.total, handles), 0.0 + value.total.detach()
-            return _Sums(total, 1.0 if value.weight is None else value.weight, grads, [value.aux])
+            return _Totals(total, 1.0 if value.weight is None else value.weight, grads, [value.aux])
 
         total, weight, grads, auxes = fold(loss, args[0], one, _added) if args else one(loss, None)
         if handles and all(g is None for g in grads):
@@ -79,7 +79,7 @@ def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     return call
 
 
-class _Sums(NamedTuple):
+class _Totals(NamedTuple):
     """What microbatches add up to; of aux, what each has said."""
 
     total: Tensor
@@ -88,10 +88,10 @@ class _Sums(NamedTuple):
     auxes: list[dict[str, WeightedMean]]
 
 
-def _added(a: _Sums, b: _Sums) -> _Sums:
+def _added(a: _Totals, b: _Totals) -> _Totals:
     pairs = zip(a.grads, b.grads, strict=True)
     grads = [y if x is None else x if y is None else x + y for x, y in pairs]
-    return _Sums(a.total + b.total, a.weight + b.weight, grads, a.auxes + b.auxes)
+    return _Totals(a.total + b.total, a.weight + b.weight, grads, a.auxes + b.auxes)
 
 
 def _gradients(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:

@@ -2,7 +2,7 @@
 
 import random
 
-from shardfn.engine._order import Move, UseOrder
+from shardfn.engine._order import Turn, UseOrder
 
 
 def _order(*phases: list[int]) -> UseOrder:
@@ -42,7 +42,7 @@ def test_schedules_hold_what_is_used_and_no_more_than_fits() -> None:
 
 def test_what_a_phase_used_beyond_its_order_makes_schedules_anew() -> None:
     order = _order([0])
-    assert order.schedule([1, 1], 9) == [[Move([], [0])]]
+    assert order.schedule([1, 1], 9) == [[Turn([], [0])]]
     order.extend(1, [1, 0])
     assert order.phases == [[0], [1, 0]]
-    assert order.schedule([1, 1], 9) == [[Move([], [0, 1])], [Move([], []), Move([1], [])]]
+    assert order.schedule([1, 1], 9) == [[Turn([], [0, 1])], [Turn([], []), Turn([1], [])]]
