@@ -5,4 +5,4 @@ from ._away import is_plain as is_plain
 from . import policies as policies
 from .policies import SavePolicy as SavePolicy, SavedTensor as SavedTensor
 from ._saved import Saved as Saved
-from ._selective import Forward as Forward, Replay as Replay, Results as Results
+from ._selective import Forward as Forward, Rerun as Rerun, Results as Results

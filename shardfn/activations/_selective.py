@@ -45,7 +45,7 @@ class _Result:
         return None if self.away.spoiled else self.away.value().as_strided(*self.look)
 
 
-class _Op:
+class _RecordedOp:
     """One operation of the forward, and what is put aside of it: all results, or none."""
 
     def __init__(self, func: Any) -> None:
@@ -70,10 +70,10 @@ class Results:
 
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf) -> None:
         self._policy, self._window, self._pool = policy, window, pool
-        self.ops: list[_Op] = []
-        self._of: dict[int, tuple[StorageWeakRef, _Op]] = {}
-        self._last: _Op | None = None
-        self._waiting: list[_Op] = []
+        self.ops: list[_RecordedOp] = []
+        self._of: dict[int, tuple[StorageWeakRef, _RecordedOp]] = {}
+        self._last: _RecordedOp | None = None
+        self._waiting: list[_RecordedOp] = []
         self._leaving: list[Away] = []
 
     # The forward.
@@ -85,7 +85,7 @@ class Results:
         if not is_numbered(func):
             return
         self.conclude()
-        op = _Op(func)
+        op = _RecordedOp(func)
         self.ops.append(op)
         outs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
         if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws(func, args, kwargs):
@@ -100,7 +100,7 @@ class Results:
             self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
         self._last = op
 
-    def _ask(self, name: str | None, op: _Op, x: Tensor) -> Action:
+    def _ask(self, name: str | None, op: _RecordedOp, x: Tensor) -> Action:
         saved = describe(name, x, op.name)
         return check_action(self._policy(saved), saved)
 
@@ -130,7 +130,7 @@ class Results:
             over -= oldest.nbytes
             self._part_with(oldest)
 
-    def _part_with(self, op: _Op) -> None:
+    def _part_with(self, op: _RecordedOp) -> None:
         if op.action == "recompute":
             op.results = []
             return
@@ -216,7 +216,7 @@ class Forward(TorchDispatchMode):
         return out
 
 
-class Replay(TorchDispatchMode):
+class Rerun(TorchDispatchMode):
     """Takes results in place of running operations; each can be taken once."""
 
     def __init__(self, results: Results) -> None:

@@ -14,7 +14,7 @@ from ._route import Route as Route, route as route
 from ._packing import EvenPacking as EvenPacking, Packing as Packing, Cuts as Cuts, Stretch as Stretch, dealt as dealt
 from ._carry import carry as carry, carry_all as carry_all
 from ._overlaps import Box as Box, Overlap as Overlap, overlaps as overlaps, pieces as pieces
-from ._cross import Crossing as Crossing, cross as cross
+from ._cross import LeafCrossing as LeafCrossing, cross as cross
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
 from ._residual import Residual as Residual, compressed_init as compressed_init

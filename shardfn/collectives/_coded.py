@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfn.core import Pending
 
 from ._code import Code
-from ._hops import Grid, TwoHops
+from ._hops import NearFar, TwoHops
 from ._traced import AnyChannel, AnyChannels
 
 
@@ -69,7 +69,7 @@ class CodedReduce:
         self._code = code
         self._first: AnyChannel = channels.reduce(near or axes)
         self._far: AnyChannel | None = channels.relay(tuple(a for a in axes if a not in near)) if near else None
-        self._grid = None if self._far is None else Grid(axes, self._far, self._first)
+        self._grid = None if self._far is None else NearFar(axes, self._far, self._first)
         self.axes, self.sums_in_one = axes, False
         self.size = self._first.size * (1 if self._far is None else self._far.size)
         self.index = self._first.index if self._grid is None else self._grid.index

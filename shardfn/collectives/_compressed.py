@@ -89,7 +89,7 @@ def compressed_pmean(
         >>> mean["w"]
         tensor([ 0.6124, -0.6124,  0.6124])
     """
-    call = _Call("compressed_pmean", tree, axis, compressor, state, outer, mean=True, donate=donate)
+    call = _CompressedCall("compressed_pmean", tree, axis, compressor, state, outer, mean=True, donate=donate)
     return call.run(bucket, decode=True)
 
 
@@ -132,7 +132,7 @@ def compressed_psum(
         >>> compressed_psum(x, "dp", identity(), compressed_init(x, "dp", identity()))[0]
         tensor([1., 1.])
     """
-    call = _Call("compressed_psum", tree, axis, compressor, state, outer, mean=False, donate=donate)
+    call = _CompressedCall("compressed_psum", tree, axis, compressor, state, outer, mean=False, donate=donate)
     return call.run(bucket, decode=True)
 
 
@@ -177,7 +177,7 @@ def coded_pmean(
         >>> decoded(codes, x, "dp", compressor)
         tensor([ 1., -1.])
     """
-    call = _Call("coded_pmean", tree, axis, compressor, state, outer, mean=True, donate=donate)
+    call = _CompressedCall("coded_pmean", tree, axis, compressor, state, outer, mean=True, donate=donate)
     return call.run(bucket, decode=False)
 
 
@@ -257,7 +257,7 @@ def _size(line: Line | None) -> int:
 
 
 @dataclasses.dataclass
-class _Leaf:
+class _CompressedLeaf:
     """A leaf on its way."""
 
     x: Tensor
@@ -266,7 +266,7 @@ class _Leaf:
     out: Any = ()
 
 
-class _Call:
+class _CompressedCall:
     """One call of a compressed collective: checked when it is made, run by `run`."""
 
     def __init__(
@@ -295,7 +295,7 @@ class _Call:
         problems = [p for path, (x, r, cut) in zip(paths, rows, strict=True)
                     for p in check_memory(path, x, r, *self._wanted(cut))]  # fmt: skip
         raise_all(ValueError, misfit(op, self.ranks), problems)
-        self.leaves = [_Leaf(*row) for row in rows]
+        self.leaves = [_CompressedLeaf(*row) for row in rows]
 
     def _wanted(self, cut: Cut) -> tuple[Any, Any]:
         return ((1, cut.ranks * cut.c), (cut.c,)) if self.compressor.remembers else (None, None)
@@ -307,7 +307,7 @@ class _Call:
             out = [leaf.out if leaf.cut.n or not decode else leaf.x for leaf in self.leaves]
         return tree_unflatten(self.treedef, out), tree_unflatten(self.treedef, [leaf.residual for leaf in self.leaves])
 
-    def _stages(self, leaves: list[_Leaf], decode: bool) -> Iterator[None]:
+    def _stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
         """The phases of one bucket; stops where something is under way."""
         pieces = self._pieces(leaves)
         sent = [self._compressed(leaf, piece) for leaf, piece in zip(leaves, pieces, strict=True)]
@@ -322,7 +322,7 @@ class _Call:
             into = _memory_of(leaf.x) if self.donate else None
             leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
 
-    def _pieces(self, leaves: list[_Leaf]) -> list[Tensor]:
+    def _pieces(self, leaves: list[_CompressedLeaf]) -> list[Tensor]:
         """What this rank puts in, flat: the leaves, or with inner axes its pieces of their means there."""
         if self.inside is None:
             return [leaf.x.reshape(-1) for leaf in leaves]
@@ -330,7 +330,7 @@ class _Call:
         own = native.reduce_scatter(torch.cat(rows, 1), self.inside, name="psum_scatter")
         return list((own / self.inner_divisor).split([leaf.cut.piece for leaf in leaves]))
 
-    def _compressed(self, leaf: _Leaf, piece: Tensor) -> Codes:
+    def _compressed(self, leaf: _CompressedLeaf, piece: Tensor) -> Codes:
         cut, memory = leaf.cut, leaf.residual.worker
         piece = piece.float() if piece.dtype == torch.float64 else piece
         fresh = piece if self.compressor.pads else padded(piece.float(), cut.ranks * cut.c).view(cut.ranks, cut.c)
@@ -340,7 +340,7 @@ class _Call:
         leaf.residual = leaf.residual._replace(worker=worker)
         return codes
 
-    def _combined(self, leaf: _Leaf, codes: Codes) -> Codes:
+    def _combined(self, leaf: _CompressedLeaf, codes: Codes) -> Codes:
         memory = leaf.residual.server
         memory = memory.view(1, -1) if isinstance(memory, Tensor) else memory
         memory = memory if self.donate or not isinstance(memory, Tensor) else memory.clone()

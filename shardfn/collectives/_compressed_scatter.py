@@ -124,7 +124,7 @@ def compressed_scatter_init(
 
 
 @dataclasses.dataclass
-class _Job:
+class _ScatteredLeaf:
     """A leaf on its way."""
 
     x: Tensor
@@ -149,7 +149,7 @@ class _Scatter:
         between, inside = split_axes(op, axis, outer)
         self.between, self.inside = line_along(between), line_along(inside)
 
-    def jobs(self, leaves: list[Tensor], paths: list[str], residuals: list[Residual], dim: int) -> list[_Job]:
+    def jobs(self, leaves: list[Tensor], paths: list[str], residuals: list[Residual], dim: int) -> list[_ScatteredLeaf]:
         check_leaves(self.op, leaves, paths)
         check_dims(self.op, leaves, paths, dim)
         grids = [grid_of(self.op, x, self.axis, self.outer, dim) for x in leaves]
@@ -157,12 +157,12 @@ class _Scatter:
                     for p in check_memory(path, x, residual, self._wanted(grid), None)]  # fmt: skip
         raise_all(ValueError, misfit(self.op, 1 if self.between is None else self.between.size), problems)
         rows = zip(leaves, residuals, grids, strict=True)
-        return [_Job(x, residual, grid, x.new_zeros(grid.own_shape)) for x, residual, grid in rows]
+        return [_ScatteredLeaf(x, residual, grid, x.new_zeros(grid.own_shape)) for x, residual, grid in rows]
 
     def _wanted(self, grid: Grid) -> tuple[int, int] | None:
         return (1, grid.outer * grid.columns(self.compressor.quantum)) if self.compressor.remembers else None
 
-    def stages(self, jobs: list[_Job]) -> Iterator[None]:
+    def stages(self, jobs: list[_ScatteredLeaf]) -> Iterator[None]:
         """The hops of one bucket; stops where something is under way."""
         blocks = [job.cut.blocks(job.x) for job in jobs]
         if self.inside is not None:
@@ -178,7 +178,7 @@ class _Scatter:
         for job, codes in zip(jobs, arrived(), strict=True):
             job.out = job.cut.own(_sum(self.compressor, codes, job.cut.m), job.x.dtype)
 
-    def _sent(self, job: _Job, rows: Tensor) -> Codes:
+    def _sent(self, job: _ScatteredLeaf, rows: Tensor) -> Codes:
         codes, memory = _compressed(self.compressor, rows, job.residual.worker, donate=self.donate)
         job.residual = Residual(memory.view(1, -1) if isinstance(memory, Tensor) else memory, ())
         return codes

@@ -22,7 +22,7 @@ from ._overlaps import Box, Overlap, pieces
 PIECE, WINDOW, MESSAGES = 4 << 20, 32 << 20, 256
 
 
-class Crossing(NamedTuple):
+class LeafCrossing(NamedTuple):
     """A leaf on its way to another mesh, as one rank sees it. A box is in the coordinates of the whole leaf.
 
     Attributes:
@@ -40,7 +40,7 @@ class Crossing(NamedTuple):
     done: Callable[[], None]
 
 
-def cross(crossings: Sequence[Crossing], channel: Channel, places: Mapping[int, int]) -> None:
+def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[int, int]) -> None:
     """Carries leaves out. Collective over the channel, with the same leaves in the same order on all ranks.
 
     Args:
@@ -90,7 +90,7 @@ class _Window:
         self._nbytes += x.nbytes
 
 
-def _start(crossing: Crossing, box: Box, channel: Channel, sender: int, receiver: int, tag: int) -> _UnderWay:
+def _start(crossing: LeafCrossing, box: Box, channel: Channel, sender: int, receiver: int, tag: int) -> _UnderWay:
     if sender == channel.index:
         piece = _copied(crossing, box)
         return _UnderWay(piece.nbytes, channel.send(piece, receiver, tag), lambda: None)
@@ -99,7 +99,7 @@ def _start(crossing: Crossing, box: Box, channel: Channel, sender: int, receiver
     return _UnderWay(piece.nbytes, pending, lambda: crossing.put(box, piece))
 
 
-def _copied(crossing: Crossing, box: Box) -> Tensor:
+def _copied(crossing: LeafCrossing, box: Box) -> Tensor:
     return torch.empty(_shape(box), dtype=crossing.dtype).copy_(crossing.take(box))
 
 

@@ -36,7 +36,7 @@ class TwoHops:
     def __init__(self, channels: AnyChannels, axes: tuple[str, ...], near: tuple[str, ...]) -> None:
         self._far: AnyChannel = channels.gather(tuple(a for a in axes if a not in near))
         self._near: AnyChannel = channels.gather(tuple(a for a in axes if a in near))
-        self._grid = Grid(axes, self._far, self._near)
+        self._grid = NearFar(axes, self._far, self._near)
         self.axes, self.size, self.index = axes, self._far.size * self._near.size, self._grid.index
 
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
@@ -56,7 +56,7 @@ class TwoHops:
         return pending.then(lambda out: _trimmed(self._grid.to_ranks(out), sizes))
 
 
-class Grid:
+class NearFar:
     """Blocks of one size in the order of ranks along all axes, or of (near index, far index).
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Box, Channels, Crossing, GlobalTensor, Overlap, cross, overlaps
+from shardfn.collectives import Box, Channels, GlobalTensor, LeafCrossing, Overlap, cross, overlaps
 from shardfn.core import Mesh, P, Stored, block_slices
 from shardfn.memory import host_empty
 
@@ -22,7 +22,7 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
     known: dict[object, list[Overlap]] = {}
     arrivals = [_Arrival(t) for t in transits]
     crossings = [
-        Crossing(_overlaps(t, ranks[comms.mesh.rank], known), _narrower(t), _source(t), a.put, a.done)
+        LeafCrossing(_overlaps(t, ranks[comms.mesh.rank], known), _narrower(t), _source(t), a.put, a.done)
         for t, a in zip(transits, arrivals, strict=True)
     ]
     cross(crossings, channels.between(comms.mesh.axis_names), {rank: i for i, rank in enumerate(ranks)})

@@ -119,7 +119,7 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class Moment:
     """A start (`wait` is False) or the wait for one; `turn` counts the starts on the channel."""
 
     channel: str
@@ -139,7 +139,7 @@ class Events:
     """
 
     lines: list[str]
-    program: list[Event]
+    program: list[Moment]
 
     @property
     def text(self) -> str:
@@ -156,16 +156,16 @@ def collective_events(gm: GraphModule) -> Events:
         []
     """
     moves = {t.node: t for t in transfers(gm) if t.num_ranks > 1}
-    turns, started, out = collections.Counter[str](), dict[Node, Event](), list[Event]()
+    turns, started, out = collections.Counter[str](), dict[Node, Moment](), list[Moment]()
     for node in gm.graph.nodes:
         if node in moves:
             channel = moves[node].channel
-            started[node] = Event(channel, turns[channel], False, node.name, where_of(node))
+            started[node] = Moment(channel, turns[channel], False, node.name, where_of(node))
             turns[channel] += 1
             out.append(started[node])
         elif is_wait(node) and start_of(node) in moves:
             begun = started[start_of(node)]
-            out.append(Event(begun.channel, begun.turn, True, node.name, where_of(node) or begun.where))
+            out.append(Moment(begun.channel, begun.turn, True, node.name, where_of(node) or begun.where))
     return Events([_line(t) for t in moves.values()], out)
 
 
@@ -254,7 +254,7 @@ def _groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list
 class _Simulation:
     """All ranks at once: each runs until it blocks; who completes a transfer wakes those who wait for it."""
 
-    def __init__(self, programs: Sequence[Sequence[Event]], shape: Mapping[str, int]) -> None:
+    def __init__(self, programs: Sequence[Sequence[Moment]], shape: Mapping[str, int]) -> None:
         self._programs, self._at = programs, [0] * len(programs)
         self._axes = {e.channel for p in programs for e in p}
         self._group = {c: self._group_of_rank(c, shape) for c in sorted(self._axes)}
@@ -290,7 +290,7 @@ class _Simulation:
             self._at[rank] += 1
         return woken
 
-    def _need(self, rank: int, event: Event) -> tuple[str, int, int] | None:
+    def _need(self, rank: int, event: Moment) -> tuple[str, int, int] | None:
         """What must happen before the event can: that all have opened the channel, or that all have started."""
         if self._makes(event.channel) and len(self._opened[event.channel]) < len(self._programs):
             return event.channel, -1, -1
@@ -304,7 +304,7 @@ class _Simulation:
         complete = self._makes(channel) and len(opened) == len(self._programs)
         return self._blocked.pop((channel, -1, -1), []) if complete else []
 
-    def _start(self, rank: int, event: Event) -> list[int]:
+    def _start(self, rank: int, event: Moment) -> list[int]:
         group, size = self._group[event.channel][rank]
         key = event.channel, group, event.turn
         self._started[key] += 1

@@ -128,7 +128,7 @@ def choose(
     if candidates is not None:
         table = score(candidates)
     else:
-        grid = _Grid(gm, cluster, given or {})
+        grid = _Candidates(gm, cluster, given or {})
         table = score(grid.messages())
         table = score(grid.windows(_best(table, limit) or _leanest(table)))
         table = table if _best(table, limit) else score(grid.behind(_leanest(table)))
@@ -162,7 +162,7 @@ def check_fits(gm: GraphModule, memory: int) -> None:
 # Candidates
 
 
-class _Grid:
+class _Candidates:
     """What is worth trying for a graph on a cluster; nothing but the default for one that sends nothing."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, given: Mapping[str, Any]) -> None:

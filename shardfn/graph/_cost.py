@@ -189,7 +189,7 @@ def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
         >>> estimate(gm, box).seconds
         1.0
     """
-    run = _Simulation(gm, cluster)
+    run = _Clocks(gm, cluster)
     for node in gm.graph.nodes:
         run.step(node)
     rate = run.rate()
@@ -198,7 +198,7 @@ def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
     return Estimate(seconds, run.compute, dict(run.busy), dict(run.exposed), mfu, tuple(run.events))
 
 
-class _Simulation:
+class _Clocks:
     """The clocks of one simulated run."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster) -> None:

@@ -27,7 +27,7 @@ Source = Callable[[int], Tensor]
 _FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
 
 
-class _Opened(torch.autograd.Function):
+class _FetchedLeaf(torch.autograd.Function):
     """handle -> whole tensor; the transpose is the identity, so a handle collects the sum over all uses of its leaf."""
 
     @staticmethod
@@ -191,7 +191,7 @@ class LazyLeaf(torch.Tensor):
             return out
         book, index = self._book, self.number
         if self.handle.requires_grad and torch.is_grad_enabled():
-            return _Opened.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
+            return _FetchedLeaf.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
         return book.fetch(index)
 
     @classmethod

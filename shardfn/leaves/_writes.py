@@ -27,7 +27,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._seen: list[_Entry] = []
+        self._seen: list[_WatchedTensor] = []
         self._entered: list[tuple[str, Tensor, int]] = []
 
     def enter(self, path: str, x: Tensor) -> None:
@@ -48,7 +48,7 @@ class Watch:
         witness = torch.Tensor._make_subclass(torch.Tensor, x.detach())
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(witness):
             witness.set_()  # pyright: ignore[reportCallIssue]  # empty; the version is still that of `x`
-        self._seen.append(_Entry(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
+        self._seen.append(_WatchedTensor(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
 
     def check(self, where: str) -> None:
         """Compares.
@@ -79,7 +79,7 @@ class Watch:
         self._seen = [x for x in self._seen if not x.memory.expired()]
 
 
-class _Entry(NamedTuple):
+class _WatchedTensor(NamedTuple):
     """A tensor that is watched: by an empty one that shares its version."""
 
     path: str

@@ -102,7 +102,7 @@ def _without_specs(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Leaf(NamedTuple):
+class _WholeLeaf(NamedTuple):
     """A whole leaf: its shape, and how it is cut; no spec where only each step will say that."""
 
     shape: torch.Size
@@ -138,7 +138,7 @@ class _OnWholes:
 
     Attributes:
         inner: the rule, whose `update` takes no `specs`.
-        leaves: a `_Leaf` for each leaf of the tree it was decided on; None before.
+        leaves: a `_WholeLeaf` for each leaf of the tree it was decided on; None before.
     """
 
     inner: GradientTransformation
@@ -151,7 +151,7 @@ class _OnWholes:
     def decide(self, params: Params) -> GradientTransformation:
         ask = self.inner.needs.decide
         slots = tree_flatten(params, none_is_leaf=True)[0]
-        wholes = [None if x is None else _Leaf(x.shape, getattr(x, "spec", None)) for x in slots]
+        wholes = [None if x is None else _WholeLeaf(x.shape, getattr(x, "spec", None)) for x in slots]
         leaves = Resolved({str(i): whole for i, whole in enumerate(wholes)})
         return _OnWholes(self.inner if ask is None else ask(params), leaves).rule()
 
@@ -159,7 +159,7 @@ class _OnWholes:
         if self.leaves is None:
             return self.inner.init(params)
         blocks, treedef = tree_flatten(params)
-        wholes: tuple[_Leaf, ...] = self.leaves.of(params)
+        wholes: tuple[_WholeLeaf, ...] = self.leaves.of(params)
         if self.inner.needs.grain == "tree" and len(blocks) < sum(x is not None for x in self.leaves.says.values()):
             raise ValueError(
                 "a state on host or disk is made leaf by leaf, but an optimizer whose update takes no `specs` may look"
@@ -189,7 +189,7 @@ class _OnWholes:
                 "an update that takes no `specs` is given whole leaves, but how large these are is not known: decide"
                 " the rule first, by optim.decided(tx, whole) on a tree of whole leaves."
             )
-        wholes: tuple[_Leaf, ...] = self.leaves.of(updates)
+        wholes: tuple[_WholeLeaf, ...] = self.leaves.of(updates)
         (gs, treedef), (ss, of), own = tree_flatten(updates), tree_flatten(state), owners(state, updates)
 
         def joined(leaves: list[Tensor]) -> PyTree:
@@ -212,7 +212,7 @@ def _kept(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
     return GlobalTensor(x.clone(), x.shape, P(), current_mesh())
 
 
-def _check_blocks(params: Params, blocks: list[Tensor], wholes: Sequence[_Leaf]) -> None:
+def _check_blocks(params: Params, blocks: list[Tensor], wholes: Sequence[_WholeLeaf]) -> None:
     rows = zip(tree_paths(params, "params"), blocks, wholes, strict=True)
     wrong = [
         f"{path} has shape {tuple(x.shape)}, but the leaf has {tuple(leaf.shape)}"

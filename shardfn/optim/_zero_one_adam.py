@@ -224,7 +224,7 @@ class _ZeroOneAdam(Phased):
         step = self._step(state, leaves, params, now)
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus, averaged=not now.local)
         state = state._replace(adam=leaves.joined(adam, leaves.pick(mus), leaves.pick(nus)))
-        rows = _Rows(*map(leaves.pick, (leaves.ps, leaves.gs, mus, nus, step.decays)))
+        rows = _LocalRows(*map(leaves.pick, (leaves.ps, leaves.gs, mus, nus, step.decays)))
         if now.name.startswith(("full", "onebit")):
             return params, self._learn(leaves, rows, step, state, specs, now)
         return params, self._alone(leaves, rows, step, state, now)
@@ -267,7 +267,7 @@ class _ZeroOneAdam(Phased):
         return state._replace(adam=adam, freeze=freeze, num_var=num_var, var_interval=grown)
 
     def _learn(
-        self, leaves: Apart, rows: "_Rows", step: StepNumbers, state: ZeroOneAdamState, specs: Specs, now: Phase
+        self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, specs: Specs, now: Phase
     ) -> ZeroOneAdamState:
         gs, residual = [g.float() for g in rows.gs], state.residual
         if now.local:
@@ -280,7 +280,7 @@ class _ZeroOneAdam(Phased):
         return self._learnt(state._replace(residual=residual), state.adam, specs, now)
 
     def _alone(
-        self, leaves: Apart, rows: "_Rows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
+        self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
     ) -> ZeroOneAdamState:
         state = self._fresh(rows, leaves, state) if now == SWITCH else state
         rate = step.lr if step.c1 is None else step.lr / step.c1
@@ -299,7 +299,7 @@ class _ZeroOneAdam(Phased):
     def _round(
         self,
         leaves: Apart,
-        rows: "_Rows",
+        rows: "_LocalRows",
         step: StepNumbers,
         state: ZeroOneAdamState,
         starts: list[Any],
@@ -318,7 +318,7 @@ class _ZeroOneAdam(Phased):
             residual=residual, rates=torch.zeros_like(state.rates), decays=torch.zeros_like(state.decays)
         )
 
-    def _fresh(self, rows: "_Rows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
+    def _fresh(self, rows: "_LocalRows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
         """The state as ranks start to step alone. The errors were those of gradients; now sums are sent."""
         for p, start in zip(rows.ps, leaves.pick(leaves.treedef.flatten_up_to(state.start)), strict=True):
             start.copy_(p)
@@ -332,7 +332,7 @@ class _ZeroOneAdam(Phased):
         )
 
 
-class _Rows(NamedTuple):
+class _LocalRows(NamedTuple):
     """Columns of the compressed leaves."""
 
     ps: list[Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardfn.activations import Forward, Replay, Results, SavePolicy, pool_of
+from shardfn.activations import Forward, Rerun, Results, SavePolicy, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_unflatten
@@ -61,7 +61,7 @@ def remat(
     def contexts() -> tuple[Any, Any]:
         assert policy is not None
         results = Results(policy, window, pool_of(directory))
-        return Forward(results), Replay(results)
+        return Forward(results), Rerun(results)
 
     options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": contexts})
 
