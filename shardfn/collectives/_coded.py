@@ -105,17 +105,19 @@ class Relayed(Pending[Tensor]):
     """
 
     def __init__(self, far: AnyChannel, first: Pending[Tensor], go_on: Callable[[Tensor], Pending[Tensor]]) -> None:
-        super().__init__(self._arrive, self._look)
+        super().__init__()
         self._line, self._first, self._go_on = far.line, first, go_on
         self._second: Pending[Tensor] | None = None
         self._line.append(self)
 
-    def _look(self) -> bool:
+    def done(self) -> bool:
+        """Whether `result()` would return at once."""
         while self._line and self._line[0]._first.done():
             self._line[0].pass_on()
         return self._second is not None and self._second.done()
 
-    def _arrive(self) -> Tensor:
+    def result(self) -> Tensor:
+        """The value; waits for it."""
         while self._second is None:
             self._line[0].pass_on()
         return self._second.result()

@@ -14,7 +14,8 @@ class Pending(Generic[T_co]):
     but of two threads one at a time.
 
     Args:
-        result: waits, and gives the value or raises what went wrong on the way.
+        result: waits, and gives the value or raises what went wrong on the way; None in a subclass that overrides
+            `result` and `done`. (One that passed its own methods would hold itself, and so what it waits for.)
         done: tells without waiting; default: nobody can tell.
         left: waits until the source may be overwritten; default: when the value is there.
 
@@ -27,7 +28,7 @@ class Pending(Generic[T_co]):
 
     def __init__(
         self,
-        result: Callable[[], T_co],
+        result: Callable[[], T_co] | None = None,
         done: Callable[[], bool] | None = None,
         left: Callable[[], object] | None = None,
     ) -> None:
@@ -50,6 +51,7 @@ class Pending(Generic[T_co]):
         Raises:
             Exception: whatever went wrong on the way.
         """
+        assert self._result is not None
         return self._result()
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ class Fetch(Pending[Tensor]):
     """
 
     def __init__(self, source: Tensor | Pending[Tensor], device: torch.device) -> None:
-        super().__init__(self._arrive, lambda: self._moving is not None and self._moving.done())
+        super().__init__()
         self._source: Tensor | Pending[Tensor] | None = source
         self._device = device
         self._moving: Pending[Tensor] | None = None
@@ -33,7 +33,12 @@ class Fetch(Pending[Tensor]):
         if isinstance(self._source, Tensor) or (self._source is not None and self._source.done()):
             self.move()
 
-    def _arrive(self) -> Tensor:
+    def done(self) -> bool:
+        """Whether `result()` would return at once."""
+        return self._moving is not None and self._moving.done()
+
+    def result(self) -> Tensor:
+        """The piece, on the device; waits for it."""
         self.move()
         assert self._moving is not None
         return self._moving.result()
