@@ -50,69 +50,71 @@ class LeafLayout:
         """Its placements, and the routes between them."""
         return ways(len(self.shape), self.places, self.manner, self.sizes)
 
+    # All of what follows from the fields is worked out once: a step asks for it leaf by leaf, many times.
+
     # What its places say.
 
-    @property
+    @functools.cached_property
     def compute(self) -> P:
         """The spec of what the loss sees."""
         return self.places.compute
 
-    @property
+    @functools.cached_property
     def param(self) -> P:
         """The spec in which the parameter is kept."""
         return self.places.param
 
-    @property
+    @functools.cached_property
     def shard(self) -> P:
         """The spec of the rows that this rank updates, and of their optimizer state."""
         return self.places.shard
 
-    @property
+    @functools.cached_property
     def dtypes(self) -> Dtypes:
         """In which precision it is kept, updated, computed, sent and added up."""
         return self.places.dtypes
 
-    @property
+    @functools.cached_property
     def home(self) -> MemoryKind:
         """The memory in which the parameter is kept."""
         return self.places.memories.param
 
-    @property
+    @functools.cached_property
     def grad_home(self) -> MemoryKind:
         """The memory in which its summed gradient waits for the update."""
         return self.places.memories.grad
 
-    @property
+    @functools.cached_property
     def state_home(self) -> MemoryKind:
         """The memory in which its optimizer state is kept."""
         return self.places.memories.state
 
-    @property
+    @functools.cached_property
     def at_home(self) -> bool:
         """Whether nothing of it ever leaves the device."""
         return self.home == self.grad_home == self.state_home == "device"
 
-    @property
+    @functools.cached_property
     def left_axes(self) -> tuple[str, ...]:
         """The axes over which its gradient is not summed, since the optimizer averages over them itself."""
         return self.ways.summed.unreduced
 
-    @property
+    @functools.cached_property
     def gathered(self) -> bool:
         """Whether the parameter is kept in pieces and gathered when it is used."""
         return self.param != self.compute
 
-    @property
+    @functools.cached_property
     def lazy(self) -> bool:
         """Whether the parameter is brought when it is used: gathered, or fetched from another memory, or both."""
         return self.gathered or self.home != "device"
 
-    @property
+    @functools.cached_property
     def refreshed(self) -> bool:
         """Whether the parameter is resident while each rank updates only rows of it: made whole again after."""
         return not self.gathered and self.dim is not None
 
-    @property
+    @functools.cached_property
     def takes_rows(self) -> bool:
         """Whether the optimizer takes this rank's rows of the gradient; if not, the gradient of the whole block."""
         return self.dim is not None and not set(self.zero_axes) & set(self.left_axes)
@@ -124,7 +126,7 @@ class LeafLayout:
 
     # What its routes say.
 
-    @property
+    @functools.cached_property
     def use_axes(self) -> tuple[str, ...]:
         """The axes along which it is gathered when it is used."""
         return self.zero_axes if self.gathered else ()
@@ -162,12 +164,12 @@ class LeafLayout:
 
     # How its block is cut.
 
-    @property
+    @functools.cached_property
     def block(self) -> torch.Size:
         """The shape of what the loss sees on this rank."""
         return self.pieces.whole
 
-    @property
+    @functools.cached_property
     def dim(self) -> int | None:
         """The dim along which the ZeRO ranks share it; None if they do not."""
         return self.pieces.dim
