@@ -12,6 +12,9 @@ class Disk:
         checksum: whether what is read from the disk is compared with what was written.
         durable: whether commits outlive a loss of power too: a step waits until the device has what it wrote.
 
+    Raises:
+        ValueError: there is no directory.
+
     Example:
         >>> Disk("/path/to/a/fast/disk", checksum=True).durable
         False
@@ -20,3 +23,7 @@ class Disk:
     directory: str
     checksum: bool = False
     durable: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.directory:
+            raise ValueError(f"Disk({self.directory!r}): name a directory, or leave disk= out.")

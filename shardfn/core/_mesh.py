@@ -138,6 +138,13 @@ class Mesh:
         """Whether this rank is one of the mesh."""
         return self.rank >= 0
 
+    def is_like(self, other: "Mesh") -> bool:
+        """Whether the same ranks have the same places on the same axes; axes of one rank do not count."""
+        if other is self:
+            return True
+        mine, theirs = ([(a, n) for a, n in mesh.shape.items() if n > 1] for mesh in (self, other))
+        return mine == theirs and self.ranks == other.ranks
+
     def check_member(self) -> None:
         """Refuses to go on with a mesh that this rank is not of.
 

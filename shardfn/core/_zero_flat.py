@@ -75,6 +75,9 @@ def check_names(fields: Mapping[str, Any], own: set[str]) -> None:
     """
     known = (own - PARTS.keys()) | PART_OF.keys()
     for name in fields:
+        if name in PARTS:
+            inner = ", ".join(f"{n}=" for n, part in PART_OF.items() if part == name)
+            raise TypeError(f"Zero.flat takes the fields of {name} by name: {inner}.")
         if name not in known:
             raise TypeError(f"Zero has no field {name!r}.{did_you_mean(name, known)}")
 
@@ -91,8 +94,12 @@ def takes_old_names(cls: type[T]) -> type[T]:
         old = {name: value for name, value in fields.items() if name in RENAMED}
         if old:
             new = {RENAMED[name]: value for name, value in old.items()}
+            if twice := sorted(fields.keys() & (new.keys() - old.keys())):
+                raise TypeError(f"Zero got {twice[0]!r} by its old name and by its new one; leave the old one out.")
             _warn(f"Zero({', '.join(f'{name}={value!r}' for name, value in old.items())})", f"Zero({_spelling(new)})")
             fields = nested({k: v for k, v in fields.items() if k not in old} | new)
+        own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        check_names({name: value for name, value in fields.items() if name not in own}, own)
         for name in fields.keys() & PART_OF.keys():
             raise TypeError(f"Zero has no field {name!r}: write Zero({_spelling({name: fields[name]})}).")
         init(self, *args, **fields)
@@ -102,7 +109,8 @@ def takes_old_names(cls: type[T]) -> type[T]:
         if name not in RENAMED:
             raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
         new = RENAMED[name]
-        _warn(f"Zero.{name}", f"Zero.{PART_OF[new]}.{new}" if new in PART_OF else f"Zero.{new}")
+        there = "" if PART_OF.get(new) != "disk" else " (where Zero.disk is not None)"
+        _warn(f"Zero.{name}", f"Zero.{PART_OF[new]}.{new}{there}" if new in PART_OF else f"Zero.{new}")
         return flattened(self).get(new, False)  # of a disk that is not there nothing is asked
 
     cls.__init__ = __init__

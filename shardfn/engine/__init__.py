@@ -22,7 +22,7 @@ from ._jitted import CacheInfo as CacheInfo, Jitted as Jitted, leaf_signature as
 from ._levels import Transform as Transform, check_order as check_order
 from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMean as WeightedMean, evaluate as evaluate
 from ._mixed import Mixed as Mixed, check_scaled as check_scaled, with_masters as with_masters
-from ._model_state import check_kept as check_kept, check_same_state as check_same_state
+from ._model_state import check_alike as check_alike, check_kept as check_kept, check_same_state as check_same_state
 from ._model_state import first_model_state as first_model_state
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._phases import check_phases as check_phases, in_phase as in_phase

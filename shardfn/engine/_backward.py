@@ -14,7 +14,7 @@ from shardfn.leaves import LeafBook, opened
 from shardfn.state import Ahead
 
 from ._accumulated import microbatches
-from ._comms import Comms, described, open_channels, rounds_of
+from ._comms import Comms, described, open_channels, rounds_of, spans_the_mesh
 from ._entered import check_capture, enter, watch_of
 from ._gather import DONE, IDLE, Gatherer
 from ._loss import NoGradientError, Value, WeightedMean, evaluate, totals
@@ -221,6 +221,9 @@ class Engine:
         plan, comms = self._plan, self._comms
         self._gatherer.close()
         check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state))
+        if not spans_the_mesh(comms, plan):
+            # Of groups that share no leaves, none goes on to the update while another one has failed.
+            self._idle = all(comms.control.exchange(int(self._idle)))
         if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
             raise NoGradientError(plan.trained)
         comms.mark("update")

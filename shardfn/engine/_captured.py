@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import StoppedError
+from shardfn.collectives import GlobalTensor, StoppedError
 from shardfn.core import Stored, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.graph import Choice, Schedule
 from shardfn.memory import stored_of, token_of
@@ -95,4 +95,6 @@ def _layouts(state: TrainState) -> Any:
     """What a graph takes for granted of the state."""
     leaves, treedef = tree_flatten((state.opt_state, state.model_state))
     held: list[Tensor | Stored] = [x.held for x in (*tree_leaves(state.params), *leaves)]
-    return treedef, *((x.stride() if isinstance(x, Tensor) else x.shape, x.dtype) for x in held)
+    kinds = [x.memory_kind for x in leaves if isinstance(x, GlobalTensor)]
+    shapes = ((tuple(x.shape), x.stride() if isinstance(x, Tensor) else None, x.dtype) for x in held)
+    return treedef, *kinds, *shapes

@@ -84,6 +84,11 @@ def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
     return comms.control if comms.meets else comms.control.along(plan.sharing_axes)
 
 
+def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
+    """Whether all ranks of the mesh take part in the rounds of a plan."""
+    return comms.meets or comms.mesh.axis_size(plan.sharing_axes) == comms.mesh.size
+
+
 @contextlib.contextmanager
 def losing_no_peer(comms: Comms) -> Iterator[None]:
     """Tells the others of an error at once, and turns one that another rank has told of into a `RankError`.

@@ -110,7 +110,9 @@ def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: 
 
         def one(inner: Loss, batch: PyTree) -> list[Value]:
             with through.through():
-                return [_evaluate(inner, params, (batch, *key), has_aux)]
+                value = _evaluate(inner, params, (batch, *key), has_aux)
+            through.now = tree_map(Tensor.detach, through.now)  # a constant of the next forward
+            return [value]
 
         own, weight = totals(fold(loss, batch, one, operator.add))
         total = psum(own, axes)

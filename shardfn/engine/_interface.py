@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import fakes
-from shardfn.collectives import AnyControl, GlobalTensor, psum, pvary
+from shardfn.collectives import AnyControl, GlobalTensor, current_mesh, psum, pvary
 from shardfn.core import (
     DonatedError,
     Mesh,
@@ -27,6 +27,7 @@ from shardfn.core import (
 )
 
 from ._check import check_specs
+from ._plan import MOVE_THEM
 
 # For a function that writes to an argument.
 REMEDY = "Name the argument in donate=, or write to a clone()."
@@ -121,7 +122,7 @@ class Interface:
             specs = broadcast_prefix(spec, tree, is_entry, names=(f"in_specs[{k - 1}]", f"args[{k}]"))
             named = zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), specs, strict=True)
             out += [Argument(path, x, p, k in self.donate and p is not None) for path, x, p in named]
-        _check(out)
+        _check(out, self.mesh)
         return out
 
     def abstract(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -214,6 +215,8 @@ def block_of(x: GlobalTensor, spec: P, path: str, name: str) -> Tensor:
     Raises:
         ValueError: it is cut otherwise.
     """
+    if not x.mesh.is_like(current_mesh()):
+        raise ValueError(f"{path} is on {x.mesh!r}, not on {current_mesh()!r}; {MOVE_THEM}.")
     if x.spec != spec:
         raise ValueError(_cut_otherwise(x, spec, path, name))
     return x.local
@@ -225,7 +228,7 @@ def varying(x: Tensor, axes: Sequence[str], spec: P) -> Tensor:
     return pvary(x, rest) if x.is_floating_point() else x
 
 
-def _check(arguments: Sequence[Argument]) -> None:
+def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
     sharded = [(a.path, a.given, a.spec) for a in arguments if a.spec is not None]
     raise_all(
         TypeError,
@@ -238,6 +241,11 @@ def _check(arguments: Sequence[Argument]) -> None:
         "these leaves were consumed by an earlier call; go on from what it returned, or leave their argument out of"
         " donate=:",
         [path for path, x, _ in sharded if x.donated],
+    )
+    raise_all(
+        ValueError,
+        f"arguments are on another mesh than {mesh!r}; {MOVE_THEM}:",
+        [f"{path} is on {x.mesh!r}" for path, x, _ in sharded if not x.mesh.is_like(mesh)],
     )
     raise_all(
         ValueError,

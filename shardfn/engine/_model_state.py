@@ -139,6 +139,18 @@ def check_fit(tree: PyTree, specs: PyTree) -> None:
     )
 
 
+def check_alike(tree: PyTree, control: AnyControl) -> None:
+    """Refuses first model states of other leaves on other ranks. Collective.
+
+    Raises:
+        RankError: lists what each rank passes.
+    """
+    mine = [f"{path}: {tuple(x.shape)} {x.dtype}" for path, x in named_leaves(tree)]
+    rows: list[Any] = control.gather(mine)
+    if any(row != rows[0] for row in rows):
+        raise_all(RankError, "ranks pass other model states:", [f"rank {r}: {row}" for r, row in enumerate(rows)])
+
+
 def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
     """Refuses a state whose model state is not what the step was built for.
 

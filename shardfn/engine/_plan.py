@@ -57,6 +57,9 @@ OF_A_STATE = Words(
 )
 
 
+MOVE_THEM = "bring them there first, sf.reshard(tree, to, mesh=...)"
+
+
 @dataclasses.dataclass
 class Plan:
     """A layout, its units of transfer, and the orders of use learnt so far.
@@ -269,6 +272,11 @@ class Planner:
             paths = tree_paths(params, "params")
             listed = [f"{paths[i]} is a {type(leaves[i]).__name__}" for i in wrong]
             raise_all(TypeError, words.no_tensors, listed)
+        elsewhere = [i for i, x in enumerate(leaves) if not x.mesh.is_like(self.mesh)]
+        if elsewhere:
+            paths = tree_paths(params, "params")
+            listed = [f"{paths[i]} is on {leaves[i].mesh!r}" for i in elsewhere]
+            raise_all(ValueError, f"leaves are on another mesh than {self.mesh!r}; {MOVE_THEM}:", listed)
         plan = self.plan(treedef, leaves)
         pairs = zip(plan.leaves, leaves, strict=True)
         raise_all(

@@ -112,7 +112,7 @@ def _start(
     first, packing = plan.layers[unit.leaves[0]], unit.packing
     channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
-    assert block is not None
+    assert block is not None and len(pieces) == len(unit.leaves)
     if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
         return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
     return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False

@@ -193,7 +193,7 @@ class LeafLayout:
         """What is the same for leaves that travel alike."""
         bounds = self.pieces.bounds
         cut = self.use_axes, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
-        return self.block, self.dtypes, self.home, *cut
+        return self.block, self.dtypes, self.home, *cut, self.manner, self.reduce_axes, self.extra_axes
 
     @property
     def entry(self) -> Leaf:

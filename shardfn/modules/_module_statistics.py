@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardfn.collectives import psum, pvary
+from shardfn.collectives import axis_size, psum, pvary
 from shardfn.core import Axes
 
 
@@ -33,14 +33,17 @@ def _batch_norm(
 ) -> Tensor:
     if not training:
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    count = input.numel() // max(1, input.shape[1])
+    if axis_size(axis) == 1 and count < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     over = [d for d in range(x.ndim) if d != 1]
     shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
-    num = psum(torch.tensor(float(x.numel() // max(1, x.shape[1])), dtype=x.dtype, device=x.device), axis)
+    num = psum(torch.tensor(float(count), dtype=x.dtype, device=x.device), axis)
     mean = psum(x.sum(over), axis) / num
     centred = x - pvary(mean, axis).view(shape)
     var = psum(centred.square().sum(over), axis) / num
-    _update(running_mean, running_var, mean.detach(), (var * (num / (num - 1))).detach(), momentum)
+    _update(running_mean, running_var, mean.detach(), (var * (num / (num - 1).clamp(min=1))).detach(), momentum)
     out = centred * torch.rsqrt(pvary(var, axis) + eps).view(shape)
     for scale, op in ((weight, torch.mul), (bias, torch.add)):
         out = out if scale is None else op(out, scale.to(x.dtype).view(shape))

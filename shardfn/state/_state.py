@@ -44,6 +44,11 @@ def looked_at(tree: PyTree) -> PyTree:
     return _map_held(lambda x: x.held, tree)
 
 
+def version_of(x: Tensor) -> int | None:
+    """How often a tensor has been written to; None of one made in inference mode, which nobody counts."""
+    return None if x.is_inference() else x._version
+
+
 @contextlib.contextmanager
 def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
@@ -54,11 +59,11 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     with torch.no_grad():
         blocks = looked_at(tree) if donate else _map_held(_copy, tree)
     given = [x for x in tree_leaves(blocks) if isinstance(x, Tensor)]
-    before = [x._version for x in given]
+    before = [version_of(x) for x in given]
     try:
         yield blocks
     except BaseException:
-        if donate and before != [x._version for x in given]:
+        if donate and (None in before or before != [version_of(x) for x in given]):
             _map_held(lambda x: x.donate(), tree)
         raise
     if donate:

@@ -1,12 +1,14 @@
 """`Blocks`: the memory behind the arguments of a call of a sharded function."""
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_leaves, tree_map
+from shardfn.core import PyTree, raise_all, tree_leaves, tree_map
 from shardfn.engine import REMEDY, Argument
+from shardfn.state import version_of
 
 
 class Blocks:
@@ -19,8 +21,10 @@ class Blocks:
         own = [a for a in arguments if a.spec is not None]
         held = [x.held for x in tree_leaves(params)]
         self._donated = {_memory(a.seen) for a in own if a.donated}
-        self._kept = {_memory(x) for x in held if isinstance(x, Tensor)} | {_memory(a.seen) for a in own}
-        self._watched = [(a.path, a.seen, a.seen._version) for a in own if not a.donated]
+        seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]
+        self._kept = {_memory(x) for x in (*held, *seen) if isinstance(x, Tensor)}
+        self._watched = [(a.path, a.seen, version_of(a.seen)) for a in own if not a.donated]
+        _refuse_twice(own)
 
     def check(self) -> None:
         """Refuses writes to arguments that are not donated.
@@ -28,7 +32,7 @@ class Blocks:
         Raises:
             ValueError: lists them.
         """
-        written = [path for path, x, version in self._watched if x._version != version]
+        written = [path for path, x, version in self._watched if version_of(x) != version]
         if written:
             raise ValueError(
                 f"arguments are written to inside the function: {', '.join(written)}. {REMEDY} They have changed on"
@@ -49,6 +53,16 @@ class Blocks:
             return x if largest.get(_memory(x)) is x else x.clone()
 
         return tree_map(own, out)
+
+
+def _refuse_twice(own: Sequence[Argument]) -> None:
+    """Refuses memory that is donated and given again: who may write to it would not be clear."""
+    counts = collections.Counter(_memory(a.seen) for a in own if a.seen.numel())
+    raise_all(
+        ValueError,
+        "donated arguments share memory with others; give each a copy of its own, or leave them out of donate=:",
+        [a.path for a in own if a.donated and counts[_memory(a.seen)] > 1],
+    )
 
 
 def _memory(x: Tensor) -> int:

@@ -293,7 +293,7 @@ class Sharded(Transform):
             with taken([a.given for a in arguments if a.donated], donate=True):
                 out = run(plan, comms, params, arguments, treedef)
                 blocks.check()
-            return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
+                return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
 
     def _run(self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
         key = self._what, self._f

@@ -41,6 +41,7 @@ from shardfn.engine import (
     abstract_state,
     agree_on_step,
     begin,
+    check_alike,
     check_kept,
     check_phases,
     check_pure,
@@ -206,7 +207,9 @@ class ShardedStep:
         comms = comms_of(self.mesh)
         self._agreement.agree(comms, "init", plan)
         check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
-        check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
+        if self._parts.has_state:
+            check_alike(model_state, comms.control)
+            check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
         del params, model_state
         with bind_mesh(self.mesh), losing_no_peer(comms):
             state = first_state(plan, self._optimizer, own_blocks(plan, leaves), self._key, self._first_scale())
@@ -248,10 +251,13 @@ class ShardedStep:
         """
         _, plan = drawn(self._planner, params, args)
         comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            kept = first_model_state(model_state, self._state_specs, self.mesh)
+            check_kept(kept, self._state_specs, has_state=self._parts.has_state)
         self._agreement.agree(comms, "resume", plan)
-        like = self._abstract_state(plan)._replace(
-            model_state=first_model_state(model_state, self._state_specs, self.mesh)
-        )
+        if self._parts.has_state:
+            check_alike(model_state, comms.control)
+        like = self._abstract_state(plan)._replace(model_state=kept)
         with losing_no_peer(comms):
             state = resumed(plan, comms.channels, comms.control, like)
             together(plan, comms.control)
@@ -291,7 +297,7 @@ class ShardedStep:
         """
         plan, given, args = self._abstract(state, batch, phase)
         program, schedule = self._steps.lower(plan, given, args)
-        key = signature(plan, args)
+        key = signature(plan, args), _shapes(given.model_state)
 
         def compile(backend: str | None) -> Callable[..., Any]:
             run = self._steps.compile(program, backend, comms_of(self.mesh))
@@ -325,7 +331,7 @@ class ShardedStep:
             args = self._args_of(state, batch)
             check_scale(state, self._loss_scale)
             check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
-            if only is not None and signature(plan, args) != only:
+            if only is not None and (signature(plan, args), _shapes(state.model_state)) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
@@ -346,7 +352,8 @@ class ShardedStep:
                 check_same_loss(metrics["loss"], plan, comms.control)
             if not plan.compared:
                 check_same_state(new.model_state, self.mesh, comms.control)
-            plan.compared = True
+            # A step that was skipped has kept the model state, which says nothing of the loss.
+            plan.compared = plan.compared or not self._parts.has_state or not bool(metrics["skipped"])
         return new, metrics
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -432,3 +439,9 @@ class ShardedStep:
 
     def _first_scale(self) -> PyTree:
         return () if self._loss_scale is None else self._loss_scale.init()
+
+
+def _shapes(model_state: PyTree) -> Any:
+    """What a compiled step takes for granted of a model state, whose leaves no layout describes."""
+    leaves, treedef = tree_flatten(model_state)
+    return treedef, *((tuple(x.shape), x.spec, x.dtype, x.memory_kind) for x in leaves)

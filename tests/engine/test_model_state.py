@@ -236,3 +236,36 @@ def test_a_state_of_another_step_is_refused() -> None:
 def test_leaves_may_change_places() -> None:
     a, b = torch.ones(2), torch.zeros(2)
     assert [x.tolist() for x in put_in([a, b], [b, a])] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_graph_is_for_the_shapes_of_its_model_state() -> None:
+    def loss(p: Any, state: Any, x: Tensor) -> Any:
+        return (p["w"] * x).mean() + state["h"].sum() / state["h"].numel(), state
+
+    step = sf.sharded_step(sf.jit(loss, backend="graph"), optim.sgd(0.0), has_state=True)
+    for size in (4, 8):
+        state = step.init({"w": torch.ones(2)}, model_state={"h": torch.ones(size)})
+        _, metrics = step(state, torch.full((2,), 2.0))
+        assert float(metrics["loss"]) == 3.0
+
+
+def test_a_model_state_has_no_gradient_through_microbatches() -> None:
+    def loss(p: Tensor, state: Tensor, x: Tensor) -> Any:
+        new = 0.5 * state + 0.5 * (x * p).mean()
+        return ((x * p - new) ** 2).mean(), new
+
+    step = sf.sharded_step(sf.accumulate(loss, 2), optim.sgd(1.0), has_state=True)
+    x = torch.tensor([1.0, 2.0, -1.0, 0.5])
+    state = step.init(torch.tensor(0.7), model_state=torch.tensor(0.3))
+    grad = torch.func.grad(lambda p: step.loss(p, x, model_state=state.model_state))(state.params).full_tensor()
+    before = state.params.full_tensor().clone()
+    new, _ = step(state, x)
+    torch.testing.assert_close(before - new.params.full_tensor(), grad)
+
+
+def test_leaves_of_another_mesh_are_refused() -> None:
+    elsewhere = sf.make_mesh({"dp": 2}, device="cpu", abstract=True)
+    x = sf.shard(torch.arange(4.0), P("dp"), elsewhere)
+    f = sf.sharded(lambda p: p, specs=P("dp"))
+    with pytest.raises(ValueError, match=r"(?s)on another mesh.*sf.reshard.*is on Mesh\(dp=2"):
+        f(x)

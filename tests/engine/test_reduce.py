@@ -1,7 +1,5 @@
 """Covers the reducer: the order of sends, leaves without a gradient, sums over backwards, rows and wholes."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,8 +15,8 @@ SHAPES = {"a": (4, 3), "b": (3, 5), "c": (7,), "d": (2, 2)}
 class Case:
     """A reducer of four leaves, rank 0 of two; the other rank has the same gradients. Units are numbered as leaves."""
 
-    def __init__(self, stage: int, order: tuple[int, ...] = (), **travel: Any) -> None:
-        zero = sf.Zero(stage, persist_elements=0, travel=sf.Travel(**{"bucket_bytes": 0} | travel))
+    def __init__(self, stage: int, order: tuple[int, ...] = (), bucket_bytes: int = 0) -> None:
+        zero = sf.Zero(stage, persist_elements=0, travel=sf.Travel(bucket_bytes=bucket_bytes))
         self.plan, self.grads, _ = plan_of(SHAPES, zero)
         self.wire = Wire()
         self.reducer = Reducer(self.plan, self.wire, order)

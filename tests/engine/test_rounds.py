@@ -74,3 +74,29 @@ def test_a_failure_in_one_stage_is_told_to_the_other() -> None:
     mine = mesh.coords == {"pp": 1, "dp": 1}
     with pytest.raises(ZeroDivisionError if mine else RankError, match="of stage 1"):
         step(state, torch.ones(4, 6, dtype=torch.float64))
+
+
+def _alone(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["a"]).square().mean()
+
+
+@distributed(world=4, timeout=60)
+def test_no_group_goes_on_to_the_update_when_another_has_failed() -> None:
+    mesh, failing = sf.make_mesh({"sp": 2, "dp": 2}, device="cpu"), [False]
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        if failing[0] and mesh.coords == {"sp": 0, "dp": 1}:
+            raise ZeroDivisionError("in one group")
+        return _alone(p, x)
+
+    zero = Zero(stage=3, persist_elements=0)
+    step = sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, batch=P("dp"), zero=zero)
+    state = step.init({"a": torch.ones(6, 5)})
+    x = torch.ones(4, 6)
+    state, _ = step(state, x)
+    failing[0] = True
+    with pytest.raises((ZeroDivisionError, RankError), match="in one group"):
+        step(state, x)
+    failing[0] = False
+    state, _ = step(state, x)  # which all ranks have as it was
+    assert int(state.step) == 2

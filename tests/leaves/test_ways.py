@@ -122,3 +122,14 @@ def test_a_stack_goes_the_ways_of_its_layers() -> None:
 def test_leaves_that_are_placed_alike_share_their_routes() -> None:
     a, b = _leaf(ONE, sf.Zero(3)), _leaf(ONE, sf.Zero(3))
     assert a.ways is b.ways
+
+
+def test_leaves_that_travel_otherwise_do_not_look_alike() -> None:
+    sizes = {"dp": 2, "tp": 2}
+    zero = sf.Zero(2, persist_elements=40, travel=sf.Travel(reduce="int8"))
+    mesh = Mesh(sizes, torch.device("cpu"), abstract=True)
+    rule: dict[str, Any] = {"zero": zero, "mesh": mesh, "batch_axes": DP, "trainable": True}
+    a = leaf_layout("a", torch.Size((8, 8)), F32, P(None, "tp"), **rule)
+    b = leaf_layout("b", torch.Size((8, 4)), F32, P(), **rule)
+    assert a.block == b.block and a.reduce_code is not None and b.reduce_code is None
+    assert a.looks != b.looks
