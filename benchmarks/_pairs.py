@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,17 +23,24 @@ class Group:
     """
 
     def __init__(
-        self, setup: Job, world: int, args: tuple[Any, ...] = (), *, preload: str = "", link: Link | None = None
+        self,
+        setup: Job,
+        world: int,
+        args: tuple[Any, ...] = (),
+        *,
+        preload: str = "",
+        link: Link | None = None,
+        checkout: str = "",
     ) -> None:
         context = mp.get_context("spawn")
         self._files = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._procs = []
-        with _environment(preload, link.interface if link else "lo"):
+        with _environment(preload, link.interface if link else "lo"), _first_on_path(checkout):
             for rank in range(world):
                 here, there = context.Pipe()
                 space = link.namespaces[rank] if link else ""
-                job = (setup, rank, world, f"{self._files.name}/store", there, args, space)
+                job = (setup, rank, world, f"{self._files.name}/store", there, args, space, checkout)
                 self._procs.append(context.Process(target=_serve, args=job, daemon=True))
                 self._procs[-1].start()
                 self._pipes.append(here)
@@ -93,13 +101,36 @@ def _environment(preload: str, interface: str) -> Iterator[None]:
                 os.environ[key] = value
 
 
+@contextmanager
+def _first_on_path(directory: str) -> Iterator[None]:
+    # A process that is started inside takes this path over before it imports anything of shardfn.
+    sys.path[:0] = [directory] if directory else []
+    try:
+        yield
+    finally:
+        del sys.path[: 1 if directory else 0]
+
+
 def _serve(
-    setup: Job, rank: int, world: int, store: str, pipe: Connection, args: tuple[Any, ...], namespace: str
+    setup: Job,
+    rank: int,
+    world: int,
+    store: str,
+    pipe: Connection,
+    args: tuple[Any, ...],
+    namespace: str,
+    checkout: str,
 ) -> None:
     if namespace:
         enter(namespace)
     import torch
     import torch.distributed as dist
+
+    import shardfn as sf
+
+    if not str(sf.__file__).startswith(checkout):
+        pipe.send(_Failure(f"rank {rank}: shardfn comes from {sf.__file__}, not from {checkout}"))
+        return
 
     torch.set_num_threads(1)
     try:

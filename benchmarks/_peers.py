@@ -90,7 +90,8 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx:
     if options.get("cluster") == "calibrate":
         options["cluster"] = sf.graph.calibrate(mesh)
     f = sf.jit(loss(size), backend=jit, **options) if jit else loss(size)
-    take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero.flat(stage=stage, **fields))
+    zero = getattr(sf.Zero, "flat", sf.Zero)(stage=stage, **fields)  # of a commit before `flat`, Zero takes all fields
+    take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P("dp"), zero=zero)
     state = take.init(params(size))
 
     def step(tokens: Tensor) -> Tensor:

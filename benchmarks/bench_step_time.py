@@ -31,12 +31,12 @@ def measure(
     """Seconds per step of each round, the slower rank, and the last loss, by peer.
 
     Args:
-        peers: see `_peers.py`.
+        peers: see `_peers.py`; with `@DIRECTORY` behind its name a peer is what that checkout of shardfn makes of it.
         args: has `world`, `rounds`, `steps`, `warmup`.
         size: what is trained.
         link: where the ranks live; None is the loopback.
     """
-    groups = {name: Group(serve, args.world, (name, size), link=link).ready() for name in peers}
+    groups = {name: _group(name, args.world, size, link) for name in peers}
     times: Times = {name: [] for name in peers}
     losses: dict[str, float] = {}
     for group in groups.values():
@@ -49,6 +49,11 @@ def measure(
     for group in groups.values():
         group.close()
     return times, losses
+
+
+def _group(peer: str, world: int, size: Size, link: Link | None) -> Group:
+    name, _, checkout = peer.partition("@")
+    return Group(serve, world, (name, size), link=link, checkout=checkout).ready()
 
 
 def serve(rank: int, world: int, name: str, size: Size = FULL) -> Callable[[int], tuple[float, float]]:
