@@ -13,6 +13,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
+from shardfn.core import Ambient
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -112,29 +114,22 @@ class Recorder:
             return node
 
         tracer.create_node = create_node
-        _RECORDERS.append(self)
         try:
-            with recording_lines(self.line):
+            with _RECORDER.bound(self), recording_lines(self.line):
                 yield
         finally:
             tracer.create_node = create
             self._top = self.tracer = None
             self.known.clear()
-            _RECORDERS.pop()
 
 
-_RECOMPUTING: list[None] = []
-_RECORDERS: list[Recorder] = []
+_RECOMPUTING = Ambient[None]("a function runs for the second time")
+_RECORDER = Ambient[Recorder]("recorder of a capture")
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing() -> AbstractContextManager[None]:
     """While a `remat`ted function runs for the second time."""
-    _RECOMPUTING.append(None)
-    try:
-        yield
-    finally:
-        _RECOMPUTING.pop()
+    return _RECOMPUTING.bound(None)
 
 
 def capturing() -> bool:
@@ -158,7 +153,8 @@ def mark(x: Tensor, key: str, what: Any) -> None:
 def recorder() -> Recorder | None:
     """What notes, while a capture runs and its tracer is the innermost one."""
     mode = get_proxy_mode()
-    return _RECORDERS[-1] if mode is not None and _RECORDERS and _RECORDERS[-1].tracer is mode.tracer else None
+    innermost = _RECORDER.innermost()
+    return innermost if mode is not None and innermost is not None and innermost.tracer is mode.tracer else None
 
 
 def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder: Recorder | None = None) -> GraphModule:

@@ -1,14 +1,13 @@
 """Operations that are the engine's own, and no part of the function that is transformed."""
 
-import contextlib
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
-_HERE = threading.local()
+from shardfn.core import Ambient
+
+_PLUMBING = Ambient[None]("the engine is at work", by_thread=True)
 
 
-@contextlib.contextmanager
-def plumbing() -> Iterator[None]:
+def plumbing() -> AbstractContextManager[None]:
     """Says that the operations inside are the engine's: transfers of a leaf, which come and go as they must.
 
     Example:
@@ -18,14 +17,9 @@ def plumbing() -> Iterator[None]:
         >>> in_plumbing()
         False
     """
-    before = in_plumbing()
-    _HERE.on = True
-    try:
-        yield
-    finally:
-        _HERE.on = before
+    return _PLUMBING.bound(None)
 
 
 def in_plumbing() -> bool:
     """Whether the engine is at work."""
-    return getattr(_HERE, "on", False)
+    return bool(_PLUMBING)

@@ -1,47 +1,39 @@
 """The axis environment: the mesh that `shard_map` and `sharded_step` bind while their function runs.
 
-It is the package's one ambient value, so that `psum(x, "dp")` knows its axis. A plain stack and no context variable,
-because autograd runs backward functions on threads of its own.
+It is how `psum(x, "dp")` knows its axis. All threads see it: autograd runs backward functions on threads of its own.
 """
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
-from shardfn.core import Axes, Mesh
+from shardfn.core import Ambient, Axes, Mesh
 
-_STACK: list[Mesh] = []
-_SEEN: list[list[Mesh]] = []
+_MESH = Ambient[Mesh]("mesh")
+_SEEN = Ambient[list[Mesh]]("notes of meshes that are bound")
 _ONE_RANK = Mesh({}, torch.device("cpu"))
 
 
 @contextlib.contextmanager
 def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Binds `mesh` as the one that collectives mean by an axis name."""
-    _STACK.append(mesh)
-    for seen in _SEEN:
+    for seen in _SEEN.all:
         seen.append(mesh)
-    try:
+    with _MESH.bound(mesh):
         yield mesh
-    finally:
-        _STACK.pop()
 
 
-@contextlib.contextmanager
-def noting_meshes() -> Iterator[list[Mesh]]:
+def noting_meshes() -> AbstractContextManager[list[Mesh]]:
     """Collects the meshes that are bound while it is open."""
-    seen: list[Mesh] = []
-    _SEEN.append(seen)
-    try:
-        yield seen
-    finally:
-        _SEEN[:] = [s for s in _SEEN if s is not seen]
+    return _SEEN.bound([])
 
 
 def current_mesh() -> Mesh:
     """The bound mesh; outside of any, the mesh of one rank, on which every collective is the identity."""
-    return _STACK[-1] if _STACK else _ONE_RANK
+    mesh = _MESH.innermost()
+    return _ONE_RANK if mesh is None else mesh
 
 
 def axis_size(axis: Axes) -> int:

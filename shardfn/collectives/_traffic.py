@@ -5,12 +5,14 @@ full tensor of M bytes over N ranks: `all_gather` and `psum_scatter` M (N - 1) /
 buffer of m bytes: `all_to_all` m less what stays at home; `ppermute` what this rank really sends.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
+
+from shardfn.core import Ambient
 
 
 @dataclasses.dataclass
@@ -64,8 +66,7 @@ class Traffic:
         self.by_dtype[dtype] = self.by_dtype.get(dtype, 0) + sent
 
 
-# A plain list and no context variable: backward functions run on autograd's threads and are to be counted too.
-_COUNTERS: list[Traffic] = []
+_COUNTERS = Ambient[Traffic]("counters of traffic")
 
 
 def record(op: str, axes: tuple[str, ...], sent: int, *, dtype: torch.dtype | None = None) -> None:
@@ -84,23 +85,16 @@ def record(op: str, axes: tuple[str, ...], sent: int, *, dtype: torch.dtype | No
         {('psum', ('dp',)): [1, 64]}
     """
     if _COUNTERS:
-        for counter in _COUNTERS:
+        for counter in _COUNTERS.all:
             counter.add(op, axes, sent, dtype)
 
 
-@contextlib.contextmanager
-def counting_nothing() -> Iterator[None]:
+def counting_nothing() -> AbstractContextManager[None]:
     """Silences all counters: while a program is captured nothing is sent."""
-    silenced = _COUNTERS[:]
-    _COUNTERS.clear()
-    try:
-        yield
-    finally:
-        _COUNTERS[:] = silenced
+    return _COUNTERS.hidden()
 
 
-@contextlib.contextmanager
-def count_traffic() -> Iterator[Traffic]:
+def count_traffic() -> AbstractContextManager[Traffic]:
     """Counts what this rank sends while the context is open. Counters nest; each one sees everything below it.
 
     A captured program is counted whenever it runs.
@@ -115,10 +109,4 @@ def count_traffic() -> Iterator[Traffic]:
         >>> traffic.calls, traffic.bytes
         (2, 30)
     """
-    counter = Traffic()
-    _COUNTERS.append(counter)
-    try:
-        yield counter
-    finally:
-        # By identity: two counters with the same counts compare equal.
-        _COUNTERS[:] = [c for c in _COUNTERS if c is not counter]
+    return _COUNTERS.bound(Traffic())

@@ -4,9 +4,11 @@ A forward collective runs under the user's frame; its transpose runs in the back
 primitive notes its line when it is applied and its transpose is recorded under the same one.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from shardfn.core import Ambient
 
 
 class Applied(NamedTuple):
@@ -25,53 +27,37 @@ class Applied(NamedTuple):
     transposes: int
 
 
-_FINDERS: list[Callable[[], str | None]] = []
-_FIXED: list[str | None] = []
-_APPLIED: list[Applied] = []
+_FINDER = Ambient[Callable[[], str | None]]("finds the line of the user's code")
+_FIXED = Ambient[tuple[str | None]]("the line of the user's code")
+_APPLIED = Ambient[Applied]("application of a collective")
 
 
-@contextlib.contextmanager
-def recording_lines(find: Callable[[], str | None]) -> Iterator[None]:
+def recording_lines(find: Callable[[], str | None]) -> AbstractContextManager[Any]:
     """Lets `find` say the current line of the user's code."""
-    _FINDERS.append(find)
-    try:
-        yield
-    finally:
-        _FINDERS.pop()
+    return _FINDER.bound(find)
 
 
-@contextlib.contextmanager
-def at_line(line: str | None) -> Iterator[None]:
+def at_line(line: str | None) -> AbstractContextManager[Any]:
     """Makes `line` the current line."""
-    _FIXED.append(line)
-    try:
-        yield
-    finally:
-        _FIXED.pop()
+    return _FIXED.bound((line,))
 
 
 def current_line() -> str | None:
     """The current line of the user's code; None where nobody records."""
-    if not _FINDERS:
-        return None
-    return _FIXED[-1] if _FIXED else _FINDERS[-1]()
+    find, fixed = _FINDER.innermost(), _FIXED.innermost()
+    return None if find is None else fixed[0] if fixed else find()
 
 
 def recording() -> bool:
     """Whether a program is being captured."""
-    return bool(_FINDERS)
+    return bool(_FINDER)
 
 
-@contextlib.contextmanager
-def applying(applied: Applied) -> Iterator[None]:
+def applying(applied: Applied) -> AbstractContextManager[Any]:
     """Makes what is recorded meanwhile part of an application."""
-    _APPLIED.append(applied)
-    try:
-        yield
-    finally:
-        _APPLIED.pop()
+    return _APPLIED.bound(applied)
 
 
 def current_application() -> Applied | None:
     """The application that is being recorded, if any."""
-    return _APPLIED[-1] if _APPLIED else None
+    return _APPLIED.innermost()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from shardfn.core import Pending
+from shardfn.core import Ambient, Pending
 
 from ._channel import Channels
 
@@ -45,9 +45,9 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("pvary(Tensor(a) x, str axes) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
-# By storage of the handle: the transfers under way. By nesting: the channels they use.
+# By storage of the handle: the transfers under way.
 _IN_FLIGHT: dict[int, tuple[Tensor, Pending[Tensor]]] = {}
-_CHANNELS: list[Any] = []
+_CHANNELS = Ambient[Any]("channels of a captured graph that runs")
 
 
 class StoppedError(Exception):
@@ -68,13 +68,16 @@ def bind_channels(channels: "Channels | Any") -> Iterator[None]:
 
     When it ends all sends have left; after an error transfers that nobody waited for are forgotten.
     """
-    _CHANNELS.append(channels)
     try:
-        yield
-        channels.flush()
+        with _CHANNELS.bound(channels):
+            yield
+            channels.flush()
     finally:
-        _CHANNELS.pop()
         _IN_FLIGHT.clear()
+
+
+def _channels() -> Any:
+    return _CHANNELS.innermost()
 
 
 def _under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
@@ -91,12 +94,12 @@ def _axes(axes: str) -> tuple[str, ...]:
 
 def _all_gather_start(own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
     out = own.new_empty(sum(sizes))
-    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, out, settled=True)
+    pending = _channels().gather(_axes(axes)).all_gather(own, sizes, out, settled=True)
     return _under_way(out, pending)
 
 
 def _all_gather_into_start(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
-    pending = _CHANNELS[-1].gather(_axes(axes)).all_gather(own, sizes, into, settled=True)
+    pending = _channels().gather(_axes(axes)).all_gather(own, sizes, into, settled=True)
     return _under_way(own.new_empty(0), pending)
 
 
@@ -104,7 +107,7 @@ def _all_gather_into_start(into: Tensor, own: Tensor, sizes: Sequence[int], axes
 
 
 def _psum_scatter_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
-    pending = _CHANNELS[-1].reduce(_axes(axes)).reduce_scatter(flat, sizes)
+    pending = _channels().reduce(_axes(axes)).reduce_scatter(flat, sizes)
     return _under_way(flat.new_empty(0), pending)
 
 
@@ -112,7 +115,7 @@ def _psum_scatter_start(flat: Tensor, sizes: Sequence[int], index: int, axes: st
 
 
 def _all_to_all_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
-    pending = _CHANNELS[-1].reduce(_axes(axes)).all_to_all(flat, sizes)
+    pending = _channels().reduce(_axes(axes)).all_to_all(flat, sizes)
     return _under_way(flat.new_empty(0), pending)
 
 
@@ -121,7 +124,7 @@ def _all_to_all_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str)
 
 def _psum_start(parts: Sequence[Tensor], axes: str) -> Tensor:
     flat = torch.cat([p.reshape(-1) for p in parts])
-    return _under_way(flat, _CHANNELS[-1].reduce(_axes(axes)).all_reduce(flat))
+    return _under_way(flat, _channels().reduce(_axes(axes)).all_reduce(flat))
 
 
 # wait

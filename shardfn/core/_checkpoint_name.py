@@ -1,17 +1,18 @@
 """Names for values, so that a policy can say which of them are kept for the backward."""
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ._ambient import Ambient
+
 _wrapped: Any = getattr(torch._C, "_functorch").is_functorch_wrapped_tensor  # noqa: B009  # torch has no stub of it
 Hears = Callable[[Tensor, str], None]
-_HERE = threading.local()
+_HEARING = Ambient[Hears]("hears of named values", by_thread=True)
 
 
 def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."]:
@@ -40,16 +41,14 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
     """
     if not isinstance(x, Tensor) or not isinstance(name, str):
         raise TypeError(f"checkpoint_name takes a tensor and a string, got {type(x).__name__}, {type(name).__name__}.")
-    hearing: list[Hears] = getattr(_HERE, "hearing", [])
     # The wrappers of torch.func have no memory of their own; neither `remat` nor `offload` acts there.
-    if hearing and not _wrapped(x):
-        for hears in hearing:
+    if _HEARING and not _wrapped(x):
+        for hears in _HEARING.all:
             hears(x, name)
     return x
 
 
-@contextlib.contextmanager
-def hearing_names(hears: Hears) -> Iterator[None]:
+def hearing_names(hears: Hears) -> AbstractContextManager[Any]:
     """Calls `hears(x, name)` for each value that is named inside.
 
     Example:
@@ -57,10 +56,4 @@ def hearing_names(hears: Hears) -> Iterator[None]:
         ...     _ = checkpoint_name(torch.ones(2), "h")
         h
     """
-    if not hasattr(_HERE, "hearing"):
-        _HERE.hearing = []
-    _HERE.hearing.append(hears)
-    try:
-        yield
-    finally:
-        _HERE.hearing.remove(hears)
+    return _HEARING.bound(hears)

@@ -5,11 +5,11 @@ Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slic
 a laptop and a mesh on which no rank could hold the whole.
 """
 
-import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from ._ambient import Ambient
 from ._key import threefry2x32
 from ._tree import tree_map
 
@@ -29,11 +30,10 @@ CHUNK = 1 << 15
 _VECTOR = 64
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-_deferred_depth = 0
+_DEFERRED = Ambient[None]("draws are deferred")
 
 
-@contextlib.contextmanager
-def deferred() -> Iterator[None]:
+def deferred() -> AbstractContextManager[None]:
     """Inside, `normal`, `uniform`, `zeros`, `ones` and `full` return a `Draw` instead of drawing. Nests.
 
     Example:
@@ -42,12 +42,7 @@ def deferred() -> Iterator[None]:
         >>> draw_block(w, (slice(0, 1), slice(0, 3)))
         tensor([[1., 1., 1.]])
     """
-    global _deferred_depth
-    _deferred_depth += 1
-    try:
-        yield
-    finally:
-        _deferred_depth -= 1
+    return _DEFERRED.bound(None)
 
 
 def uniform(
@@ -369,7 +364,7 @@ def _writes(name: str) -> bool:
 
 
 def _maybe_deferred(draw: Callable[[Slices], Tensor], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
-    return Draw(draw, shape, dtype, torch.device(device)) if _deferred_depth else draw(())
+    return Draw(draw, shape, dtype, torch.device(device)) if _DEFERRED else draw(())
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:

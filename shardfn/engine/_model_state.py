@@ -7,7 +7,6 @@ past them: each forward finds the state that the forward before it has left.
 """
 
 import contextlib
-import contextvars
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfn.collectives import AnyControl, GlobalTensor, shard, transforming
 from shardfn.core import (
+    Ambient,
     Mesh,
     P,
     PyTree,
@@ -67,24 +67,23 @@ class ModelState:
             TypeError: (afterwards) a leaf that the loss returns is no tensor.
             ValueError: it returns another tree, or leaves of other shapes or dtypes; all are listed.
         """
-        before, token = self.now, _GOING.set(self)
-        try:
+        before = self.now
+        with _MODEL_STATE.bound(self):
             yield
-        finally:
-            _GOING.reset(token)
         _check_alike(before, self.now)
         if not transforming():  # a constant of the next forward
             self.now = tree_map(Tensor.detach, self.now)
 
 
-_GOING: contextvars.ContextVar[ModelState] = contextvars.ContextVar("model_state")
+_MODEL_STATE = Ambient[ModelState]("model state of a forward", by_thread=True)
 
 
 def past_the_batch(loss: Loss) -> Loss:
     """A loss with a state as one without: `loss(params, batch[, key]) -> loss[, aux]`, inside `ModelState.through`."""
 
     def threaded(params: PyTree, *args: Any) -> Any:
-        state = _GOING.get()
+        state = _MODEL_STATE.innermost()
+        assert state is not None, "a loss with a model state runs inside ModelState.through"
         out = loss(params, state.now, *args)
         if not isinstance(out, tuple) or isinstance(out, WeightedMean) or len(out) < 2:
             raise TypeError(

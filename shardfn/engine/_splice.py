@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfn.capture import Copy, Recorder, Written, capturing, recorder
 from shardfn.collectives import at_line, transforming
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from shardfn.core import Ambient, PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from shardfn.graph import storage_of, tensors_in
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Run, plain_loop
@@ -29,8 +29,7 @@ log = logging.getLogger("shardfn.jit")
 _SLOWLY = "a scan is captured layer by layer, which takes longer, since %s"
 # Fewer layers than this are captured one by one.
 MIN_COPIED = 3
-# The handles that one layer alone uses, while a backward runs.
-_ALONE: list[set[int]] = []
+_ALONE = Ambient[set[int]]("handles that one layer alone uses, while a backward runs")
 
 
 @contextlib.contextmanager
@@ -43,11 +42,8 @@ def taking_early(root: Tensor) -> Iterator[None]:
     if not capturing():
         yield
         return
-    _ALONE.append(_used_once(root))
-    try:
+    with _ALONE.bound(_used_once(root)):
         yield
-    finally:
-        _ALONE.pop()
 
 
 def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
@@ -191,7 +187,7 @@ def _look(t: Tensor) -> Any:
 def _take(end: Tensor, grad: Tensor, step: Written) -> bool:
     """Hands a gradient to the hooks of its handle, if nothing else adds to it."""
     hooks: Any = end._backward_hooks
-    if not hooks or not _ALONE or id(end) not in _ALONE[-1]:
+    if not hooks or id(end) not in (_ALONE.innermost() or ()):
         return False
     with at_line(step.meta.get("where")):
         for hook in hooks.values():

@@ -11,6 +11,7 @@ import contextlib
 import numbers
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardfn.capture import alias, capturing, mark, plumbing
 from shardfn.collectives import transforming
+from shardfn.core import Ambient
 
 from ._layout import LeafLayout
 from ._writes import DATA, Watch
 
 Source = Callable[[int], Tensor]
-_FETCHING: "list[Callable[[LeafBook, int], Tensor]]" = []
+_FETCH: "Ambient[Callable[[LeafBook, int], Tensor]]" = Ambient("gives the whole tensors of leaves")
 
 
 class _FetchedLeaf(torch.autograd.Function):
@@ -60,8 +62,8 @@ class LeafBook:
 
     def fetch(self, leaf: int) -> Tensor:
         """The whole tensor of a leaf, as a fresh alias."""
-        if _FETCHING:
-            return _FETCHING[-1](self, leaf)
+        if (fetch := _FETCH.innermost()) is not None:
+            return fetch(self, leaf)
         with plumbing():
             whole = self._source(leaf)
         self.note(leaf, whole)
@@ -124,14 +126,9 @@ class LeafBook:
         return self.fetch(leaf).as_strided(size, stride, offset)
 
 
-@contextlib.contextmanager
-def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> Iterator[None]:
+def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> AbstractContextManager[Any]:
     """Lets `fetch` give the whole tensors of leaves."""
-    _FETCHING.append(fetch)
-    try:
-        yield
-    finally:
-        _FETCHING.pop()
+    return _FETCH.bound(fetch)
 
 
 def packs_leaves(pack: Any) -> bool:

@@ -31,7 +31,6 @@ from ._slots import FULL, Slot, no_room
 from ._threads import Threads, in_background
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_WORKER = threading.local()
 _REMEDY = "what was there is lost: start from a checkpoint in an empty directory, and have the disk checked"
 
 
@@ -58,7 +57,7 @@ class Io:
 
     def __init__(self, threads: int, piece: int, buffers: int, grain: int, direct: bool) -> None:
         self.direct, self.piece, self.grain = direct, piece, grain
-        self._threads = Threads(threads, "shardfn-disk", _mark_worker)
+        self._threads = Threads(threads, "shardfn-disk")
         self._staging = _Staging(piece, min(threads, buffers))
 
     def write(
@@ -84,8 +83,7 @@ class Io:
 
     def close(self) -> None:
         """Waits for what is under way and ends the threads."""
-        # The garbage collector may get here in one of the threads, which cannot wait for itself.
-        self._threads.close(wait=not getattr(_WORKER, "here", False))
+        self._threads.close(wait=True)
 
     def _submit(self, work: Callable[..., None], *args: Any) -> concurrent.futures.Future[None]:
         return self._threads.submit(work, *args, later=in_background())
@@ -171,10 +169,6 @@ class _Staging:
             make = self._to_make > 0
             self._to_make -= make
         return aligned_window((self._size,), torch.uint8)[0] if make else self._idle.get()
-
-
-def _mark_worker() -> None:
-    _WORKER.here = True
 
 
 def _spans(lo: int, hi: int, piece: int) -> list[tuple[int, int]]:

@@ -10,13 +10,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfn.core import MemoryKind, PyTree, Stored, did_you_mean, tree_leaves
+from shardfn.core import Ambient, MemoryKind, PyTree, Stored, did_you_mean, tree_leaves
 
 KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 
@@ -131,9 +132,8 @@ class Ledger:
             self._live[kind] -= nbytes
 
 
-# Plain lists and no context variables: transfers report from threads of their own.
-_BOOKS: list[Ledger] = []
-_REGION = threading.local()
+_BOOKS = Ambient[Ledger]("ledgers")
+_ON_HOST = Ambient[None]("what is allocated is host memory", by_thread=True)
 
 
 @contextlib.contextmanager
@@ -162,21 +162,18 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
     place = torch.device(device) if device is not None else default_device()
     book = Ledger(place)
     if place.type == "cuda":
-        for other in _BOOKS:
+        for other in _BOOKS.all:
             other.keep_device_peak()
         torch.cuda.reset_peak_memory_stats(place)
-    _BOOKS.append(book)
-    try:
-        with _StorageWatch(book, place):
-            yield book
-    finally:
-        book.keep_device_peak()
-        # By identity, so that a ledger opened in between on another thread stays.
-        _BOOKS[:] = [b for b in _BOOKS if b is not book]
+    with _BOOKS.bound(book):
+        try:
+            with _StorageWatch(book, place):
+                yield book
+        finally:
+            book.keep_device_peak()
 
 
-@contextlib.contextmanager
-def on_host() -> Iterator[None]:
+def on_host() -> AbstractContextManager[None]:
     """Says that what is allocated inside is host memory, for ledgers on a machine where device and host are both RAM.
 
     Example:
@@ -185,12 +182,7 @@ def on_host() -> Iterator[None]:
         >>> book.live("host")
         16
     """
-    before = in_host_region()
-    _REGION.host = True
-    try:
-        yield
-    finally:
-        _REGION.host = before
+    return _ON_HOST.bound(None)
 
 
 def in_host_region() -> bool:
@@ -201,7 +193,7 @@ def in_host_region() -> bool:
         ...     in_host_region()
         True
     """
-    return getattr(_REGION, "host", False)
+    return bool(_ON_HOST)
 
 
 def default_device() -> torch.device:
@@ -212,7 +204,7 @@ def default_device() -> torch.device:
 def record_move(src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
     """Reports one transfer to every open ledger; costs one list test when there is none."""
     if _BOOKS:
-        for book in tuple(_BOOKS):
+        for book in _BOOKS.all:
             book.move(src, dst, nbytes)
 
 
@@ -220,14 +212,14 @@ def record_tensor(x: Tensor, kind: MemoryKind) -> None:
     """Reports memory that no torch operation allocates, as long as the tensor's storage lives."""
     if _BOOKS:
         storage = x.untyped_storage()
-        for book in tuple(_BOOKS):
+        for book in _BOOKS.all:
             book.hold(storage, storage._cdata, kind, storage.nbytes())
 
 
 def record_owner(owner: Any, kind: MemoryKind, nbytes: int) -> None:
     """Reports bytes that live as long as `owner` does."""
     if _BOOKS:
-        for book in tuple(_BOOKS):
+        for book in _BOOKS.all:
             book.hold(owner, id(owner), kind, nbytes)
 
 

@@ -21,14 +21,14 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from shardfn.core import Pending, Stored
+from shardfn.core import Ambient, Pending, Stored
 
 from ._host import host_empty
 from ._ledger import on_host
@@ -48,11 +48,11 @@ _LIBRARY.define("finish(Tensor(a!) writer) -> Tensor(a!)")
 _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
-# By storage of the handle: transfers under way. By number: what tokens stand for. By nesting: the pools.
+# By storage of the handle: transfers under way. By number: what tokens stand for.
 _IN_FLIGHT: dict[int, tuple[Tensor, Pending[Any]]] = {}
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
-_POOLS: list[Any] = []
+_POOL = Ambient[Any]("pool that a captured program writes to")
 
 
 @contextlib.contextmanager
@@ -67,12 +67,11 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
         ...     torch.ops.shardfn_memory.wait(torch.ops.shardfn_memory.to_host_start(torch.ones(2)))
         tensor([1., 1.])
     """
-    _POOLS.append(pool)
     try:
-        yield
-        _settle()
+        with _POOL.bound(pool):
+            yield
+            _settle()
     finally:
-        _POOLS.pop()
         while _IN_FLIGHT:
             with contextlib.suppress(Exception):  # the error that ended the program says more
                 _settle()
@@ -150,7 +149,7 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _writer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return token_of(_POOLS[-1].writer(torch.Size(shape), dtype))
+    return token_of(cast(Any, _POOL.innermost()).writer(torch.Size(shape), dtype))
 
 
 def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:

@@ -4,15 +4,17 @@ import collections
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from shardfn.core import Ambient
+
 T = TypeVar("T")
-_REGION = threading.local()
+_BACKGROUND = Ambient[None]("requests to a disk wait for all others", by_thread=True)
 
 
-@contextlib.contextmanager
-def background() -> Iterator[None]:
+def background() -> AbstractContextManager[None]:
     """Says that what this thread asks of a disk inside is served when nothing else waits for that disk.
 
     Example:
@@ -20,17 +22,12 @@ def background() -> Iterator[None]:
         ...     in_background()
         True
     """
-    before = in_background()
-    _REGION.background = True
-    try:
-        yield
-    finally:
-        _REGION.background = before
+    return _BACKGROUND.bound(None)
 
 
 def in_background() -> bool:
     """Whether `background()` is open on this thread."""
-    return getattr(_REGION, "background", False)
+    return bool(_BACKGROUND)
 
 
 class Threads:
@@ -42,7 +39,6 @@ class Threads:
     Args:
         count: how many.
         name: what their names begin with.
-        initializer: called in each of them first.
 
     Example:
         >>> threads = Threads(1, "example")
@@ -51,8 +47,8 @@ class Threads:
         >>> threads.close(wait=True)
     """
 
-    def __init__(self, count: int, name: str, initializer: Callable[[], None] | None = None) -> None:
-        self._executor = concurrent.futures.ThreadPoolExecutor(count, name, initializer)
+    def __init__(self, count: int, name: str) -> None:
+        self._executor, self._name = concurrent.futures.ThreadPoolExecutor(count, name), name
         self._first: collections.deque[_Job[Any]] = collections.deque()
         self._later: collections.deque[_Job[Any]] = collections.deque()
 
@@ -70,8 +66,12 @@ class Threads:
         return job.future
 
     def close(self, *, wait: bool) -> None:
-        """Ends the threads when all is done, and waits for that if told to."""
-        self._executor.shutdown(wait=wait)
+        """Ends the threads when all is done, and waits for that if told to.
+
+        Nobody waits on a thread of that name, where the garbage collector may get here: it cannot wait for itself.
+        """
+        here = threading.current_thread().name.startswith(self._name)
+        self._executor.shutdown(wait=wait and not here)
 
     def _next(self) -> None:
         """Does one job, if there is one; it is called at least as often as there are jobs."""

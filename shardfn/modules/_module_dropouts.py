@@ -2,7 +2,6 @@
 
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfn.core import Ambient
+
 from ._module_draws import Draws
 
-# A function that draws by key within itself, which a module around the one that called it sees as well.
-_INSIDE = threading.local()
+# A module around the one that called such a function sees it as well.
+_INSIDE = Ambient[None]("a function draws by key within itself", by_thread=True)
 _aten: Any = torch.ops.aten
 _SELU_ALPHA = 1.7580993408473766
 
@@ -26,7 +27,7 @@ def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
         draws: where its masks come from.
         name: of the function.
     """
-    if name not in _DROPOUTS or getattr(_INSIDE, "on", False):
+    if name not in _DROPOUTS or _INSIDE:
         return None
     return functools.partial(_named_alike, _DROPOUTS[name], draws)
 
@@ -112,12 +113,8 @@ def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _inside(what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False) -> Any:
     """Runs a function that drops within itself, in the form that is made of plain operations."""
-    _INSIDE.on = True
-    try:
-        with sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
-            return func(*args, **kwargs)
-    finally:
-        _INSIDE.on = False
+    with _INSIDE.bound(None), sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
+        return func(*args, **kwargs)
 
 
 class _KeyedNoise(TorchDispatchMode):

@@ -1,20 +1,19 @@
 """In which dtypes the parts of a module compute, where its parameters come in others than its own."""
 
 import collections
-import contextlib
-import contextvars
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import tree_leaves, tree_map
+from shardfn.core import Ambient, tree_leaves, tree_map
 
 from ._module_parts import ModuleParts
 
-_COMPUTE: contextvars.ContextVar[torch.dtype | None] = contextvars.ContextVar("compute", default=None)
+_COMPUTE = Ambient[tuple[torch.dtype | None]]("dtype in which the loss computes", by_thread=True)
 # (own dtype, dtype it comes in) -> number of elements.
 _Moves = collections.Counter[tuple[torch.dtype, torch.dtype]]
 
@@ -33,19 +32,15 @@ class Casts(NamedTuple):
     main: torch.dtype | None
 
 
-@contextlib.contextmanager
-def computing_in(dtype: torch.dtype | None) -> Iterator[None]:
+def computing_in(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Says in which dtype the loss computes, but for exceptions; None = that is not known."""
-    token = _COMPUTE.set(dtype)
-    try:
-        yield
-    finally:
-        _COMPUTE.reset(token)
+    return _COMPUTE.bound((dtype,))
 
 
 def compute_dtype() -> torch.dtype | None:
     """What `computing_in` says."""
-    return _COMPUTE.get()
+    bound = _COMPUTE.innermost()
+    return bound[0] if bound else None
 
 
 def casts(

@@ -16,8 +16,10 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
+from shardfn.core import Ambient
+
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-_HERE = threading.local()
+_CALLS = Ambient["Running"]("calls of modules", by_thread=True)
 _LOCK = threading.Lock()
 _PATCHED: list[Callable[[], None]] = []
 _num_running = 0
@@ -43,20 +45,12 @@ class Running(Protocol):
 @contextlib.contextmanager
 def running_module(run: Running) -> Iterator[None]:
     """Lets what is recomputed later run as a part of `run`. Calls nest: the innermost is entered last."""
-    stack = _stack()
-    stack.append(run)
-    try:
-        _patch()
-        yield
-    finally:
-        stack.pop()
-        _unpatch()
-
-
-def _stack() -> list[Running]:
-    if not hasattr(_HERE, "stack"):
-        _HERE.stack = []
-    return _HERE.stack
+    with _CALLS.bound(run):
+        try:
+            _patch()
+            yield
+        finally:
+            _unpatch()
 
 
 def _patch() -> None:
@@ -94,7 +88,7 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for run in reversed(_stack()):
+        for run in reversed(_CALLS.all):
             f = run.again(f)
         return original(f, *args, **kwargs)
 
@@ -112,7 +106,7 @@ def _reentrant(original: Any) -> Any:
     class CheckpointFunction(original):
         @classmethod
         def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            if not _stack():
+            if not _CALLS:
                 return original.apply(f, preserve_rng_state, *args)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
             return torch_checkpoint.checkpoint(f, *args, **options)
@@ -126,7 +120,7 @@ def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        if any(run.converted(self, fn) for run in reversed(_stack())):
+        if any(run.converted(self, fn) for run in reversed(_CALLS.all)):
             return self
         return original(self, fn, recurse)
 
@@ -142,7 +136,7 @@ def _application(original: Any) -> Any:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for sub in _modules_in((args, kwargs)):
-            path = next((path for run in reversed(_stack()) if (path := run.path_of(sub)) is not None), None)
+            path = next((path for run in reversed(_CALLS.all) if (path := run.path_of(sub)) is not None), None)
             if path is not None and any(True for _ in sub.parameters()):
                 raise ValueError(
                     f"the forward of the module gives its part {path or 'itself'!r} to an autograd.Function"

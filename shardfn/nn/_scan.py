@@ -1,19 +1,28 @@
 """`scan`: a loop over equal layers, whose parameters are stacked along a leading dim."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
+from shardfn.core import (
+    Ambient,
+    PyTree,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
 
 # `run(carry, x, first ys) -> (carry, y)`; and what carries a value through all layers by it.
 Run = Callable[..., Any]
 Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
-_LOOPS: list[Loop] = []
+_LOOP = Ambient[Loop]("loop of scans")
 
 
 def scan(
@@ -57,19 +66,14 @@ def scan(
     # unbind and not indices, whose transposes would each make a gradient of all layers.
     columns = [x.unbind(0) for x in x_leaves]
     layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
-    loop = _LOOPS[-1] if _LOOPS else plain_loop
+    loop = _LOOP.innermost() or plain_loop
     carry, ys = loop(functools.partial(_checked, f, init), init, layers)
     return carry, _stacked(ys)
 
 
-@contextlib.contextmanager
-def looping(loop: Loop) -> Iterator[None]:
+def looping(loop: Loop) -> AbstractContextManager[Any]:
     """Lets `loop` run the layers of scans; a capture has its own way."""
-    _LOOPS.append(loop)
-    try:
-        yield
-    finally:
-        _LOOPS.pop()
+    return _LOOP.bound(loop)
 
 
 def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:

@@ -1,0 +1,99 @@
+"""What holds while a block of code runs, and code further down may ask for: the one kind of ambient state there is.
+
+A function that is transformed has arguments of its user's own. What a transform has to tell the primitives, layers and
+transfers that it calls, it binds here, for as long as it runs.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class _Stack(Generic[T]):
+    def __init__(self) -> None:
+        self.values: list[T] = []
+
+
+class _StackByThread(threading.local, _Stack[T]):
+    pass
+
+
+class Ambient(Generic[T]):
+    """A value that may be bound while a block runs. Bindings nest.
+
+    By default all threads see it, since autograd runs backward functions on threads of its own, and transfers report
+    from theirs. A block on one thread may end while a later one on another is open: each takes its own value away.
+
+    Args:
+        name: what the value is, among all there are (`ambient_names`).
+        by_thread: only the thread that binds it sees it.
+
+    Raises:
+        ValueError: there is one of that name.
+
+    Example:
+        >>> mood = Ambient[str]("mood of an example")
+        >>> with mood.bound("calm"), mood.bound("lively"):
+        ...     mood.innermost(), mood.all
+        ('lively', ('calm', 'lively'))
+        >>> mood.innermost() is None
+        True
+    """
+
+    def __init__(self, name: str, *, by_thread: bool = False) -> None:
+        if name in _NAMES:
+            raise ValueError(f"there is an ambient value {name!r} already; give this one another name.")
+        _NAMES.append(name)
+        self.name = name
+        self._stack: _Stack[T] = _StackByThread() if by_thread else _Stack()
+
+    def __bool__(self) -> bool:
+        return bool(self._stack.values)
+
+    @property
+    def all(self) -> tuple[T, ...]:
+        """What is bound, the innermost last."""
+        return tuple(self._stack.values)
+
+    def innermost(self) -> T | None:
+        """What was bound last; None if nothing is."""
+        values = self._stack.values
+        return values[-1] if values else None
+
+    @contextlib.contextmanager
+    def bound(self, value: T) -> Iterator[T]:
+        """Binds `value` while the context is open."""
+        stack = self._stack
+        stack.values.append(value)
+        try:
+            yield value
+        finally:
+            # By identity, the last first: values may be equal, and blocks on other threads end when they like.
+            at = next(i for i in reversed(range(len(stack.values))) if stack.values[i] is value)
+            del stack.values[at]
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Nothing is bound while the context is open, but for what is bound inside."""
+        stack = self._stack
+        before, stack.values = stack.values, []
+        try:
+            yield
+        finally:
+            stack.values = before
+
+
+_NAMES: list[str] = []
+
+
+def ambient_names() -> tuple[str, ...]:
+    """What may be bound, in the order in which it was defined.
+
+    Example:
+        >>> "mesh" in ambient_names()
+        True
+    """
+    return tuple(_NAMES)
