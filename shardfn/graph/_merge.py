@@ -1,7 +1,7 @@
 """Several transfers as one: how their blocks are interleaved, and taken apart again.
 
-Ranks whose blocks have the same sizes are handled together, as rows of a matrix, so that the number of nodes does not
-grow with the number of ranks.
+What `Packing` says of tensors is written down here as nodes. Ranks whose blocks have the same sizes are handled
+together, as rows of a matrix, so that the number of nodes does not grow with the number of ranks.
 """
 
 import itertools
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+
+from shardfn.collectives import Cuts, Packing
 
 from ._edit import call
 from ._ops import ALL_GATHER, PSUM_SCATTER
@@ -32,7 +34,7 @@ def merge_gathers(starts: Sequence[Node]) -> list[Node]:
     sizes: list[Any] = [s.args[1] for s in starts]
     with graph.inserting_before(last):
         own = call(graph, _aten.cat.default, ([s.args[0] for s in starts],), like=last)
-        args = (own, [sum(row) for row in zip(*sizes, strict=True)], *last.args[2:])
+        args = (own, _packing(sizes).sizes, *last.args[2:])
         start = call(graph, ALL_GATHER, args, like=starts[0])
     with graph.inserting_before(min(waits)):
         whole = call(graph, _wait, (start,), like=waits[0])
@@ -58,7 +60,7 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     sizes: list[Any] = [s.args[1] for s in starts]
     with graph.inserting_before(last):
         flat = _interleaved(graph, [s.args[0] for s in starts], sizes, last)
-        args = (flat, [sum(row) for row in zip(*sizes, strict=True)], *last.args[2:])
+        args = (flat, _packing(sizes).sizes, *last.args[2:])
         start = call(graph, PSUM_SCATTER, args, like=last)
     with graph.inserting_before(min(waits)):
         whole = call(graph, _wait, (start,), like=waits[0])
@@ -86,24 +88,22 @@ def _replace(starts: Sequence[Node], waits: Sequence[Node], values: list[Node]) 
     return values
 
 
-def _runs(sizes: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-    """How many neighbouring ranks have the same sizes, and these sizes by member.
-
-    Example:
-        >>> _runs([[2, 2, 1], [3, 3, 3]])
-        [(2, (2, 3)), (1, (1, 3))]
-    """
-    return [(len(list(same)), row) for row, same in itertools.groupby(zip(*sizes, strict=True))]
+def _packing(sizes: Sequence[Sequence[int]]) -> Packing:
+    """How the blocks lie in the one message: of each member, the elements of each rank."""
+    leaves: list[Cuts] = []
+    for row in sizes:
+        ends = [0, *itertools.accumulate(row)]
+        leaves.append(Cuts(torch.Size([ends[-1]]), 0, tuple(itertools.pairwise(ends))))
+    return Packing(leaves)
 
 
 def _segments(graph: Graph, whole: Node, sizes: Sequence[Sequence[int]]) -> list[tuple[Node, int, tuple[int, ...]]]:
     """The part of the merged value that comes from each run of ranks."""
     out: list[tuple[Node, int, tuple[int, ...]]] = []
     begin = 0
-    for count, row in _runs(sizes):
+    for _, count, row in _packing(sizes).runs:
         end = begin + count * sum(row)
-        if end > begin:
-            out.append((call(graph, _aten.slice.Tensor, (whole, 0, begin, end), like=whole), count, row))
+        out.append((call(graph, _aten.slice.Tensor, (whole, 0, begin, end), like=whole), count, row))
         begin = end
     return out
 
@@ -126,7 +126,7 @@ def _columns(graph: Graph, grids: Sequence[tuple[Node, tuple[int, ...]]], m: int
 def _interleaved(graph: Graph, flats: Sequence[Any], sizes: Sequence[Sequence[int]], like: Node) -> Node:
     """The members' blocks for each rank side by side."""
     begins, parts = [0] * len(flats), list[Node]()
-    for count, row in _runs(sizes):
+    for _, count, row in _packing(sizes).runs:
         blocks: list[Node] = []
         for m, (flat, n) in enumerate(zip(flats, row, strict=True)):
             begin, begins[m] = begins[m], begins[m] + count * n
@@ -134,4 +134,6 @@ def _interleaved(graph: Graph, flats: Sequence[Any], sizes: Sequence[Sequence[in
             blocks.append(call(graph, _aten.view.default, (block, [count, n]), like=like))
         grid = call(graph, _aten.cat.default, (blocks, 1), like=like)
         parts.append(call(graph, _aten.view.default, (grid, [-1]), like=like))
+    if not parts:  # nobody has an element
+        return flats[0]
     return parts[0] if len(parts) == 1 else call(graph, _aten.cat.default, (parts,), like=like)

@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -196,14 +196,8 @@ class Log(Traffic):
         self.lines.append(f"{op} {','.join(axes)}: {sent} bytes{kind}")
 
 
-@contextlib.contextmanager
-def logged() -> Iterator[Log]:
-    log = Log()
-    _traffic._COUNTERS.append(log)
-    try:
-        yield log
-    finally:
-        _traffic._COUNTERS.remove(log)
+def logged() -> contextlib.AbstractContextManager[Any]:
+    return _traffic._COUNTERS.bound(Log())
 
 
 def _transfers(name: str) -> str:
