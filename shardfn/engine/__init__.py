@@ -6,7 +6,7 @@ from ._agreement import Agreement as Agreement
 from ._backward import run_forward as run_forward
 from ._captured import CapturedSteps as CapturedSteps
 from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas
-from ._check import check_same_loss as check_same_loss, check_specs as check_specs, default_batch as default_batch
+from ._check import check_specs as check_specs, default_batch as default_batch
 from ._check import describe_batch as describe_batch, is_spec as is_spec, told_before as told_before
 from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
 from ._constant import describe_function as describe_function, describe_step as describe_step
@@ -22,8 +22,9 @@ from ._jitted import CacheInfo as CacheInfo, Jitted as Jitted, leaf_signature as
 from ._levels import Transform as Transform, check_order as check_order
 from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMean as WeightedMean, evaluate as evaluate
 from ._mixed import Mixed as Mixed, check_scaled as check_scaled, with_masters as with_masters
-from ._model_state import check_alike as check_alike, check_kept as check_kept, check_same_state as check_same_state
-from ._model_state import first_model_state as first_model_state
+from ._model_state import check_alike as check_alike, check_kept as check_kept
+from ._model_state import first_model_state as first_model_state, shapes_of as shapes_of
+from ._compared import compare_first_step as compare_first_step
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words

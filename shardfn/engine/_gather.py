@@ -6,7 +6,7 @@ transfers in the same order whatever their own data makes them do.
 Where a leaf comes in two hops, what the first has brought is kept for the step: parameters do not change in it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from shardfn.collectives import (
     AnyChannels,
     AnyRounds,
     CodedGather,
-    GatherChannel,
-    Packing,
     TwoHops,
     gather_channels,
 )
@@ -26,6 +24,7 @@ from shardfn.core import Pending, RankError, Stored
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.memory import Fetch
 
+from ._gathered import GatheredUnit, Piece, arrived, start_gather
 from ._order import Turn, UseOrder
 
 # What a rank says in a round where it wants no unit: that it is done; that it failed; that it is done with the step's
@@ -73,9 +72,9 @@ class Gatherer:
         self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
-        self._scheduled: dict[int, _Gathered] = {}
-        self._asked: tuple[int, _Gathered] | None = None
-        self._unused: list[_Gathered] = []
+        self._scheduled: dict[int, GatheredUnit] = {}
+        self._asked: tuple[int, GatheredUnit] | None = None
+        self._unused: list[GatheredUnit] = []
         self._phase, self._pos = -1, 0
         self._served: list[int] = []
         # Void as soon as the order grows; from then on moves are worked out one by one.
@@ -141,7 +140,7 @@ class Gatherer:
         self._asked = None
         self._channels.flush()
 
-    def _need(self, unit: int) -> "_Gathered":
+    def _need(self, unit: int) -> GatheredUnit:
         if self._asked is not None and self._asked[0] == unit:
             return self._asked[1]
         order = self._order.phase(self._phase)
@@ -187,7 +186,7 @@ class Gatherer:
             if unit in self._hops and unit not in self._scheduled and unit not in self._brought:
                 self._brought[unit] = self._bring(unit)
 
-    def _pieces(self, unit: int) -> list["Piece"]:
+    def _pieces(self, unit: int) -> list[Piece]:
         """This rank's pieces of the leaves of a unit; those that are elsewhere, on their way."""
         out: list[Piece] = []
         for i in self._units[unit].leaves:
@@ -206,7 +205,7 @@ class Gatherer:
         while self._pos < len(self._order.phase(self._phase)):
             self._step()
 
-    def _need_unplanned(self, unit: int) -> "_Gathered":
+    def _need_unplanned(self, unit: int) -> GatheredUnit:
         self._catch_up()
         self._asked = None
         while self._asked is None:
@@ -227,21 +226,21 @@ class Gatherer:
                 self._drop(whole)
         return wants
 
-    def _drop(self, whole: "_Gathered") -> None:
+    def _drop(self, whole: GatheredUnit) -> None:
         """Lets go of a unit; one that was never used must still arrive, since other ranks may wait for its transfer."""
         if not whole.arrived:
             self._unused.append(whole)
 
-    def _issue(self, unit: int) -> "_Gathered":
+    def _issue(self, unit: int) -> GatheredUnit:
         members, packing = [self._leaves[i] for i in self._units[unit].leaves], self._units[unit].packing
         channel = self._wires[unit]
         if unit in self._hops:
             piece = self._secondary(unit)
-            return _Gathered(
+            return GatheredUnit(
                 members, packing, [piece], channel, lambda near: channel.all_gather(near[0], packing.sizes)
             )
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        return _Gathered(
+        return GatheredUnit(
             members, packing, pieces, channel, lambda own: start_gather(members, packing, own, channel.all_gather)
         )
 
@@ -259,7 +258,7 @@ class Gatherer:
         packing = self._units[unit].packing
         assert isinstance(hops, TwoHops | CodedGather)
         pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        own = _arrived(pieces)
+        own = arrived(pieces)
 
         def bring(*own: Tensor) -> Pending[Tensor]:
             return start_gather(members, packing, own, hops.bring)
@@ -269,75 +268,6 @@ class Gatherer:
         looks = *(leaf.looks for leaf in members), hops.axes
         (piece,) = traced_once(("bring", looks), lambda *own: [bring(*own).result()], own)
         return Pending.of(piece)
-
-
-Piece = Tensor | Fetch
-# From this rank's pieces to a transfer.
-Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
-
-
-class _Gathered:
-    """The leaves of one unit, in flight or here."""
-
-    def __init__(
-        self, leaves: list[LeafLayout], packing: Packing, pieces: list[Piece], channel: GatherChannel, start: Start
-    ) -> None:
-        self._leaves, self._packing = leaves, packing
-        self._pending: Pending[Tensor] | None = None
-        self._out: Tensor | None = None
-        self._tensors: list[Tensor] = []
-        self.arrived = capturing()
-        if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
-            self._pending = pieces[0]
-            self.move_if_ready()
-            return
-        own = _arrived(pieces)
-        if self.arrived:  # where nothing is sent, and each layer of a stack does the same
-            looks = *(leaf.looks for leaf in leaves), channel.axes
-
-            def gather(*own: Tensor) -> list[Tensor]:
-                return packing.unpack(start(own).result())
-
-            self._tensors = list(traced_once(("gather", looks), gather, own))
-        else:
-            self._pending = start(own)
-
-    def move_if_ready(self) -> None:
-        """Lets what has come from the disk go on to the device."""
-        if isinstance(self._pending, Fetch):
-            self._pending.move_if_ready()
-
-    def arrive(self) -> None:
-        if self._pending is not None:
-            out = self._pending.result()
-            self._out = out.to(self._leaves[0].dtypes.compute) if isinstance(self._pending, Fetch) else out
-            self._pending, self.arrived = None, True
-
-    def leaf(self, slot: int) -> Tensor:
-        if not self._tensors:
-            self.arrive()
-            assert self._out is not None
-            self._tensors = self._packing.unpack(self._out)
-            self._out = None
-        return self._tensors[slot]
-
-
-def start_gather(
-    leaves: Sequence[LeafLayout],
-    packing: Packing,
-    own: Sequence[Tensor],
-    send: Callable[[Tensor, Sequence[int]], Pending[Tensor]],
-) -> Pending[Tensor]:
-    """Begins to send this rank's pieces of leaves, in one message, in the dtype that the loss sees."""
-    pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
-    return send(packing.pack(pieces), packing.sizes)
-
-
-def _arrived(pieces: Sequence[Piece]) -> list[Tensor]:
-    for piece in pieces:
-        if isinstance(piece, Fetch):
-            piece.move()
-    return [p.result() if isinstance(p, Fetch) else p for p in pieces]
 
 
 def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:

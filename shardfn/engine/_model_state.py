@@ -194,6 +194,12 @@ def wrapped_like(blocks: Sequence[Tensor], old: PyTree) -> PyTree:
     return tree_unflatten(treedef, [GlobalTensor(b, x.shape, x.spec, x.mesh) for b, x in pairs])
 
 
+def shapes_of(model_state: PyTree) -> Any:
+    """What a compiled step takes for granted of a model state, whose leaves no layout describes; it can be compared."""
+    leaves, treedef = tree_flatten(model_state)
+    return treedef, *((tuple(x.shape), x.spec, x.dtype, x.memory_kind) for x in leaves)
+
+
 def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
     """Refuses leaves that differ between ranks along axes that their spec leaves out. Collective.
 

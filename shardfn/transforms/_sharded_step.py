@@ -46,14 +46,13 @@ from shardfn.engine import (
     check_phases,
     check_pure,
     check_replicas,
-    check_same_loss,
-    check_same_state,
     check_scale,
     check_schedule,
     check_specs,
     close_pool,
     commit,
     comms_of,
+    compare_first_step,
     default_batch,
     describe_batch,
     drawn,
@@ -70,6 +69,7 @@ from shardfn.engine import (
     rescaled,
     resumed,
     run_eager,
+    shapes_of,
     signature,
     step_lines,
     step_parts,
@@ -297,11 +297,10 @@ class ShardedStep:
         """
         plan, given, args = self._abstract(state, batch, phase)
         program, schedule = self._steps.lower(plan, given, args)
-        key = signature(plan, args), _shapes(given.model_state)
+        key = signature(plan, args), shapes_of(given.model_state)
 
         def compile(backend: str | None) -> Callable[..., Any]:
-            run = self._steps.compile(program, backend, comms_of(self.mesh))
-            return functools.partial(self._step, run, key)
+            return functools.partial(self._step, self._steps.compile(program, backend, comms_of(self.mesh)), key)
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
@@ -331,13 +330,12 @@ class ShardedStep:
             args = self._args_of(state, batch)
             check_scale(state, self._loss_scale)
             check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
-            if only is not None and (signature(plan, args), _shapes(state.model_state)) != only:
+            if only is not None and (signature(plan, args), shapes_of(state.model_state)) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
                 )
-        in_phase_of = "" if plan.phase is None else f", {plan.phase.name}"
-        what = f"step {number}{in_phase_of}"
+        what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
         even = agree_on_step(comms.control, what, described, constant)
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):
@@ -348,12 +346,7 @@ class ShardedStep:
         with losing_no_peer(comms):
             commit(plan, new)
             together(plan, comms.control)
-            if not plan.compared and self.mesh.size > self.mesh.axis_size(plan.batch_axes):
-                check_same_loss(metrics["loss"], plan, comms.control)
-            if not plan.compared:
-                check_same_state(new.model_state, self.mesh, comms.control)
-            # A step that was skipped has kept the model state, which says nothing of the loss.
-            plan.compared = plan.compared or not self._parts.has_state or not bool(metrics["skipped"])
+            compare_first_step(plan, new, metrics, comms.control)
         return new, metrics
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -439,9 +432,3 @@ class ShardedStep:
 
     def _first_scale(self) -> PyTree:
         return () if self._loss_scale is None else self._loss_scale.init()
-
-
-def _shapes(model_state: PyTree) -> Any:
-    """What a compiled step takes for granted of a model state, whose leaves no layout describes."""
-    leaves, treedef = tree_flatten(model_state)
-    return treedef, *((tuple(x.shape), x.spec, x.dtype, x.memory_kind) for x in leaves)

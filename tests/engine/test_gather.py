@@ -10,7 +10,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.core import Pending, RankError
-from shardfn.engine._gather import DONE, FAILED, IDLE, Gatherer, start_gather
+from shardfn.engine._gather import DONE, FAILED, IDLE, Gatherer
+from shardfn.engine._gathered import start_gather
 from shardfn.engine._order import UseOrder
 
 from .fakes import Told, Wire, plan_of

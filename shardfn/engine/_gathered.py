@@ -1,0 +1,96 @@
+"""One unit of leaves between the issue of its transfer and its last use."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from shardfn.capture import capturing, traced_once
+from shardfn.collectives import GatherChannel, Packing
+from shardfn.core import Pending
+from shardfn.leaves import LeafLayout
+from shardfn.memory import Fetch
+
+# Of a leaf that this rank keeps: on the device, or on its way there.
+Piece = Tensor | Fetch
+# From this rank's pieces to a transfer.
+Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
+
+
+class GatheredUnit:
+    """The leaves of one unit, in flight or here.
+
+    Made where its transfer is issued. A unit that is dropped must still `arrive`, as other ranks may wait for it.
+
+    Args:
+        leaves: of the unit.
+        packing: how they lie in the message.
+        pieces: this rank's.
+        channel: that `start` sends on.
+        start: sends them.
+
+    Attributes:
+        arrived: nothing is in flight.
+    """
+
+    def __init__(
+        self, leaves: list[LeafLayout], packing: Packing, pieces: list[Piece], channel: GatherChannel, start: Start
+    ) -> None:
+        self._leaves, self._packing = leaves, packing
+        self._pending: Pending[Tensor] | None = None
+        self._out: Tensor | None = None
+        self._tensors: list[Tensor] = []
+        self.arrived = capturing()
+        if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
+            self._pending = pieces[0]
+            self.move_if_ready()
+            return
+        own = arrived(pieces)
+        if self.arrived:  # where nothing is sent, and each layer of a stack does the same
+            looks = *(leaf.looks for leaf in leaves), channel.axes
+
+            def gather(*own: Tensor) -> list[Tensor]:
+                return packing.unpack(start(own).result())
+
+            self._tensors = list(traced_once(("gather", looks), gather, own))
+        else:
+            self._pending = start(own)
+
+    def move_if_ready(self) -> None:
+        """Lets what has come from the disk go on to the device."""
+        if isinstance(self._pending, Fetch):
+            self._pending.move_if_ready()
+
+    def arrive(self) -> None:
+        """Waits until the message is here."""
+        if self._pending is not None:
+            out = self._pending.result()
+            self._out = out.to(self._leaves[0].dtypes.compute) if isinstance(self._pending, Fetch) else out
+            self._pending, self.arrived = None, True
+
+    def leaf(self, slot: int) -> Tensor:
+        """The whole leaf of that number in the unit; waits for it."""
+        if not self._tensors:
+            self.arrive()
+            assert self._out is not None
+            self._tensors = self._packing.unpack(self._out)
+            self._out = None
+        return self._tensors[slot]
+
+
+def start_gather(
+    leaves: Sequence[LeafLayout],
+    packing: Packing,
+    own: Sequence[Tensor],
+    send: Callable[[Tensor, Sequence[int]], Pending[Tensor]],
+) -> Pending[Tensor]:
+    """Begins to send this rank's pieces of leaves, in one message, in the dtype that the loss sees."""
+    pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
+    return send(packing.pack(pieces), packing.sizes)
+
+
+def arrived(pieces: Sequence[Piece]) -> list[Tensor]:
+    """The pieces on the device; all set out before the first is waited for."""
+    for piece in pieces:
+        if isinstance(piece, Fetch):
+            piece.move()
+    return [p.result() if isinstance(p, Fetch) else p for p in pieces]
