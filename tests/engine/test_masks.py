@@ -33,13 +33,18 @@ def named(mask: Any) -> Any:
     return lambda params: tree_map(lambda on: "a" if on else "b", mask(params))
 
 
+def others(mask: Any) -> Any:
+    """The leaves that `mask` leaves out: their updates would be gradients as they are, by which rounding grows."""
+    return lambda params: tree_map(lambda on: not on, mask(params))
+
+
 RULES: dict[str, Make] = {
     "adamw": lambda f: optim.adamw(0.01, weight_decay=0.5, mask=f),
     "lion": lambda f: optim.lion(0.01, weight_decay=0.5, mask=f),
     "lamb": lambda f: optim.lamb(0.01, weight_decay=0.5, mask=f),
     "decay": lambda f: optim.chain(optim.add_decayed_weights(0.5, f), optim.sgd(0.1, momentum=0.9)),
     "masked clip": lambda f: optim.chain(optim.masked(optim.clip_by_global_norm(0.1), f), optim.sgd(0.1)),
-    "masked lamb": lambda f: optim.masked(optim.lamb(0.01), f),
+    "masked lamb": lambda f: optim.chain(optim.masked(optim.lamb(0.01), f), optim.masked(optim.sgd(0.1), others(f))),
     "labels": lambda f: optim.multi_transform({"a": optim.adamw(0.01), "b": optim.sgd(0.1, momentum=0.5)}, named(f)),
     "freeze": lambda f: optim.chain(optim.adam(0.01), optim.freeze(f)),
     "delayed": lambda f: optim.delayed(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.01, mask=f)), 1),
