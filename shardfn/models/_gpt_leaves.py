@@ -98,7 +98,7 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
         return  # the layers say what they miss
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
     problems = [
-        f"{path} is {tuple(x.shape)}, but this rank's block along {axis!r} is {block.shape}; use specs(config, tp={axis!r})"
+        f"{path} is {tuple(x.shape)}, but this rank's block is {block.shape}; use specs(config, tp={axis!r})"
         for path, x, block in named
         if tuple(x.shape) != block.shape
     ]
