@@ -8,11 +8,14 @@ import torch.nn.functional as F
 from _model import Size, params
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-
-NAMES = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "up": "w_up", "down": "w_down"}
-BIASES = {"q": "bq", "k": "bk", "v": "bv", "o": "bo", "up": "b_up", "down": "b_down"}
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 
 class TorchBlock(nn.Module):
@@ -21,15 +24,9 @@ class TorchBlock(nn.Module):
     def __init__(self, size: Size, leaves: dict[str, Tensor]) -> None:
         super().__init__()
         self.head_dim = size.d_model // size.num_heads
-        for name, leaf in NAMES.items():
-            rows, columns = leaves[leaf].shape
-            linear = nn.Linear(columns, rows, bias=True)
-            linear.weight, linear.bias = nn.Parameter(leaves[leaf]), nn.Parameter(leaves[BIASES[name]])
-            self.add_module(name, linear)
-        for name in ("norm1", "norm2"):
-            norm = nn.LayerNorm(size.d_model)
-            norm.weight, norm.bias = nn.Parameter(leaves[f"{name}_w"]), nn.Parameter(leaves[f"{name}_b"])
-            self.add_module(name, norm)
+        self.q, self.k, self.v, self.o = (_linear(leaves[f"w{name}"], leaves[f"b{name}"]) for name in "qkvo")
+        self.up, self.down = (_linear(leaves[f"w_{name}"], leaves[f"b_{name}"]) for name in ("up", "down"))
+        self.norm1, self.norm2 = (_norm(leaves[f"norm{i}_w"], leaves[f"norm{i}_b"]) for i in (1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         """The block on [B, T, D]."""
@@ -49,10 +46,8 @@ class TorchGPT(nn.Module):
         self.embed = nn.Embedding.from_pretrained(tree["embed"], freeze=False)
         self.position = nn.Parameter(tree["position"])
         self.blocks = nn.ModuleList(TorchBlock(size, leaves) for leaves in tree["blocks"])
-        self.norm = nn.LayerNorm(size.d_model)
-        self.norm.weight, self.norm.bias = nn.Parameter(tree["norm_w"]), nn.Parameter(tree["norm_b"])
-        self.head = nn.Linear(size.d_model, size.vocab, bias=False)
-        self.head.weight = nn.Parameter(tree["head"])
+        self.norm = _norm(tree["norm_w"], tree["norm_b"])
+        self.head = _linear(tree["head"], None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss on tokens [B, T + 1]."""
@@ -75,14 +70,13 @@ def torch_tp_step(world: int, size: Size, adamw: dict[str, Any]) -> Callable[[Te
         },
     )
     columns, rows = ("q", "k", "v", "up"), ("o", "down")
-    plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in rows}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-    by_mesh = [
-        [p for p in model.parameters() if isinstance(p.data, torch.distributed.tensor.DTensor)],
-        [p for p in model.parameters() if not isinstance(p.data, torch.distributed.tensor.DTensor)],
-    ]
-    optimizers = [torch.optim.AdamW(group, fused=True, **adamw) for group in by_mesh]  # pyright: ignore
+    # A fused update takes tensors of one kind: those that are cut, and those that are whole.
+    groups = [[p for p in model.parameters() if isinstance(p.data, DTensor) == cut] for cut in (True, False)]
+    optimizers = [torch.optim.AdamW(group, fused=True, **adamw) for group in groups]
 
     def step(tokens: Tensor) -> Tensor:
         with loss_parallel():
@@ -91,6 +85,20 @@ def torch_tp_step(world: int, size: Size, adamw: dict[str, Any]) -> Callable[[Te
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.detach().full_tensor() if hasattr(loss, "full_tensor") else loss.detach()
+        return loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
 
     return step
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
+    return linear
+
+
+def _norm(weight: Tensor, bias: Tensor) -> nn.LayerNorm:
+    norm = nn.LayerNorm(len(weight))
+    norm.weight, norm.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return norm

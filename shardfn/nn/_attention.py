@@ -50,8 +50,9 @@ def attention(
         raise ValueError("attention with slopes_H looks back only, since a distance has no sign; use causal.")
     bias = None if slopes_H is None else _alibi(slopes_H, T).to(q_BTHK.dtype)
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
-    mask = {"is_causal": causal} if bias is None else {"attn_mask": bias}
-    y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, scale=scale, enable_gqa=H != G, **mask)
+    y_BHTK = F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSK, attn_mask=bias, is_causal=causal and bias is None, scale=scale, enable_gqa=H != G
+    )
     return y_BHTK.transpose(1, 2)
 
 

@@ -27,8 +27,8 @@ CONFIGS = {
 def params_of(config: gpt.Config, dtype: torch.dtype) -> Any:
     """Parameters far enough from their start that no bias is 0 and no scale is 1.
 
-    In float32 nearer to it: there the gradients that one device computes of this Llama are 3e-7 of their largest element
-    off those in float64, which leaves room below the tolerance; further off, and for biases of queries, they are 1e-6.
+    In float32 nearer to it: there the gradients that one device computes of the Llama are 3e-7 of their largest element
+    off those in float64, which leaves room below the tolerance. Further off, and for biases of queries, they are 1e-6.
     """
     noise = 0.2 if dtype == torch.float64 else 0.02
     leaves, treedef = tree_flatten(gpt.init(config, sf.key(0)))
@@ -142,5 +142,5 @@ def test_grid(name: str, stage: int, jit: bool, world: int) -> None:
         mesh = sf.make_mesh({"dp": dp, "tp": tp})
         for sequence, (remat, accumulate) in itertools.product([False, True], [(False, 1), (True, 2)]):
             config = dataclasses.replace(CONFIGS[name], stacked=sequence != remat, dropout=0.25 * remat)
-            rows = {"rows": 2 * dp}
-            parity(config, mesh, STAGES[stage], sequence=sequence, remat=remat, accumulate=accumulate, jit=jit, **rows)
+            how: dict[str, Any] = {"sequence": sequence, "remat": remat, "accumulate": accumulate, "jit": jit}
+            parity(config, mesh, STAGES[stage], rows=2 * dp, **how)

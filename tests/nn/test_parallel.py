@@ -90,7 +90,7 @@ def _layer_loss(name: str, axis: str | None, cut: bool, p: Any, b: Any) -> Tenso
     return ((y - b["y"]) ** 2).mean()
 
 
-def _words_loss(axis: str | None, cut: bool, p: Any, b: Any) -> Tensor:
+def _words_loss(axis: str | None, cut: bool, p: Any, b: Any) -> sf.WeightedMean:
     """A vocabulary-parallel embedding and loss of one table, with targets that do not count."""
     along: Along = {"axis": axis, "sequence": T if cut else None}
     x = nn.embedding(b["tokens"], p["table"], vocab_size=V, **along)
@@ -107,7 +107,8 @@ def _case(name: str, axis: str | None, cut: bool) -> tuple[Callable[..., Any], A
     leaves = leaves | {"shift": ((D,), WHOLE)}
     batch = {"x": draw(B, T, D), "y": draw(B, T, D)}
     batch = {"tokens": torch.randint(V, (B, T), generator=g)} if name == "words" else batch
-    loss = functools.partial(*((_words_loss,) if name == "words" else (_layer_loss, name)), axis, cut)
+    loss: Callable[..., Any] = _words_loss if name == "words" else functools.partial(_layer_loss, name)
+    loss = functools.partial(loss, axis, cut)
     return loss, {k: draw(s) for k, (s, _) in leaves.items()}, {k: spec for k, (_, spec) in leaves.items()}, batch
 
 
@@ -272,7 +273,8 @@ def test_fused_layers_equal_the_layers() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
-    x, flat = torch.ones(B, T, D), nn.AttentionWeights(*(torch.ones(3, 6) for _ in range(4)))
+    x, w = torch.ones(B, T, D), torch.ones(3, 6)
+    flat = nn.AttentionWeights(w, w, w, w)
     with sf.collectives.bind_mesh(mesh):
         with pytest.raises(ValueError, match=r"cut 3 heads of 2 rows inside a head; .*per_head=True"):
             nn.self_attention(x, flat, nn.Heads(3, 3, K), axis="tp")
