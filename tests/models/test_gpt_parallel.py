@@ -10,7 +10,7 @@ import torch
 
 import shardfn as sf
 from shardfn import optim
-from shardfn.core import tree_flatten, tree_paths, tree_unflatten
+from shardfn.core import block_slices, tree_flatten, tree_paths, tree_unflatten
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 
@@ -144,3 +144,68 @@ def test_grid(name: str, stage: int, jit: bool, world: int) -> None:
             config = dataclasses.replace(CONFIGS[name], stacked=sequence != remat, dropout=0.25 * remat)
             how: dict[str, Any] = {"sequence": sequence, "remat": remat, "accumulate": accumulate, "jit": jit}
             parity(config, mesh, STAGES[stage], rows=2 * dp, **how)
+
+
+# What is sent.
+
+
+def _sent(config: gpt.Config, sequence: bool, tokens: int) -> dict[str, tuple[int, int]]:
+    """Collective -> calls and bytes of one loss and its gradients."""
+    blocks, treedef = tree_flatten(_own_blocks(config))
+    blocks = [x.requires_grad_() for x in blocks]
+    batch = batches_of(config, tokens=tokens)[0]
+    with sf.collectives.count_traffic() as traffic:
+        loss = gpt.loss(config, tree_unflatten(treedef, blocks), batch, axis="tp", sequence=sequence)
+        torch.autograd.grad(loss, blocks)
+    return {op: (calls, sent) for (op, _), (calls, sent) in traffic.by_op.items()}
+
+
+def _own_blocks(config: gpt.Config) -> Any:
+    mesh = sf.collectives.current_mesh()
+    leaves, treedef = tree_flatten(params_of(config, torch.float64))
+    specs: list[Any] = tree_flatten(gpt.specs(config, tp="tp"))[0]
+    cuts = [block_slices(tuple(x.shape), spec, mesh.shape, mesh.coords) for x, spec in zip(leaves, specs, strict=True)]
+    return tree_unflatten(treedef, [x[cut].clone() for x, cut in zip(leaves, cuts, strict=True)])
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "llama_gqa"])
+@distributed(world=[2, 4])
+def test_a_block_sends_four_all_reduces_or_their_volume_in_pairs(name: str, world: int) -> None:
+    torch.set_num_threads(1)
+    mesh = sf.make_mesh({"tp": world})
+    rows, tokens = 4, 4
+    config = dataclasses.replace(CONFIGS[name], num_heads=4, num_kv_heads=4)
+    one, two = (dataclasses.replace(config, num_layers=n) for n in (1, 2))
+    with sf.collectives.bind_mesh(mesh):
+        whole = {op: _minus(_sent(two, False, tokens)[op], _sent(one, False, tokens)[op]) for op in ("psum",)}
+        after, before = _sent(two, True, tokens), _sent(one, True, tokens)
+        cut = {op: _minus(after[op], before[op]) for op in after}
+    volume = rows * tokens * config.d_model * 8
+    share = volume * (world - 1) // world
+    assert whole == {"psum": (4, 4 * 2 * share)}
+    # Four pairs: two gathers and two scatters forward, and their transposes; and whole leaves' gradients.
+    assert cut["all_gather"] == cut["psum_scatter"] == (4, 4 * share)
+    leaves = len([n for n in ("norm1_w", "norm1_b", "norm2_w", "norm2_b", "bo", "b_down") if n in _leaves_of(one)])
+    assert cut["psum"] == (leaves, leaves * 2 * config.d_model * 8 * (world - 1) // world)
+    assert cut.keys() <= {"all_gather", "psum_scatter", "psum", "pmax", "all_gather_invariant"}
+
+
+def _leaves_of(config: gpt.Config) -> Any:
+    return gpt.init(config, sf.key(0))["blocks"][0]
+
+
+def _minus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    return a[0] - b[0], a[1] - b[1]
+
+
+@distributed(world=2)
+def test_logits_and_samples_are_those_of_one_device() -> None:
+    config, prompt = CONFIGS["bloom"], torch.tensor([[1, 2], [3, 4]])
+    params, mesh = params_of(config, torch.float64), sf.make_mesh({"tp": 2})
+    with sf.collectives.bind_mesh(mesh):
+        own = gpt.apply(config, _own_blocks(config), prompt, axis="tp", sequence=True)
+        logits = sf.all_gather_invariant(own, "tp", dim=-1, size=config.vocab_size)
+        drawn = gpt.generate(config, _own_blocks(config), prompt, 4, sf.key(1), axis="tp")
+    assert own.shape[-1] == (7, 6)[mesh.rank]
+    torch.testing.assert_close(logits, gpt.apply(config, params, prompt), rtol=1e-12, atol=1e-12)
+    assert torch.equal(drawn, gpt.generate(config, params, prompt, 4, sf.key(1)))
