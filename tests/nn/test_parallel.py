@@ -186,7 +186,7 @@ GPTS = {
 
 
 NAMES = [*LAYERS, "words", *GPTS]
-BY_DAY = ("norm", "one_key", "words")
+BY_DAY = ("one_key", "words")
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])
