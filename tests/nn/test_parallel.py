@@ -266,7 +266,8 @@ def test_fused_layers_equal_the_layers() -> None:
         nn.fused_self_attention(x, w_GRKD, draw(D, 3, K))
     gate, up, down = draw(7, D), draw(7, D), draw(D, 7)
     torch.testing.assert_close(nn.fused_swiglu(x, torch.stack([gate, up]), down), nn.swiglu(x, gate, up, down))
-    flat = nn.AttentionWeights(*(w.flatten(0, 1) for w in weights[:3]), wo.flatten(1))
+    wq, wk, wv = (w.flatten(0, 1) for w in weights[:3])
+    flat = nn.AttentionWeights(wq, wk, wv, wo.flatten(1))
     assert torch.equal(nn.self_attention(x, flat, heads), nn.self_attention(x, weights, heads))
     torch.testing.assert_close(nn.column_linear(x, w_GRKD)[..., 1, 2, :], F.linear(x, w_GRKD[1, 2]))
 
