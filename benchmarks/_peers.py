@@ -103,6 +103,36 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx:
     return step
 
 
+def torch_tp(rank: int, world: int, size: Size) -> Step:
+    """Torch's `parallelize_module` of the same GPT, on the whole batch; see `bench_tensor_parallel.py`."""
+    from _torch_tp import torch_tp_step
+
+    del rank
+    return torch_tp_step(world, size, ADAMW)
+
+
+def shardfn_tp(rank: int, world: int, size: Size, *, sequence: int = 0, jit: str = "") -> Step:
+    """`models.gpt` along "tp", on the whole batch; with `sequence` tokens are cut between blocks."""
+    del rank
+    from _model import params
+
+    import shardfn as sf
+    from shardfn.models import gpt
+
+    loss = functools.partial(gpt.loss, size.config, axis="tp", sequence=bool(sequence))
+    specs, mesh = gpt.specs(size.config, tp="tp"), sf.make_mesh({"tp": world})
+    f = sf.jit(loss, backend=jit) if jit else loss
+    take = sf.sharded_step(f, adamw(), mesh=mesh, specs=specs, batch=sf.P())
+    state = take.init(params(size))
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal state
+        state, metrics = take(state, {"tokens": tokens})
+        return metrics["loss"]
+
+    return step
+
+
 def adamw() -> Any:
     """The optimizer of every shardfn peer."""
     import shardfn as sf
@@ -167,6 +197,8 @@ PEERS: dict[str, Build] = {
     "fsdp2_no_reshard": functools.partial(fsdp2, reshard=False),
     "fsdp2_compile": fsdp2_compile,
     "fsdp2_compile_whole": functools.partial(fsdp2_compile, whole=True),
+    "torch_tp": torch_tp,
+    "shardfn_tp": shardfn_tp,
     **{f"shardfn{s}": functools.partial(shardfn, stage=s) for s in range(4)},
     **{f"deepspeed{s}": functools.partial(deepspeed, stage=s) for s in range(4)},
 }

@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py
     torchrun --nproc-per-node 2 examples/train_gpt.py --zero 3 --sample 400
+    torchrun --nproc-per-node 4 examples/train_gpt.py --mesh dp=2,tp=2 --sequence
     torchrun --nproc-per-node 2 examples/train_gpt.py --data a.txt b.txt --tokenizer bpe --optimizer lamb
 
 It learns Python from the sources of the standard library unless --data says otherwise. Ctrl-C ends it after the current
@@ -10,8 +11,10 @@ it leaves in --out: tokens.bin, metrics.jsonl, TensorBoard events, loss.png and 
 """
 
 import argparse
+import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import signal
@@ -53,8 +56,8 @@ def main() -> None:
         signal.signal(number, lambda *_: stop.set())
     if "LOCAL_RANK" in os.environ and not torch.cuda.is_available():
         torch.set_num_threads(1)
-    mesh = sf.make_mesh({"dp": -1})
-    rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")
+    mesh = sf.make_mesh(args.mesh)
+    rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")  # ranks along tp get the same rows
 
     # The data: batch n is a function of (seed, n), the same for any number of ranks.
     tokenizer, source = read_tokens(args, mesh)
@@ -63,16 +66,19 @@ def main() -> None:
     # The model: mathematics for one device. The weights keep the mean exact when ranks hold different numbers of rows.
     size = {"num_layers": args.layers, "d_model": args.dim, "num_heads": args.heads, "max_len": args.length}
     config = gpt.Config.llama_like(vocab_size=tokenizer.vocab_size, d_ff=None, tie_embeddings=True, **size)
+    if mesh.axis_size("tp") > 1:
+        config = dataclasses.replace(config, per_head=True)  # tp then cuts between heads, whatever their number
     wrap = sf.remat if args.remat else lambda inner: inner
 
     def loss(params, batch):
         rows = len(batch["tokens"])
-        mean = gpt.loss(config, params, batch, wrap=wrap)
-        return sf.WeightedMean(mean * rows, rows), {"stop": sf.WeightedMean(batch["stop"].sum(), rows)}
+        mean = gpt.loss(config, params, batch, wrap=wrap, axis="tp", sequence=args.sequence)
+        stop = sf.pmax(batch["stop"], "tp").sum()  # any rank of a row may have been told
+        return sf.WeightedMean(mean * rows, rows), {"stop": sf.WeightedMean(stop, rows)}
 
     def evaluate(params, batch):
         rows = len(batch["tokens"])
-        mean = gpt.loss(config, params, batch)
+        mean = gpt.loss(config, params, batch, axis="tp")
         total, count = sf.psum(torch.stack([mean * rows, torch.full_like(mean, rows)]), "dp")
         return total / count
 
@@ -88,19 +94,23 @@ def main() -> None:
         jit(sf.accumulate(loss, args.accumulate) if args.accumulate > 1 else loss),
         sf.optim.chain(sf.optim.clip_by_global_norm(args.clip), optimizer(schedule)),
         mesh=mesh,
+        specs=gpt.specs(config, tp="tp"),
         batch=sf.P("dp"),
         zero=sf.Zero(stage=args.zero, axis="dp"),
         has_aux=True,
     )
     state = step.init(functools.partial(gpt.init, config), sf.key(args.seed))
 
-    log = Log(args, enabled=rank == 0)
+    log = Log(args, enabled=mesh.rank == 0)
     log.say(f"{gpt.num_params(config):,} parameters, {source.num_tokens:,} tokens")
-    log.say(f"ZeRO-{args.zero} over {world} x {mesh.device.type}")
+    sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
+    log.say(
+        f"ZeRO-{args.zero} over {world} x {mesh.device.type}" + (f" in a mesh of {sizes}" if mesh.size > world else "")
+    )
     batches = sf.data.prefetch(train.iterate(0, args.steps, rank=rank, world=world))
     begin = time.monotonic()
     # `disable=None` draws no bar where stderr is no terminal; there the log says a line every few seconds.
-    off = None if rank == 0 else True
+    off = None if mesh.rank == 0 else True
     with closing(batches), tqdm(total=args.steps, disable=off, unit="step", dynamic_ncols=True) as bar:
         for n, batch in enumerate(batches):
             late = args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
@@ -125,7 +135,7 @@ def main() -> None:
 
     if args.sample:
         prompt = torch.from_numpy(tokenizer.encode(args.prompt))[None].to(mesh.device)
-        write = functools.partial(gpt.generate, config)
+        write = functools.partial(gpt.generate, config, axis="tp")
         tokens = step.apply(write, state, prompt, args.sample, sf.key(args.seed + 1), args.temperature)
         log.sample(tokenizer.decode(tokens[0].tolist()))
     if dist.is_initialized():
@@ -216,12 +226,27 @@ def arguments():
             raise argparse.ArgumentTypeError(f"{text} is not positive")
         return value
 
+    def axes(text):
+        sizes = {}
+        for part in text.split(","):
+            axis, _, size = part.partition("=")
+            if axis not in ("dp", "tp") or axis in sizes or not size.isdecimal() or int(size) < 1:
+                raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: write sizes of dp and tp, such as dp=2,tp=2")
+            sizes[axis] = int(size)
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if math.prod(sizes.values()) != world:
+            told = " x ".join(map(str, sizes.values()))
+            raise argparse.ArgumentTypeError(f"{text!r} is {told} ranks, but {world} were started (--nproc-per-node)")
+        return sizes
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", nargs="+", type=pathlib.Path, metavar="PATH", help="text files (the Python standard library)")
     add("--tokenizer", choices=("bytes", "bpe"), default="bytes")
     add("--vocab-size", type=positive, default=2048, help="for bpe (%(default)s)")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (%(default)s)")
+    add("--mesh", type=axes, default={"dp": -1}, metavar="dp=N,tp=M", help="ranks by axis (all along dp)")
+    add("--sequence", action="store_true", help="between blocks each rank of tp has its own tokens")
     add("--steps", type=positive, default=800, help="%(default)s")
     add("--minutes", type=float, help="stop after so many minutes, whatever --steps says")
     add("--batch", type=positive, default=16, help="rows of the global batch (%(default)s)")

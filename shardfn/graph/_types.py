@@ -150,7 +150,7 @@ class Types:
         """What an op makes that looks at this rank's values alone."""
         if op.constant or op.types == "filled" or (op.types == "product" and 0 in node.args):
             return 0
-        if op.draws:
+        if op.draws and _argument(node, "dropout_p") != 0:  # attention without dropout is tagged like that with it
             return self._all[UNKNOWN]
         if node.target is operator.getitem and node.args[0] in self._columns:
             return self._columns[node.args[0]][node.args[1]]  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -261,6 +261,15 @@ def _decides(node: Node) -> bool:
     if any(t.is_floating_point() for t in tensors_of(node)):
         return False
     return any(t.is_floating_point() for n in node.all_input_nodes for t in tensors_of(n))
+
+
+def _argument(node: Node, name: str) -> Any:
+    """What is passed as the argument of that name; its default, or None where the op has no such argument."""
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def _is_empty(node: Node) -> bool:

@@ -32,6 +32,8 @@ def layer_norm(
         >>> layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
         [-1.0, 1.0]
     """
+    if x_D.numel() == 0:
+        return _of_nothing(x_D, w_D, b_D)
     return _in_dtype_of(w_D, lambda x_D: F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps), x_D)
 
 
@@ -50,7 +52,19 @@ def rms_norm(
         >>> rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
         [1.0, -1.0]
     """
+    if x_D.numel() == 0:
+        return _of_nothing(x_D, w_D, None)
     return _in_dtype_of(w_D, lambda x_D: F.rms_norm(x_D, x_D.shape[-1:], w_D, eps), x_D)
+
+
+def _of_nothing(x_D: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
+    """The norm of no rows, as a function of the weights.
+
+    A rank without rows of a sequence adds its gradient to those of the others like every rank; torch's norms forget the
+    weights then.
+    """
+    y_D = x_D * w_D
+    return (y_D if b_D is None else y_D + b_D).to(x_D.dtype)
 
 
 def _in_dtype_of(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:

@@ -1,0 +1,290 @@
+"""Covers the layers along an axis: values and gradients of one device, any sizes, and that no psum can be missing."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import nn, optim
+from shardfn.collectives import all_gather_invariant, take_own_block
+from shardfn.graph import AxisTypeError
+from shardfn.models import gpt
+from shardfn.nn import _cross_entropy, _parallel
+from shardfn.testing import assert_parity, distributed
+
+B, T, D, K, V = 2, 5, 6, 2, 7
+CUT, COLUMNS, WHOLE = sf.P("tp"), sf.P(None, "tp"), sf.P()
+Along = dict[str, Any]  # axis and sequence
+
+
+def _attention(heads: nn.Heads, p: Any, x: Tensor, along: Along) -> Tensor:
+    weights = nn.AttentionWeights(*(p[name] for name in ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo")))
+    table = nn.rope_table(torch.arange(x.shape[1] if along["sequence"] is None else T), K, dtype=x.dtype)
+    return nn.self_attention(x, weights, heads, table=table, **along)
+
+
+def _alibi(p: Any, x: Tensor, along: Along) -> Tensor:
+    weights = nn.AttentionWeights(p["wq"], p["wk"], p["wv"], p["wo"])
+    slopes_H = torch.tensor(nn.alibi_slopes(3), dtype=x.dtype)
+    return nn.self_attention(x, weights, nn.Heads(3, 3, K), slopes_H=slopes_H, **along)
+
+
+def _attention_leaves(H: int, G: int, bias: bool = True) -> dict[str, Any]:
+    leaves = {"wq": ((H, K, D), CUT), "wk": ((G, K, D), CUT), "wv": ((G, K, D), CUT), "wo": ((D, H, K), COLUMNS)}
+    more = {"bq": ((H, K), CUT), "bk": ((G, K), CUT), "bv": ((G, K), CUT), "bo": ((D,), WHOLE)}
+    return leaves | (more if bias else {})
+
+
+def _linears(p: Any, x: Tensor, along: Along) -> Tensor:
+    return nn.row_linear(torch.tanh(nn.column_linear(x, p["up"], p["b_up"], **along)), p["down"], p["b"], **along)
+
+
+def _normed(p: Any, x: Tensor, along: Along) -> Tensor:
+    x = nn.layer_norm(x, nn.between(p["w"], **along), nn.between(p["b"], **along))
+    return nn.mlp(x, p["up"], p["down"], **along) + nn.own_tokens(p["position"], **along)
+
+
+# name -> (leaves with their shapes and specs, the layer)
+LAYERS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor, Along], Tensor]]] = {
+    "linear": ({"up": ((7, D), CUT), "b_up": ((7,), CUT), "down": ((D, 7), COLUMNS), "b": ((D,), WHOLE)}, _linears),
+    "mlp": (
+        {"up": ((7, D), CUT), "b_up": ((7,), CUT), "down": ((D, 7), COLUMNS), "b": ((D,), WHOLE)},
+        lambda p, x, along: nn.mlp(x, p["up"], p["down"], p["b_up"], p["b"], **along),
+    ),
+    "swiglu": (
+        {"gate": ((7, D), CUT), "up": ((7, D), CUT), "down": ((D, 7), COLUMNS)},
+        lambda p, x, along: nn.swiglu(x, p["gate"], p["up"], p["down"], **along),
+    ),
+    "fused_swiglu": (
+        {"up": ((2, 7, D), COLUMNS), "down": ((D, 7), COLUMNS)},
+        lambda p, x, along: nn.fused_swiglu(x, p["up"], p["down"], **along),
+    ),
+    "norm": (
+        {"w": ((D,), WHOLE), "b": ((D,), WHOLE), "position": ((T, D), WHOLE)}
+        | {"up": ((7, D), CUT), "down": ((D, 7), COLUMNS)},
+        _normed,
+    ),
+    "attention": (_attention_leaves(3, 3), functools.partial(_attention, nn.Heads(3, 3, K))),
+    "grouped": (_attention_leaves(4, 2), functools.partial(_attention, nn.Heads(4, 2, K))),
+    "unaligned": (_attention_leaves(6, 3), functools.partial(_attention, nn.Heads(6, 3, K))),
+    "one_key": (_attention_leaves(3, 1), functools.partial(_attention, nn.Heads(3, 1, K))),
+    "alibi": (_attention_leaves(3, 3, bias=False), _alibi),
+    "fused_attention": (
+        {"w": ((3, 3, K, D), CUT), "b_w": ((3, 3, K), CUT), "wo": ((D, 3, K), COLUMNS), "b": ((D,), WHOLE)},
+        lambda p, x, along: nn.fused_self_attention(x, p["w"], p["wo"], p["b_w"], p["b"], **along),
+    ),
+}
+
+
+def _layer_loss(name: str, axis: str | None, cut: bool, p: Any, b: Any) -> Tensor:
+    """A layer between a shift, whose gradient comes through the layer, and a mean."""
+    along: Along = {"axis": axis, "sequence": T if cut else None}
+    x = b["x"] + p["shift"]
+    y = LAYERS[name][1](p, _parallel.own_tokens(x, **along), along)
+    y = all_gather_invariant(y, axis, dim=1, size=T) if cut else y
+    return ((y - b["y"]) ** 2).mean()
+
+
+def _words_loss(axis: str | None, cut: bool, p: Any, b: Any) -> sf.WeightedMean:
+    """A vocabulary-parallel embedding and loss of one table, with targets that do not count."""
+    along: Along = {"axis": axis, "sequence": T if cut else None}
+    x = nn.embedding(b["tokens"], p["table"], vocab_size=V, **along)
+    x = x + nn.own_tokens(p["shift"] * torch.ones(T, 1, dtype=x.dtype), **along)
+    logits = nn.column_linear(x, p["table"], **along)
+    return sf.WeightedMean(*nn.cross_entropy_sum(logits, nn.next_tokens(b["tokens"]), axis=axis, vocab_size=V))
+
+
+def _case(name: str, axis: str | None, cut: bool) -> tuple[Callable[..., Any], Any, Any, dict[str, Tensor]]:
+    """Loss, parameters, specs and a batch."""
+    g = torch.Generator().manual_seed(3)
+    draw = functools.partial(torch.randn, generator=g, dtype=torch.float64)
+    leaves = {"table": ((V, D), CUT)} if name == "words" else LAYERS[name][0]
+    leaves = leaves | {"shift": ((D,), WHOLE)}
+    batch = {"x": draw(B, T, D), "y": draw(B, T, D)}
+    batch = {"tokens": torch.randint(V, (B, T), generator=g)} if name == "words" else batch
+    loss: Callable[..., Any] = _words_loss if name == "words" else functools.partial(_layer_loss, name)
+    loss = functools.partial(loss, axis, cut)
+    return loss, {k: draw(s) for k, (s, _) in leaves.items()}, {k: spec for k, (_, spec) in leaves.items()}, batch
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])
+@distributed(world=3)
+def test_layers_equal_one_device(cut: bool) -> None:
+    _layers_equal_one_device(3, cut)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])
+@distributed(world=[2, 8])
+def test_layers_on_other_meshes_equal_one_device(cut: bool, world: int) -> None:
+    _layers_equal_one_device(world, cut)
+
+
+def _layers_equal_one_device(world: int, cut: bool) -> None:
+    torch.set_num_threads(1)
+    mesh = sf.make_mesh({"tp": world})
+    for name in (*LAYERS, "words"):
+        loss, params, specs, batch = _case(name, "tp", cut)
+        plain = _case(name, None, False)[0]
+        options: dict[str, Any] = {"specs": specs, "batch": sf.P(), "zero": sf.Zero(stage=0)}
+        assert_parity(loss, optim.sgd(0.1), params, [batch], mesh=mesh, reference=plain, **options)
+
+
+# Each psum and pvary of the layers, left out.
+
+
+class Sites:
+    """Counts the calls of some functions, and leaves one out."""
+
+    def __init__(self, left_out: int | None = None) -> None:
+        self.left_out, self.count = left_out, 0
+
+    def watch(self, usual: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return (without if self.count - 1 == self.left_out else usual)(*args, **kwargs)
+
+        return called
+
+
+def _own_rows_silently(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
+    """`take_own_block` of the first rank, but its transpose does not join the blocks."""
+    return x.narrow(dim, 0, take_own_block(x.detach(), axis, dim=dim).shape[dim])
+
+
+def _lowered(monkeypatch: pytest.MonkeyPatch, name: str, cut: bool, left_out: int | None) -> int:
+    sites = Sites(left_out)
+    mesh = sf.make_mesh({"dp": 1, "tp": 2}, device="cpu", abstract=True)
+    with monkeypatch.context() as patch:
+        for module in (_parallel, _cross_entropy):
+            patch.setattr(module, "psum", sites.watch(sf.psum, lambda x, axis: x))
+        patch.setattr(_parallel, "pvary", sites.watch(sf.pvary, lambda x, axis: x))
+        patch.setattr(_parallel, "take_own_block", sites.watch(take_own_block, _own_rows_silently))
+        if name in GPTS:
+            config = GPTS[name]
+            loss = functools.partial(gpt.loss, config, axis="tp", sequence=cut)
+            with sf.core.deferred():
+                params = gpt.init(config, sf.key(0))
+            specs, batch = gpt.specs(config, tp="tp"), {"tokens": torch.empty(2, 6, dtype=torch.int64, device="meta")}
+        else:
+            loss, params, specs, batch = _case(name, "tp", cut)
+        jitted = sf.jit(loss, backend="graph")
+        sf.sharded_step(jitted, optim.sgd(0.1), mesh=mesh, specs=specs, batch=sf.P("dp")).lower(params, batch)
+    return sites.count
+
+
+SHAPE: dict[str, Any] = {"vocab_size": V, "num_layers": 1, "d_model": D, "num_heads": 3, "max_len": T, "d_ff": 7}
+GPTS = {
+    "gpt2": gpt.Config(**SHAPE, per_head=True, tie_embeddings=True),
+    "bloom": gpt.Config(**SHAPE, per_head=True, position="alibi", embedding_norm=True),
+}
+
+
+NAMES = [*LAYERS, "words", *GPTS]
+BY_DAY = ("one_key", "words")
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
+)
+def test_a_psum_or_pvary_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, cut: bool) -> None:
+    count = _lowered(monkeypatch, name, cut, None)
+    assert count >= 1
+    for site in range(count):
+        with pytest.raises(AxisTypeError):
+            _lowered(monkeypatch, name, cut, site)
+            pytest.fail(f"site {site} of {count} of {name} was left out, and nothing was said")
+
+
+def test_vocabulary_parallel_loss_has_the_published_values() -> None:
+    logits = torch.tensor([[[2.0, 1.0, 0.0, -1.0]]], requires_grad=True)
+    loss = nn.cross_entropy(logits, torch.tensor([[2]]), axis="tp")
+    torch.testing.assert_close(loss.item(), 2.440189699, rtol=1e-7, atol=0)
+    want = torch.tensor([0.643914260, 0.236882818, -0.912855681, 0.032058603])
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0].flatten(), want, rtol=1e-6, atol=0)
+
+
+@distributed(world=2)
+def test_vocabulary_parallel_loss_refuses_what_one_device_refuses() -> None:
+    mesh = sf.make_mesh({"tp": 2})
+
+    def lookup(table: Tensor, tokens: Tensor) -> Tensor:
+        return nn.embedding(tokens, table, axis="tp", vocab_size=3).sum()
+
+    step = sf.sharded_step(lookup, optim.sgd(0.1), mesh=mesh, specs=CUT, batch=sf.P())
+    state = step.init(torch.ones(3, 2))
+    with pytest.raises((IndexError, sf.RankError), match="index out of range"):
+        step(state, torch.tensor([0, 3]))
+
+
+def test_alibi() -> None:
+    assert nn.alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    torch.testing.assert_close(nn.alibi_slopes(12)[8:], [0.70710678, 0.35355339, 0.17677670, 0.08838835])
+    many = nn.alibi_slopes(112)
+    torch.testing.assert_close(
+        [*many[:3], many[63], many[64], many[-1]],
+        [0.917004, 0.840896, 0.771105, 0.00390625, 0.957603, 0.016316778],
+        rtol=1e-6,
+        atol=0,
+    )
+    q, k, v = torch.randn(3, 2, T, 3, K, dtype=torch.float64)
+    slopes_H = torch.tensor(nn.alibi_slopes(3), dtype=torch.float64)
+    scores = torch.einsum("bthk,bshk->bhts", q, k) / K**0.5 + slopes_H[:, None, None] * torch.arange(T)  # BLOOM's form
+    scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    want = torch.einsum("bhts,bshk->bthk", scores.softmax(-1), v)
+    torch.testing.assert_close(nn.attention(q, k, v, slopes_H=slopes_H), want)
+    with pytest.raises(ValueError, match="use causal"):
+        nn.attention(q, k, v, slopes_H=slopes_H, causal=False)
+
+
+def test_dropout_of_rows_is_that_of_the_whole() -> None:
+    index_B, key = torch.arange(3) + 7, sf.key(1)
+    for tokens, width in ((13, 3), (4, 8), (1, 5), (6, 1)):
+        x = torch.ones(3, tokens, width)
+        whole = nn.dropout(key, x, 0.4, index_B)
+        for start in range(tokens):
+            for stop in range(start, tokens + 1):
+                part = nn.dropout(key, x[:, start:stop], 0.4, index_B, rows=(start, tokens))
+                assert torch.equal(part, whole[:, start:stop])
+    with pytest.raises(ValueError, match="do not hold x"):
+        nn.dropout(key, torch.ones(3, 4, 2), 0.4, index_B, rows=(2, 5))
+
+
+def test_fused_layers_equal_the_layers() -> None:
+    g, heads = torch.Generator().manual_seed(0), nn.Heads(4, 2, K)
+    draw = functools.partial(torch.randn, generator=g, dtype=torch.float64)
+    x, w_GRKD, wo = draw(B, T, D), draw(2, 4, K, D), draw(D, 4, K)
+    weights = nn.AttentionWeights(w_GRKD[:, :2].flatten(0, 1), w_GRKD[:, 2], w_GRKD[:, 3], wo)
+    torch.testing.assert_close(nn.fused_self_attention(x, w_GRKD, wo), nn.self_attention(x, weights, heads))
+    with pytest.raises(ValueError, match="cuts both weights alike"):
+        nn.fused_self_attention(x, w_GRKD, draw(D, 3, K))
+    gate, up, down = draw(7, D), draw(7, D), draw(D, 7)
+    torch.testing.assert_close(nn.fused_swiglu(x, torch.stack([gate, up]), down), nn.swiglu(x, gate, up, down))
+    wq, wk, wv = (w.flatten(0, 1) for w in weights[:3])
+    flat = nn.AttentionWeights(wq, wk, wv, wo.flatten(1))
+    assert torch.equal(nn.self_attention(x, flat, heads), nn.self_attention(x, weights, heads))
+    torch.testing.assert_close(nn.column_linear(x, w_GRKD)[..., 1, 2, :], F.linear(x, w_GRKD[1, 2]))
+
+
+def test_what_does_not_fit_is_named() -> None:
+    mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
+    x, w = torch.ones(B, T, D), torch.ones(3, 6)
+    flat = nn.AttentionWeights(w, w, w, w)
+    with sf.collectives.bind_mesh(mesh):
+        with pytest.raises(ValueError, match=r"cut 3 heads of 2 rows inside a head; .*per_head=True"):
+            nn.self_attention(x, flat, nn.Heads(3, 3, K), axis="tp")
+        with pytest.raises(ValueError, match=r"wq of shape \(3, 6\) is not this rank's block .* should be P\('tp'\)"):
+            nn.self_attention(x, flat, nn.Heads(2, 2, K), axis="tp")
+        with pytest.raises(ValueError, match="a vocabulary of 7 over 2 ranks of 'tp' gives this one 4 classes, but"):
+            nn.embedding(torch.zeros(2, 2, dtype=torch.int64), torch.ones(7, 3), axis="tp", vocab_size=7)
+        with pytest.raises(ValueError, match="has other tokens"):
+            nn.leave_parallel(x, "tp", sequence=4)
+        config = gpt.Config(**SHAPE)
+        with pytest.raises(ValueError, match=r"(?s)\['w_down'\] is .*params\['embed'\] is \(7, 6\)"):
+            gpt.apply(config, gpt.init(config, sf.key(0)), torch.zeros(1, 2, dtype=torch.int64), axis="tp")
