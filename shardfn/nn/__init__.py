@@ -1,12 +1,18 @@
-"""Layers as mathematics: pure functions of explicit parameters, written for one device."""
+"""Layers as mathematics: pure functions of explicit parameters, for one device or cut along a mesh axis."""
 
-from ._attention import attention as attention
+from ._attention import alibi_slopes as alibi_slopes, attention as attention
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
+from ._cross_entropy import next_tokens as next_tokens
 from ._dropout import dropout as dropout
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
 from ._tiled_linear import tiled_linear as tiled_linear, tiles as tiles, untile as untile
-from ._mlp import mlp as mlp, swiglu as swiglu
+from ._mlp import fused_swiglu as fused_swiglu, mlp as mlp, swiglu as swiglu
 from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
+from ._parallel import column_linear as column_linear, row_linear as row_linear
+from ._parallel import enter_parallel as enter_parallel, leave_parallel as leave_parallel
+from ._parallel import between as between, own_range as own_range, own_tokens as own_tokens
+from ._self_attention import AttentionWeights as AttentionWeights, Heads as Heads
+from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._rope import rope as rope, rope_table as rope_table
 from ._scan import Run as Run, looping as looping, plain_loop as plain_loop, scan as scan

@@ -8,34 +8,57 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from shardfn.collectives import axis_size, pmax, psum
+from shardfn.core import Axes
+
+from ._linear import own_classes, own_index
+
 
 def cross_entropy(
-    logits_BTV: Float[Tensor, "b t v"], targets_BT: Int64[Tensor, "b t"], *, ignore_index: int = -100
+    logits_BTV: Float[Tensor, "b t v"],
+    targets_BT: Int64[Tensor, "b t"],
+    *,
+    ignore_index: int = -100,
+    axis: Axes = None,
+    vocab_size: int | None = None,
 ) -> Float[Tensor, ""]:
     """The mean over the targets that count; 0 if none does.
 
     Args:
-        logits_BTV: unnormalised; 16-bit logits are summed in float32.
+        logits_BTV: unnormalised; 16-bit logits are summed in float32. With `axis`, this rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
         ignore_index: the target that does not count.
+        axis: mesh axes that cut V; None is one device.
+        vocab_size: V. Needed where the axis does not divide it.
 
     Example:
         >>> round(cross_entropy(torch.zeros(1, 2, 8), torch.tensor([[3, -100]])).item(), 4)
         2.0794
     """
-    total, count = cross_entropy_sum(logits_BTV, targets_BT, ignore_index=ignore_index)
+    total, count = cross_entropy_sum(
+        logits_BTV, targets_BT, ignore_index=ignore_index, axis=axis, vocab_size=vocab_size
+    )
     return total / count.clamp(min=1)
 
 
 def cross_entropy_sum(
-    logits_BTV: Float[Tensor, "b t v"], targets_BT: Int64[Tensor, "b t"], *, ignore_index: int = -100
+    logits_BTV: Float[Tensor, "b t v"],
+    targets_BT: Int64[Tensor, "b t"],
+    *,
+    ignore_index: int = -100,
+    axis: Axes = None,
+    vocab_size: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """The sum over the targets that count, and how many they are: for means over ranks with unequal numbers of tokens.
 
+    With `axis` no rank has all logits: three numbers a token cross the mesh, a maximum, a sum and the target's logit.
+
     Args:
-        logits_BTV: unnormalised; 16-bit logits are summed in float32.
+        logits_BTV: unnormalised; 16-bit logits are summed in float32. With `axis`, this rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
         ignore_index: the target that does not count.
+        axis: mesh axes that cut V; None is one device.
+        vocab_size: V. Needed where the axis does not divide it.
 
     Returns:
         (total, count), 0-d, both of the dtype of the sum.
@@ -46,5 +69,39 @@ def cross_entropy_sum(
         1.0
     """
     wide = logits_BTV.float() if logits_BTV.dtype in (torch.float16, torch.bfloat16) else logits_BTV
+    if axis_size(axis) > 1:
+        loss_BT = _vocab_parallel(wide, targets_BT, ignore_index, axis, vocab_size)
+        counts = targets_BT != ignore_index
+        return loss_BT.masked_fill(~counts, 0.0).sum(), counts.sum().to(loss_BT.dtype)
     total = F.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), ignore_index=ignore_index, reduction="sum")
     return total, (targets_BT != ignore_index).sum().to(total.dtype)
+
+
+def _vocab_parallel(
+    logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int, axis: Axes, vocab_size: int | None
+) -> Tensor:
+    """The loss log sum exp(logits) - logits[target], of blocks of the classes; invariant along `axis`."""
+    start, stop, size = own_classes(logits_BTV.shape[-1], vocab_size, axis)
+    own_BT = logits_BTV.logsumexp(-1)
+    top_BT = pmax(own_BT.detach(), axis)  # a shift, of which the result does not depend
+    if start == stop:
+        hit_BT = logits_BTV.sum(-1)
+    else:
+        index, missing = own_index(targets_BT.masked_fill(targets_BT == ignore_index, 0), start, stop, size)
+        hit_BT = logits_BTV.gather(-1, index[..., None])[..., 0].masked_fill(missing, 0.0)
+    total_BT, hit_BT = psum(torch.stack([(own_BT - top_BT).exp(), hit_BT]), axis).unbind()
+    return total_BT.log() + top_BT - hit_BT
+
+
+def next_tokens(tokens_BT: Int64[Tensor, "b t"], *, ignore_index: int = -100) -> Int64[Tensor, "b t"]:
+    """The targets of a language model: each token's successor; the last one's does not count.
+
+    Args:
+        tokens_BT: whole sequences: cut them along T after the shift.
+        ignore_index: the target that does not count.
+
+    Example:
+        >>> next_tokens(torch.tensor([[5, 6, 7]])).tolist()
+        [[6, 7, -100]]
+    """
+    return torch.cat((tokens_BT[:, 1:], torch.full_like(tokens_BT[:, :1], ignore_index)), dim=1)

@@ -15,7 +15,12 @@ _LEVELS = 1 << 16
 
 
 def dropout(
-    key: Int64[Tensor, "2"], x: Float[Tensor, "b *rest"], rate: float, index_B: Int64[Tensor, " b"]
+    key: Int64[Tensor, "2"],
+    x: Float[Tensor, "b *rest"],
+    rate: float,
+    index_B: Int64[Tensor, " b"],
+    *,
+    rows: tuple[int, int] | None = None,
 ) -> Float[Tensor, "b *rest"]:
     """Zeroes each element with probability `rate`, and scales the rest by 1 / (1 - rate).
 
@@ -28,9 +33,11 @@ def dropout(
         x: one sample a row.
         rate: probability of dropping, in [0, 1).
         index_B: global number of each sample.
+        rows: (start, size) where `x` is rows from `start` on of a dim 1 of `size`, such as a rank's tokens of the
+            sequence: the mask is that of these rows of the whole. None: `x` is whole.
 
     Raises:
-        ValueError: `rate` is outside [0, 1).
+        ValueError: `rate` is outside [0, 1), or `rows` do not hold `x`.
 
     Example:
         >>> from shardfn.core import key
@@ -38,19 +45,34 @@ def dropout(
         >>> whole = dropout(key(0), x, 0.5, index_B)
         >>> torch.equal(whole[2:], dropout(key(0), x[2:], 0.5, index_B[2:]))
         True
+        >>> torch.equal(whole[:, 1:], dropout(key(0), x[:, 1:], 0.5, index_B, rows=(1, 3)))
+        True
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout(rate={rate}): the rate lies in [0, 1); at 1 nothing would be left to scale.")
     drop = min(round(rate * _LEVELS), _LEVELS - 1)
     if drop == 0 or x.numel() == 0:
         return x
-    keep = _lanes(key.to(x.device), index_B.to(x.device), x[0].numel()).reshape(x.shape) >= drop
-    return torch.where(keep, x * (_LEVELS / (_LEVELS - drop)), 0.0)
+    start, size = (0, x.shape[1] if x.ndim > 1 else 1) if rows is None else rows
+    if rows is not None and (x.ndim < 2 or not 0 <= start <= start + x.shape[1] <= size):
+        raise ValueError(f"dropout: rows={rows} as (start, size) do not hold x of shape {tuple(x.shape)} along dim 1.")
+    row = x[0].numel() // max(x.shape[1], 1) if x.ndim > 1 else 1
+    lanes = _lanes(key.to(x.device), index_B.to(x.device), size * row, start * row, x[0].numel())
+    return torch.where(lanes.reshape(x.shape) >= drop, x * (_LEVELS / (_LEVELS - drop)), 0.0)
 
 
-def _lanes(key: Tensor, index_B: Tensor, count: int) -> Tensor:
-    """[B, count] numbers in [0, 2**16): the four quarters of the cipher's output, one after the other."""
-    counter = torch.arange(-(-count // 4), device=key.device)
-    hi, lo = threefry2x32(fold_in(key, index_B)[:, None], counter)
-    quarters = [q & (_LEVELS - 1) for q in (hi, hi >> 16, lo, lo >> 16)]
-    return torch.cat(quarters, dim=1)[:, :count]
+def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> Tensor:
+    """[B, count] of [B, size] numbers in [0, 2**16): the four quarters of the cipher's output, one after the other."""
+    quarter = -(-size // 4)
+    keys = fold_in(key, index_B)[:, None]
+    if count >= quarter:  # every counter is wanted
+        parts = _quarters(keys, torch.arange(quarter, device=key.device))
+        return torch.cat(parts, dim=1)[:, start : start + count]
+    at = torch.arange(start, start + count, device=key.device)
+    parts = torch.stack(_quarters(keys, at % quarter), dim=1)
+    return parts.gather(1, (at // quarter).expand(len(parts), 1, count))[:, 0]
+
+
+def _quarters(keys: Tensor, counter: Tensor) -> list[Tensor]:
+    hi, lo = threefry2x32(keys, counter)
+    return [q & (_LEVELS - 1) for q in (hi, hi >> 16, lo, lo >> 16)]

@@ -3,9 +3,15 @@
 B batch, T tokens, D features in, F features out, V vocabulary.
 """
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
+
+from shardfn.collectives import axis_size
+from shardfn.core import Axes
+
+from ._parallel import leave_parallel, own_range
 
 
 def linear(
@@ -29,12 +35,24 @@ def linear(
     return F.linear(x_D, w_FD, b_F)
 
 
-def embedding(tokens: Int64[Tensor, "*batch"], w_VD: Float[Tensor, "v d"]) -> Float[Tensor, "*batch d"]:
-    """Row `tokens[...]` of the table.
+def embedding(
+    tokens: Int64[Tensor, "*batch"],
+    w_VD: Float[Tensor, "v d"],
+    *,
+    axis: Axes = None,
+    vocab_size: int | None = None,
+    sequence: int | None = None,
+) -> Float[Tensor, "*batch2 d"]:
+    """Row `tokens[...]` of the table; with `axis`, of a table of which each rank has its own rows.
+
+    Each rank looks up what it has, and the sum over ranks is the row: whole, or with `sequence` this rank's tokens.
 
     Args:
-        tokens: indices in [0, V), any shape.
-        w_VD: the table.
+        tokens: indices in [0, V), any shape; the same on all ranks of `axis`.
+        w_VD: the table, or this rank's block of it.
+        axis: mesh axes that cut V; None is one device.
+        vocab_size: V. Needed where the axis does not divide it.
+        sequence: T where each rank is to have its rows of the last dim of `tokens`.
 
     Returns:
         The shape of `tokens` and D.
@@ -47,4 +65,40 @@ def embedding(tokens: Int64[Tensor, "*batch"], w_VD: Float[Tensor, "v d"]) -> Fl
         >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]])).tolist()
         [[2.0], [1.0]]
     """
-    return F.embedding(tokens, w_VD)
+    if axis_size(axis) == 1:
+        return F.embedding(tokens, w_VD)
+    start, stop, size = own_classes(w_VD.shape[0], vocab_size, axis)
+    if start == stop:  # not a lookup, but a function of the block: its transposes are taken on all ranks
+        rows = w_VD.sum(0).expand(*tokens.shape, w_VD.shape[1])
+    else:
+        index, missing = own_index(tokens, start, stop, size)
+        rows = F.embedding(index, w_VD).masked_fill(missing[..., None], 0.0)
+    return leave_parallel(rows, axis, sequence)
+
+
+def own_classes(rows: int, vocab_size: int | None, axis: Axes) -> tuple[int, int, int]:
+    """Start and stop of this rank's classes, and how many there are.
+
+    Raises:
+        ValueError: the block is not as long as `vocab_size` says.
+    """
+    size = rows * axis_size(axis) if vocab_size is None else vocab_size
+    start, stop = own_range(size, axis)
+    if stop - start != rows:
+        raise ValueError(
+            f"a vocabulary of {size} over {axis_size(axis)} ranks of {axis!r} gives this one {stop - start}"
+            f" classes, but its block has {rows}; pass vocab_size, and cut the leaf by P({axis!r})."
+        )
+    return start, stop, size
+
+
+def own_index(tokens: Tensor, start: int, stop: int, size: int) -> tuple[Tensor, Tensor]:
+    """Indices into this rank's rows, and which tokens are other ranks'.
+
+    What is in no rank's rows is left to the first or the last rank as it is, where the lookup refuses it.
+    """
+    below = tokens.lt(start) if start > 0 else None
+    above = tokens.ge(stop) if stop < size else None
+    missing = below if above is None else above if below is None else below | above
+    missing = torch.zeros_like(tokens, dtype=torch.bool) if missing is None else missing
+    return (tokens - start).masked_fill(missing, 0), missing

@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from shardfn.core import Axes
+
+from ._parallel import affine, enter_parallel, row_linear
+
 
 def mlp(
     x_D: Float[Tensor, "*batch d"],
@@ -16,6 +20,9 @@ def mlp(
     w_down_DF: Float[Tensor, "d f"],
     b_up_F: Float[Tensor, " f"] | None = None,
     b_down_D: Float[Tensor, " d"] | None = None,
+    *,
+    axis: Axes = None,
+    sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
     """gelu(x w_up^T + b_up) w_down^T + b_down, gelu in GPT-2's form with tanh.
 
@@ -25,14 +32,16 @@ def mlp(
         w_down_DF: second weight.
         b_up_F: first bias, or None.
         b_down_D: second bias, or None.
+        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]; None is one device.
+        sequence: T where x and the result are this rank's rows of the tokens.
 
     Example:
         >>> import torch
         >>> mlp(torch.zeros(2, 3), torch.ones(4, 3), torch.ones(3, 4)).tolist()
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    h_F = F.gelu(F.linear(x_D, w_up_FD, b_up_F), approximate="tanh")
-    return F.linear(h_F, w_down_DF, b_down_D)
+    h_F = F.gelu(affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F), approximate="tanh")
+    return row_linear(h_F, w_down_DF, b_down_D, axis=axis, sequence=sequence)
 
 
 def swiglu(
@@ -40,6 +49,9 @@ def swiglu(
     w_gate_FD: Float[Tensor, "f d"],
     w_up_FD: Float[Tensor, "f d"],
     w_down_DF: Float[Tensor, "d f"],
+    *,
+    axis: Axes = None,
+    sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
     """(silu(x w_gate^T) * x w_up^T) w_down^T, silu(z) = z sigmoid(z).
 
@@ -48,10 +60,40 @@ def swiglu(
         w_gate_FD: weight of the gate.
         w_up_FD: weight of the gated branch.
         w_down_DF: weight back to D.
+        axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]; None is one device.
+        sequence: T where x and the result are this rank's rows of the tokens.
 
     Example:
         >>> import torch
         >>> swiglu(torch.ones(2), torch.zeros(3, 2), torch.ones(3, 2), torch.ones(2, 3)).tolist()
         [0.0, 0.0]
     """
-    return F.linear(F.silu(F.linear(x_D, w_gate_FD)) * F.linear(x_D, w_up_FD), w_down_DF)
+    x_D = enter_parallel(x_D, axis, sequence)
+    h_F = F.silu(affine(x_D, w_gate_FD, None)) * affine(x_D, w_up_FD, None)
+    return row_linear(h_F, w_down_DF, axis=axis, sequence=sequence)
+
+
+def fused_swiglu(
+    x_D: Float[Tensor, "*batch d"],
+    w_2FD: Float[Tensor, "2 f d"],
+    w_down_DF: Float[Tensor, "d f"],
+    *,
+    axis: Axes = None,
+    sequence: int | None = None,
+) -> Float[Tensor, "*batch d"]:
+    """`swiglu` with the gate and the gated branch in one weight, and so in one product.
+
+    Args:
+        x_D: any leading dims.
+        w_2FD: the gate, then the branch; `P(None, axis)` cuts both alike.
+        w_down_DF: weight back to D.
+        axis: mesh axes that cut F; None is one device.
+        sequence: T where x and the result are this rank's rows of the tokens.
+
+    Example:
+        >>> import torch
+        >>> fused_swiglu(torch.ones(2), torch.zeros(2, 3, 2), torch.ones(2, 3)).tolist()
+        [0.0, 0.0]
+    """
+    gate_F, up_F = affine(enter_parallel(x_D, axis, sequence), w_2FD, None).unbind(-2)
+    return row_linear(F.silu(gate_F) * up_F, w_down_DF, axis=axis, sequence=sequence)

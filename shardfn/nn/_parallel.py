@@ -1,0 +1,212 @@
+"""Tensor parallelism's four edges, and linear layers between them.
+
+Between blocks a value is whole on all ranks of `axis`, or each rank has its own rows of the sequence. Inside a block
+each rank has its own features. `enter_parallel` leads in and `leave_parallel` leads out; each is the other's transpose.
+
+    between blocks      enter         inside              leave
+    x[T, D]             pvary         h[T, F_axis]        psum
+    x[T_axis, D]        all_gather    h[T, F_axis]        psum_scatter
+
+So a block sends twice forward and twice backward, whatever it computes. An `axis` that is None, missing in the mesh or
+of one rank is the identity: the same function is the one-device layer.
+
+D features between blocks, F features inside, T tokens.
+Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
+Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022,
+https://arxiv.org/abs/2205.05198 (sequence parallelism)
+"""
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.collectives import (
+    all_gather,
+    axis_index,
+    axis_size,
+    current_mesh,
+    psum,
+    psum_scatter,
+    pvary,
+    take_own_block,
+)
+from shardfn.core import Axes, P, all_coords, block_slices
+
+
+def enter_parallel(
+    x_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
+) -> Float[Tensor, "*batch2 d"]:
+    """Into a block whose features are cut along `axis`: all ranks have all tokens, and go on differently.
+
+    Args:
+        x_D: whole, or with `sequence` this rank's rows of the tokens, [*batch, T_axis, D].
+        axis: mesh axes; None is one device.
+        sequence: T, the number of tokens, where `x_D` is cut along them.
+
+    Returns:
+        All tokens.
+
+    Example:
+        >>> import torch
+        >>> enter_parallel(torch.ones(2, 5, 3), "tp", sequence=5).shape
+        torch.Size([2, 5, 3])
+    """
+    return pvary(x_D, axis) if sequence is None else all_gather(x_D, axis, dim=-2, size=sequence)
+
+
+def leave_parallel(
+    y_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
+) -> Float[Tensor, "*batch2 d"]:
+    """Out of it: the sum of what the ranks computed of their features, whole or as rows of the tokens.
+
+    Args:
+        y_D: this rank's summand, of all tokens.
+        axis: mesh axes; None is one device.
+        sequence: T where each rank is to have its rows of the tokens; None gives all to all.
+
+    Returns:
+        The sum, or this rank's rows of it.
+
+    Raises:
+        ValueError: `sequence` is not the number of tokens.
+
+    Example:
+        >>> import torch
+        >>> leave_parallel(torch.ones(2, 5, 3), "tp").shape
+        torch.Size([2, 5, 3])
+    """
+    if sequence is None:
+        return psum(y_D, axis)
+    if y_D.shape[-2] != sequence:
+        raise ValueError(f"leave_parallel: sequence={sequence}, but y of shape {tuple(y_D.shape)} has other tokens.")
+    return psum_scatter(y_D, axis, dim=-2)
+
+
+def between(w: Tensor, axis: Axes, sequence: int | None = None) -> Tensor:
+    """A whole leaf as it is used between blocks, such as a norm's: on rows of the sequence its uses differ.
+
+    Args:
+        w: the leaf, whole on all ranks.
+        axis: mesh axes; None is one device.
+        sequence: T where the values between blocks are cut along the tokens.
+
+    Example:
+        >>> import torch
+        >>> between(torch.ones(3), "tp", sequence=5).shape
+        torch.Size([3])
+    """
+    return w if sequence is None else pvary(w, axis)
+
+
+def own_tokens(
+    x_D: Float[Tensor, "*batch t d"], axis: Axes, sequence: int | None = None
+) -> Float[Tensor, "*batch t2 d"]:
+    """This rank's rows of tokens that all ranks hold, such as a table of positions; all of them without `sequence`.
+
+    Args:
+        x_D: T rows on all ranks.
+        axis: mesh axes; None is one device.
+        sequence: T where the values between blocks are cut along the tokens.
+
+    Example:
+        >>> import torch
+        >>> own_tokens(torch.ones(5, 3), "tp", sequence=5).shape
+        torch.Size([5, 3])
+    """
+    return x_D if sequence is None else take_own_block(x_D, axis, dim=-2)
+
+
+def column_linear(
+    x_D: Float[Tensor, "*batch d"],
+    w_FD: Float[Tensor, "*f d"],
+    b_F: Float[Tensor, "*f"] | None = None,
+    *,
+    axis: Axes = None,
+    sequence: int | None = None,
+) -> Float[Tensor, "..."]:
+    """The affine map y = x w^T + b of which each rank computes its own features: w[F_axis, D], b[F_axis].
+
+    A weight may have several output dims, [*F, D], of which any one is cut: [3, H, K, D] with `P(None, axis)` is a
+    fused projection cut between heads, [2, F, D] the two halves of a gated layer.
+
+    Args:
+        x_D: whole, or with `sequence` this rank's rows of the tokens.
+        w_FD: this rank's block of the weight.
+        b_F: this rank's block of the bias, or None.
+        axis: mesh axes; None is one device.
+        sequence: T where `x_D` is cut along the tokens.
+
+    Returns:
+        This rank's features of all tokens.
+
+    Example:
+        >>> import torch
+        >>> column_linear(torch.ones(5, 3), torch.ones(2, 4, 3), axis="tp").shape
+        torch.Size([5, 2, 4])
+    """
+    return affine(enter_parallel(x_D, axis, sequence), w_FD, b_F)
+
+
+def row_linear(
+    x_F: Float[Tensor, "*batch f"],
+    w_DF: Float[Tensor, "d *f"],
+    b_D: Float[Tensor, " d"] | None = None,
+    *,
+    axis: Axes = None,
+    sequence: int | None = None,
+) -> Float[Tensor, "*batch2 d"]:
+    """The affine map y = x w^T + b of which each rank has its own input features: x[F_axis], w[D, F_axis].
+
+    The bias is whole on all ranks, and is added once, to the sum.
+
+    Args:
+        x_F: this rank's features, in one last dim.
+        w_DF: this rank's block of the weight; several input dims, as in [D, H, K], count as one.
+        b_D: bias, or None.
+        axis: mesh axes; None is one device.
+        sequence: T where each rank is to have its rows of the tokens.
+
+    Returns:
+        All features, whole or as rows of the tokens.
+
+    Example:
+        >>> import torch
+        >>> row_linear(torch.ones(5, 8), torch.ones(3, 2, 4), axis="tp").shape
+        torch.Size([5, 3])
+    """
+    w_DF = w_DF.flatten(1) if w_DF.ndim > 2 else w_DF
+    if axis_size(axis) == 1:
+        return F.linear(x_F, w_DF, b_D)
+    y_D = leave_parallel(F.linear(x_F, w_DF), axis, sequence)
+    return y_D if b_D is None else y_D + between(b_D, axis, sequence)
+
+
+def affine(x_D: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Tensor:
+    """The affine map x w^T + b, with the weight's output dims."""
+    if w_FD.ndim == 2:
+        return F.linear(x_D, w_FD, b_F)
+    y_F = F.linear(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
+    return y_F.unflatten(-1, w_FD.shape[:-1])
+
+
+def own_range(size: int, axis: Axes) -> tuple[int, int]:
+    """Start and stop of this rank's block of `size` rows.
+
+    Example:
+        >>> own_range(7, "tp")
+        (0, 7)
+    """
+    return all_ranges(size, axis)[axis_index(axis)]
+
+
+def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:
+    """Start and stop of the blocks of all ranks along `axis`, by index.
+
+    Example:
+        >>> all_ranges(7, "tp")
+        [(0, 7)]
+    """
+    mesh = current_mesh()
+    axes = mesh.axes(axis)
+    cuts = [block_slices((size,), P(axes), mesh.shape, at)[0] for at in all_coords({a: mesh.shape[a] for a in axes})]
+    return [(cut.start, cut.stop) for cut in cuts]

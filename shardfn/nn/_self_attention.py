@@ -1,0 +1,218 @@
+"""Self-attention as a block of a model: projections, attention and the way back, with heads cut along a mesh axis.
+
+Query heads are cut as `torch.chunk` cuts them, and so are key heads; any numbers will do. Where each rank's own key
+heads are those that its query heads read, nothing more is sent. Elsewhere (fewer key heads than ranks, or borders that
+do not meet) the projections of keys and values are gathered, in one message, and each rank uses the heads it needs;
+the transpose sums their gradients.
+
+B batch, T tokens, D model, H query heads, G key and value heads, K head dim. A projection is [H * K, D] or [H, K, D]:
+the second is cut between heads by any axis, the first by those that divide H.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.collectives import all_gather, axis_index, axis_size
+from shardfn.core import Axes
+
+from ._attention import attention
+from ._parallel import affine, all_ranges, enter_parallel, row_linear
+from ._rope import rope
+
+
+class Heads(NamedTuple):
+    """Numbers of heads of the whole layer.
+
+    Attributes:
+        queries: H.
+        keys: G, which divides H.
+        dim: K.
+    """
+
+    queries: int
+    keys: int
+    dim: int
+
+
+class AttentionWeights(NamedTuple):
+    """This rank's blocks: of wq, wk, wv and their biases along heads, of wo along its columns; bo is whole.
+
+    Attributes:
+        wq: [H * K, D] or [H, K, D].
+        wk: [G * K, D] or [G, K, D].
+        wv: as wk.
+        wo: [D, H * K] or [D, H, K].
+        bq: [H * K] or [H, K], or None.
+        bk: [G * K] or [G, K], or None.
+        bv: as bk.
+        bo: [D], or None.
+    """
+
+    wq: Tensor
+    wk: Tensor
+    wv: Tensor
+    wo: Tensor
+    bq: Tensor | None = None
+    bk: Tensor | None = None
+    bv: Tensor | None = None
+    bo: Tensor | None = None
+
+
+def self_attention(
+    x_BTD: Float[Tensor, "b t d"],
+    w: AttentionWeights,
+    heads: Heads,
+    *,
+    table: tuple[Tensor, Tensor] | None = None,
+    slopes_H: Float[Tensor, " h"] | None = None,
+    causal: bool = True,
+    axis: Axes = None,
+    sequence: int | None = None,
+) -> Float[Tensor, "b t2 d"]:
+    """attention(x wq^T, x wk^T, x wv^T) wo^T, with biases.
+
+    Args:
+        x_BTD: whole, or with `sequence` this rank's rows of the tokens.
+        w: this rank's blocks of the weights.
+        heads: of the whole layer.
+        table: cos and sin for `rope`, of all tokens; None = no rotation.
+        slopes_H: ALiBi's slopes of all H heads, or None.
+        causal: token t attends to tokens s <= t.
+        axis: mesh axes that cut the heads; None is one device.
+        sequence: T where x and the result are this rank's rows of the tokens.
+
+    Returns:
+        The shape of `x_BTD`.
+
+    Raises:
+        ValueError: the axis would cut a head in two, or a weight is no block of these heads.
+
+    Example:
+        >>> w = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
+        >>> self_attention(torch.ones(2, 5, 8), w, Heads(queries=2, keys=2, dim=4), axis="tp").shape
+        torch.Size([2, 5, 8])
+    """
+    start, stop = _own_heads(w.wq, heads, axis)
+    x_BTD = enter_parallel(x_BTD, axis, sequence)
+    first, (wk, wv, bk, bv) = _own_keys(w, heads, axis)
+    q_BTHK, k_BTGK, v_BTGK = (
+        _by_head(affine(x_BTD, weight, bias), heads) for weight, bias in ((w.wq, w.bq), (wk, bk), (wv, bv))
+    )
+    if table is not None:
+        q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
+    read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
+    if not _evenly(read, k_BTGK.shape[2]):
+        k_BTGK, v_BTGK = k_BTGK[:, :, read], v_BTGK[:, :, read]
+    slopes_H = None if slopes_H is None else slopes_H[start:stop]
+    y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=causal, slopes_H=slopes_H)
+    return row_linear(y_BTHK.flatten(-2), w.wo, w.bo, axis=axis, sequence=sequence)
+
+
+def fused_self_attention(
+    x_BTD: Float[Tensor, "b t d"],
+    w_GRKD: Float[Tensor, "g r k d"],
+    w_DHK: Float[Tensor, "d h k"],
+    b_GRK: Float[Tensor, "g r k"] | None = None,
+    b_D: Float[Tensor, " d"] | None = None,
+    *,
+    table: tuple[Tensor, Tensor] | None = None,
+    axis: Axes = None,
+    sequence: int | None = None,
+) -> Float[Tensor, "b t2 d"]:
+    """Causal self-attention with one projection for queries, keys and values, group by group.
+
+    Each of the G groups has its H / G query heads, its key head and its value head one after another: R = H / G + 2.
+    With R = 3 that is BLOOM's layout. An axis cuts between groups, by `P(axis)`.
+
+    Args:
+        x_BTD: whole, or with `sequence` this rank's rows of the tokens.
+        w_GRKD: this rank's groups of the projection.
+        w_DHK: this rank's columns of the way back; H in the order of groups.
+        b_GRK: this rank's groups of the bias, or None.
+        b_D: bias of the way back, or None.
+        table: cos and sin for `rope`, of all tokens; None = no rotation.
+        axis: mesh axes that cut the groups; None is one device. `w_DHK` is cut in step with them where H = G, or the
+            axis divides G.
+        sequence: T where x and the result are this rank's rows of the tokens.
+
+    Returns:
+        The shape of `x_BTD`.
+
+    Raises:
+        ValueError: R < 3, or the two weights have different numbers of heads.
+
+    Example:
+        >>> fused_self_attention(torch.ones(2, 5, 8), torch.ones(2, 3, 4, 8), torch.ones(8, 2, 4)).shape
+        torch.Size([2, 5, 8])
+    """
+    G, R = w_GRKD.shape[:2]
+    if R < 3 or w_DHK.shape[1] != G * (R - 2):
+        raise ValueError(
+            f"fused_self_attention: {G} groups of {R} heads, keys and values among them, and {w_DHK.shape[1]}"
+            " heads on the way back; it takes groups of 3 or more, and an axis that cuts both weights alike."
+        )
+    y_BTGRK = affine(enter_parallel(x_BTD, axis, sequence), w_GRKD, b_GRK)
+    q_BTHK, k_BTGK, v_BTGK = y_BTGRK[..., :-2, :].flatten(2, 3), y_BTGRK[..., -2, :], y_BTGRK[..., -1, :]
+    if table is not None:
+        q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
+    y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK)
+    return row_linear(y_BTHK.flatten(-2), w_DHK, b_D, axis=axis, sequence=sequence)
+
+
+def _own_heads(wq: Tensor, heads: Heads, axis: Axes) -> tuple[int, int]:
+    """The query heads of this rank.
+
+    Raises:
+        ValueError: the axis would cut a head in two, or the weight is no block of these heads.
+    """
+    n, (start, stop) = axis_size(axis), all_ranges(heads.queries, axis)[axis_index(axis)]
+    by_row, by_head = all_ranges(heads.queries * heads.dim, axis), all_ranges(heads.queries, axis)
+    if wq.ndim == 2 and by_row != [(a * heads.dim, b * heads.dim) for a, b in by_head]:
+        raise ValueError(
+            f"{n} ranks of {axis!r} would cut {heads.queries} heads of {heads.dim} rows inside a head; keep the weights"
+            " by heads, [H, K, D] (of models.gpt: Config(per_head=True)), or take an axis that divides them."
+        )
+    want = (stop - start) * (1 if wq.ndim == 3 else heads.dim)
+    if wq.shape[0] != want:
+        raise ValueError(
+            f"self_attention: wq of shape {tuple(wq.shape)} is not this rank's block of {heads}: over {n} ranks of"
+            f" {axis!r} it has {want} rows; its spec should be P({axis!r})."
+        )
+    return start, stop
+
+
+def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple[Any, ...]]:
+    """The first key head that this rank needs; wk, wv, bk and bv of those it needs."""
+    ratio = heads.queries // heads.keys
+    needed = [_keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
+    held = all_ranges(heads.keys, axis)
+    if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
+        return held[axis_index(axis)][0], (w.wk, w.wv, w.bk, w.bv)
+    biases = () if w.bk is None or w.bv is None else (w.bk[..., None], w.bv[..., None])
+    parts = [w.wk, w.wv, *biases]
+    size = heads.keys * (1 if w.wk.ndim == 3 else heads.dim)
+    whole = all_gather(torch.cat(parts, -1), axis, dim=0, size=size)
+    start, stop = needed[axis_index(axis)]
+    rows = 1 if w.wk.ndim == 3 else heads.dim
+    own = whole[start * rows : stop * rows].split([p.shape[-1] for p in parts], -1)
+    wk, wv, *rest = (x.to(p.dtype) for x, p in zip(own, parts, strict=True))
+    bk, bv = (b[..., 0] for b in rest) if rest else (None, None)
+    return start, (wk, wv, bk, bv)
+
+
+def _keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
+    start, stop = queries
+    return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
+
+
+def _by_head(y: Tensor, heads: Heads) -> Tensor:
+    """[B, T, heads of this rank, K]."""
+    return y if y.ndim == 4 else y.unflatten(-1, (-1, heads.dim) if y.shape[-1] else (0, heads.dim))
+
+
+def _evenly(read: list[int], keys: int) -> bool:
+    """Whether query heads read `keys` key heads in runs of one length, as `attention` pairs them."""
+    return not read or (len(read) % keys == 0 and read == [h // (len(read) // keys) for h in range(len(read))])
