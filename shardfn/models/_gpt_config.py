@@ -1,0 +1,137 @@
+"""The shape of the GPT."""
+
+import dataclasses
+from typing import Any, Literal
+
+from shardfn.core import did_you_mean, raise_all
+
+_CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of a model.
+
+    Attributes:
+        vocab_size: V.
+        num_layers: L.
+        d_model: D.
+        num_heads: H, which divides D.
+        num_kv_heads: G, which divides H; None is H.
+        d_ff: F; None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu.
+        max_len: the longest sequence.
+        norm: "layer" or "rms".
+        mlp: "gelu" or "swiglu".
+        position: "learned", "rope" or "alibi".
+        tie_embeddings: the output layer is the embedding.
+        bias: the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer have none.
+        dropout: rate, on the embeddings and on both residual branches; active only where a key is given.
+        stacked: blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts; a step of many
+            layers is then captured in seconds. Draws and values are the same.
+        embedding_norm: the embeddings are normalised, as in BLOOM.
+        per_head: the projections of attention have a dim of heads: wq [H, K, D], wk and wv [G, K, D], wo [D, H, K],
+            biases [H, K] and [G, K]. A mesh axis then cuts between heads, also one that does not divide their number.
+            Draws and values are the same.
+
+    Raises:
+        ValueError: lists every field that is out of range or at odds with another.
+
+    Example:
+        >>> Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4).head_dim
+        8
+    """
+
+    vocab_size: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    d_ff: int | None = None
+    max_len: int = 1024
+    norm: Literal["layer", "rms"] = "layer"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    position: Literal["learned", "rope", "alibi"] = "learned"
+    tie_embeddings: bool = False
+    bias: bool = True
+    dropout: float = 0.0
+    stacked: bool = False
+    embedding_norm: bool = False
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        raise_all(ValueError, "Config:", _problems(self))
+
+    @property
+    def head_dim(self) -> int:
+        """K = D / H."""
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """G."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ff_dim(self) -> int:
+        """F."""
+        wide = 4 * self.d_model if self.mlp == "gelu" else -(-8 * self.d_model // 192) * 64
+        return self.d_ff or wide
+
+    @classmethod
+    def gpt2_like(cls, **changes: Any) -> "Config":
+        """GPT-2 small (124M parameters) with `changes`.
+
+        Example:
+            >>> Config.gpt2_like(num_layers=2).num_layers
+            2
+        """
+        base: dict[str, Any] = {"vocab_size": 50257, "num_layers": 12, "d_model": 768, "num_heads": 12}
+        style: dict[str, Any] = {"tie_embeddings": True}
+        return cls(**{**base, **style, **changes})
+
+    @classmethod
+    def llama_like(cls, **changes: Any) -> "Config":
+        """Llama 7B with `changes`: RMS norm, swiglu, rotary positions, no biases.
+
+        Example:
+            >>> Config.llama_like(num_layers=2, d_model=64, num_heads=4, d_ff=None).ff_dim
+            192
+        """
+        base: dict[str, Any] = {"vocab_size": 32000, "num_layers": 32, "d_model": 4096, "num_heads": 32}
+        style: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False}
+        return cls(**{**base, **style, "d_ff": 11008, "max_len": 2048, **changes})
+
+    @classmethod
+    def bloom_like(cls, **changes: Any) -> "Config":
+        """BLOOM 176B with `changes`: ALiBi, and a norm behind the embedding.
+
+        Example:
+            >>> Config.bloom_like(num_layers=2, d_model=24, num_heads=3).position
+            'alibi'
+        """
+        base: dict[str, Any] = {"vocab_size": 250880, "num_layers": 70, "d_model": 14336, "num_heads": 112}
+        style: dict[str, Any] = {"position": "alibi", "embedding_norm": True, "tie_embeddings": True}
+        return cls(**{**base, **style, "max_len": 2048, **changes})
+
+
+def _problems(c: Config) -> list[str]:
+    out = []
+    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len"):
+        value = getattr(c, name)
+        if value is not None and value < 1:
+            out.append(f"{name}={value} must be at least 1.")
+    for name, choices in _CHOICES.items():
+        if getattr(c, name) not in choices:
+            hint = did_you_mean(str(getattr(c, name)), choices)
+            out.append(f"{name}={getattr(c, name)!r} is none of {choices}.{hint}")
+    if not 0 <= c.dropout < 1:
+        out.append(f"dropout={c.dropout} must lie in [0, 1).")
+    if out:
+        return out
+    if c.d_model % c.num_heads:
+        out.append(f"num_heads={c.num_heads} does not divide d_model={c.d_model}.")
+    if c.num_heads % c.kv_heads:
+        out.append(f"num_kv_heads={c.kv_heads} does not divide num_heads={c.num_heads}.")
+    if c.position == "rope" and c.head_dim % 2:
+        out.append(f"position='rope' needs an even head dim, but d_model={c.d_model} / num_heads={c.num_heads} is odd.")
+    return out

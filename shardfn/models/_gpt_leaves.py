@@ -1,0 +1,184 @@
+"""The parameters of the GPT: drawn, laid out and counted from one table.
+
+D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from shardfn.collectives import axis_size, current_mesh
+from shardfn.core import (
+    Axes,
+    P,
+    PyTree,
+    Sharding,
+    block_slices,
+    full,
+    normal,
+    raise_all,
+    split,
+    stack_draws,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
+
+from ._gpt_config import Config
+
+Params = Any  # a dict as `init` makes it; optree types what it returns as its own PyTree
+
+
+def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
+    """Fresh parameters: weights normal(0, 0.02), those that write to the residual stream by 1 / sqrt(2 L) smaller.
+
+    Drawn by `shardfn.core`'s functions, so inside `deferred()` the leaves are deferred.
+
+    Args:
+        config: the shape.
+        key: the key; leaf i is drawn with `fold_in(key, i)`.
+
+    Returns:
+        float32: {"embed", "position"?, "blocks": [L dicts], "norm_w", "norm_b"?, "head"?}; weights are [out, in].
+        With `stacked`, "blocks" is one dict of the same leaves stacked, [L, ...].
+
+    Example:
+        >>> from shardfn.core import key
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> init(config, key(0))["blocks"][0]["wq"].shape
+        torch.Size([32, 32])
+    """
+    leaves, treedef = tree_flatten(_leaves(config))
+    keys = split(key, len(leaves))
+    params = tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(leaves, keys, strict=True)])
+    return _stack_blocks(params, stack_draws) if config.stacked else params
+
+
+def specs(config: Config, *, tp: Axes = None) -> PyTree:
+    """The compute layout: `P()`, whole, for every leaf; of stacked blocks, each layer.
+
+    With `tp` that of Megatron: heads, features of the MLP and the vocabulary are cut along it, and `apply` and `loss`
+    are to get the same as their `axis`.
+
+    Args:
+        config: the shape.
+        tp: the mesh axes of tensor parallelism; None = every leaf is whole.
+
+    Example:
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> specs(config)["embed"], specs(config, tp="tp")["blocks"][0]["wo"]
+        (P(), P(None, 'tp'))
+    """
+    tree = tree_map(lambda leaf: leaf.spec(tp), _leaves(config))
+    return _stack_blocks(tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
+
+
+def check_blocks(config: Config, params: Params, axis: Axes) -> None:
+    """Compares every leaf with this rank's block of it under `specs(config, tp=axis)`.
+
+    Raises:
+        ValueError: lists every leaf that is another block, by path.
+    """
+    mesh = current_mesh()
+    want: list[Any] = tree_leaves(_leaves(config))
+    blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
+    sizes = tree_unflatten(
+        tree_structure(_leaves(config)), [_Block(tuple(s.stop - s.start for s in b)) for b in blocks]
+    )
+    if config.stacked:
+        sizes = _stack_blocks(sizes, lambda same: _Block((config.num_layers, *same[0].shape)))
+    if tree_structure(sizes) != tree_structure(params):
+        return  # the layers say what they miss
+    named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
+    problems = [
+        f"{path} is {tuple(x.shape)}, but this rank's block along {axis!r} is {block.shape}; use specs(config, tp={axis!r})"
+        for path, x, block in named
+        if tuple(x.shape) != block.shape
+    ]
+    raise_all(ValueError, f"gpt with axis={axis!r} over {axis_size(axis)} ranks:", problems)
+
+
+def num_params(config: Config) -> int:
+    """The number of parameters.
+
+    Example:
+        >>> num_params(Config.gpt2_like())
+        124439808
+    """
+    return sum(math.prod(leaf.shape) for leaf in tree_leaves(_leaves(config)))
+
+
+# One table from which all of these are read.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The shape of a rank's block of a leaf."""
+
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """Shape, mean and standard deviation at the start, and the dim that tensor parallelism cuts."""
+
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    stddev: float = 0.02
+    cut: int | None = None
+
+    def spec(self, axis: Axes) -> P:
+        return P() if self.cut is None or axis is None else P(*[None] * self.cut, axis)
+
+    def draw(self, key: Tensor) -> Tensor:
+        if self.stddev == 0:
+            return full(self.shape, self.mean, device=key.device)
+        return normal(key, self.shape, mean=self.mean, stddev=self.stddev)
+
+
+def _leaves(config: Config) -> PyTree:
+    V, D = config.vocab_size, config.d_model
+    tree = {"embed": _Leaf((V, D), cut=0), "blocks": [_block_leaves(config) for _ in range(config.num_layers)]}
+    tree |= _norm_leaves(config, "norm") | (_norm_leaves(config, "embed_norm") if config.embedding_norm else {})
+    if config.position == "learned":
+        tree["position"] = _Leaf((config.max_len, D))
+    if not config.tie_embeddings:
+        tree["head"] = _Leaf((V, D), cut=0)
+    return tree
+
+
+def _stack_blocks(params: Params, join: Callable[[Any], Any]) -> Params:
+    first, *_ = blocks = params["blocks"]
+    return {**params, "blocks": {name: join([p[name] for p in blocks]) for name in first}}
+
+
+def _block_leaves(config: Config) -> dict[str, _Leaf]:
+    D, F, K = config.d_model, config.ff_dim, config.head_dim
+    residual = 0.02 / math.sqrt(2 * config.num_layers)
+    # The rows of the projections: of queries, and of keys and values.
+    rows, kv_rows = (((n, K) if config.per_head else (n * K,)) for n in (config.num_heads, config.kv_heads))
+    tree = _norm_leaves(config, "norm1") | _norm_leaves(config, "norm2")
+    tree |= {name: _Leaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
+    tree |= {"wo": _Leaf((D, *rows), stddev=residual, cut=1)}
+    tree |= {"w_up": _Leaf((F, D), cut=0), "w_down": _Leaf((D, F), stddev=residual, cut=1)}
+    if config.mlp == "swiglu":
+        tree["w_gate"] = _Leaf((F, D), cut=0)
+    cut = {"bq": rows, "bk": kv_rows, "bv": kv_rows} | ({"b_up": (F,)} if config.mlp == "gelu" else {})
+    whole = ("bo", *(("b_down",) if config.mlp == "gelu" else ()))
+    biases = {name: _Leaf(shape, stddev=0.0, cut=0) for name, shape in cut.items()}
+    biases |= {name: _Leaf((D,), stddev=0.0) for name in whole}
+    return tree | (biases if config.bias else {})
+
+
+def _norm_leaves(config: Config, name: str) -> dict[str, _Leaf]:
+    tree = {f"{name}_w": _Leaf((config.d_model,), mean=1.0, stddev=0.0)}
+    if config.norm == "layer" and config.bias:
+        tree[f"{name}_b"] = _Leaf((config.d_model,), stddev=0.0)
+    return tree
