@@ -4,11 +4,13 @@ A block keeps, for each token, the inputs of its products, norms and attention. 
 4 D (two norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu.
 The scores are not kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of
 Korthikanti et al. 2022, arXiv 2205.05198, less their dropout masks, which add 2 D bytes where dropout is on.
-Tensor parallelism over t ranks divides all but the 4 D and the masks.
+Tensor parallelism over t ranks divides all but the 4 D and the masks. A rank of a pipeline holds its own blocks', of as
+many microbatches as its schedule has open at a time; the last one has the logits.
 """
 
 import dataclasses
 
+from ._pipeline import pipeline, stage_layers
 from ._states import Setup
 
 # Bytes a logit at the peak, in the backward of the loss: log softmax, its gradient and the logits' gradient, float32.
@@ -20,7 +22,7 @@ class Activations:
     """Bytes on one rank.
 
     Attributes:
-        saved: kept from the forward of one microbatch.
+        saved: kept from the forwards of the microbatches that are open at a time: of one, without a pipeline.
         temporaries: the most that an operation has in flight besides: the loss over the vocabulary, or one block.
     """
 
@@ -29,7 +31,7 @@ class Activations:
 
 
 def activation_bytes(setup: Setup) -> Activations:
-    """Activations of one microbatch on one rank.
+    """Activations on the rank that has the most.
 
     With remat a block keeps its input alone and one block at a time is whole again, in its backward.
 
@@ -46,9 +48,14 @@ def activation_bytes(setup: Setup) -> Activations:
     ends = 2 * tokens * size * c.d_model  # the last norm's input and the output layer's
     logits = tokens * -(-c.vocab_size // setup.axis("tp")) * _LOGIT_BYTES
     widest = tokens * size * ((2 if c.mlp == "gelu" else 3) * -(-c.ff_dim // setup.axis("tp")) + 2 * c.d_model)
-    if setup.remat:
-        return Activations(c.num_layers * tokens * size * c.d_model + ends, max(logits, block + widest))
-    return Activations(c.num_layers * block + ends, max(logits, widest))
+    line, layers = pipeline(setup), stage_layers(setup)
+    kept, busy = (tokens * size * c.d_model, block + widest) if setup.remat else (block, widest)
+    per_chunk = layers // line.num_chunks * kept
+    ranks = [Activations(held * per_chunk, busy) for held in line.held]
+    # The model's end: with stages that go down the ranks and up again it is on the first.
+    end = 0 if setup.schedule in ("zb-v", "dualpipe-v") else -1
+    ranks[end] = Activations(ranks[end].saved + ends, max(logits, busy))
+    return max(ranks, key=lambda a: a.saved + a.temporaries)
 
 
 def _block_bytes(setup: Setup) -> int:

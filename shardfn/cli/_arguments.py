@@ -6,9 +6,10 @@ from shardfn.core import HOUSE_AXES, Pace, Travel, Zero, did_you_mean, raise_all
 from shardfn.graph import DEVICES, cluster
 
 from ._models import PRESETS, parse_model
+from ._pipeline import SCHEDULES
 from ._states import PRECISIONS, Setup
 
-_AXES = ("dp", "tp")
+_AXES = ("dp", "tp", "pp")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,14 +18,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--model", default="gpt2", help=f"{', '.join(PRESETS)}; or gpt:field=value,...; or preset:field=.."
     )
-    run.add_argument("--mesh", default="dp=1", help="dp=64 or dp=8,tp=8: axis sizes, major to minor")
+    run.add_argument("--mesh", default="dp=1", help="dp=64, or pp=4,dp=8,tp=8: axis sizes, major to minor")
     run.add_argument("--device", default="a100-80", help=", ".join(DEVICES))
     run.add_argument("--zero", type=int, default=3, help="stage 0, 1, 2 or 3 (default 3)")
     run.add_argument("--precision", default="bf16-adam", help=", ".join(PRECISIONS))
     run.add_argument("--batch", type=int, default=1, help="sequences a rank and step (default 1)")
     run.add_argument("--seq", type=int, help="tokens a sequence (default: the model's longest, at most 2048)")
-    run.add_argument("--accumulate", type=int, default=1, help="microbatches a step (default 1)")
+    run.add_argument(
+        "--accumulate", type=int, default=1, help="microbatches a step (default 1), also those of the pipeline"
+    )
     run.add_argument("--remat", action="store_true", help="compute each block again in the backward")
+    run.add_argument("--schedule", default="1f1b", help=f"of a mesh with pp: {', '.join(SCHEDULES)} (default 1f1b)")
     run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
     run.add_argument(
         "--bucket-bytes", "--bucket", type=int, default=Travel().bucket_bytes, help="Travel(bucket_bytes=)"
@@ -32,6 +36,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--prefetch-bytes", "--prefetch", type=int, default=Pace().prefetch_bytes, help="Pace(prefetch_bytes=)"
     )
+    run.add_argument("--recipe", help="a published run in place of all of these: mt-nlg-530b, bloom-176b, ...")
     out = parser.add_argument_group("what comes out")
     out.add_argument(
         "--search", action="store_true", help="find the fastest stage, accumulation, remat (and tp) that fits"
@@ -41,6 +46,23 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--out", help="write the report to this file too")
     out.add_argument("--png", help="write a picture to this file (needs matplotlib)")
     out.add_argument("--preset-tables", action="store_true", help="print the tables of published configurations")
+
+
+def check_recipe_alone(args: argparse.Namespace) -> None:
+    """Refuses settings of a run beside a recipe, which has its own.
+
+    Raises:
+        ValueError: lists them.
+    """
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    outside = ("command", "recipe", "json", "out", "png")
+    given = [name for name, value in vars(args).items() if name not in outside and value != parser.get_default(name)]
+    raise_all(
+        ValueError,
+        f"--recipe {args.recipe} is a whole run; leave out, or plan without a recipe:",
+        [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in given],
+    )
 
 
 def parse_setup(args: argparse.Namespace) -> Setup:
@@ -63,6 +85,7 @@ def parse_setup(args: argparse.Namespace) -> Setup:
         accumulate=args.accumulate,
         remat=args.remat,
         efficiency=args.efficiency,
+        schedule=args.schedule,
     )
 
 
@@ -94,5 +117,5 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def _unknown_axis(name: str) -> str:
     if name in HOUSE_AXES:
-        return f"a plan does not know axis {name!r} yet; it knows {' and '.join(_AXES)}. Leave {name!r} out."
-    return f"axis {name!r} is not known.{did_you_mean(name, _AXES)} Known: {' and '.join(_AXES)}."
+        return f"a plan does not know axis {name!r} yet; it knows {', '.join(_AXES)}. Leave {name!r} out."
+    return f"axis {name!r} is not known.{did_you_mean(name, _AXES)} Known: {', '.join(_AXES)}."

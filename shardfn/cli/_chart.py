@@ -47,7 +47,13 @@ def _stack(axes, names: list[str], bars: list[dict[str, float]]) -> None:
 
 def _parts(p: Plan) -> dict[str, float]:
     c = p.cost
-    return {"computation": c.compute, "waiting": c.exposed, "tensor-parallel sums": c.tensor, "update": c.update}
+    return {
+        "computation": c.compute,
+        "waiting": c.exposed,
+        "tensor-parallel sums": c.tensor,
+        "pipeline": c.pipeline,
+        "update": c.update,
+    }
 
 
 def _name(p: Plan) -> str:

@@ -44,7 +44,7 @@ def exact(setup: Setup) -> Exact:
     """Captures the step of a run and analyses its graph: seconds for a small model, a minute for the largest.
 
     Raises:
-        ValueError: the mesh has tensor parallelism, which `models.gpt` does not compute.
+        ValueError: the mesh has an axis "tp" or "pp", along which nothing is captured here.
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -55,8 +55,11 @@ def exact(setup: Setup) -> Exact:
         >>> exact(run).memory["params"] < 4 * gpt.num_params(tiny)
         True
     """
-    if setup.axis("tp") > 1:
-        raise ValueError(f"--exact captures `models.gpt`, which keeps leaves whole: use tp=1, not {setup.axis('tp')}.")
+    for axis in ("tp", "pp"):
+        if setup.axis(axis) > 1:
+            raise ValueError(
+                f"--exact captures the step along dp alone: use {axis}=1, not {setup.axis(axis)}; the formulas know it."
+            )
     lowered = _step(setup).lower(*_inputs(setup))
     memory, cost, time = lowered.memory_analysis(), lowered.cost_analysis(), lowered.estimate(setup.cluster)
     kinds = {_KINDS.get(kind, kind): nbytes for kind, nbytes in memory.by_kind.items() if nbytes}

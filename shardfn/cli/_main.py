@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._arguments import add_plan_arguments, parse_setup
+from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._chart import write_chart
 from ._exact import exact
 from ._plan import Plan, plan
+from ._recipes import recipe, recipe_json, recipe_text
 from ._report import dump, found_json, found_text, plan_json, plan_text
 from ._search import search
 from ._tables import preset_tables
@@ -45,7 +46,7 @@ def _plan_command(args: argparse.Namespace) -> int:
     if args.preset_tables:
         _emit(preset_tables(), args.out)
         return 0
-    text, plans = _searched(args) if args.search else _planned(args)
+    text, plans = _of_recipe(args) if args.recipe else _searched(args) if args.search else _planned(args)
     if args.png and plans:
         write_chart(plans, args.png)
     _emit(text, args.out)
@@ -57,6 +58,12 @@ def _planned(args: argparse.Namespace) -> tuple[str, list[Plan]]:
     made = plan(setup)
     captured = exact(setup) if args.exact else None
     return dump(plan_json(made, captured)) if args.json else plan_text(made, captured), [made]
+
+
+def _of_recipe(args: argparse.Namespace) -> tuple[str, list[Plan]]:
+    check_recipe_alone(args)
+    made = plan(recipe(args.recipe).setup)
+    return dump(recipe_json(args.recipe)) if args.json else recipe_text(args.recipe), [made]
 
 
 def _searched(args: argparse.Namespace) -> tuple[str, list[Plan]]:

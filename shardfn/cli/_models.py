@@ -8,7 +8,7 @@ from typing import Any
 from shardfn.core import did_you_mean, raise_all
 from shardfn.models import gpt
 
-_SWITCHES = ("tie_embeddings", "bias")
+_SWITCHES = ("tie_embeddings", "bias", "stacked", "embedding_norm")
 _WORDS = ("norm", "mlp", "position")
 _OPTIONAL = ("num_kv_heads", "d_ff")
 
@@ -122,6 +122,9 @@ PRESETS: Mapping[str, Preset] = {
         _gpt(78, 4256, 28), "Rosset 2020, Microsoft Research blog: 78 layers, hidden 4256, 28 heads; GPT-2's vocabulary"
     ),
     "gpt3-175b": Preset(_gpt(96, 12288, 96, length=2048), "Brown et al. 2020, arXiv 2005.14165, table 2.1"),
+    "bloom-176b": Preset(
+        gpt.Config.bloom_like(), "BigScience 2022, arXiv 2211.05100, table 3; its vocabulary padded as in training"
+    ),
     "mt-nlg-530b": Preset(
         _gpt(105, 20480, 128, vocab=51200, length=2048), "Smith et al. 2022, arXiv 2201.11990: 105 layers of 20480"
     ),

@@ -1,12 +1,14 @@
 """A plan: does a run fit, what fills the memory, what fills the time."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from shardfn.core import did_you_mean, raise_all
 from shardfn.models import gpt
 
 from ._activations import activation_bytes
+from ._pipeline import pipeline_problems, stage_layers
 from ._states import PRECISIONS, Setup, States, model_states
 from ._time import Cost, step_cost
 from ._units import gib
@@ -77,7 +79,7 @@ def plan(setup: Setup) -> Plan:
         'fits: 3.813 of 37.60 GiB'
     """
     raise_all(ValueError, "plan:", problems(setup))
-    states, acts = model_states(setup), activation_bytes(setup)
+    states, acts = model_states(setup, stage_layers(setup)), activation_bytes(setup)
     memory = {
         "params": states.params,
         "grads": states.grads,
@@ -87,7 +89,10 @@ def plan(setup: Setup) -> Plan:
         "temporaries": acts.temporaries + states.reducing,
     }
     limit = int(setup.cluster.device.memory * (1 - HEADROOM))
-    return Plan(setup, gpt.num_params(setup.config), states, memory, limit, step_cost(setup), _notes(setup))
+    return Plan(setup, _num_params(setup.config), states, memory, limit, step_cost(setup), _notes(setup))
+
+
+_num_params = functools.lru_cache(maxsize=64)(gpt.num_params)
 
 
 def problems(s: Setup) -> list[str]:
@@ -110,6 +115,7 @@ def problems(s: Setup) -> list[str]:
         out.append(f"{s.cluster.device.name} does not compute in {s.bytes_of.dtype}; use {' or '.join(known)}.")
     if s.zero.travel.gather or s.zero.near or s.zero.travel.reduce:
         out.append("Travel(gather=, secondary_axis=, reduce=) are not planned; lower the step on an abstract mesh.")
+    out += pipeline_problems(s)
     tp, heads = s.axis("tp"), s.config.num_heads
     if tp > heads:
         out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have none.")
@@ -125,8 +131,13 @@ def _notes(s: Setup) -> tuple[str, ...]:
         )
     if s.axis("tp") > 1:
         notes.append(
-            "Tensor parallelism is planned in Megatron's layout (columns, rows, vocabulary); pass specs of that layout"
-            " to the step. `models.gpt.specs` keeps leaves whole."
+            "Tensor parallelism is planned in Megatron's layout (columns, rows, vocabulary), that of"
+            " `models.gpt.specs(config, tp='tp')`."
+        )
+    if s.axis("pp") > 1:
+        notes.append(
+            "Every rank of a pipeline has the leaves outside the stack of blocks (embedding, last norm, output layer),"
+            " and sums their gradients over pp. Where stages have unequal numbers of layers, the first have more."
         )
     if s.bytes_of.optimizer == 12:
         notes.append("The optimizer state holds a float32 master copy of the parameters beside mu and nu.")

@@ -92,7 +92,14 @@ def plan_json(p: Plan, exact: Exact | None = None) -> dict[str, Any]:
         "fits": p.fits,
         "memory": {**p.memory, "peak": p.peak, "limit": p.limit, "model_states": p.states.total},
         "traffic": [dataclasses.asdict(t) for t in c.transfers],
-        "time": {"compute": c.compute, "exposed": c.exposed, "tensor": c.tensor, "update": c.update, "step": c.seconds},
+        "time": {
+            "compute": c.compute,
+            "exposed": c.exposed,
+            "tensor": c.tensor,
+            "pipeline": c.pipeline,
+            "update": c.update,
+            "step": c.seconds,
+        },
         "dominates": c.dominates,
         "mfu": c.mfu,
         "tokens_per_second": c.tokens_per_second,
@@ -151,6 +158,11 @@ def _time(p: Plan, exact: Exact | None) -> str:
         ("computation", c.compute, f"forward and backward at {p.setup.efficiency:.0%} of the device's peak"),
         ("waiting", c.exposed, "data-parallel transfers that the computation does not hide"),
         ("tensor-parallel sums", c.tensor, "in the computation's way"),
+        *(
+            (("pipeline", c.pipeline, f"{p.setup.schedule}: filling and draining, uneven stages"),)
+            if c.pipeline
+            else ()
+        ),
         ("update", c.update, "the optimizer reads and writes its state"),
         ("**step**", c.seconds, f"{c.model_flops:.3g} floating-point operations of the model"),
     ]
@@ -170,6 +182,7 @@ def _row(rank: int, p: Plan) -> tuple[str, ...]:
 def _names(p: Plan) -> tuple[str, str, str, str]:
     s = p.setup
     mesh = ",".join(f"{k}={v}" for k, v in s.mesh.items())
+    mesh += f", {s.schedule}" if s.axis("pp") > 1 else ""
     return mesh, str(s.zero.stage), str(s.accumulate), "on" if s.remat else "off"
 
 

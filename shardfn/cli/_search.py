@@ -4,8 +4,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from ._pipeline import pipeline_problems
 from ._plan import Plan, plan, problems
 from ._states import Setup
+
+# The schedules that a search tries.
+SEARCHED = ("1f1b", "interleaved", "zb-h1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +18,7 @@ class Found:
 
     Attributes:
         best: plans that fit, fastest first; of equally fast ones the smaller first.
-        failed: of each (tp, stage) or (tp, stage, remat) none of whose plans fits, the smallest plan.
+        failed: of each (tp, pp, stage) or (tp, pp, stage, remat) none of whose plans fits, the smallest plan.
         tried: how many plans were made.
         skipped: why whole families were not tried.
     """
@@ -26,7 +30,9 @@ class Found:
 
 
 def search(setup: Setup) -> Found:
-    """Tries every ZeRO stage, accumulation, remat and, if the mesh names tp, every split of its ranks in dp x tp.
+    """Tries every ZeRO stage, accumulation, remat and, if the mesh names tp or pp, every split of its ranks among them.
+
+    Along pp it tries the schedules of `SEARCHED` for as many microbatches as they take.
 
     The global batch (batch x dp of `setup`), sequence, precision, device and the number of ranks stay as they are.
 
@@ -43,7 +49,7 @@ def search(setup: Setup) -> Found:
         (True, 32)
     """
     plan(setup)
-    skipped: list[tuple[int, str]] = []
+    skipped: list[tuple[str, str]] = []
     plans = [plan(candidate) for candidate in _candidates(setup, skipped)]
     fitting = sorted((p for p in plans if p.fits), key=_order)
     return Found(tuple(fitting), _failed(plans, fitting), len(plans), _merged(skipped))
@@ -51,52 +57,64 @@ def search(setup: Setup) -> Found:
 
 def _failed(plans: list[Plan], fitting: list[Plan]) -> tuple[Plan, ...]:
     """The smallest plan of each family that does not fit; one for both settings of remat where neither fits."""
-    good, good_stages = {_family(p) for p in fitting}, {_family(p)[:2] for p in fitting}
+    good, good_stages = {_family(p) for p in fitting}, {_family(p)[:3] for p in fitting}
     smallest: dict[tuple[int, ...], Plan] = {}
     for p in sorted(plans, key=lambda p: (p.peak, _order(p))):
         family = _family(p)
         if family not in good:
-            smallest.setdefault(family if family[:2] in good_stages else family[:2], p)
+            smallest.setdefault(family if family[:3] in good_stages else family[:3], p)
     return tuple(smallest[f] for f in sorted(smallest))
 
 
-def _merged(skipped: list[tuple[int, str]]) -> tuple[str, ...]:
+def _merged(skipped: list[tuple[str, str]]) -> tuple[str, ...]:
     """One line a reason."""
-    reasons: dict[str, list[int]] = {}
-    for tp, reason in skipped:
-        reasons.setdefault(reason, []).append(tp)
-    return tuple(f"tp={', '.join(map(str, tps))}: {reason}" for reason, tps in reasons.items())
+    reasons: dict[str, list[str]] = {}
+    for mesh, reason in skipped:
+        reasons.setdefault(reason, []).append(mesh)
+    return tuple(f"{'; '.join(meshes)}: {reason}" for reason, meshes in reasons.items())
 
 
-def _candidates(setup: Setup, skipped: list[tuple[int, str]]) -> Iterator[Setup]:
+def _candidates(setup: Setup, skipped: list[tuple[str, str]]) -> Iterator[Setup]:
     rows = setup.batch * setup.axis("dp")
     for tp in _divisors(setup.world) if "tp" in setup.mesh else [1]:
-        dp = setup.world // tp
-        mesh = {name: {"dp": dp, "tp": tp}[name] for name in setup.mesh}
-        base = dataclasses.replace(setup, mesh=mesh, batch=max(1, rows // dp), accumulate=1)
         if tp > setup.cluster.per_node:
-            skipped.append((tp, f"more than the {setup.cluster.per_node} ranks of a node"))
-        elif rows % dp:
-            skipped.append((tp, f"its ranks along dp do not divide the global batch of {rows} sequences"))
-        elif problems(base):
-            skipped.append((tp, "; ".join(problems(base))))
-        else:
-            yield from _of_mesh(base)
+            skipped.append((f"tp={tp}", f"more than the {setup.cluster.per_node} ranks of a node"))
+            continue
+        for pp in _divisors(setup.world // tp) if "pp" in setup.mesh else [1]:
+            yield from _split(setup, rows, tp, pp, skipped)
+
+
+def _split(setup: Setup, rows: int, tp: int, pp: int, skipped: list[tuple[str, str]]) -> Iterator[Setup]:
+    dp = setup.world // tp // pp
+    mesh = {name: {"dp": dp, "tp": tp, "pp": pp}[name] for name in setup.mesh}
+    base = dataclasses.replace(setup, mesh=mesh, batch=max(1, rows // dp), accumulate=1, schedule="1f1b")
+    said = ",".join(f"{name}={size}" for name, size in mesh.items() if name != "dp")
+    if rows % dp:
+        skipped.append((said, f"the ranks along dp do not divide the global batch of {rows} sequences"))
+    elif problems(base):
+        skipped.append((said, "; ".join(problems(base))))
+    else:
+        yield from _of_mesh(base)
 
 
 def _of_mesh(base: Setup) -> Iterator[Setup]:
-    for stage, k, remat in itertools.product(range(4), _divisors(base.batch), (False, True)):
-        zero = dataclasses.replace(base.zero, stage=stage)
-        yield dataclasses.replace(base, zero=zero, accumulate=k, remat=remat)
+    schedules = SEARCHED if base.axis("pp") > 1 else SEARCHED[:1]
+    choices = itertools.product(schedules, _divisors(base.batch))
+    for schedule, k in choices:
+        run = dataclasses.replace(base, accumulate=k, schedule=schedule)
+        if pipeline_problems(run):
+            continue
+        for stage, remat in itertools.product(range(4), (False, True)):
+            yield dataclasses.replace(run, zero=dataclasses.replace(base.zero, stage=stage), remat=remat)
 
 
-def _order(p: Plan) -> tuple[float, int, int, int, bool, int]:
+def _order(p: Plan) -> tuple[float, int, int, int, bool, int, int]:
     s = p.setup
-    return p.cost.seconds, p.peak, s.zero.stage, s.accumulate, s.remat, s.axis("tp")
+    return p.cost.seconds, p.peak, s.zero.stage, s.accumulate, s.remat, s.axis("tp"), s.axis("pp")
 
 
-def _family(p: Plan) -> tuple[int, int, int]:
-    return p.setup.axis("tp"), p.setup.zero.stage, int(p.setup.remat)
+def _family(p: Plan) -> tuple[int, int, int, int]:
+    return p.setup.axis("tp"), p.setup.axis("pp"), p.setup.zero.stage, int(p.setup.remat)
 
 
 def _divisors(n: int) -> list[int]:

@@ -16,7 +16,7 @@ from shardfn.graph import Cluster
 from shardfn.models import gpt
 from shardfn.transforms import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
 
-_Leaf = tuple[str, torch.Size]
+_Leaf = tuple[torch.Size, P]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Setup:
         accumulate: microbatches a step.
         remat: whether blocks are computed again in the backward.
         efficiency: the fraction of the device's peak that its matrix products reach.
+        schedule: of the pipeline, if the mesh has one; its microbatches are those of `accumulate`.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Setup:
     accumulate: int = 1
     remat: bool = False
     efficiency: float = 0.6
+    schedule: str = "1f1b"
 
     @property
     def bytes_of(self) -> Precision:
@@ -88,7 +90,7 @@ class Setup:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.axis("dp") * self.axis("tp")
+        return self.axis("dp") * self.axis("tp") * self.axis("pp")
 
     @property
     def tokens(self) -> int:
@@ -114,7 +116,8 @@ class States:
         refreshed: bytes of blocks that are made whole after the update.
         scattered: bytes of gradients of which each rank keeps rows.
         summed: bytes of gradients that are summed whole.
-        messages: of each of the last four, the number of transfers that carry it once.
+        shared: bytes of the gradients of leaves outside the stack of blocks, which all ranks of a pipeline have.
+        messages: of gathered, refreshed, scattered and summed, the number of transfers that carry it once.
     """
 
     params: int
@@ -126,6 +129,7 @@ class States:
     refreshed: int
     scattered: int
     summed: int
+    shared: int
     messages: Mapping[str, int]
 
     @property
@@ -134,8 +138,12 @@ class States:
         return self.params + self.grads + self.optimizer
 
 
-def model_states(setup: Setup) -> States:
+def model_states(setup: Setup, num_layers: int | None = None) -> States:
     """The states of a run's fullest rank, from the layout of its step.
+
+    Args:
+        setup: the run.
+        num_layers: blocks of that rank; default an even share of the pipeline's.
 
     Example:
         >>> from shardfn.graph import cluster
@@ -144,15 +152,18 @@ def model_states(setup: Setup) -> States:
         >>> round(model_states(run).total / 1e9, 1)
         15.8
     """
-    shape = tuple(setup.mesh.items())
-    return _states(setup.config, shape, setup.zero, setup.precision)
+    layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
+    return _states(setup.config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers)
 
 
 @functools.lru_cache(maxsize=256)
-def _states(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str) -> States:
+def _states(
+    config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str, num_layers: int
+) -> States:
     size = PRECISIONS[precision]
     mesh = Mesh(dict(shape), torch.device("cpu"))
-    leaves = _layout(config, mesh, zero, getattr(torch, size.dtype))
+    before, blocks, after = _layout(config, mesh, zero, getattr(torch, size.dtype), num_layers)
+    leaves = before + blocks + after
     gathers, reduces, refreshes = (
         gather_units(leaves, zero.travel.bucket_bytes),
         reduce_units(leaves, zero, mesh),
@@ -174,6 +185,7 @@ def _states(config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, 
         refreshed=sum(u.nbytes for u in refreshes),
         scattered=int(ratio * sum(u.nbytes for u in cut)),
         summed=int(ratio * sum(u.nbytes for u in whole)),
+        shared=size.grads * sum(_rows(x) if zero.stage >= 2 else x.block.numel() for x in before + after),
         messages={
             "gathered": len(gathers),
             "refreshed": len(refreshes),
@@ -191,8 +203,13 @@ def _rows(leaf: LeafLayout) -> int:
     return leaf.block.numel() // leaf.block[leaf.dim] * (hi - lo)
 
 
-def _layout(config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype) -> list[LeafLayout]:
-    """The layout of every leaf. Equal leaves share one, since it costs a call a rank, and blocks are all alike."""
+def _layout(
+    config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
+) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
+    """The layout of every leaf: before the blocks, of them, after them.
+
+    Equal leaves share one, since it costs a call a rank, and blocks are all alike.
+    """
     axes = mesh.axes("dp")
 
     @functools.cache
@@ -200,26 +217,19 @@ def _layout(config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype) -> l
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
     parts = _leaves(dataclasses.replace(config, num_layers=1))
-    before, block, after = ([layout(size, _tensor_parallel(name, mesh)) for name, size in part] for part in parts)
-    return before + block * config.num_layers + after
+    cut = mesh.axis_size("tp") > 1
+    before, block, after = ([layout(size, spec if cut else P()) for size, spec in part] for part in parts)
+    return before, block * num_layers, after
 
 
 @functools.lru_cache(maxsize=64)
 def _leaves(config: gpt.Config) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
-    """Name and shape of the leaves of a model of one block: before it, of it, after it."""
+    """Shape and compute spec of the leaves of a model of one block: before it, of it, after it."""
     with deferred():
         params = gpt.init(config, key(0))
     paths = tree_paths(params, "params")
-    named = [(p.rsplit("['", 1)[-1].rstrip("']"), x.shape) for p, x in zip(paths, tree_leaves(params), strict=True)]
+    specs = tree_leaves(gpt.specs(config, tp="tp"))
+    leaves = [(x.shape, spec) for x, spec in zip(tree_leaves(params), specs, strict=True)]
     inside = [i for i, p in enumerate(paths) if "['blocks']" in p]
     first, last = inside[0], inside[-1] + 1
-    return named[:first], named[first:last], named[last:]
-
-
-def _tensor_parallel(name: str, mesh: Mesh) -> P:
-    """Megatron's layout (Shoeybi et al. 2019, arXiv 1909.08053): columns, then rows, and the vocabulary."""
-    if mesh.axis_size("tp") == 1:
-        return P()
-    if name in ("embed", "head", "wq", "wk", "wv", "w_up", "w_gate", "bq", "bk", "bv", "b_up"):
-        return P("tp")
-    return P(None, "tp") if name in ("wo", "w_down") else P()
+    return leaves[:first], leaves[first:last], leaves[last:]

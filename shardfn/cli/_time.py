@@ -3,8 +3,8 @@
 Work: 6 N + 12 L D T floating-point operations a token, N the weights that are multiplied (tables that are looked up do
 not count) and T the sequence; with remat the blocks' forward runs twice. Attention is counted whole, as PaLM's appendix
 B does (Chowdhery et al. 2022, arXiv 2204.02311). The data-parallel wire runs beside the computation, layer by layer: a
-layer takes max(computation, transfers). Tensor parallelism's sums stand in the computation's way and are added. The
-pipeline's bubble is 0, since there is no pipeline.
+layer takes max(computation, transfers). Tensor parallelism's sums stand in the computation's way and are added. A
+pipeline is as slow as its slowest stage, and idle while it fills and drains, as long as its schedule says.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import math
 
 from shardfn.models import gpt
 
+from ._pipeline import pipeline, stage_layers
 from ._states import Setup, States, model_states
 
 
@@ -45,6 +46,7 @@ class Cost:
         compute: forward and backward alone, at the assumed efficiency.
         exposed: waiting for data-parallel transfers that the computation does not hide.
         tensor: tensor parallelism's sums.
+        pipeline: waiting while a pipeline fills and drains, for stages with more to do, and for what stages send.
         update: the optimizer, at the memory's bandwidth.
         model_flops: the model's operations a step over all ranks, without what remat repeats.
         mfu: model_flops / (time x ranks x the device's peak).
@@ -55,6 +57,7 @@ class Cost:
     compute: float
     exposed: float
     tensor: float
+    pipeline: float
     update: float
     model_flops: float
     mfu: float
@@ -63,7 +66,7 @@ class Cost:
     @property
     def seconds(self) -> float:
         """The step."""
-        return self.compute + self.exposed + self.tensor + self.update
+        return self.compute + self.exposed + self.tensor + self.pipeline + self.update
 
     @property
     def dominates(self) -> str:
@@ -72,6 +75,7 @@ class Cost:
             "computation": self.compute,
             "waiting for data-parallel transfers": self.exposed,
             "tensor-parallel sums": self.tensor,
+            "the pipeline": self.pipeline,
             "the optimizer's memory traffic": self.update,
         }
         return max(parts, key=lambda name: parts[name])
@@ -91,21 +95,23 @@ def step_cost(setup: Setup) -> Cost:
         >>> step_cost(run).dominates
         'computation'
     """
-    states, device = model_states(setup), setup.cluster.device
+    states, device = model_states(setup, stage_layers(setup)), setup.cluster.device
     model_flops = setup.tokens * _flops_per_token(setup.config, setup.seq)
     again = setup.tokens * _block_flops_per_token(setup.config, setup.seq) / 3 if setup.remat else 0.0
     peak = device.rate(setup.bytes_of.dtype) * setup.world
     compute = (model_flops + again) / (peak * setup.efficiency)
-    data, tensor = data_transfers(setup, states), tensor_transfers(setup)
+    data, tensor, line = data_transfers(setup, states), tensor_transfers(setup), pipeline_transfers(setup, states)
     exposed = _exposed(setup, compute, data)
     update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
     summed = sum(t.seconds for t in tensor)
-    seconds = compute + exposed + summed + update
+    waiting = _waiting(setup, compute + summed, line)
+    seconds = compute + exposed + summed + waiting + update
     return Cost(
-        (*data, *tensor),
+        (*data, *tensor, *line),
         compute,
         exposed,
         summed,
+        waiting,
         update,
         model_flops,
         model_flops / (seconds * peak),
@@ -132,10 +138,21 @@ def data_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
 def tensor_transfers(setup: Setup) -> tuple[Transfer, ...]:
     """What travels along tp: two sums of the residual stream a block in the forward, two in the backward."""
     c, k = setup.config, setup.accumulate
-    sums = (6 if setup.remat else 4) * c.num_layers * k
+    sums = (6 if setup.remat else 4) * stage_layers(setup) * k
     size = setup.micro * setup.seq * c.d_model * setup.bytes_of.params
     made = _transfer(setup, "tp", "sums of activations", 2.0 * sums * size, sums)
     return (made,) if made.nbytes > 0 else ()
+
+
+def pipeline_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
+    """What travels along pp: the residual stream between stages, and the gradients of what all of them have."""
+    line, size = pipeline(setup), setup.micro * setup.seq * setup.config.d_model * setup.bytes_of.params
+    if not line.sends:
+        return ()
+    link, messages = setup.cluster.link(setup.mesh, "pp"), line.sends * setup.accumulate
+    between = link.seconds(messages * size, messages)
+    sends = Transfer("pp", "activations and their gradients", messages * size, messages, link.bandwidth, between)
+    return sends, _transfer(setup, "pp", "gradients outside the stack, summed", 2.0 * states.shared, 2)
 
 
 def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> Transfer:
@@ -149,7 +166,7 @@ def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) 
 
 def _exposed(setup: Setup, compute: float, data: tuple[Transfer, ...]) -> float:
     """Waiting beyond the computation: by layer in each pass, the first gather, the last gradient, the refresh."""
-    layers = setup.config.num_layers
+    layers = stage_layers(setup)
     forward = compute / (4 if setup.remat else 3)
     wire = {t.what: t.seconds for t in data}
     refresh = wire.pop("parameters made whole after the update", 0.0)
@@ -158,6 +175,33 @@ def _exposed(setup: Setup, compute: float, data: tuple[Transfer, ...]) -> float:
     grads = sum(s for what, s in wire.items() if what.startswith("gradients"))
     ends = (ahead + grads) / (layers * setup.accumulate)
     return max(0.0, ahead - forward) + max(0.0, behind - (compute - forward)) + ends + refresh
+
+
+def _waiting(setup: Setup, busy: float, sent: tuple[Transfer, ...]) -> float:
+    """What the slowest stage adds to the mean one's work, and what its rank waits.
+
+    Args:
+        setup: the run.
+        busy: seconds of the mean rank.
+        sent: along pp.
+    """
+    if not sent:
+        return 0.0
+    line, (between, shared) = pipeline(setup), sent
+    one = busy / setup.accumulate * _imbalance(setup)
+    behind = max(0.0, between.seconds - one * setup.accumulate)
+    ends = line.hops * between.seconds / between.messages
+    return one * (setup.accumulate + line.idle) - busy + behind + ends + shared.seconds
+
+
+def _imbalance(setup: Setup) -> float:
+    """The work of the slowest stage by that of the mean one; the output layer is on the last."""
+    layer = _block_flops_per_token(setup.config, setup.seq) / setup.config.num_layers * (4 / 3 if setup.remat else 1)
+    whole, last = layer * setup.config.num_layers, 6.0 * setup.config.vocab_size * setup.config.d_model
+    p = setup.axis("pp")
+    fewest = setup.config.num_layers - (p - 1) * stage_layers(setup)
+    slowest = max(layer * stage_layers(setup), layer * max(fewest, setup.config.num_layers // p) + last)
+    return slowest * p / (whole + last)
 
 
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:

@@ -1,0 +1,129 @@
+"""What a pipeline adds to a plan: the layers of a rank, the microbatches that it holds, the time that it is idle.
+
+Read off the schedule itself. A pipeline fills and drains once, however many microbatches go through it; so a schedule
+of many is that of a few, and a middle in which nothing is idle.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from shardfn.core import did_you_mean
+from shardfn.schedules import (
+    Costs,
+    Schedule,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    timeline,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+
+from ._states import Setup
+
+SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+    "zb-v": zero_bubble_v,
+    "dualpipe-v": dual_pipe_v,
+}
+
+
+class Pipeline(NamedTuple):
+    """A pipeline of p ranks.
+
+    Attributes:
+        num_chunks: pieces of the model on each rank.
+        held: by rank, chunks of microbatches whose activations it holds at most.
+        idle: how long a rank is idle in a step, in times that a microbatch takes on it.
+        sends: messages of one microbatch that the busiest rank sends.
+        hops: transfers between the first stage and the last, there and back.
+    """
+
+    num_chunks: int
+    held: tuple[int, ...]
+    idle: float
+    sends: int
+    hops: int
+
+
+def pipeline(setup: Setup) -> Pipeline:
+    """The pipeline of a run; of one rank, if its mesh has no "pp".
+
+    Example:
+        >>> from shardfn.cli import parse_model
+        >>> from shardfn.core import Zero
+        >>> from shardfn.graph import cluster
+        >>> run = Setup("1t", parse_model("1t"), {"pp": 4}, cluster("a100-80"), Zero(0), batch=8, accumulate=8)
+        >>> pipeline(run)
+        Pipeline(num_chunks=1, held=(4, 3, 2, 1), idle=3.0, sends=2, hops=6)
+    """
+    return _pipeline(setup.schedule, setup.axis("pp"), setup.accumulate, setup.remat)
+
+
+def pipeline_problems(setup: Setup) -> list[str]:
+    """What is wrong with a run's pipeline."""
+    name, p, layers = setup.schedule, setup.axis("pp"), setup.config.num_layers
+    if name not in SCHEDULES:
+        return [f"--schedule {name!r} is not known.{did_you_mean(name, SCHEDULES)} Known: {', '.join(SCHEDULES)}."]
+    if p == 1 or setup.accumulate < 1:
+        return []
+    if setup.accumulate % p and name == "interleaved":
+        return [f"--schedule {name} goes through its chunks {p} microbatches at a time; {setup.accumulate} do not fit."]
+    try:
+        stages = p * _num_chunks(name, p, min(setup.accumulate, 3 * p))
+    except ValueError as e:
+        return [str(e)]
+    if stages > layers:
+        return [f"pp={p} with {name} makes {stages} stages of {layers} layers; some would have none."]
+    return []
+
+
+def stage_layers(setup: Setup) -> int:
+    """The layers of the rank that has the most."""
+    chunks = pipeline(setup).num_chunks
+    return chunks * -(-setup.config.num_layers // (chunks * setup.axis("pp")))
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_chunks(name: str, p: int, m: int) -> int:
+    return SCHEDULES[name](p, m).num_chunks
+
+
+@functools.lru_cache(maxsize=4096)
+def _pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
+    if p == 1:
+        return Pipeline(1, (1,), 0.0, 0, 0)
+    if name in ("gpipe", "1f1b"):  # what the timeline says of them, without it
+        held = tuple(m if name == "gpipe" else min(m, p - rank) for rank in range(p))
+        return Pipeline(1, held, p - 1.0, 1 if p == 2 else 2, 2 * (p - 1))
+    # From 3 p microbatches on there is a middle, which more of them make longer.
+    few = min(m, 3 * p)
+    schedule = SCHEDULES[name](p, few)
+    run = timeline(schedule, Costs(1.0, 2.0 if remat else 1.0, 1.0))
+    busy = few * (4.0 if remat else 3.0)
+    homes = [schedule.home[s][0] for s in range(schedule.num_stages)]
+    crossed = [(a, b) for a, b in itertools.pairwise(homes) if a != b]
+    sends = max(sum((a == rank) + (b == rank) for a, b in crossed) for rank in range(p))
+    idle = (run.makespan - busy) * few / busy
+    return Pipeline(schedule.num_chunks, run.peaks, round(idle, 9), sends, 2 * len(crossed))
+
+
+def bubble(setup: Setup) -> float:
+    """The idle time of a step by its busy time, of equal stages: (p - 1) / m for GPipe and 1F1B.
+
+    Example:
+        >>> from shardfn.cli import parse_model
+        >>> from shardfn.core import Zero
+        >>> from shardfn.graph import cluster
+        >>> model = parse_model("mt-nlg-530b")
+        >>> run = Setup("mt-nlg-530b", model, {"pp": 35}, cluster("a100-80"), Zero(0), batch=240, accumulate=240)
+        >>> round(bubble(run), 4) == round(34 / 240, 4)
+        True
+    """
+    return pipeline(setup).idle / setup.accumulate
