@@ -30,7 +30,7 @@ from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, W
 from ._pools import begin as begin, close_pool as close_pool, commit as commit, disk_of as disk_of, forget as forget
 from ._pools import together as together
 from ._resume import resumed as resumed
-from ._schedule import accumulation as accumulation, as_text as as_text, check_schedule as check_schedule
+from ._schedule import accumulation as accumulation, check_schedule as check_schedule
 from ._step_parts import (
     check_pure as check_pure,
     check_scale as check_scale,

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_map
 from shardfn.leaves import LeafBook, opened
+from shardfn.schedules import Action
 from shardfn.state import Ahead
 
 from ._accumulated import microbatches
@@ -22,7 +23,6 @@ from ._model_state import ModelState, named_leaves
 from ._order import UseOrder
 from ._plan import Plan
 from ._reduce import Reducer
-from ._schedule import Action
 from ._splice import taking_early
 from ._step import StepParts
 

@@ -8,27 +8,9 @@ may keep any number of forwards open, and close them in any order; what it trade
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 from shardfn.core import raise_all
-
-
-class Action(NamedTuple):
-    """One entry of a schedule: the forward or the backward of one microbatch.
-
-    Example:
-        >>> print(Action("forward", 3))
-        F3
-    """
-
-    kind: Literal["forward", "backward"]
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind[0].upper()}{self.microbatch}"
-
-
-Actions = tuple[Action, ...]
+from shardfn.schedules import Action, Actions, as_text
 
 
 def accumulation(num_microbatches: int) -> Actions:
@@ -57,8 +39,3 @@ def check_schedule(schedule: Sequence[Action], num_microbatches: int) -> None:
         if f in at and b in at and at[b] < at[f]:
             problems.append(f"{b} comes before {f}")
     raise_all(ValueError, f"the schedule {as_text(schedule)} is no step of {num_microbatches} microbatches:", problems)
-
-
-def as_text(schedule: Sequence[Action]) -> str:
-    """The list in letters."""
-    return " ".join(map(str, schedule))

@@ -15,10 +15,10 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from shardfn.optim import GradientTransformation, LossScale
+from shardfn.schedules import Actions
 from shardfn.state import TrainState
 
 from ._loss import Loss
-from ._schedule import Actions
 
 Metrics = dict[str, Tensor]
 Out = TypeVar("Out")

@@ -4,13 +4,14 @@ from torch import Tensor
 
 from shardfn.core import PyTree
 from shardfn.optim import GradientTransformation, LossScale
+from shardfn.schedules import as_text
 from shardfn.state import TrainState, scale_of
 
 from ._accumulated import num_microbatches
 from ._constant import describe_step
 from ._mixed import check_scaled, with_masters
 from ._plan import Plan
-from ._schedule import accumulation, as_text
+from ._schedule import accumulation
 from ._step import StepParts
 from ._unwrap import Unwrapped
 from ._update import decided_on

@@ -1,0 +1,182 @@
+"""Schedules of several chunks a rank: interleaved 1F1B, ZB-V and DualPipeV. p ranks, m microbatches, v chunks."""
+
+import collections
+
+from ._schedule import Action, Actions, Kind, Schedule, loop_stages, v_stages
+from ._single import check_numbers
+
+
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """1F1B of v chunks a rank: (p - 1) / (v m + p - 1) of the time is idle, for v times as many transfers.
+
+    Microbatches go through a chunk p at a time. Rank 0 holds v p + p - 1 of them, through a chunk each.
+
+    Raises:
+        ValueError: p does not divide m.
+
+    Example:
+        >>> print(interleaved(2, 2).as_text())
+        interleaved, 2 microbatches
+        rank 0, stages (0, 2): F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1
+        rank 1, stages (1, 3): F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1
+
+    References:
+        Narayanan et al., Efficient Large-Scale Language Model Training, 2021, https://arxiv.org/abs/2104.04473
+    """
+    p, m, v = num_ranks, num_microbatches, num_chunks
+    check_numbers("interleaved", p, m)
+    if v < 1 or m % p:
+        raise ValueError(
+            f"the interleaved schedule sends microbatches through its chunks {p} at a time, as many as there are"
+            f" ranks: {m} microbatches and {v} chunks do not fit. Use {-(-m // p) * p} microbatches, or '1f1b'."
+        )
+    rows = []
+    for rank in range(p):
+        forwards = [_turn("forward", i, p, v) for i in range(m * v)]
+        backwards = [_turn("backward", i, p, v) for i in range(m * v)]
+        warmup = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
+        row = forwards[:warmup]
+        for i, backward in enumerate(backwards):
+            row += forwards[warmup + i : warmup + i + 1]
+            row.append(backward)
+        rows.append(tuple(row))
+    return Schedule("interleaved", m, loop_stages(p, v), tuple(rows))
+
+
+def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two chunks a rank, down the ranks and up again: with F = B = W only the first and last p - 1 Fs and Ws are idle.
+
+    It holds 2 p half microbatches a rank, what 1F1B holds on rank 0.
+
+    References:
+        Qi et al., Pipeline Parallelism with Controllable Memory, 2024, https://arxiv.org/abs/2405.15362
+    """
+    p, m = num_ranks, num_microbatches
+    check_numbers("zb-v", p, m)
+    rows = (_zero_bubble_v(rank, p, max(m, 2 * p - 1)) for rank in range(p))
+    # With few microbatches it is what is left of that of 2 p - 1.
+    kept = tuple(tuple(a for a in row if a.microbatch < m) for row in rows)
+    return Schedule("zb-v", m, v_stages(p), kept)
+
+
+def dual_pipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two chunks a rank as in ZB-V, where forwards of one chunk stand beside backwards of the other.
+
+    A pair of them can hide one's transfers behind the other's arithmetic. Only the backwards at the two ends are split.
+
+    Raises:
+        ValueError: there are fewer than 2 p microbatches.
+
+    References:
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437, and the cut-in-half form of
+        its schedule, https://github.com/deepseek-ai/DualPipe
+    """
+    p, m = num_ranks, num_microbatches
+    check_numbers("dualpipe-v", p, m)
+    if m < 2 * p:
+        raise ValueError(f"the schedule dualpipe-v of {p} ranks needs {2 * p} microbatches or more, got {m}.")
+    return Schedule("dualpipe-v", m, v_stages(p), tuple(_dual_pipe_v(rank, p, m) for rank in range(p)))
+
+
+def _turn(kind: Kind, i: int, p: int, v: int) -> Action:
+    """The i-th forward, or backward, of a rank: p microbatches through a chunk, then the same through the next."""
+    rounds, within = divmod(i, p * v)
+    chunk, k = divmod(within, p)
+    return Action(kind, rounds * p + k, chunk if kind == "forward" else v - 1 - chunk)
+
+
+class _Row:
+    """A rank's list while it is written: each kind of action of a chunk takes the microbatches in order."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._next: collections.Counter[tuple[Kind, int]] = collections.Counter()
+        self._whole: set[tuple[int, int]] = set()
+        self._open: collections.deque[Action] = collections.deque()
+
+    def add(self, kind: Kind, chunk: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.actions.append(Action(kind, self._next[kind, chunk], chunk))
+            self._next[kind, chunk] += 1
+
+    def split(self, chunk: int) -> None:
+        """A backward whose W comes later."""
+        self.add("backward", chunk)
+        self._open.append(self.actions[-1]._replace(kind="weights"))
+
+    def weights(self) -> None:
+        """The oldest W that is left."""
+        self.actions.append(self._open.popleft())
+
+    def weights_of(self, chunk: int) -> None:
+        """The oldest W of a chunk that is left."""
+        oldest = next(a for a in self._open if a.chunk == chunk)
+        self._open.remove(oldest)
+        self.actions.append(oldest)
+
+    def left(self, chunk: int) -> int:
+        return sum(a.chunk == chunk for a in self._open)
+
+    def count(self, kind: Kind, chunk: int) -> int:
+        return self._next[kind, chunk]
+
+
+def _zero_bubble_v(rank: int, p: int, m: int) -> Actions:
+    row = _Row()
+    row.add("forward", 0, 2 * (p - rank) - 1)
+    for _ in range(rank):
+        row.add("forward", 1)
+        row.add("forward", 0)
+    for _ in range(p - rank):
+        row.add("forward", 1)
+        row.split(1)
+        row.weights()
+    while row.count("forward", 1) < m:
+        if row.count("forward", 0) < m:
+            row.add("forward", 0)
+        row.split(0)
+        row.weights()
+        row.add("forward", 1)
+        row.split(1)
+        row.weights()
+    for _ in range(rank):
+        row.split(0)
+        row.split(1)
+    for _ in range(p - rank):
+        row.split(0)
+        row.weights_of(0)
+    for chunk in (1, 0):
+        for _ in range(row.left(chunk)):
+            row.weights_of(chunk)
+    return tuple(row.actions)
+
+
+def _dual_pipe_v(rank: int, p: int, m: int) -> Actions:
+    row, after = _Row(), p - rank - 1
+    row.add("forward", 0, 2 * after)
+    for _ in range(rank + 1):
+        row.add("forward", 0)
+        row.add("forward", 1)
+    for _ in range(after):
+        row.split(1)
+        row.weights()
+        row.add("forward", 1)
+    for _ in range(m - 2 * p + rank + 1):
+        row.add("forward", 0)
+        row.add("backward", 1)
+        row.add("forward", 1)
+        row.add("backward", 0)
+    for _ in range(after):
+        row.add("backward", 1)
+        row.add("forward", 1)
+        row.add("backward", 0)
+    for i in range(rank + 1):
+        row.add("backward", 1 - i % 2)
+    for i in range(rank + 1, 2 * (rank + 1)):
+        row.split(1 - i % 2)
+    for _ in range(after):
+        row.weights()
+        row.split(0)
+    for _ in range(rank + 1):
+        row.weights()
+    return tuple(row.actions)

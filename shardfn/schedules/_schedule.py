@@ -1,0 +1,153 @@
+"""What a pipeline does, as data: for each rank a list of forwards and backwards of microbatches.
+
+F is a forward. B is a backward; where the list has a W of the same microbatch and chunk, B gives the gradient of the
+activations alone, and W that of the weights. A chunk is one of several pieces of the model that a rank has.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward", "weights"]
+_LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "weights": "W"}
+
+
+class Action(NamedTuple):
+    """One entry of a list: the forward or the backward of one microbatch, through one chunk of the rank's layers.
+
+    Example:
+        >>> print(Action("forward", 3), Action("weights", 0, 1))
+        F3 W0.1
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{_LETTERS[self.kind]}{self.microbatch}{f'.{self.chunk}' if self.chunk else ''}"
+
+
+Actions = tuple[Action, ...]
+
+
+class Place(NamedTuple):
+    """An action by what it does to the model, whoever does it: on which stage, counted from the model's first."""
+
+    kind: Kind
+    microbatch: int
+    stage: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The lists of all ranks.
+
+    Attributes:
+        name: what it is called.
+        num_microbatches: how many there are.
+        stages: by rank and chunk, the stage; stages are counted along the model.
+        ranks: by rank, its actions, in their order.
+
+    Example:
+        >>> Schedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0"))).num_stages
+        2
+    """
+
+    name: str
+    num_microbatches: int
+    stages: tuple[tuple[int, ...], ...]
+    ranks: tuple[Actions, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many pieces of the model each rank has."""
+        return len(self.stages[0])
+
+    @property
+    def num_stages(self) -> int:
+        """How many pieces the model is cut into."""
+        return self.num_ranks * self.num_chunks
+
+    @functools.cached_property
+    def home(self) -> dict[int, tuple[int, int]]:
+        """By stage, its rank and chunk."""
+        return {stage: (r, c) for r, row in enumerate(self.stages) for c, stage in enumerate(row)}
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        """Whether any backward is split."""
+        return any(a.kind == "weights" for row in self.ranks for a in row)
+
+    def place(self, rank: int, action: Action) -> Place:
+        """Where in the model an action of a rank is."""
+        return Place(action.kind, action.microbatch, self.stages[rank][action.chunk])
+
+    def at(self, place: Place) -> tuple[int, Action]:
+        """Whose action is at a place of the model, and which."""
+        rank, chunk = self.home[place.stage]
+        return rank, Action(place.kind, place.microbatch, chunk)
+
+    def needs(self, place: Place) -> Iterator[Place]:
+        """What must have been done before: by the rank itself, and by the neighbour that sends to it."""
+        kind, k, stage = place
+        if kind == "forward":
+            if stage:
+                yield Place("forward", k, stage - 1)
+            return
+        yield Place("forward" if kind == "backward" else "backward", k, stage)
+        if kind == "backward" and stage + 1 < self.num_stages:
+            yield Place("backward", k, stage + 1)
+
+    def as_text(self) -> str:
+        """One line a rank; the same for the same schedule."""
+        rows = (f"rank {r}, stages {self.stages[r]}: {as_text(row)}" for r, row in enumerate(self.ranks))
+        return "\n".join([f"{self.name}, {self.num_microbatches} microbatches", *rows])
+
+
+def as_text(actions: Sequence[Action]) -> str:
+    """A list in letters.
+
+    Example:
+        >>> as_text((Action("forward", 0), Action("backward", 0)))
+        'F0 B0'
+    """
+    return " ".join(map(str, actions))
+
+
+def parse(text: str) -> Actions:
+    """The list that `as_text` has written.
+
+    Example:
+        >>> parse("F0 W1.1")[1]
+        Action(kind='weights', microbatch=1, chunk=1)
+    """
+    kinds: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}
+    words = ((word[0], *word[1:].partition(".")) for word in text.split())
+    return tuple(Action(kinds[letter], int(k), int(chunk or 0)) for letter, k, _, chunk in words)
+
+
+def loop_stages(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Chunk c of rank r is stage c p + r: from the last rank back to the first.
+
+    Example:
+        >>> loop_stages(2, 2)
+        ((0, 2), (1, 3))
+    """
+    return tuple(tuple(c * num_ranks + r for c in range(num_chunks)) for r in range(num_ranks))
+
+
+def v_stages(num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Two chunks a rank: down the ranks, and up again. The first rank has the model's first stage and its last.
+
+    Example:
+        >>> v_stages(2)
+        ((0, 3), (1, 2))
+    """
+    return tuple((r, 2 * num_ranks - 1 - r) for r in range(num_ranks))

@@ -1,0 +1,177 @@
+"""What a schedule costs: when each action runs, what is idle, what is held; and whether it can run at all.
+
+An action starts when its rank is done with the one before and what it needs has arrived. Sends never wait, so that is
+all there is to wait for. One pass over the actions, each of which is looked at twice at most.
+"""
+
+import collections
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from ._schedule import Action, Kind, Place, Schedule
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run: an action is missing or there twice, or ranks wait for one another."""
+
+
+class Costs(NamedTuple):
+    """What a microbatch costs a rank, through all of its chunks; a backward that is not split costs both.
+
+    Attributes:
+        forward: its forward.
+        backward: the gradient of its activations.
+        weights: the gradient of the weights.
+        transfer: from one rank to another.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weights: float = 1.0
+    transfer: float = 0.0
+
+
+class Span(NamedTuple):
+    """An action, and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """When each action of a schedule runs.
+
+    Attributes:
+        schedule: the schedule.
+        ranks: by rank, its spans.
+        peaks: by rank, how many activations it holds at most: a microbatch through one chunk each, from its forward to
+            the end of its backward, W included.
+    """
+
+    schedule: Schedule
+    ranks: tuple[tuple[Span, ...], ...]
+    peaks: tuple[int, ...]
+
+    @functools.cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max(row[-1].end for row in self.ranks)
+
+    @functools.cached_property
+    def bubble(self) -> float:
+        """The idle part of all ranks' time."""
+        busy = sum(span.end - span.start for row in self.ranks for span in row)
+        return 1 - busy / (self.makespan * len(self.ranks))
+
+
+def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Runs a schedule on paper.
+
+    Args:
+        schedule: the schedule.
+        costs: by default each of F, B and W takes a unit of time, and a transfer none.
+
+    Raises:
+        ScheduleError: it cannot run; lists what is missing or there twice, or shows the ranks that wait in a circle.
+
+    Example:
+        >>> from shardfn.schedules import one_f_one_b
+        >>> run = timeline(one_f_one_b(4, 8))
+        >>> run.makespan, run.peaks
+        (33.0, (4, 3, 2, 1))
+    """
+    check_complete(schedule)
+    run = _Run(schedule, costs or Costs())
+    ready = list(range(schedule.num_ranks))
+    while ready:
+        ready += run.advance(ready.pop())
+    if any(at < len(row) for at, row in zip(run.at, schedule.ranks, strict=True)):
+        raise ScheduleError(_circle(schedule, run))
+    return Timeline(schedule, tuple(map(tuple, run.spans)), tuple(map(max, run.held)))
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Refuses a schedule in which an action is missing, there twice, or of no microbatch or chunk.
+
+    Raises:
+        ScheduleError: lists them by rank.
+    """
+    problems = []
+    for rank, row in enumerate(schedule.ranks):
+        counts = collections.Counter(row)
+        pairs = [(k, c) for c in range(schedule.num_chunks) for k in range(schedule.num_microbatches)]
+        wanted = [Action(kind, k, c) for k, c in pairs for kind in ("forward", "backward")]
+        known = {*wanted, *(Action("weights", k, c) for k, c in pairs)}
+        problems += [f"rank {rank}: {a} is there {counts[a]} times, not once" for a in wanted if counts[a] != 1]
+        problems += [f"rank {rank}: {a} is there {n} times" for a, n in counts.items() if a.kind == "weights" and n > 1]
+        problems += [f"rank {rank}: {a} is of no microbatch or chunk" for a in counts if a not in known]
+    if problems:
+        raise ScheduleError("\n  - ".join([f"the schedule {schedule.name} is no step:", *problems]))
+
+
+class _Run:
+    """How far each rank has come. Nothing is looked at again until what it waits for is done."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule = schedule
+        self._split = {schedule.place(r, a) for r, row in enumerate(schedule.ranks) for a in row if a.kind == "weights"}
+        self._took = {kind: getattr(costs, kind) / schedule.num_chunks for kind in ("forward", "backward", "weights")}
+        self._transfer = costs.transfer
+        self._done: dict[Place, float] = {}
+        self._waiting: dict[Place, int] = {}
+        self.at = [0] * schedule.num_ranks
+        self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
+        self.held: list[list[int]] = [[0] for _ in schedule.ranks]
+
+    def advance(self, rank: int) -> list[int]:
+        """Lets a rank go on as far as it can; which ranks were waiting for what it has done."""
+        woken, row = [], self._schedule.ranks[rank]
+        while self.at[rank] < len(row):
+            place = self._schedule.place(rank, row[self.at[rank]])
+            missing = self.missing(place)
+            if missing is not None:
+                self._waiting[missing] = rank
+                return woken
+            self._perform(rank, row[self.at[rank]], place)
+            if place in self._waiting:
+                woken.append(self._waiting.pop(place))
+        return woken
+
+    def missing(self, place: Place) -> Place | None:
+        """What an action waits for."""
+        return next((x for x in self._schedule.needs(place) if x not in self._done), None)
+
+    def _perform(self, rank: int, action: Action, place: Place) -> None:
+        spans, home = self.spans[rank], self._schedule.home
+        came = [self._done[x] + self._transfer * (home[x.stage][0] != rank) for x in self._schedule.needs(place)]
+        start = max([spans[-1].end if spans else 0.0, *came])
+        split = place._replace(kind="weights") in self._split
+        end = start + self._took[action.kind]
+        end += self._took["weights"] if action.kind == "backward" and not split else 0
+        spans.append(Span(action, start, end))
+        ends: Kind = "weights" if split else "backward"
+        change = 1 if action.kind == "forward" else -1 if action.kind == ends else 0
+        self.held[rank].append(self.held[rank][-1] + change)
+        self._done[place] = end
+        self.at[rank] += 1
+
+
+def _circle(schedule: Schedule, run: _Run) -> str:
+    """The ranks that wait for one another, one line each."""
+    rank = next(r for r, row in enumerate(schedule.ranks) if run.at[r] < len(row))
+    lines: dict[int, str] = {}
+    while rank not in lines:
+        action = schedule.ranks[rank][run.at[rank]]
+        missing = run.missing(schedule.place(rank, action))
+        assert missing is not None
+        of, other = schedule.at(missing)
+        lines[rank] = f"rank {rank} at {action} waits for {other} of rank {of}"
+        before = schedule.ranks[of][run.at[of]]
+        lines[rank] += f", which comes after {before} there" if before != other else ""
+        rank = of
+    first = list(lines).index(rank)
+    told = [*list(lines.values())[first:]]
+    return "\n  - ".join([f"the schedule {schedule.name} would never end, as its ranks wait in a circle:", *told])
