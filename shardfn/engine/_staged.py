@@ -39,8 +39,9 @@ from ._plan import Plan
 AHEAD = 2
 
 
-class _Passed(NamedTuple):
-    """What a stage hands on; no loss."""
+@dataclasses.dataclass(frozen=True)
+class _Passed:
+    """What a stage hands on; no loss, so that a policy leaves it as it is."""
 
     h: Any
 
