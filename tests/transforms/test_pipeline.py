@@ -1,6 +1,5 @@
 """Covers `pipeline`: stages on ranks equal one device, for schedules x ZeRO stages x what a loss may return."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -29,9 +28,7 @@ def _params(layers: int, dtype: torch.dtype = torch.float64, chunks: int = 1) ->
 
 
 def _specs(params: Any) -> Any:
-    return sf.core.tree_map(lambda _: P(), params) | {
-        "blocks": sf.core.tree_map(lambda _: P("pp"), params["blocks"])
-    }
+    return sf.core.tree_map(lambda _: P(), params) | {"blocks": sf.core.tree_map(lambda _: P("pp"), params["blocks"])}
 
 
 def _batches(num: int = 3, rows: int = B) -> list[Any]:
@@ -220,9 +217,7 @@ def test_mixed_precision_and_aux() -> None:
         _, want, theirs = _run(None, alone, params, batches, has_aux=True)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1.6e-2, atol=1e-5)
-        torch.testing.assert_close(
-            sf.unshard(state.params), sf.unshard(want.params), rtol=1.6e-2, atol=2e-2
-        )
+        torch.testing.assert_close(sf.unshard(state.params), sf.unshard(want.params), rtol=1.6e-2, atol=2e-2)
 
 
 @distributed(world=4)
@@ -289,3 +284,44 @@ def test_on_one_device_it_is_the_plain_loss() -> None:
         got, want = _loss(m=1, **how)(params, batch), _plain()(params, batch)
         assert torch.equal(got, want)
         torch.testing.assert_close(_loss(m=4, **how)(params, batch), want)
+
+
+def _split_block(p: Any, h: Tensor) -> Tensor:
+    """A layer whose hidden units are cut along "tp"."""
+    inner = torch.tanh(sf.pvary(h, "tp") @ p["up"])
+    return h + sf.psum(inner @ p["down"], "tp")
+
+
+def _three_axes(mesh: sf.Mesh, stage: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    up, down = torch.randn(3, D, 8, generator=g).to(dtype), torch.randn(3, 8, D, generator=g).to(dtype)
+    params = {"blocks": {"up": up / 2, "down": down / 2}, "scale": torch.ones(D, dtype=dtype)}
+    specs = {"blocks": {"up": P("pp", None, "tp"), "down": P("pp", "tp")}, "scale": P()}
+    loss = sf.pipeline(
+        lambda p, x: x * p["scale"],
+        _split_block,
+        lambda p, h, x: (h * p["scale"] - x).square().mean(),
+        num_microbatches=2,
+    )
+    batches = [torch.randn(8, D, generator=g).to(dtype) for _ in range(3)]
+    clipped = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
+    optimizer = clipped if dtype == torch.float32 else optim.adamw(1e-2)
+    zero = Zero(stage=stage, persist_elements=0)
+    assert_parity(loss, optimizer, params, batches, mesh=mesh, specs=specs, batch=P("dp"), zero=zero)
+
+
+@distributed(world=4)
+def test_with_tensor_parallel_layers() -> None:
+    mesh = sf.make_mesh({"pp": 2, "tp": 2}, device="cpu")
+    for dtype in (torch.float32, torch.float64):
+        _three_axes(mesh, 0, dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", range(4))
+@distributed(world=8)
+def test_three_axes(stage: int) -> None:
+    for shape in ({"dp": 2, "pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}):
+        mesh = sf.make_mesh(shape, device="cpu")
+        for dtype in (torch.float32, torch.float64):
+            _three_axes(mesh, stage, dtype)
