@@ -22,6 +22,7 @@ from ._gather import DONE, IDLE, Gatherer
 from ._loss import Loss, NoGradientError, Value, WeightedMean, totals
 from ._model_state import ModelState, named_leaves
 from ._order import UseOrder
+from ._pipelined import pipelined_in
 from ._plan import Plan
 from ._reduce import Reducer
 from ._splice import taking_early
@@ -94,7 +95,7 @@ def run_backward(
         loss_scale: what the gradients come multiplied by; None = nothing.
         ahead: an update that takes gradients as they are complete; it is stopped if they must be divided by a weight.
     """
-    open_channels(comms, plan)
+    open_channels(comms, plan, _late_axes(plan, parts))
     watch, blocks = watch_of(plan, blocks), plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
     loss, batches = microbatches(parts.loss, args[0])
@@ -113,12 +114,20 @@ def _course(
 ) -> Course:
     if parts.table is None:
         return Whole(loss, batches, rest, parts.has_aux, parts.schedule)
+    return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux)
+
+
+def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
+    """The axes along which ranks do other things at the same time."""
+    staged = pipelined_in(parts.loss)
+    if parts.table is None or staged is None:
+        return ()
     if plan.captured:
         raise ValueError(
             "a step over stages of a pipeline is not captured: it waits for other ranks between its phases. Leave out"
             " jit, and step.lower; or use a mesh without the pipeline's axis."
         )
-    return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux)
+    return (staged.axis,)
 
 
 class Engine:

@@ -313,6 +313,8 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
             out = first(params, given, *others).h
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
         raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
+        wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if x.is_complex()]
+        raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
         like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
         plan.between[key] = Shape(tree_structure(out), like, tree_paths(out, "h"))
     return plan.between[key]

@@ -1,5 +1,6 @@
 """Covers `pipeline`: stages on ranks equal one device, for schedules x ZeRO stages x what a loss may return."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import P, WeightedMean, Zero, optim
+from shardfn import P, WeightedMean, Zero, optim, schedules
+from shardfn.engine._staged import Staged
 from shardfn.testing import assert_parity, distributed
 
 V, D, B, T = 11, 6, 12, 3
@@ -325,3 +327,59 @@ def test_three_axes(stage: int) -> None:
         mesh = sf.make_mesh(shape, device="cpu")
         for dtype in (torch.float32, torch.float64):
             _three_axes(mesh, stage, dtype)
+
+
+@distributed(world=3)
+def test_as_many_microbatches_are_open_as_on_paper() -> None:
+    mesh, opened = sf.make_mesh({"pp": 3}, device="cpu"), [0]
+    forward = Staged.forward
+
+    def counted(self: Staged, *args: Any) -> Any:
+        out = forward(self, *args)
+        opened[0] = max(opened[0], len(self._open))
+        return out
+
+    made = {
+        "gpipe": (schedules.gpipe, 1),
+        "1f1b": (schedules.one_f_one_b, 1),
+        "interleaved": (schedules.interleaved, 2),
+    }
+    Staged.forward = counted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        for name, (make, chunks) in made.items():
+            opened[0] = 0
+            _parity(mesh, 6, _loss(m=6, schedule=name, num_chunks=chunks), chunks=chunks)
+            assert opened[0] == schedules.timeline(make(3, 6)).peaks[mesh.coords["pp"]]
+    finally:
+        Staged.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@distributed(world=2)
+def test_accumulated_pipelines() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    _parity(mesh, loss=sf.accumulate(_loss(m=2), 2))
+
+
+V_LISTS = {"zb-v": schedules.zero_bubble_v, "dualpipe-v": schedules.dual_pipe_v}
+
+
+def _unsplit(of: schedules.Schedule) -> schedules.Schedule:
+    ranks = tuple(tuple(a for a in row if a.kind != "weights") for row in of.ranks)
+    return dataclasses.replace(of, ranks=ranks)
+
+
+@distributed(world=2)
+def test_down_the_ranks_and_up_again() -> None:
+    """The second stack in reverse, whatever the number of ranks."""
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    params = _params(7, chunks=2)
+
+    def plain(p: Any, batch: Any) -> Tensor:
+        flipped = {k: v.flip(0) for k, v in p["blocks"][1].items()}
+        return _plain()({**p, "blocks": [p["blocks"][0], flipped]}, batch)
+
+    for make in V_LISTS.values():
+        loss = _loss(m=4, schedule=_unsplit(make(2, 4)), num_chunks=2)
+        (batch,) = _batches(1)
+        torch.testing.assert_close(loss(params, batch), plain(params, batch))
+        _parity(mesh, 7, loss, reference=plain, chunks=2)
