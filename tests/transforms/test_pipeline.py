@@ -102,7 +102,10 @@ def test_stages_equal_one_device(world: int, schedule: str) -> None:
     _parity(mesh, loss=_loss(m=6, schedule=schedule), layers=3)
 
 
-@pytest.mark.parametrize("stage", range(4))
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=NIGHTLY) for n in (1, 2)), 3])
 @distributed(world=4)
 def test_with_every_stage_of_zero(stage: int) -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
@@ -113,7 +116,7 @@ def test_with_every_stage_of_zero(stage: int) -> None:
     _parity(mesh, loss=_loss(m=3), zero=zero, dtype=torch.float32, optimizer=clipped)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=NIGHTLY)])
 @distributed(world=4)
 def test_several_chunks(stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
@@ -145,6 +148,7 @@ def test_remat_and_memories() -> None:
         _parity(mesh, loss=_loss(m=3, block=sf.remat(_block)), zero=zero)
 
 
+@NIGHTLY
 @distributed(world=2)
 def test_frozen_leaves() -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
