@@ -32,11 +32,13 @@ DESIGN = [
     "docs/design/0012-optimizers.md",
     "docs/design/0013-op-table-and-types.md",
     "docs/design/0014-zero.md",
+    "docs/design/0015-pipeline.md",
 ]
 DOCS = [
     "docs/index.md",
     "docs/jit.md",
     "docs/scan.md",
+    "docs/pipeline.md",
     "docs/passes.md",
     "docs/sharded.md",
     "docs/transforms.md",

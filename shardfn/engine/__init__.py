@@ -27,6 +27,7 @@ from ._model_state import first_model_state as first_model_state, shapes_of as s
 from ._compared import compare_first_step as compare_first_step
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._phases import check_phases as check_phases, in_phase as in_phase
+from ._pipelined import Pipelined as Pipelined
 from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words
 from ._pools import begin as begin, close_pool as close_pool, commit as commit, disk_of as disk_of, forget as forget
 from ._pools import together as together

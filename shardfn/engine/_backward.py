@@ -16,14 +16,17 @@ from shardfn.state import Ahead
 
 from ._accumulated import microbatches
 from ._comms import Comms, described, open_channels, rounds_of, spans_the_mesh
+from ._course import Course, Whole
 from ._entered import check_capture, enter, watch_of
 from ._gather import DONE, IDLE, Gatherer
-from ._loss import NoGradientError, Value, WeightedMean, evaluate, totals
+from ._loss import Loss, NoGradientError, Value, WeightedMean, totals
 from ._model_state import ModelState, named_leaves
 from ._order import UseOrder
+from ._pipelined import pipelined_in
 from ._plan import Plan
 from ._reduce import Reducer
 from ._splice import taking_early
+from ._staged import Staged
 from ._step import StepParts
 
 # How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
@@ -92,76 +95,106 @@ def run_backward(
         loss_scale: what the gradients come multiplied by; None = nothing.
         ahead: an update that takes gradients as they are complete; it is stopped if they must be divided by a weight.
     """
-    open_channels(comms, plan)
+    open_channels(comms, plan, _late_axes(plan, parts))
     watch, blocks = watch_of(plan, blocks), plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
-    engine = Engine(plan, comms, parts, gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)
+    loss, batches = microbatches(parts.loss, args[0])
+    course = _course(plan, comms, parts, loss, batches, args[1:])
+    engine = Engine(plan, comms, course, len(batches), gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)
     with _told(gatherer, comms), torch.enable_grad():
-        engine.enter(blocks, args, even=even, model_state=model_state, loss_scale=loss_scale)
-        for action in parts.schedule:
-            engine.perform(action)
+        engine.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
+        for action in course.actions:
+            with course.named(action):
+                engine.perform(action)
         return engine.finish(blocks, model_state)
+
+
+def _course(
+    plan: Plan, comms: Comms, parts: StepParts, loss: Loss, batches: list[Any], rest: tuple[Any, ...]
+) -> Course:
+    if parts.table is None:
+        return Whole(loss, batches, rest, parts.has_aux, parts.schedule)
+    return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux)
+
+
+def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
+    """The axes along which ranks do other things at the same time."""
+    staged = pipelined_in(parts.loss)
+    if parts.table is None or staged is None:
+        return ()
+    if plan.captured:
+        raise ValueError(
+            "a step over stages of a pipeline is not captured: it waits for other ranks between its phases. Leave out"
+            " jit, and step.lower; or use a mesh without the pipeline's axis."
+        )
+    return (staged.axis,)
 
 
 class Engine:
     """The forwards and backwards of one step's microbatches, each a call. Made anew each step.
 
     `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
-    of the agreed order of use: so all ranks perform the same actions in the same order, though their losses may take
-    different branches. Between actions a microbatch is its `Value` in `_open`, which holds its graph, from the forward
-    to the backward; any number may be open. Nothing else is a microbatch's own: lazy leaves are opened by whoever needs
-    them, and the reducer adds up the gradients of the backward that runs.
+    of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their
+    losses may take different branches. Between actions a microbatch is what its course holds of it, with its graph,
+    from the forward to the backward; any number may be open. Nothing else is a microbatch's own: lazy leaves are opened
+    by whoever needs them, and the reducer adds up the gradients of the backward that runs.
 
     Args:
         plan: the layout.
         comms: the communicators.
-        parts: loss and schedule.
+        course: what this rank runs of each microbatch, and in which order.
+        num_microbatches: how many there are.
         gatherer: serves whole leaves.
         book: keeps them out of graphs.
         ahead: see `run_backward`.
     """
 
     def __init__(
-        self, plan: Plan, comms: Comms, parts: StepParts, gatherer: Gatherer, book: LeafBook, ahead: Ahead | None
+        self,
+        plan: Plan,
+        comms: Comms,
+        course: Course,
+        num_microbatches: int,
+        gatherer: Gatherer,
+        book: LeafBook,
+        ahead: Ahead | None,
     ) -> None:
-        self._plan, self._comms, self._parts = plan, comms, parts
+        self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
-        self._reducer = Reducer(plan, comms.channels, plan.reduce_order)
-        kinds = [a.kind for a in parts.schedule]
+        self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes)
+        kinds = [a.kind for a in course.actions]
         self._last_forward = max(i for i, kind in enumerate(kinds) if kind == "forward")
         self._last_backward = max(i for i, kind in enumerate(kinds) if kind == "backward")
         self._performed = 0
         self._idle = False
-        self._open: dict[int, Value] = {}
         self._seen: dict[int, Value] = {}
 
     def enter(
         self,
         blocks: Sequence[Tensor | Stored],
-        args: tuple[Any, ...],
         *,
         even: bool,
         model_state: PyTree,
         loss_scale: Tensor | None,
     ) -> None:
-        """Cuts the batch, and lets the leaves and the model state enter."""
+        """Lets the leaves and the model state enter."""
         self._model_state = ModelState(model_state)
         if not self._plan.captured:
             for path, x in named_leaves(model_state):
                 self._book.watch.add(path, x, kept=True)
-        self._loss, self._batches = microbatches(self._parts.loss, args[0])
-        self._rest, self._even, self._loss_scale = args[1:], even, loss_scale
+        self._even, self._loss_scale = even, loss_scale
         self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer)
 
     def perform(self, action: Action) -> None:
         """The next action of the schedule."""
+        self._course.receive(action)
         if action.kind == "forward":
-            self._forward(action.microbatch, last=self._performed == self._last_forward)
+            self._forward(action, last=self._performed == self._last_forward)
         else:
-            self._backward(action.microbatch, last=self._performed == self._last_backward)
+            self._backward(action, last=self._performed == self._last_backward)
         self._performed += 1
 
-    def _forward(self, k: int, *, last: bool) -> None:
+    def _forward(self, action: Action, *, last: bool) -> None:
         plan, ahead = self._plan, self._ahead
         self._gatherer.begin_phase()
         if last and ahead is not None:  # whose reads queue behind those of the first parameters
@@ -169,9 +202,9 @@ class Engine:
         self._comms.mark("forward")
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
         with kept, self._model_state.through():
-            value = evaluate(self._loss, self._params, (self._batches[k], *self._rest), self._parts.has_aux)
+            value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
-        if not self._even and value.weight is None:
+        if not self._even and value is not None and value.weight is None:
             raise ValueError(
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
                 " return WeightedMean(total, weight) from the loss, or pass equal batches."
@@ -180,36 +213,40 @@ class Engine:
         if self._performed == 0:
             self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
         if last and ahead is not None:
-            if value.weight is None:
+            if value is not None and value.weight is None:
                 self._reducer.give_to(ahead)
             else:  # gradients are divided by the weight of all ranks' batches first
                 ahead.stop()
-        self._seen[k] = Value(value.total.detach(), value.weight, value.aux)
-        self._open[k] = value
+        if value is not None:
+            self._seen[action.microbatch] = Value(value.total.detach(), value.weight, value.aux)
 
-    def _backward(self, k: int, *, last: bool) -> None:
+    def _backward(self, action: Action, *, last: bool) -> None:
         plan, reducer = self._plan, self._reducer
         send = last or plan.zero.pace.accumulate == "each"
         reducer.begin(send=send, last=last)
         self._gatherer.begin_phase()
         self._comms.mark("backward")
-        self._differentiate(self._open.pop(k))
+        self._differentiate(action)
         self._book.watch.check("the backward of the loss")
         without = last and self._handles and not reducer.received
         self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
         reducer.end()
         self._book.forget_dead()
 
-    def _differentiate(self, value: Value) -> None:
-        if not self._handles or not value.total.requires_grad:
-            return
-        ranks = self._plan.mesh.axis_size(self._plan.batch_axes)
-        scale = self._plan.num_left / (ranks * len(self._batches))
-        seed = torch.full_like(value.total, scale if value.weight is None else 1.0)
-        if self._loss_scale is not None:
-            seed = seed * self._loss_scale.to(seed)
-        with taking_early(value.total):
-            torch.autograd.grad(value.total, self._handles, seed, allow_unused=True)
+    def _differentiate(self, action: Action) -> None:
+        ends = self._course.ends(action, self._seed)
+        wanted, num = [*self._handles, *ends.inputs], len(self._handles)
+        grads: list[Tensor | None] = [None] * len(wanted)
+        if wanted and ends.outputs:
+            with taking_early(ends.outputs[0]):
+                grads[:] = torch.autograd.grad(ends.outputs, wanted, ends.cotangents, allow_unused=True)
+        self._course.send_back(action, grads[num:])
+
+    def _seed(self, total: Tensor, weight: Tensor | None) -> Tensor:
+        """The cotangent of a microbatch's loss."""
+        scale = self._plan.num_left / (self._plan.mesh.axis_size(self._plan.batch_axes) * self._num)
+        seed = torch.full_like(total, scale if weight is None else 1.0)
+        return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
     def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
         """What the microbatches add up to, and what all ranks learn from the first step of a plan.
@@ -220,6 +257,7 @@ class Engine:
         """
         plan, comms = self._plan, self._comms
         self._gatherer.close()
+        self._course.close()
         check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state))
         if not spans_the_mesh(comms, plan):
             # Of groups that share no leaves, none goes on to the update while another one has failed.
@@ -227,7 +265,8 @@ class Engine:
         if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
             raise NoGradientError(plan.trained)
         comms.mark("update")
-        out = _outcome([self._seen[k] for k in range(len(self._batches))], self._reducer, plan, self._model_state.now)
+        values = self._course.values([self._seen[k] for k in sorted(self._seen)])
+        out = _outcome(values, self._num, self._reducer, plan, self._model_state.now)
         if not plan.reduce_order:
             first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
             plan.reduce_order = first
@@ -270,10 +309,10 @@ def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
         comms.control.agree("what the loss returns", plan.outcome)
 
 
-def _outcome(values: list[Value], reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
+def _outcome(values: list[Value], num: int, reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
     total, weight = totals(values)
     aux: dict[str, WeightedMean] = {}
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, len(values), reducer, plan, model_state)
+    return Outcome(total, weight, aux, num, reducer, plan, model_state)

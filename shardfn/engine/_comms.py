@@ -66,9 +66,17 @@ def comms_of(mesh: Mesh) -> Comms:
     return fresh
 
 
-def open_channels(comms: Comms, plan: Plan) -> None:
-    """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then."""
+def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> None:
+    """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then.
+
+    Args:
+        comms: the communicators.
+        plan: the layout.
+        late_axes: axes along which ranks send one another activations.
+    """
     rounds_of(comms, plan)
+    if late_axes:
+        _live(comms)[0].between(late_axes)
     gather_channels(comms.channels, [plan.layers[unit.leaves[0]].ways.use for unit in plan.gather_units])
     for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)

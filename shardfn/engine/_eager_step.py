@@ -32,7 +32,7 @@ def run_eager(
         args: this rank's batch, and a key if the loss takes one.
         even: whether all ranks hold batches of the same shapes.
     """
-    with early(plan, parts.optimizer, state, decided=not parts.skips) as ahead:
+    with early(plan, parts.optimizer, state, decided=not parts.skips and parts.table is None) as ahead:
         return one_step(_Eager(parts, plan, comms, state, args, even, ahead))
 
 

@@ -38,8 +38,9 @@ TABLE = {
         _STEP - {"mixed_precision"},
         "the loss has two precision policies; drop one mixed_precision.",
     ),
-    "remat": Row("inside a loss", _STEP | {"remat", "offload"}),
-    "offload": Row("inside a loss", _STEP),
+    "remat": Row("inside a loss", _STEP | {"remat", "offload", "pipeline"}),
+    "offload": Row("inside a loss", _STEP | {"pipeline"}),
+    "pipeline": Row("inside a loss", _STEP),
     "sharded": Row(
         "a program",
         frozenset(),
@@ -71,6 +72,22 @@ WHY = {
         " mixed_precision(offload(f, policy), precision)."
     ),
     ("offload", "offload"): "offload(offload(f, a), b): a function has one policy; drop one.",
+    ("remat", "pipeline"): (
+        "remat(pipeline(...)) would run all stages again in one backward; use remat for the block of the pipeline."
+    ),
+    ("offload", "pipeline"): (
+        "offload(pipeline(...), policy) would hide the stages from the step; use offload for the block of the pipeline."
+    ),
+    ("pipeline", "jit"): "pipeline of a jitted function: a step is jitted as a whole; use jit(pipeline(...)).",
+    ("pipeline", "accumulate"): (
+        "pipeline of an accumulated function: the pipeline has the microbatches; use pipeline(..., num_microbatches=n)."
+    ),
+    ("pipeline", "mixed_precision"): (
+        "pipeline of a function of mixed precision would hide the policy from the step; use mixed_precision("
+        "pipeline(...), policy)."
+    ),
+    ("pipeline", "sharded"): "pipeline of a sharded function: use sharded(pipeline(...), ...).",
+    ("pipeline", "pipeline"): "pipeline of a pipelined function: a loss has one pipeline; drop one.",
     ("jit", "sharded"): (
         "jit(sharded(f)) would hide the gathers from the agreement of the ranks; use sharded(jit(f), ...), whose graph"
         " holds them."

@@ -39,6 +39,8 @@ class Reducer:
         channels: the step's communicators.
         order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
             alike on all ranks. See `expect`.
+        late_axes: axes whose ranks run backwards of their own, so that what they share is summed along them when each
+            has run its last one.
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
@@ -46,7 +48,9 @@ class Reducer:
         received: whether any leaf has got a gradient on this rank, in any backward so far.
     """
 
-    def __init__(self, plan: Plan, channels: AnyChannels, order: Sequence[int]) -> None:
+    def __init__(
+        self, plan: Plan, channels: AnyChannels, order: Sequence[int], late_axes: tuple[str, ...] = ()
+    ) -> None:
         self._plan, self._leaves, self._units, self._device = plan, plan.layers, plan.reduce_units, plan.mesh.device
         leaves, units = self._leaves, self._units
         axes = [leaves[unit.leaves[0]].reduce_axes for unit in units]
@@ -56,6 +60,8 @@ class Reducer:
         # Leaves are made whole during the backward, but not while parameters use the same channel.
         self._overlap_gather = not any(leaf.gathered for leaf in leaves)
         self._order, self._channels, self._learns = list(order), channels, not order
+        self._late_axes = late_axes
+        self._late = {u for u, x in enumerate(units) if not {*late_axes}.issubset(leaves[x.leaves[0]].compute.axes)}
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
@@ -131,6 +137,11 @@ class Reducer:
                     assert isinstance(part, Tensor)
                     part = part.to(leaf.dtypes.reduce)
                     self._parts.add(u, psum(part, leaf.extra_axes), last=True)
+                self._parts.finish(u)
+            for u in sorted(self._late):  # of which all ranks along these axes have the same
+                part = self._parts.pop(u)
+                part = part if isinstance(part, Tensor) and self._home(u) == "device" else brought(part, self._device)
+                self._parts.add(u, psum(part, self._late_axes), last=True)
                 self._parts.finish(u)
 
     def parts(self) -> Parts:
@@ -222,7 +233,7 @@ class Reducer:
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
-        alone = self._last and unit not in self._parts
+        alone = self._last and unit not in self._parts and unit not in self._late
         return alone and self._overlap_gather and not self._cut[unit] and self._scatter[unit].sums_in_one
 
     def _collect(self, *, block: bool) -> None:
@@ -250,7 +261,8 @@ class Reducer:
 
     def _finish(self, unit: int, part: Tensor) -> None:
         self._parts.add(unit, part, last=self._last)
-        if self._last and self._overlap_gather and not self._cut[unit] and self._scatter[unit].size > 1:
+        early = self._overlap_gather and unit not in self._late
+        if self._last and early and not self._cut[unit] and self._scatter[unit].size > 1:
             self._start_whole(unit)
 
     def _start_whole(self, unit: int) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from shardfn.optim import GradientTransformation, LossScale
-from shardfn.schedules import Actions
+from shardfn.schedules import Actions, Schedule
 from shardfn.state import TrainState
 
 from ._loss import Loss
@@ -38,6 +38,7 @@ class StepParts:
         skip_nonfinite: whether a step that is not finite returns the state as it was, without a loss scale, too.
         loss_scale: the rule of the loss scale; None = the loss is not scaled.
         schedule: the forwards and backwards of the loss's microbatches, in the order in which all ranks run them.
+        table: of a pipeline, what each rank runs instead; None where all run the same.
     """
 
     loss: Loss
@@ -48,6 +49,7 @@ class StepParts:
     skip_nonfinite: bool
     loss_scale: LossScale | None
     schedule: Actions
+    table: Schedule | None = None
 
     @property
     def skips(self) -> bool:

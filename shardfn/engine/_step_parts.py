@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shardfn.core import PyTree
+from shardfn.core import Mesh, PyTree
 from shardfn.optim import GradientTransformation, LossScale
 from shardfn.schedules import as_text
 from shardfn.state import TrainState, scale_of
@@ -10,6 +10,7 @@ from shardfn.state import TrainState, scale_of
 from ._accumulated import num_microbatches
 from ._constant import describe_step
 from ._mixed import check_scaled, with_masters
+from ._pipelined import check_stages, pipelined_in, table_of
 from ._plan import Plan
 from ._schedule import accumulation
 from ._step import StepParts
@@ -17,14 +18,21 @@ from ._unwrap import Unwrapped
 from ._update import decided_on
 
 
-def step_parts(loss: Unwrapped, optimizer: GradientTransformation, **flags: bool) -> StepParts:
-    """The parts of a step that accumulates, microbatch by microbatch; what a policy asks for is in the optimizer."""
+def step_parts(loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, **flags: bool) -> StepParts:
+    """The parts of a step that accumulates, microbatch by microbatch, or runs stages of a pipeline side by side.
+
+    What a policy asks for is in the optimizer.
+
+    Raises:
+        ValueError: the pipeline cannot run on the mesh.
+    """
     mixed = loss.mixed
     if mixed is not None:
         check_scaled(mixed)
         optimizer = with_masters(optimizer, mixed.policy)
-    schedule = accumulation(num_microbatches(loss.loss))
-    return StepParts(loss.loss, optimizer, **flags, loss_scale=mixed and mixed.loss_scale, schedule=schedule)
+    num = num_microbatches(loss.loss)
+    how = {"loss_scale": mixed and mixed.loss_scale, "schedule": accumulation(num), "table": table_of(loss, num, mesh)}
+    return StepParts(loss.loss, optimizer, **flags, **how)  # pyright: ignore[reportArgumentType]
 
 
 def step_lines(
@@ -35,6 +43,10 @@ def step_lines(
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
     seed = f"key {None if key is None else key.tolist()}"
     made = describe_step(unwrapped, decided_on(plan, parts.optimizer))
+    staged = pipelined_in(parts.loss)
+    if parts.table is not None and staged is not None:
+        check_stages(plan, staged)
+        return [flags, seed, *made, f"pipeline along {staged.axis!r}: {parts.table.as_text()}", *kept]
     return [flags, seed, *made, f"schedule {as_text(parts.schedule)}", *kept]
 
 

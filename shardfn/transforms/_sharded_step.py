@@ -159,7 +159,7 @@ def sharded_step(
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
     return ShardedStep(
-        step_parts(unwrapped, as_transformation(optimizer), **flags), unwrapped, planner, key, state_specs
+        step_parts(unwrapped, as_transformation(optimizer), on, **flags), unwrapped, planner, key, state_specs
     )
 
 

@@ -1,0 +1,262 @@
+"""What `pipeline` makes: a loss of a first function, equal layers and a last function; and how it is cut in stages.
+
+A stack is layers stacked along dim 0. With several chunks a rank has a piece of each of several stacks. In a schedule
+that goes down the ranks and up again the layers of every second stack come in reverse: the last one first. So what the
+plain loss computes does not depend on the number of ranks, and every rank has a block of each stack.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import axis_index, axis_size, psum, pvary, transforming
+from shardfn.core import (
+    Mesh,
+    PyTree,
+    chunk_bounds,
+    fold_in,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from shardfn.nn import scan
+from shardfn.schedules import Schedule, loop_stages, timeline, v_stages
+
+from ._accumulated import Accumulated
+from ._levels import Transform
+from ._loss import Loss
+from ._mixed import Mixed
+from ._plan import Plan
+from ._unwrap import Unwrapped
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined(Transform):
+    """A loss of stages: `last(params, h, batch)`, where h is what the layers make of `first(params, batch)`.
+
+    Attributes:
+        first: `first(params, batch[, key]) -> h`.
+        block: `block(p, h[, key]) -> h`, one layer.
+        last: `last(params, h, batch[, key]) -> loss`.
+        blocks: from params to the stack, or, with several chunks, to a sequence of stacks.
+        axis: the axis along which stages lie.
+        schedule: from the numbers of ranks and microbatches to what each rank does in a step.
+        num_chunks: how many stacks there are.
+        turns: whether the stages go down the ranks and up again.
+    """
+
+    transform: ClassVar[str] = "pipeline"
+
+    first: Callable[..., PyTree]
+    block: Callable[..., PyTree]
+    last: Callable[..., Any]
+    blocks: Callable[[PyTree], Any]
+    axis: str
+    schedule: Callable[[int, int], Schedule]
+    num_chunks: int
+    turns: bool
+
+    def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """The loss: stage after stage, of which all ranks wait for each. A step runs stages side by side instead."""
+        h = self.first(params, batch, *key)
+        stacks = self.stacks(params)
+        if axis_size(self.axis) == 1:
+            for chunk, first in enumerate(self.firsts([[_length(s)] for s in stacks], 0)):
+                h = self.through(stacks[chunk], chunk, h, first, key)
+        else:
+            h = self._stage_by_stage(stacks, h, key)
+        return self.last(params, h, batch, *key)
+
+    def stacks(self, params: PyTree) -> Sequence[PyTree]:
+        """The stacks, or this rank's blocks of them.
+
+        Raises:
+            ValueError: there are not as many as there are chunks.
+        """
+        found = self.blocks(params)
+        if self.num_chunks == 1:
+            return [found]
+        if not isinstance(found, list | tuple) or len(found) != self.num_chunks:
+            told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"a schedule of {self.num_chunks} chunks wants a list of {self.num_chunks} stacks of layers, got"
+                f" {told}; cut the stack in that many along dim 0."
+            )
+        return found
+
+    def through(self, stack: PyTree, chunk: int, h: PyTree, first: int, key: tuple[Tensor, ...]) -> PyTree:
+        """What the layers of this rank's block of a stack make of `h`.
+
+        Args:
+            stack: the block.
+            chunk: which stack it is of.
+            h: a tree of tensors.
+            first: the number of its first row's layer; layers of a stack in reverse are numbered downwards.
+            key: the loss's, or none; layer l gets `fold_in(key, l)`.
+        """
+        num = _length(stack)
+        if not num:
+            return h
+        back = self.reverses(chunk)
+        numbers = [first - i if back else first + i for i in range(num)]
+        keys = (fold_in(k, torch.tensor(numbers, device=k.device)) for k in key)
+        xs = (stack, *keys)
+        if not back:
+            return scan(lambda h, x: (self.block(x[0], h, *x[1:]), None), h, xs)[0]
+        leaves, treedef = tree_flatten(xs)
+        columns = [x.unbind(0) for x in leaves]
+        for i in reversed(range(num)):
+            p, *own = tree_unflatten(treedef, [column[i] for column in columns])
+            h = self.block(p, h, *own)
+        return h
+
+    def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
+        """By chunk, the number of the layer in the first row of a rank's block.
+
+        Args:
+            rows: by chunk, how many layers each rank has.
+            rank: which.
+        """
+        out, before = [], 0
+        for chunk, by_rank in enumerate(rows):
+            own, num = sum(by_rank[:rank]), sum(by_rank)
+            out.append(before + (num - 1 - own if self.reverses(chunk) else own))
+            before += num
+        return out
+
+    def reverses(self, chunk: int) -> bool:
+        """Whether the layers of a stack come in reverse."""
+        return self.turns and chunk % 2 == 1
+
+    def stages(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+        """By rank and chunk, the stage."""
+        return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
+
+    def _stage_by_stage(self, stacks: Sequence[PyTree], h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
+        """What the layers of all ranks make of `h`, on all ranks; a rank computes where its stages are."""
+        num, rank = axis_size(self.axis), axis_index(self.axis)
+        rows = [_rows_of_all(s, self.axis) if key else [0] * num for s in stacks]
+        firsts = [self.firsts(rows, r) for r in range(num)]
+        homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
+        # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
+        tie = _tie(stacks) if torch.is_grad_enabled() or transforming() else None
+        for stage in range(num * self.num_chunks):
+            there, chunk = homes[stage]
+            mine = pvary(h, self.axis)
+            if there == rank:
+                mine = self.through(stacks[chunk], chunk, mine, firsts[rank][chunk], key)
+            h = tree_map(lambda x, on=there == rank: _from_one(x, on, self.axis, tie), mine)
+        return h
+
+
+def pipelined_in(loss: Loss) -> Pipelined | None:
+    """The pipelined loss that a step's loss is made of, if it is."""
+    while isinstance(loss, Accumulated | Mixed):
+        loss = loss.inner
+    return loss if isinstance(loss, Pipelined) else None
+
+
+def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> Schedule | None:
+    """What each rank does in a step of a pipelined loss; None where there are no stages on different ranks.
+
+    Raises:
+        ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
+        ValueError: it is for other numbers of ranks or microbatches, splits backwards, or the loss is jitted.
+    """
+    of = pipelined_in(loss.loss)
+    if of is None or mesh.axis_size(of.axis) == 1:
+        return None
+    if loss.jitted is not None:
+        raise ValueError(
+            f"jit of a pipeline over {mesh.axis_size(of.axis)} ranks along {of.axis!r}: a graph runs the same on all"
+            " ranks, and stages do not. Leave out jit, or the axis."
+        )
+    table = of.schedule(mesh.axis_size(of.axis), num_microbatches)
+    numbers = table.num_ranks, table.num_microbatches, table.stages
+    wanted = mesh.axis_size(of.axis), num_microbatches, of.stages(mesh.axis_size(of.axis))
+    if numbers != wanted:
+        raise ValueError(
+            f"the schedule {table.name} is for {numbers[0]} ranks with stages {numbers[2]}, and {numbers[1]}"
+            f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}."
+        )
+    timeline(table)
+    if table.splits:
+        raise ValueError(
+            f"the schedule {table.name} splits backwards into B and W, which a step does not do; use '1f1b' or"
+            " 'interleaved'."
+        )
+    return table
+
+
+def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
+    """Refuses a layout that is none of stages.
+
+    Returns:
+        By chunk, how many layers each rank has of its stack.
+
+    Raises:
+        ValueError: leaves of the stacks are not cut along the axis, or others are; a stack has fewer layers than there
+            are stages; or ZeRO cuts leaves along the axis. Every leaf is listed.
+    """
+    num = plan.mesh.axis_size(of.axis)
+    stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
+    inside = {i: chunk for chunk, stack in enumerate(stacks) for i in tree_leaves(stack)}
+    problems = []
+    for i, leaf in enumerate(plan.leaves):
+        if i in inside and leaf.compute.dim_axes(0) != (of.axis,):
+            problems.append(f"{leaf.path} has spec {leaf.compute!r}; cut dim 0, its layers: P({of.axis!r})")
+        elif i not in inside and of.axis in leaf.compute.axes:
+            problems.append(f"{leaf.path} has spec {leaf.compute!r}, but is no layer; leave {of.axis!r} out")
+    raise_all(ValueError, f"a pipeline along {of.axis!r} cuts its stacked layers along it, and no others:", problems)
+    raise_all(
+        ValueError,
+        f"a pipeline of {num} stages along {of.axis!r} needs a layer for each:",
+        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] < num],
+    )
+    raise_all(
+        ValueError,
+        f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time:",
+        [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
+    )
+    firsts = [next(i for i, c in inside.items() if c == chunk) for chunk in range(len(stacks))]
+    return [_cut(plan.leaves[i].shape[0], num) for i in firsts]
+
+
+def _cut(rows: int, ranks: int) -> list[int]:
+    bounds = [chunk_bounds(rows, ranks, r) for r in range(ranks)]
+    return [stop - start for start, stop in bounds]
+
+
+def _length(stack: PyTree) -> int:
+    """How many layers a stack has."""
+    leaves = tree_leaves(stack)
+    if not leaves:
+        raise ValueError("a pipeline has no stacked layers: `blocks` leads to an empty tree.")
+    return leaves[0].shape[0]
+
+
+def _rows_of_all(stack: PyTree, axis: str) -> list[int]:
+    """By rank, how many layers of a stack it has."""
+    own = torch.zeros(axis_size(axis), dtype=torch.int64, device=tree_leaves(stack)[0].device)
+    own[axis_index(axis)] = _length(stack)
+    return psum(own, axis).tolist()
+
+
+def _tie(stacks: Sequence[PyTree]) -> Tensor | None:
+    """A zero that depends on what this rank trains."""
+    floats = [x for x in tree_leaves(stacks) if x.is_floating_point()]
+    return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
+
+
+def _from_one(x: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
+    """What one rank has, on all of them."""
+    if not here:
+        never = torch.zeros((), dtype=torch.bool, device=x.device)
+        follows = tie is not None and x.is_floating_point()
+        x = torch.where(never, x + tie.to(x.dtype), 0) if follows else torch.zeros_like(x)  # pyright: ignore
+    return psum(x, axis).to(x.dtype)

@@ -1,0 +1,336 @@
+"""A microbatch in stages: this rank runs some layers, and activations and their gradients go from rank to rank.
+
+All ranks know beforehand what comes from whom: the schedule is one table, and what `first` returns, which layers keep
+in shape and dtype, is found without computing it. A send never waits. What is received is asked for some actions ahead.
+"""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import fakes
+from shardfn.collectives import Channel, Channels, TransportError, psum
+from shardfn.core import (
+    Pending,
+    PyTree,
+    RankError,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
+from shardfn.schedules import Action, Place, Schedule
+
+from ._comms import Comms
+from ._course import Ends, Seed
+from ._loss import Loss, Value, WeightedMean, evaluate
+from ._mixed import Mixed
+from ._pipelined import Pipelined, check_stages, pipelined_in
+from ._plan import Plan
+
+# How many receives a rank has asked for ahead of their use.
+AHEAD = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passed:
+    """What a stage hands on; no loss, so that a policy leaves it as it is."""
+
+    h: Any
+
+
+class Shape(NamedTuple):
+    """What travels between stages: a tree of tensors without data."""
+
+    treedef: Any
+    leaves: list[Tensor]
+    paths: list[str]
+
+
+@dataclasses.dataclass
+class _Open:
+    """A microbatch between its forward through a chunk and its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    value: Value | None
+
+
+class Staged:
+    """A `Course` whose stages lie on the ranks along an axis.
+
+    Args:
+        plan: the layout.
+        comms: the communicators.
+        loss: of one microbatch; pipelined, perhaps of mixed precision.
+        table: what each rank does.
+        batches: the microbatches, of which each rank along the axis has the same.
+        rest: the key, if the loss takes one.
+        has_aux: whether the loss returns an aux.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        comms: Comms,
+        loss: Loss,
+        table: Schedule,
+        batches: list[PyTree],
+        rest: tuple[Any, ...],
+        has_aux: bool,
+    ) -> None:
+        of = pipelined_in(loss)
+        assert of is not None
+        self._plan, self._comms, self._of, self._table = plan, comms, of, table
+        self._mixed = loss if isinstance(loss, Mixed) else None
+        self._batches, self._rest, self._has_aux = batches, rest, has_aux
+        self._rank = plan.mesh.axis_index(of.axis)
+        self.actions, self.late_axes = table.ranks[self._rank], (of.axis,)
+        self._firsts = of.firsts(check_stages(plan, of), self._rank)
+        self._shape = _shape(plan, of, self._mixed, batches[0], rest)
+        assert isinstance(comms.channels, Channels)  # others are of captures
+        channel = comms.channels.between(self.late_axes)
+        self._line = _Line(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
+        self._arrived: list[Tensor] = []
+        self._open: dict[tuple[int, int], _Open] = {}
+
+    def receive(self, action: Action) -> None:
+        """Waits for the activations of a forward, or for the gradients that a backward starts from."""
+        self._arrived = self._line.receive(action)
+
+    def forward(self, action: Action, params: PyTree) -> Value | None:
+        """Runs this rank's layers, and sends on what they make; at the last stage, the loss."""
+        stage = self._table.stages[self._rank][action.chunk]
+        inputs, given = self._entered(stage)
+        loss = self._part(action.chunk, stage, given)
+        args = self._batches[action.microbatch], *self._rest
+        if stage == self._table.num_stages - 1:
+            value = evaluate(loss, params, args, self._has_aux)
+            self._open[action[1:]] = _Open(inputs, [value.total], value)
+            return value
+        outputs = self._checked(loss(params, *args).h)
+        self._open[action[1:]] = _Open(inputs, outputs, None)
+        self._line.send(action, outputs)
+        return None
+
+    def ends(self, action: Action, seed: Seed) -> Ends:
+        """The loss, or what was sent on and the gradients that came back."""
+        opened = self._open.pop(action[1:])
+        if opened.value is not None:
+            pairs = [(opened.value.total, seed(opened.value.total, opened.value.weight))]
+        else:
+            floats = [x for x in opened.outputs if x.is_floating_point()]
+            pairs = list(zip(floats, self._arrived, strict=True))
+        pairs = [(x, g) for x, g in pairs if x.requires_grad]
+        return Ends([x for x, _ in pairs], [g for _, g in pairs], opened.inputs)
+
+    def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
+        """Sends the gradients of what was received to where it came from; zeros where there are none."""
+        if self._table.stages[self._rank][action.chunk] == 0:
+            return
+        floats = [x for x in self._shape.leaves if x.is_floating_point()]
+        made = zip(grads, floats, strict=True)
+        device = self._plan.mesh.device
+        self._line.send(
+            action, [torch.zeros(x.shape, dtype=x.dtype, device=device) if g is None else g for g, x in made]
+        )
+
+    def close(self) -> None:
+        """Waits until the other stages have all that this one has sent."""
+        self._line.close()
+
+    def values(self, seen: list[Value]) -> list[Value]:
+        """The sums that the last stage has, as one value, told to the others."""
+        plan = self._plan
+        if plan.ends is None:
+            told = [x for x in self._comms.control.gather(_kinds(seen)) if x is not None]
+            plan.ends = told[0]
+        if seen and _kinds(seen) != plan.ends:
+            raise ValueError(
+                f"the loss returned {plan.ends} in the first step, and now {_kinds(seen)}; always return the same."
+            )
+        dtype, weight_dtype, names, device = plan.ends[0], plan.ends[1], plan.ends[2], plan.mesh.device
+        width = 2 + 2 * len(names)
+        row = torch.zeros(width, dtype=torch.float64, device=device)
+        if seen:
+            row = _row(seen, names)
+        row = psum(row, self.late_axes)
+        aux = {name: WeightedMean(row[2 + 2 * k], row[3 + 2 * k]) for k, name in enumerate(names)}
+        weight = None if weight_dtype is None else row[1].to(weight_dtype)
+        return [Value(row[0].to(dtype), weight, aux)]
+
+    @contextlib.contextmanager
+    def named(self, action: Action) -> Iterator[None]:
+        """Says of an error of this rank alone which stage was at which microbatch."""
+        try:
+            yield
+        except (TransportError, RankError):
+            raise
+        except Exception as error:
+            stage = self._table.stages[self._rank][action.chunk]
+            error.add_note(
+                f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
+            )
+            raise
+
+    def _entered(self, stage: int) -> tuple[list[Tensor], PyTree]:
+        """What this stage begins with: the tensors that get a gradient, and the tree; nothing at the first stage."""
+        if stage == 0:
+            return [], None
+        for x in self._arrived:
+            if x.is_floating_point():
+                x.requires_grad_()
+        inputs = [x for x in self._arrived if x.is_floating_point()]
+        return inputs, tree_unflatten(self._shape.treedef, self._arrived)
+
+    def _part(self, chunk: int, stage: int, given: PyTree) -> Loss:
+        """This stage as a loss that begins with `given`; but for the last one, it returns what is sent on."""
+        of, final = self._of, stage == self._table.num_stages - 1
+
+        def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
+            h = of.first(params, batch, *key) if stage == 0 else given
+            h = of.through(of.stacks(params)[chunk], chunk, h, self._firsts[chunk], key)
+            return of.last(params, h, batch, *key) if final else _Passed(h)
+
+        return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
+
+    def _checked(self, h: PyTree) -> list[Tensor]:
+        """The leaves of what a stage has made, which must be like what it is given.
+
+        Raises:
+            TypeError: they are not; lists every leaf.
+        """
+        leaves, treedef = tree_flatten(h)
+        if treedef != self._shape.treedef:
+            raise TypeError(
+                f"a stage made a tree {treedef} of {self._shape.treedef}; layers must return what they take."
+            )
+        raise_all(
+            TypeError,
+            "layers must return tensors of the shapes and dtypes that they take:",
+            [
+                f"{path} was {tuple(y.shape)} {y.dtype}, and is {tuple(x.shape)} {x.dtype}"
+                for path, x, y in zip(self._shape.paths, leaves, self._shape.leaves, strict=True)
+                if x.shape != y.shape or x.dtype != y.dtype
+            ],
+        )
+        return leaves
+
+
+class _Line:
+    """What goes to and comes from other stages. Each message has a tag of its own within a step."""
+
+    def __init__(self, channel: Channel, like: list[Tensor], table: Schedule, rank: int, device: torch.device) -> None:
+        self._channel, self._like, self._table, self._rank, self._device = channel, like, table, rank, device
+        self._floats = [x for x in like if x.is_floating_point()]
+        comes = [a for a in table.ranks[rank] if self._source(a) is not None]
+        self._next = collections.deque(comes)
+        self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}
+        self._sent: collections.deque[Pending[Tensor]] = collections.deque()
+        # What a stage sends to itself, where two of a rank's lie side by side.
+        self._here: dict[Place, list[Tensor]] = {}
+
+    def receive(self, action: Action) -> list[Tensor]:
+        """What an action waits for; nothing if that is nothing."""
+        source = self._source(action)
+        if source is None:
+            return []
+        if source[0] == self._rank:
+            return self._here.pop(source[1])
+        self._ask(AHEAD + 1)
+        got = [x.result() if isinstance(x, Pending) else x for x in self._coming.pop(action)]
+        self._ask(AHEAD)
+        return [x.to(self._device) for x in got]
+
+    def send(self, action: Action, tensors: list[Tensor]) -> None:
+        """Hands on what an action has made. They must not be written any more."""
+        step = 1 if action.kind == "forward" else -1
+        mine = self._table.place(self._rank, action)
+        to = mine._replace(stage=mine.stage + step)
+        rank, _ = self._table.home[to.stage]
+        if rank == self._rank:
+            self._here[to] = [x.detach() for x in tensors]
+            return
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        for i, x in enumerate(tensors):
+            if x.numel():
+                self._sent.append(self._channel.send(x.detach().cpu().contiguous(), rank, self._tag(to, i)))
+
+    def close(self) -> None:
+        while self._sent:
+            self._sent.popleft().result()
+
+    def _ask(self, ahead: int) -> None:
+        """Lets so many receives be under way, in the order in which they are needed."""
+        while self._next and len(self._coming) < ahead:
+            action = self._next.popleft()
+            source = self._source(action)
+            assert source is not None
+            if source[0] == self._rank:
+                continue
+            like = self._like if action.kind == "forward" else self._floats
+            self._coming[action] = [self._start(x, source[0], self._tag(source[1], i)) for i, x in enumerate(like)]
+
+    def _start(self, like: Tensor, source: int, tag: int) -> Pending[Tensor] | Tensor:
+        into = torch.empty(like.shape, dtype=like.dtype)
+        if not into.numel():
+            return into
+        return self._channel.receive(into, source, tag)
+
+    def _source(self, action: Action) -> tuple[int, Place] | None:
+        """From which rank comes what an action waits for, under the name of its own place."""
+        place = self._table.place(self._rank, action)
+        before = place.stage + (-1 if action.kind == "forward" else 1)
+        if action.kind == "weights" or not 0 <= before < self._table.num_stages:
+            return None
+        return self._table.home[before][0], place
+
+    def _tag(self, to: Place, i: int) -> int:
+        number = (to.microbatch * self._table.num_stages + to.stage) * 2 + (to.kind == "forward")
+        return number * len(self._like) + i
+
+
+def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: tuple[Any, ...]) -> Shape:
+    """What `first` returns, found once for batches of one shape."""
+    leaves, treedef = tree_flatten((batch, rest))
+    key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    if key not in plan.between:
+        first: Callable[..., Any] = lambda *args: _Passed(of.first(*args))  # noqa: E731
+        first = first if mixed is None else dataclasses.replace(mixed, inner=first)
+        blocks = [torch.empty(x.block, dtype=x.dtypes.compute, device="meta") for x in plan.leaves]
+        abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
+        params = tree_unflatten(plan.treedef, abstract[: len(blocks)])
+        given, others = tree_unflatten(treedef, abstract[len(blocks) :])
+        with torch.no_grad(), abstract[0].fake_mode:
+            out = first(params, given, *others).h
+        wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
+        raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
+        wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if x.is_complex()]
+        raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
+        like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
+        plan.between[key] = Shape(tree_structure(out), like, tree_paths(out, "h"))
+    return plan.between[key]
+
+
+def _kinds(seen: list[Value]) -> Any:
+    """Of what dtypes the loss and its weight are, and which aux there are; None where there is no loss."""
+    if not seen:
+        return None
+    last = seen[-1]
+    return last.total.dtype, None if last.weight is None else last.weight.dtype, sorted(last.aux)
+
+
+def _row(seen: list[Value], names: list[str]) -> Tensor:
+    zero = torch.zeros_like(seen[0].total)
+    total = torch.stack([v.total for v in seen]).sum()
+    weight = torch.stack([zero if v.weight is None else v.weight for v in seen]).sum()
+    pairs = [sum(v.aux[name][i] for v in seen) for name in names for i in (0, 1)]
+    return torch.stack([torch.as_tensor(x).to(total.device, torch.float64) for x in (total, weight, *pairs)])

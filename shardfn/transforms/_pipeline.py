@@ -1,0 +1,98 @@
+"""`pipeline`: a loss of equal layers, whose layers lie on the ranks along an axis."""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardfn.core import PyTree, did_you_mean
+from shardfn.engine import Accumulated, Pipelined, check_order
+from shardfn.schedules import Schedule, gpipe, interleaved, one_f_one_b
+
+_NAMED: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+
+
+def pipeline(
+    first: Callable[..., PyTree],
+    block: Callable[..., PyTree],
+    last: Callable[..., Any],
+    *,
+    blocks: str | Callable[[PyTree], Any] = "blocks",
+    axis: str = "pp",
+    num_microbatches: int = 1,
+    num_chunks: int = 1,
+    schedule: str | Schedule = "1f1b",
+) -> Accumulated | Pipelined:
+    """A loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
+
+        h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
+
+    That is what it computes, for each of the microbatches that dim 0 of the batch is cut into, and returns the mean of,
+    as `accumulate` does. In a step on a mesh that has `axis`, each rank along it keeps and runs a block of the layers,
+    by a schedule, and activations and their gradients go from rank to rank. For that the layers' leaves, stacked along
+    dim 0, have specs `P(axis)`, and no other leaf has `axis` in its spec. The number of layers need not divide.
+
+    Each rank gets the same rows along `axis`. The first rank alone runs `first`, the last one `last`; leaves that both
+    use are tied, and any other leaf that several stages use is summed once. ZeRO cuts leaves along other axes.
+
+    What travels is a tree of tensors, of which floating ones have gradients; a layer keeps structure, shapes and
+    dtypes. With a key, each function takes it as its last argument; layer l gets `fold_in(key, l)`.
+
+    Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run one after another.
+
+    Args:
+        first: `first(params, batch[, key]) -> h`.
+        block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)` or `offload(f)`.
+        last: `last(params, h, batch[, key])`; returns what a loss returns: a 0-d tensor or a `WeightedMean`, with
+            `has_aux` also an aux.
+        blocks: the stacked layers: their key in params, or a function that takes them from params. With several chunks
+            they are a list of as many stacks, one after another.
+        axis: the axis along which the stages lie.
+        num_microbatches: into how many pieces the batch is cut; must divide its rows.
+        num_chunks: how many pieces of the model a rank has.
+        schedule: "gpipe", "1f1b", "interleaved" (of several chunks); or one of `shardfn.schedules`, for as many ranks
+            as the axis has and as many microbatches. Where its stages go down the ranks and up again, the second stack
+            has its layers in reverse order.
+
+    Raises:
+        ValueError: the schedule is unknown, or not of so many chunks. Also when a step is built or begins: the schedule
+            would never end (`schedules.ScheduleError`, with the ranks that wait in a circle), or splits backwards; a
+            spec does not fit; there are fewer layers than stages; microbatches do not divide the batch; or the step is
+            jitted.
+
+    Example:
+        >>> import torch
+        >>> params = {"blocks": {"w": torch.tensor([2.0, 3.0])}, "bias": torch.tensor(1.0)}
+        >>> loss = pipeline(
+        ...     lambda params, x: x + params["bias"], lambda p, h: h * p["w"], lambda params, h, x: h.mean()
+        ... )
+        >>> loss(params, torch.tensor([0.0, 1.0]))
+        tensor(9.)
+
+    References:
+        Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965
+        Narayanan et al., Efficient Large-Scale Language Model Training, 2021, https://arxiv.org/abs/2104.04473
+    """
+    for f in (first, block, last):
+        check_order("pipeline", f)
+    if num_microbatches < 1 or num_chunks < 1:
+        raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
+    table, turns = _made(schedule, num_chunks), False
+    if isinstance(schedule, Schedule):
+        turns = schedule.num_chunks > 1 and schedule.num_ranks > 1 and schedule.stages[0][1] > schedule.stages[1][1]
+    found = blocks if callable(blocks) else lambda params: params[blocks]
+    loss = Pipelined(first, block, last, found, axis, table, num_chunks, turns)
+    return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
+
+
+def _made(schedule: str | Schedule, num_chunks: int) -> Callable[[int, int], Schedule]:
+    if isinstance(schedule, Schedule):
+        if schedule.num_chunks != num_chunks:
+            raise ValueError(f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}.")
+        return lambda num_ranks, num_microbatches: schedule
+    if schedule not in _NAMED:
+        hint = did_you_mean(schedule, tuple(_NAMED))
+        raise ValueError(f"schedule={schedule!r} is none of {', '.join(_NAMED)}.{hint}")
+    if (schedule == "interleaved") != (num_chunks > 1):
+        raise ValueError(f"schedule={schedule!r} with num_chunks={num_chunks}: several chunks are 'interleaved'.")
+    if num_chunks > 1:
+        return lambda num_ranks, num_microbatches: interleaved(num_ranks, num_microbatches, num_chunks)
+    return _NAMED[schedule]

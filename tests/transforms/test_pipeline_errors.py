@@ -1,0 +1,206 @@
+"""Covers what a pipeline refuses, and how the ranks learn of a stage that fails."""
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P, Zero, optim, schedules
+from shardfn.testing import distributed
+
+
+def _params(layers: int = 4) -> Any:
+    g = torch.Generator().manual_seed(0)
+    return {"blocks": {"w": torch.randn(layers, 3, 3, generator=g)}, "scale": torch.ones(3)}
+
+
+SPECS = {"blocks": P("pp"), "scale": P()}
+
+
+def _first(p: Any, x: Tensor) -> Tensor:
+    return x * p["scale"]
+
+
+def _block(p: Any, h: Tensor) -> Tensor:
+    return torch.tanh(h @ p["w"])
+
+
+def _last(p: Any, h: Tensor, x: Tensor) -> Tensor:
+    return (h - x).square().mean()
+
+
+def _step(loss: Any = None, *, mesh: Any = None, specs: Any = SPECS, **options: Any) -> Any:
+    loss = sf.pipeline(_first, _block, _last, num_microbatches=4) if loss is None else loss
+    mesh = sf.make_mesh({"pp": 2}, abstract=True) if mesh is None else mesh
+    return sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, specs=specs, batch=P("dp"), **options)
+
+
+def _loss(schedule: Any, m: int = 2, **options: Any) -> Any:
+    return sf.pipeline(_first, _block, _last, num_microbatches=m, schedule=schedule, **options)
+
+
+def test_a_schedule_that_would_never_end_is_refused_with_its_circle() -> None:
+    ranks = (schedules.parse("F0 B0 F1 B1"), schedules.parse("F0 F1 B1 B0"))
+    wrong = schedules.Schedule("by hand", 2, ((0,), (1,)), ranks)
+    with pytest.raises(schedules.ScheduleError) as caught:
+        _step(_loss(wrong))
+    assert str(caught.value).splitlines() == [
+        "the schedule by hand would never end, as its ranks wait in a circle:",
+        "  - rank 0 at B0 waits for B0 of rank 1, which comes after F1 there",
+        "  - rank 1 at F1 waits for F1 of rank 0, which comes after B0 there",
+    ]
+
+
+def test_a_schedule_of_other_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1f1b is for 3 ranks with stages .* and 2 microbatches; the step has 2 with"):
+        _step(_loss(schedules.one_f_one_b(3, 2)))
+    with pytest.raises(ValueError, match=r"is for 2 ranks .* and 3 microbatches; the step has 2 .* and 2\."):
+        _step(_loss(schedules.one_f_one_b(2, 3)))
+    with pytest.raises(ValueError, match="splits backwards into B and W, which a step does not do; use '1f1b'"):
+        _step(_loss(schedules.zero_bubble_h1(2, 2)))
+    with pytest.raises(ValueError, match="zb-v is of 2 chunks, not 1"):
+        _loss(schedules.zero_bubble_v(2, 2))
+    with pytest.raises(ValueError, match="'1b1f' is none of gpipe, 1f1b, interleaved"):
+        _loss("1b1f")
+    with pytest.raises(ValueError, match="several chunks are 'interleaved'"):
+        _loss("1f1b", num_chunks=2)
+    with pytest.raises(ValueError, match=r"3 microbatches and 2 chunks do not fit\. Use 4 microbatches"):
+        _step(_loss("interleaved", 3, num_chunks=2))
+
+
+def test_jit_and_lower_are_refused() -> None:
+    with pytest.raises(ValueError, match="jit of a pipeline over 2 ranks along 'pp': a graph runs the same"):
+        _step(sf.jit(_loss("1f1b")))
+    with pytest.raises(ValueError, match=r"a step over stages of a pipeline is not captured.*Leave out jit"):
+        _step().lower(_params(), torch.ones(4, 3))
+    with pytest.raises(ValueError, match="a pipelined loss with has_state=True: a model state goes through whole"):
+        _step(has_state=True)
+
+
+def test_on_a_mesh_without_the_axis_it_may_be_jitted() -> None:
+    step = sf.sharded_step(sf.jit(_loss("1f1b"), backend="graph"), optim.sgd(0.1))
+    plain = sf.sharded_step(_loss("1f1b"), optim.sgd(0.1))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    ours, _ = step(step.init(_params()), x)
+    theirs, _ = plain(plain.init(_params()), x)
+    torch.testing.assert_close(sf.unshard(ours.params), sf.unshard(theirs.params), rtol=0, atol=0)
+
+
+@distributed(world=2)
+def test_a_layout_that_is_none_of_stages_is_refused() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    with pytest.raises(ValueError, match=r"params\['blocks'\]\['w'\] has spec P\(\); cut dim 0, its layers: P\('pp'\)"):
+        _step(mesh=mesh, specs={"blocks": P(), "scale": P()}).init(_params())
+    with pytest.raises(ValueError, match=r"params\['scale'\] has spec P\('pp'\), but is no layer; leave 'pp' out"):
+        _step(mesh=mesh, specs=P("pp")).init(_params())
+    with pytest.raises(ValueError, match=r"of 2 stages along 'pp' needs a layer for each:\n.*params.* has 1"):
+        _step(mesh=mesh).init(_params(1))
+    zero = Zero(stage=3, axis="pp", persist_elements=0)
+    with pytest.raises(ValueError, match=r"ZeRO cannot keep leaves in pieces along 'pp'.*\n.*params\['scale'\]"):
+        _step(mesh=mesh, zero=zero).init(_params())
+    with pytest.raises(ValueError, match="a schedule of 2 chunks wants a list of 2 stacks of layers, got a dict"):
+        _step(_loss("interleaved", num_chunks=2), mesh=mesh).init(_params())
+
+
+@distributed(world=2)
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    step = _step(mesh=sf.make_mesh({"pp": 2}, device="cpu"))
+    state = step.init(_params())
+    with pytest.raises((ValueError, sf.RankError), match=r"accumulate\(4\) cannot cut the batch evenly: batch has 6"):
+        step(state, torch.ones(6, 3))
+    step(state, torch.ones(8, 3))
+
+
+@distributed(world=2)
+def test_layers_that_change_shapes_are_refused() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+
+    def wide(p: Any, h: Tensor) -> Tensor:
+        return _block(p, h).double()
+
+    step = _step(sf.pipeline(_first, wide, _last, num_microbatches=2), mesh=mesh)
+    with pytest.raises((TypeError, sf.RankError), match=r"torch.float64; in init it is .* torch.float32"):
+        step(step.init(_params()), torch.ones(4, 3))
+
+
+@distributed(world=2)
+def test_ranks_agree_on_the_schedule() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    step = _step(_loss("gpipe" if mesh.rank else "1f1b"), mesh=mesh)
+    with pytest.raises(sf.RankError, match=r"(?s)rank 0: pipeline along 'pp': 1f1b.*rank 1: pipeline along 'pp': gpip"):
+        step.init(_params())
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the backward")
+
+
+@distributed(world=4, timeout=120)
+def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+    fail, calls = {"at": ""}, [0]
+
+    def block(p: Any, h: Tensor) -> Tensor:
+        if mesh.coords == {"pp": 1, "dp": 0} and fail["at"]:
+            calls[0] += 1
+            if fail["at"] == "forward" and calls[0] == 5:  # two layers a stage
+                raise ZeroDivisionError("in the forward")
+            if fail["at"] == "backward" and calls[0] == 3:
+                h = _FailingBackward.apply(h)
+        return _block(p, h)
+
+    for stage in (0, 3):
+        step = _step(
+            sf.pipeline(_first, block, _last, num_microbatches=4),
+            mesh=mesh,
+            zero=Zero(stage=stage, persist_elements=0),
+        )
+        state = step.init(_params())
+        for at, microbatch in (("forward", 2), ("backward", 1)):
+            state, _ = step(state, torch.ones(8, 3))
+            fail["at"], calls[0] = at, 0
+            start = time.monotonic()
+            mine = mesh.coords == {"pp": 1, "dp": 0}
+            with pytest.raises(ZeroDivisionError if mine else sf.RankError) as caught:
+                step(state, torch.ones(8, 3))
+            assert time.monotonic() - start < 5
+            told = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+            assert f"in the {at}" in told and f"in stage 1 of 2, {at} of microbatch {microbatch}" in told, told
+            if not mine:
+                assert "test_pipeline_errors.py:" in told, told
+            fail["at"] = ""
+            state, metrics = step(state, torch.ones(8, 3))  # the state lives on
+            assert metrics["finite"]
+
+
+@distributed(world=2)
+def test_a_loss_that_returns_something_else_is_refused() -> None:
+    mesh, other = sf.make_mesh({"pp": 2}, device="cpu"), [False]
+
+    def last(p: Any, h: Tensor, x: Tensor) -> Any:
+        loss = _last(p, h, x)
+        return loss, ({"b": 1.0} if other[0] else {"a": 1.0})
+
+    step = _step(sf.pipeline(_first, _block, last, num_microbatches=2), mesh=mesh, has_aux=True)
+    state = step.init(_params())
+    state, metrics = step(state, torch.ones(4, 3))
+    assert metrics["a"] == 1.0
+    other[0] = True
+    with pytest.raises((ValueError, sf.RankError), match="in the first step, and now"):
+        step(state, torch.ones(4, 3))
+
+
+def test_a_split_list_is_told_by_its_actions() -> None:
+    plain = schedules.one_f_one_b(2, 2)
+    assert not plain.splits
+    assert dataclasses.replace(plain, ranks=(schedules.parse("F0 B0 W0"),)).splits
