@@ -324,8 +324,8 @@ class Pool:
         self._directory, self._checksum, self._closed = place, options.checksum, False
         self.io = Io(options.threads, piece, buffers, grain, direct)
         self._slots = Slots(place)
-        # The files that the manifests name, held so that no new value is written into them. Changed under
-        # `_commit_lock`, and only when the manifest that no longer names them is in place.
+        # The files that the manifests name, held so that no new value is written into them. From the opening on they
+        # change under `_commit_lock`, and only when `manifest` has returned.
         self._committed: list[Slot] = []
         self._before: list[Slot] = []
         self._commit_lock = threading.Lock()

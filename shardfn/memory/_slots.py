@@ -41,7 +41,8 @@ class Slots:
     def __init__(self, directory: pathlib.Path) -> None:
         self._directory = directory
         self._next = 0
-        # Under the lock: free files by capacity, and the next number. A file is free, or owned by one slot, never both.
+        # Under the lock: free files by capacity, and the next number, which is never given twice while the pool is
+        # open.
         self._free: dict[int, list[pathlib.Path]] = {}
         # Finalizers run at any point of any thread, so they only leave a note.
         self._dead: collections.deque[tuple[pathlib.Path, int]] = collections.deque()
