@@ -35,6 +35,8 @@ def staggered(runs: Sequence[Iterator[None]]) -> None:
 
     So whatever can be sent is sent before anything is only received.
     """
+    # The order depends on how many runs there are and where they stop, never on what has arrived; so it is the same on
+    # all ranks, and messages need no names.
     under_way: collections.deque[Iterator[None]] = collections.deque()
     waiting = collections.deque(runs)
     while waiting or under_way:

@@ -46,6 +46,8 @@ def _when(works: Sequence[dist.Work], finish: Callable[[], Tensor]) -> Pending[T
     return Pending(result, lambda: all(w.is_completed() for w in works))
 
 
+# All ranks of a channel start the same transfers on it, in the same order: gloo pairs them by nothing else. Waiting is
+# local, and in any order.
 class Channel:
     """A communicator of its own along `axes` of `mesh`. Making one is collective over the mesh.
 
@@ -64,9 +66,12 @@ class Channel:
         self.group: Any = group
         # Of a relay: transfers that wait for their turn to use it.
         self.line: collections.deque[Any] = collections.deque()
+        # Own blocks that may not have left, the oldest first, each kept alive by its entry. Empty after `flush` and
+        # `close`.
         self._sends: collections.deque[tuple[dist.Work, Tensor]] = collections.deque()
         self._made = mesh.made
         self._made.watch(self._sends)
+        # Of the last `_exchange`. It counts calls, so it is the same on all ranks as long as `idle` is.
         self._tag = 0
         self._roots = [_broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
@@ -181,6 +186,7 @@ class Channel:
 
     def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
         """Sums a flat tensor over all ranks, in place; bit-identical to the sum in rank order where `sums_in_one`."""
+        # Of several ranks only: where there is no group, torch would take that of the whole job.
         nbytes = flat.numel() * flat.element_size()
         record("all_reduce", self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
         with _transport():
@@ -254,6 +260,7 @@ class Channels:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        # In the order of the first requests, which is the same on all ranks: `anew` makes them in that order.
         self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
 
     def gather(self, axes: tuple[str, ...]) -> Channel:

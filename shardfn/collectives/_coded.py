@@ -108,6 +108,9 @@ class Relayed(Pending[Tensor]):
         super().__init__()
         self._line, self._first, self._go_on = far.line, first, go_on
         self._second: Pending[Tensor] | None = None
+        # The line is the channel's, one for all of its transfers under way, in the order in which their first hops
+        # began. Second hops start in that order only, whichever is asked for first: it is the same on all ranks,
+        # arrivals are not.
         self._line.append(self)
 
     def done(self) -> bool:

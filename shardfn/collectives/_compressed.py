@@ -304,11 +304,14 @@ class _CompressedCall:
         """Runs it bucket by bucket; the result, decompressed or not, and the new state."""
         with torch.no_grad():
             staggered([self._stages(leaves, decode) for leaves in buckets(self.leaves, bucket)])
+            # Only here are all residuals those after the call. An error before leaves donated tensors partly
+            # overwritten.
             out = [leaf.out if leaf.cut.n or not decode else leaf.x for leaf in self.leaves]
         return tree_unflatten(self.treedef, out), tree_unflatten(self.treedef, [leaf.residual for leaf in self.leaves])
 
     def _stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
         """The phases of one bucket; stops where something is under way."""
+        # Collective at each stop: all ranks make the same buckets of the same leaves, and so send in the same order.
         pieces = self._pieces(leaves)
         sent = [self._compressed(leaf, piece) for leaf, piece in zip(leaves, pieces, strict=True)]
         pieces.clear()
@@ -343,6 +346,7 @@ class _CompressedCall:
     def _combined(self, leaf: _CompressedLeaf, codes: Codes) -> Codes:
         memory = leaf.residual.server
         memory = memory.view(1, -1) if isinstance(memory, Tensor) else memory
+        # `combine` may write the server's error in place.
         memory = memory if self.donate or not isinstance(memory, Tensor) else memory.clone()
         codes, memory = combine(self.compressor, codes, memory, leaf.cut.c, self.divisor)
         server = memory.view(-1) if isinstance(memory, Tensor) else memory

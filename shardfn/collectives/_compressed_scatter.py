@@ -164,6 +164,8 @@ class _Scatter:
 
     def stages(self, jobs: list[_ScatteredLeaf]) -> Iterator[None]:
         """The hops of one bucket; stops where something is under way."""
+        # Collective at each stop, as in `_compressed`: the same buckets on all ranks, and one message of a bucket at a
+        # time.
         blocks = [job.cut.blocks(job.x) for job in jobs]
         if self.inside is not None:
             sent = [_compressed(self.inner, block.flatten(1), (), donate=self.donate)[0] for block in blocks]

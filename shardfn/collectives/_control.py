@@ -105,6 +105,8 @@ class Control:
             RankError: lists what each rank passed.
         """
         code = constant.code if constant else 0
+        # Every rank gets the same list, here and from both gathers below, so all take the same branch and none waits
+        # alone.
         codes = self.exchange(text_hash(f"{text}\n{code}\n{sizes}"))
         self._met = True
         if len(set(codes)) == 1:
@@ -126,6 +128,8 @@ class Control:
         """The error to raise when a transfer failed: says which ranks failed and how, or which are missing."""
         self.lost = True
         self._board.leave()
+        # Noted as having left before any connection closes: whoever this wakes must not take this rank for a missing
+        # one.
         self.close()  # wakes those that wait for this rank in turn
         self.wake()
         told = self._board.read() or self._look_around(error)
@@ -145,6 +149,7 @@ class Control:
 
     def tell(self, what: str) -> None:
         """Leaves word of an error of this rank alone; then lets ranks with errors of their own leave, for a moment."""
+        # The word is there before this rank counts as having left: who sees it gone finds out why.
         self._board.post(f"rank {self.rank} {what}")
         self._board.leave()
         self._board.wait_for_all(COURTESY)
@@ -167,6 +172,7 @@ class Control:
         """
         start, came = time.monotonic(), dict[int, float]()
         while True:
+            # Local: each rank looks for itself, and two may find out the same, which `Board.read` shows once.
             told, gone, absent = self._board.read(), self._presence.gone(), self._board.absent()
             if told:
                 return told

@@ -40,6 +40,7 @@ class Board:
     def post(self, text: str, about: Sequence[int] = ()) -> None:
         """Leaves word for all; `about` are the ranks that others have waited for in vain."""
         with contextlib.suppress(RuntimeError):
+            # Appended, not set: several ranks may post at once, and none may overwrite another's word.
             _store().append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n")
 
     def read(self) -> list[tuple[str, list[int]]]:

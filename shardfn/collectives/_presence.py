@@ -32,6 +32,8 @@ class Presence:
 
     def _reaches(self, rank: int) -> bool:
         try:
+            # Nobody receives it: only whether it can be sent counts. So it is local, and ranks need not ask at the same
+            # time.
             self._group.send([torch.zeros(1)], rank, next(_TAGS))
         except RuntimeError:
             return False

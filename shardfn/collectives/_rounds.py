@@ -37,6 +37,7 @@ class Rounds:
         """
         if self._group is None:
             return [value]
+        # The greatest and the least, on all ranks: all go on to the gather, or none.
         pair = torch.tensor([value, -value])
         self._reduce_max(pair)
         if int(pair[0]) == -int(pair[1]):
@@ -50,6 +51,7 @@ class Rounds:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         self._reduce_max(size)
+        # A pickle says itself where it ends, so what stands behind it is not looked at.
         padded = torch.zeros(int(size) + 8, dtype=torch.uint8)
         padded[: data.numel()] = data
         out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)

@@ -45,6 +45,8 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("pvary(Tensor(a) x, str axes) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
+# The handle is kept beside its transfer, so that no other tensor can get its address, the key, before `wait`. One map
+# for the process: a program's transfers are those of all, and the end of one program forgets them all.
 # By storage of the handle: the transfers under way.
 _IN_FLIGHT: dict[int, tuple[Tensor, Pending[Tensor]]] = {}
 _CHANNELS = Ambient[Any]("channels of a captured graph that runs")

@@ -39,6 +39,7 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     try:
         yield ahead
     finally:
+        # However the step ended: the thread must not read a state that its caller may write again.
         if ahead is not None:
             ahead.stop()
 

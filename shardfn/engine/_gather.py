@@ -72,10 +72,15 @@ class Gatherer:
         self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
+        # What is issued depends on the position in the agreed order alone, never on what has arrived or what is on this
+        # rank: so all ranks issue the same transfers in the same order. Only reads from the disk are local.
         self._scheduled: dict[int, GatheredUnit] = {}
         self._asked: tuple[int, GatheredUnit] | None = None
+        # Let go before they arrived; empty after `end_phase`.
         self._unused: list[GatheredUnit] = []
         self._phase, self._pos = -1, 0
+        # Units that were gathered in this phase because somebody asked: the same on all ranks. They join the order at
+        # its end.
         self._served: list[int] = []
         # Void as soon as the order grows; from then on moves are worked out one by one.
         self._schedule: list[list[Turn]] | None = order.schedule(self._sizes, window)
@@ -124,6 +129,7 @@ class Gatherer:
         if self._phase < 0:
             self.begin_phase()
         self._catch_up()
+        # In the place where the others ask: their next round hears it, and all go on to the gather that says why.
         wants = self._rounds.exchange(FAILED)
         self._rounds.gather((self._rounds.rank, what if FAILED in wants else ""))
 

@@ -152,6 +152,7 @@ class Graphs:
         return None if told is None else dataclasses.replace(told, passes=given.passes)
 
     def _compile(self, program: Program, comms: Comms, backend: str | None) -> Ready:
+        # Before anything runs: making a channel is collective, and a graph asks for it in the middle of a step.
         for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order
             (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
         run = agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
@@ -180,6 +181,7 @@ def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tupl
     text = f"{mine[0]}\n{'failed' if mine[1] is None else mine[1].text}"
     same = len(set(comms.control.exchange(text_hash(text)))) == 1
     all_told: Any = [mine] if same else comms.control.gather(mine)
+    # After the exchange: a rank that failed has taken part in it, so that nobody waits for it.
     if error is not None:
         raise error
     failed = [f"  - rank {rank} failed: {what}" for rank, (what, events) in enumerate(all_told) if events is None]

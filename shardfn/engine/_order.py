@@ -27,6 +27,8 @@ class UseOrder:
     """The agreed order, phase by phase."""
 
     phases: list[list[int]] = dataclasses.field(default_factory=list)
+    # What `schedule` made for the sizes and the limit of its first call since the last `extend`; a plan has but one of
+    # each.
     _moves: "list[list[Turn]]" = dataclasses.field(default_factory=list)
 
     def phase(self, index: int) -> list[int]:

@@ -63,9 +63,12 @@ class Reducer:
         self._late_axes = late_axes
         self._late = {u for u, x in enumerate(units) if not {*late_axes}.issubset(leaves[x.leaves[0]].compute.axes)}
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
+        # By leaf: sums of backwards that did not send, which stay between backwards; and gradients of this one that
+        # have not been sent.
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._missing: list[int] = []
+        # In the order in which they were sent, and collected in it: sums of microbatches are added in one order always.
         self._pending: list[tuple[int, Pending[Tensor]]] = []
         self._pool = pool = pool_of(plan)
         self._parts = Parts(

@@ -37,6 +37,8 @@ def refresh(
     layered, fresh = plan.by_layer(out), plan.by_layer(rows)
     resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home == "device"]
     here = [x if isinstance(x, Tensor) else None for x in layered]
+    # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
+    # All are started before the first is waited for; every rank has the same units in the same order.
     started = [_start(plan, channels, unit, here, fresh) for unit in resident]
     for unit, (pending, landed) in zip(resident, started, strict=True):
         arrived = pending.result()

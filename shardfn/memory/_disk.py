@@ -141,6 +141,9 @@ class DiskWriter:
         self._io, self._slot, self._sums, self._pool = io, slot, sums, pool
         self._rows = shape[0] if shape else 1
         self._row = math.prod(shape[1:]) * dtype.itemsize
+        # Under the lock: rows that were claimed, sorted and joined; grains that are not full yet, by their first byte;
+        # and requests under way, with those that failed, so that `finish` tells of them. `finish` is for when all calls
+        # of `write` have returned: rows are claimed before their requests are made.
         self._written: list[tuple[int, int]] = []
         self._edges: dict[int, _Edge] = {}
         self._futures: list[concurrent.futures.Future[Any]] = []
@@ -235,6 +238,7 @@ class DiskWriter:
             edge.missing -= len(data)
             if edge.missing:
                 return []
+            # Whoever brings the last byte has it alone from here on, and writes it without the lock.
             del self._edges[at]
         return self._io.write(slot, at, edge.data, self._sums)
 

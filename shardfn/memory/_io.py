@@ -90,6 +90,7 @@ class Io:
 
     def _write_piece(self, slot: Slot, offset: int, source: Bytes, sums: Checksums | None) -> None:
         if sums is not None:
+            # Pieces are whole grains and do not overlap, so the threads fill in parts of their own, without a lock.
             sums.crcs[offset // self.grain :][: len(source) // self.grain] = _crcs(source, self.grain)
         with self._file(slot, os.O_WRONLY) as fd:
             if self._fits(source):
@@ -151,6 +152,7 @@ class _Staging:
 
     def __init__(self, size: int, limit: int) -> None:
         self._size, self._to_make = size, limit
+        # Guards the number still to be made; the queue guards itself.
         self._lock = threading.Lock()
         self._idle: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 

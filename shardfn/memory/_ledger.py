@@ -30,6 +30,8 @@ class Ledger:
         self._live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._moved: dict[tuple[str, str], list[int]] = {}
+        # A key is an address, which a new owner may get when the old one is gone: the dead are buried before a key is
+        # looked up, and a weak reference leaves its note before its address is free.
         self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         # Weak references call back at any point, with the lock taken perhaps: they only leave a note.
         self._dead: collections.deque[int] = collections.deque()

@@ -44,6 +44,7 @@ def save(
         if problem.errno in FULL:
             raise no_room(directory, len(text), problem) from problem
         raise
+    # Between the two renames only the commit before is there, and `commits` finds it.
     if keep_before and path.exists():
         os.replace(path, directory / BEFORE)
     os.replace(new, path)

@@ -37,7 +37,9 @@ class Mappings:
         self._keep = keep
         self._free: collections.OrderedDict[int, mmap.mmap] = collections.OrderedDict()  # by number, the oldest first
         self._sizes: dict[int, list[int]] = {}  # by size, the numbers of those that are free
+        # Given back and not yet taken note of: the one field that is written without the lock.
         self._returned: collections.deque[mmap.mmap] = collections.deque()
+        # A mapping that is on its way to be made counts as lent.
         self._next = self._waiting = self._lent = self._most = 0
         self._lock = threading.Lock()
 

@@ -157,6 +157,7 @@ def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:
 
 
 def _finish(writer: Tensor) -> Tensor:
+    # Under the number of the writer: from here on its token stands for the value.
     number = int(writer)
     _NAMED[number] = _NAMED[number].finish()
     return writer

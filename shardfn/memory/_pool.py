@@ -34,6 +34,7 @@ _LOG = logging.getLogger("shardfn.memory")
 _SUMMED_GRAIN = 64 << 10
 _PIECE = 2 << 20
 _LOCK = "owner"
+# Descriptors by which this process owns directories, for a forked child to close.
 _LOCKS: set[int] = set()
 
 Value = DiskTensor | Tensor | int | float | str | bool | None
@@ -269,6 +270,7 @@ class Pool:
         for name, x in kept.items():
             if isinstance(x, DiskTensor) and x.slot is not None:
                 x.slot.name = name
+        # The values reach the device before the manifest that names them does.
         if durable:
             for slot in slots:
                 manifest.sync(slot.path)
@@ -322,6 +324,8 @@ class Pool:
         self._directory, self._checksum, self._closed = place, options.checksum, False
         self.io = Io(options.threads, piece, buffers, grain, direct)
         self._slots = Slots(place)
+        # The files that the manifests name, held so that no new value is written into them. From the opening on they
+        # change under `_commit_lock`, and only when `manifest` has returned.
         self._committed: list[Slot] = []
         self._before: list[Slot] = []
         self._commit_lock = threading.Lock()

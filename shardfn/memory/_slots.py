@@ -41,6 +41,8 @@ class Slots:
     def __init__(self, directory: pathlib.Path) -> None:
         self._directory = directory
         self._next = 0
+        # Under the lock: free files by capacity, and the next number, which is never given twice while the pool is
+        # open.
         self._free: dict[int, list[pathlib.Path]] = {}
         # Finalizers run at any point of any thread, so they only leave a note.
         self._dead: collections.deque[tuple[pathlib.Path, int]] = collections.deque()
@@ -98,6 +100,7 @@ class Slots:
         except OSError as problem:
             if problem.errno not in FULL:
                 raise
+            # With the lock held: the finalizers of slots take none.
             gc.collect()  # values in reference cycles hold their slots
             self._collect()
             if again := self._reuse(capacity):

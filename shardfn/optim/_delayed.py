@@ -117,6 +117,7 @@ def _delayed(
     def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
             return _through(update, grads, state, params, specs)  # nobody can read the counter
+        # The rule spends what waits before this step's gradients take its place.
         gs, waiting = _columns(grads, state, "grads")
         inner, count, now = state.inner, int(state.count), total(grads, specs)
         if count < warmup:

@@ -36,6 +36,9 @@ class Ahead:
         self.units = units
         self._update, self._order = update, order
         self._unit = {(rows.leaf, rows.lo): u for u, layers in units.items() for rows, _ in layers}
+        # Written under `_change`: `_coming` (taken and not yet used), `_squares`, `_wanted` (the thread waits for a
+        # gradient that has not come), `_over` and `_stopped`. Of the thread alone: `_here` and `_measures`; what it
+        # leaves in `_done` and `_error` is for others once `_over` is set.
         self._coming: dict[int, Pending[Tensor]] = {}
         self._here: dict[tuple[int, int], Tensor] = {}
         self._squares: dict[int, Tensor] = {}
@@ -69,6 +72,7 @@ class Ahead:
             Done when the gradient is in use. It does not wait for that while the update itself waits for gradients.
         """
         with self._change:
+            # What comes after the end is let go: `square` and `finish` say what ended it.
             if not self._over:
                 self._coming[unit] = coming.then(lambda x: _added(x, before, dtype))
                 self._change.notify_all()

@@ -28,6 +28,10 @@ class Parts:
 
     def __init__(self, homes: Sequence[MemoryKind], dtypes: Sequence[torch.dtype], pool: AnyPool | None) -> None:
         self._homes, self._dtypes, self._pool = homes, dtypes, pool
+        # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
+        # one), then in `_writing` if it goes on to disk, then in `_at`; one that the update has taken is in `_taken`
+        # alone. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an update
+        # touches none of them: it gets what it steps by `Ahead.take`.
         self._at: dict[int, Tensor | Stored] = {}
         self._coming: dict[int, Pending[Tensor]] = {}
         self._writing: dict[int, Pending[Stored]] = {}

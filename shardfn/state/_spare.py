@@ -10,6 +10,7 @@ class Spare:
     """Host memory that chunks hand on to one another: fresh pages cost more than what is done to them."""
 
     def __init__(self) -> None:
+        # Nobody else holds what is free: who gives a buffer back has waited for all transfers from and to it.
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -76,6 +76,7 @@ class _Stream:
         for k, owner in enumerate(update.owners):
             if owner is not None:
                 self._owned.setdefault(owner, []).append(k)
+        # New values under way, by the column's address: the update holds its columns as long as this lives.
         self._writers: dict[int, Any] = {}
         self._kept: dict[int, Tensor] = {}
         self._size = max(update.chunk // PARTS, 1)
@@ -333,5 +334,6 @@ class _Chunk:
             # On an accelerator a result is there when its stream is; what it came from may be written only later.
             going.wait()
         self._going = []
+        # Only now: transfers wrote into these buffers, or read them, until here.
         self._stream.spare.give(self._buffers)
         self._buffers = []
