@@ -96,6 +96,8 @@ class Recorder:
             node.meta["phase"] = self.phase
             if in_host_region():
                 node.meta["memory"] = "host"
+            if not torch.is_grad_enabled():
+                node.meta["no_grad"] = True
             line = current_line()
             if _RECOMPUTING and _draws(node):
                 raise CaptureError(
@@ -161,13 +163,20 @@ def recorder() -> Recorder | None:
     return _RECORDERS[-1] if mode is not None and _RECORDERS and _RECORDERS[-1].tracer is mode.tracer else None
 
 
-def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder: Recorder | None = None) -> GraphModule:
+def capture(
+    f: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Any],
+    recorder: Recorder | None = None,
+    *,
+    differentiable: bool = False,
+) -> GraphModule:
     """The graph of `f(*inputs)`.
 
     Args:
         f: takes as many tensors as there are inputs, returns a flat sequence of tensors.
         inputs: anything with shape, dtype and device; values are not looked at.
         recorder: what notes phase and line of each op.
+        differentiable: whether the graph is to be differentiated afterwards: it keeps what stops gradients.
 
     Returns:
         The graph module; each node's `meta["val"]` is a tensor without data.
@@ -190,7 +199,8 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
     finally:
         forget_cached()
     with_sizes(gm)
-    _strip_detach(gm)
+    if not differentiable:
+        _strip_detach(gm)
     return gm
 
 
