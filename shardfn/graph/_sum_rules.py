@@ -178,6 +178,8 @@ def _attend(target: Any) -> Run:
         if q.numel():
             return target(*args, **kwargs)
         # Kernels do not expect a rank without heads, or without samples.
+        if q.shape[1] != k.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2)
         return scores @ v, scores.sum(-1)
 
