@@ -13,9 +13,8 @@ from shardfn.collectives import take_own_block
 from shardfn.graph import Compute, Convert, Form, Program, Ranks
 from shardfn.leaves import LazyLeaf, opened
 
-_ATEN = torch.ops.aten
 # What takes layers of a stacked leaf without opening it.
-_OF_STACKS = {_ATEN.unbind.int: torch.unbind, _ATEN.select.int: torch.select}
+_OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
 
 
 def run_program(program: Program, inputs: Sequence[Any]) -> list[Any]:
@@ -58,14 +57,10 @@ def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
         if strategy.run is None:
             out = target(*args, **kwargs)
         else:
-            out = strategy.run(ranks, args, {**kwargs, "shape_of_result": step.shapes[0]} if _is_shaped(step) else kwargs)
+            out = strategy.run(ranks, args, kwargs)
     results = (out,) if step.single else out
     for at, dst in step.dsts.items():
         slots[dst] = results[at]
-
-
-def _is_shaped(step: Compute) -> bool:
-    return step.node.target.overloadpacket in (_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape, _ATEN.expand)  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
 
 
 def _converted(x: Any, step: Convert, axis: str) -> Any:

@@ -99,7 +99,6 @@ class Compute(NamedTuple):
         dsts: of its results, by position; those that nobody needs are missing.
         strategy: how.
         single: whether it returns one tensor.
-        shapes: of its whole results.
         line: the user's.
     """
 
@@ -108,7 +107,6 @@ class Compute(NamedTuple):
     dsts: dict[int, int]
     strategy: Strategy
     single: bool
-    shapes: tuple[tuple[int, ...], ...]
     line: str
 
 
@@ -325,7 +323,7 @@ class Planner:
         node = value.node
         dst = self._slot(value, form)
         strategy = self._strategies[node]._replace(ins=(form,), outs=(form,))
-        self.program.steps.append(Compute(node, (src,), {0: dst}, strategy, True, (value.seen.shape,), self._line))
+        self.program.steps.append(Compute(node, (src,), {0: dst}, strategy, True, self._line))
         return dst
 
     def _compute(self, node: Node) -> None:
@@ -334,10 +332,9 @@ class Planner:
         slots = tuple(self._need(v, f) for v, f in zip(operands, strategy.ins, strict=True))
         values = self._values[node]
         dsts = {v.at: self._slot(v, v.form) for v in values if v is not None}
-        shapes = tuple(() if v is None else v.seen.shape for v in values)
         single = isinstance(node.meta["val"], Tensor)
         line = short(node.meta.get("where"))
-        self.program.steps.append(Compute(node, slots, dsts, strategy, single, shapes, line))
+        self.program.steps.append(Compute(node, slots, dsts, strategy, single, line))
 
 
 def operands_of(node: Node) -> list[Node]:

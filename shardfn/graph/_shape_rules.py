@@ -41,7 +41,9 @@ def squeezed(use: Use) -> Labels:
     x = use.operands[0]
     named = use.args[1] if len(use.args) > 1 else list(range(x.ndim))
     dims = {d % max(x.ndim, 1) for d in ([named] if isinstance(named, int) else named)}
-    return _moved(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
+    labels = _moved(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
+    # By shape: a block may be of size 1 where the dim is not.
+    return dataclasses.replace(labels, run=shaped(use, "reshape"))
 
 
 def expanded(use: Use) -> Labels:
@@ -49,7 +51,7 @@ def expanded(use: Use) -> Labels:
     x, out = use.operands[0], use.outs[0]
     own = aligned(x, out)
     sizes: Dims = tuple(i if i in own and out.shape[i] > 1 else None for i in range(out.ndim))
-    return Labels((own,), (sizes,), run=shaped("expand"))
+    return Labels((own,), (sizes,), run=shaped(use, "expand"))
 
 
 def repeated(use: Use) -> Labels:
@@ -108,7 +110,7 @@ def viewed(use: Use) -> list[Strategy]:
             if after is not None:
                 forms = use.cut(i, x.shape[i], grain), use.cut(j, y.shape[j], after)
                 out.append(Strategy(forms[:1], forms[1:]))
-    return [s._replace(run=shaped("reshape")(s.outs)) for s in out]
+    return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
 
 
 def _view_grains(use: Use, dim: int, each: int, into: int) -> list[int]:
@@ -147,13 +149,13 @@ def _group_end(a: Sequence[int], b: Sequence[int], dim: int) -> int:
     return next(p.stop for p, _ in _groups(a, b) if dim in p)
 
 
-def shaped(name: str) -> Callable[[tuple[Form, ...]], Run]:
-    """Calls a method whose argument is the shape of this rank's result; the global one stands in the program."""
+def shaped(use: Use, name: str) -> Callable[[tuple[Form, ...]], Run]:
+    """Calls a method whose argument is the shape of this rank's result, where the program has that of the whole."""
 
     def made(outs: tuple[Form, ...]) -> Run:
         def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            x, shape = args[0], kwargs["shape_of_result"]
-            return getattr(x, name)(ranks.local(shape, outs[0]))
+            del kwargs
+            return getattr(args[0], name)(ranks.local(use.outs[0].shape, outs[0]))
 
         return run
 

@@ -17,6 +17,7 @@ LLAMA = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False}
 ODD = {"vocab_size": 37, "num_layers": 2, "d_model": 20, "num_heads": 5, "max_len": 7}
 CONFIGS = {
     "gpt2": gpt.Config(**TINY),
+    "llama": gpt.Config(**{**TINY, "num_heads": 4}, **LLAMA, num_kv_heads=2, d_ff=36),
     "llama_gqa": gpt.Config(**TINY, **LLAMA, num_kv_heads=3, d_ff=35),
     "tied": gpt.Config(**ODD, tie_embeddings=True),
     "odd_gqa": gpt.Config(**{**ODD, "d_model": 24, "num_heads": 6}, **LLAMA, num_kv_heads=2, d_ff=11),
@@ -130,8 +131,13 @@ def collectives_of_a_step(name):
     return forward, dict(traffic.by_op), loss.as_text()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_block_has_megatrons_collectives(name):
-    forward, both, text = collectives_of_a_step(name)
-    print(forward, both, text)
-    assert 0
+    forward, both, text = collectives_of_a_step(name)[0]
+    config = CONFIGS[name]
+    each = 4 * config.max_len * config.d_model * 4  # bytes of rows x tokens x D; a ring sends 2 (n - 1) / n of them
+    assert forward == {("psum", ("tp",)): [2 * config.num_layers, 2 * config.num_layers * each]}
+    assert both["psum", ("tp",)] == [4 * config.num_layers + 1, 4 * config.num_layers * each + 8]  # and the norm
+    assert {op for op, axes in both if axes} == {"psum"}
+    assert text.count("psum of") == text.count("pvary of") == 2 * config.num_layers
+    assert text.count("models/gpt.py") == 4 * config.num_layers
