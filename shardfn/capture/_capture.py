@@ -62,6 +62,10 @@ class Recorder:
         """Says which part of the step begins."""
         self.phase = phase
 
+    def note(self, node: Node) -> None:
+        """Notes more beside an op, while it is written down; for captures of a special kind."""
+        del node
+
     def line(self) -> str | None:
         """The innermost line of the user's code that is running."""
         frame: FrameType | None = sys._getframe(1)
@@ -96,8 +100,6 @@ class Recorder:
             node.meta["phase"] = self.phase
             if in_host_region():
                 node.meta["memory"] = "host"
-            if not torch.is_grad_enabled():
-                node.meta["no_grad"] = True
             line = current_line()
             if _RECOMPUTING and _draws(node):
                 raise CaptureError(
@@ -111,6 +113,7 @@ class Recorder:
             if applied is not None:
                 node.meta["collective"] = applied
                 node.meta["again"] = bool(_RECOMPUTING)
+            self.note(node)
             return node
 
         tracer.create_node = create_node

@@ -10,7 +10,7 @@ from torch.fx import Node, map_arg
 
 from shardfn.collectives import all_gather, all_gather_invariant, all_to_all, at_line, psum, psum_scatter, pvary
 from shardfn.collectives import take_own_block
-from shardfn.graph import Compute, Convert, Form, Program, Ranks
+from shardfn.graph import Compute, Convert, Form, Program, Ranks, Stretch
 from shardfn.leaves import LazyLeaf, opened
 
 # What takes layers of a stacked leaf without opening it.
@@ -30,15 +30,42 @@ def run_program(program: Program, inputs: Sequence[Any]) -> list[Any]:
         slots[slot] = x
     for slot, x in program.constants.items():
         slots[slot] = x
-    for step, done in zip(program.steps, program.last_use, strict=True):
+    for stretch in program.stretches:
+        if stretch.region is None:
+            _run(program, stretch, ranks, slots)
+        else:
+            _run_region(program, stretch, ranks, slots)
+    return [opened(slots[x]) if is_slot else x for is_slot, x in program.outputs]
+
+
+def _run(program: Program, stretch: Stretch, ranks: Ranks, slots: list[Any]) -> None:
+    for i in stretch.steps:
+        step = program.steps[i]
         with at_line(step.line):
             if isinstance(step, Convert):
                 slots[step.dst] = _converted(slots[step.src], step, program.axis)
             else:
                 _compute(step, ranks, slots)
-        for slot in done:
+        for slot in program.last_use[i]:
             slots[slot] = None
-    return [opened(slots[x]) if is_slot else x for is_slot, x in program.outputs]
+
+
+def _run_region(program: Program, stretch: Stretch, ranks: Ranks, slots: list[Any]) -> None:
+    """As a function of what it needs, in what was around it in the loss: its activations are dropped, or moved."""
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        own: list[Any] = [None] * len(slots)
+        for slot, x in zip(stretch.ins, given, strict=True):
+            own[slot] = x
+        _run(program, stretch, ranks, own)
+        return tuple(own[slot] for slot in stretch.outs)
+
+    given = [slots[slot] for slot in stretch.ins]
+    for i in stretch.steps:
+        for slot in program.last_use[i]:
+            slots[slot] = None
+    for slot, x in zip(stretch.outs, stretch.region.around(run)(*given), strict=True):
+        slots[slot] = x
 
 
 def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:

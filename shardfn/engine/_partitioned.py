@@ -6,9 +6,8 @@ sharding rules of the op table, and runs it on the blocks. What it runs are oper
 the table, so that the backward, ZeRO, remat and a capture around it take it as any other loss.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardfn.capture import Recorder, capture, fakes
+from shardfn.capture import capture, fakes
 from shardfn.collectives import axis_size
-from shardfn.core import P, PyTree, raise_all, tree_flatten, tree_unflatten
+from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
 from shardfn.graph import Program, cut, partition_graph, prepare, program_text
 from shardfn.leaves import LeafLayout
 from shardfn.nn import looping, plain_loop
@@ -27,6 +26,7 @@ from ._accumulated import Accumulated
 from ._levels import Transform
 from ._loss import Loss
 from ._mixed import Mixed
+from ._partition_capture import Noting, apart, refuse_functions
 from ._partition_run import run_program
 from ._plan import Planner
 from ._unwrap import Unwrapped
@@ -136,7 +136,7 @@ class _Call:
         tensors = iter(xs[self.num_leaves :])
         rest = tree_unflatten(self.rest_def, [next(tensors) if x is None else x for x in self.static])
         out, self.out_def = tree_flatten(self.inner(tree_unflatten(self.treedef, leaves), *rest))
-        _refuse_functions(out)
+        refuse_functions(out)
         self.out = [None if isinstance(x, Tensor) else x for x in out]
         return [x for x in out if isinstance(x, Tensor)]
 
@@ -151,10 +151,10 @@ def _made(
     tensors: Sequence[Tensor],
 ) -> _Ready:
     """Captures the forward and plans it. Reads no values, and sends nothing."""
-    with _disable_current_modes(), torch.enable_grad(), _own_hooks(), looping(plain_loop):
+    with _disable_current_modes(), apart(), looping(plain_loop):
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves), torch.device("cpu"))
-        gm = prepare(capture(call, [*fakes(blank, device), *fakes(tensors)], Recorder(), differentiable=True))
+        gm = prepare(capture(call, [*fakes(blank, device), *fakes(tensors)], Noting(), differentiable=True))
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     forms = {}
     for node, leaf, shape in zip(inputs, layouts, shapes, strict=False):
@@ -190,30 +190,3 @@ def _shape(x: Tensor, shape: Sequence[int], spec: P, axis: str) -> tuple[int, ..
                 )
             out[d] = shape[d]
     return tuple(out)
-
-
-def _refuse_functions(out: Sequence[Any]) -> None:
-    """Refuses operations with a backward of their own, which a graph of their forward does not hold."""
-    todo = [x.grad_fn for x in out if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen = set(todo)
-    found: set[str] = set()
-    while todo:
-        fn = todo.pop()
-        if isinstance(fn, torch.autograd.function.BackwardCFunction):
-            found.add(type(fn).__name__.removesuffix("Backward"))
-        for before, _ in fn.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                todo.append(before)
-    raise_all(
-        ValueError,
-        "partition(loss) holds operations of torch, whose backward it knows. Functions with a backward of their own:",
-        [f"{name}; write it in operations of torch, or leave out partition" for name in sorted(found)],
-    )
-
-
-@contextlib.contextmanager
-def _own_hooks() -> Iterator[None]:
-    """What the step does with values that autograd saves is no concern of a capture's."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        yield

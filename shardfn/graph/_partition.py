@@ -110,6 +110,22 @@ class Compute(NamedTuple):
     line: str
 
 
+class Stretch(NamedTuple):
+    """Steps that run together.
+
+    Attributes:
+        region: what they are a part of, as the capture has noted it; None of most.
+        steps: their numbers.
+        ins: slots that they need, and that others fill.
+        outs: slots that they fill, and that others need.
+    """
+
+    region: Any
+    steps: range
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
 @dataclasses.dataclass
 class Program:
     """A partitioned program, as steps over slots.
@@ -122,6 +138,8 @@ class Program:
         steps: in order.
         outputs: a slot, or a value that is no tensor.
         num_slots: how many there are.
+        regions: of each step, what the capture has noted of its op as "region".
+        stretches: the steps by region, in order.
         last_use: by step, the slots that nobody needs afterwards.
         sent: the collectives, in order.
     """
@@ -133,6 +151,8 @@ class Program:
     steps: list[Convert | Compute] = dataclasses.field(default_factory=list)
     outputs: list[tuple[bool, Any]] = dataclasses.field(default_factory=list)
     num_slots: int = 0
+    regions: list[Any] = dataclasses.field(default_factory=list)
+    stretches: list[Stretch] = dataclasses.field(default_factory=list)
     last_use: list[list[int]] = dataclasses.field(default_factory=list)
     sent: list[Sent] = dataclasses.field(default_factory=list)
 
@@ -172,6 +192,7 @@ class Planner:
         self._strategies: dict[Node, Strategy] = {}
         self._line = ""
         self._because = ""
+        self._region: Any = None
 
     def enter(self, node: Node, form: Form, *, differentiable: bool) -> None:
         """An input, whose slot is the next one."""
@@ -193,7 +214,7 @@ class Planner:
             source, at = node.args
             self._values[node] = [self._values[source][at]]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportCallIssue]
             return
-        self._line = short(node.meta.get("where"))
+        self._line, self._region = short(node.meta.get("where")), node.meta.get("region")
         operands = [self._one(n) for n in operands_of(node)]
         strategy = self._choose(node, operands)
         self._strategies[node] = strategy
@@ -213,11 +234,12 @@ class Planner:
 
     def leave(self, outputs: Sequence[Any]) -> Program:
         """The results, whole."""
-        self._line, self._because = "the results", ""
+        self._line, self._because, self._region = "the results", "", None
         for x in outputs:
             is_node = isinstance(x, Node)
             self.program.outputs.append((is_node, self._need(self._one(x), WHOLE) if is_node else x))
         self.program.last_use = _last_uses(self.program)
+        self.program.stretches = _stretches(self.program)
         return self.program
 
     def _one(self, node: Node) -> Value:
@@ -311,19 +333,23 @@ class Planner:
         src = self._need(value, before)
         x, program = value.seen, self.program
         dst = self._slot(value, form)
-        program.steps.append(Convert(src, dst, before, form, x.shape, value.differentiable, self._line))
+        self._write(Convert(src, dst, before, form, x.shape, value.differentiable, self._line))
         how = {"differentiable": value.differentiable}
         name, forward, backward = conversion_bytes(before, form, math.prod(x.shape), x.itemsize, program.num, **how)
         if forward or backward:
             program.sent.append(Sent(name, x.shape, forward, backward, self._line, self._because))
         return dst
 
+    def _write(self, step: Convert | Compute) -> None:
+        self.program.steps.append(step)
+        self.program.regions.append(self._region)
+
     def _look_again(self, value: Value, source: Value, form: Form) -> int:
         src = self._need(source, form)
         node = value.node
         dst = self._slot(value, form)
         strategy = self._strategies[node]._replace(ins=(form,), outs=(form,))
-        self.program.steps.append(Compute(node, (src,), {0: dst}, strategy, True, self._line))
+        self._write(Compute(node, (src,), {0: dst}, strategy, True, self._line))
         return dst
 
     def _compute(self, node: Node) -> None:
@@ -334,7 +360,7 @@ class Planner:
         dsts = {v.at: self._slot(v, v.form) for v in values if v is not None}
         single = isinstance(node.meta["val"], Tensor)
         line = short(node.meta.get("where"))
-        self.program.steps.append(Compute(node, slots, dsts, strategy, single, line))
+        self._write(Compute(node, slots, dsts, strategy, single, line))
 
 
 def operands_of(node: Node) -> list[Node]:
@@ -373,17 +399,38 @@ def _is_look(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "overloadpacket", None) in LOOKS
 
 
+def _read(step: Convert | Compute) -> tuple[int, ...]:
+    return (step.src,) if isinstance(step, Convert) else step.slots
+
+
+def _made(step: Convert | Compute) -> tuple[int, ...]:
+    return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
+
+
+def _stretches(program: Program) -> list[Stretch]:
+    steps, regions = program.steps, program.regions
+    starts = [i for i in range(len(steps)) if i == 0 or regions[i] is not regions[i - 1]]
+    kept = [x for is_slot, x in program.outputs if is_slot]
+    read_last = {slot: i for i, step in enumerate(steps) for slot in _read(step)} | dict.fromkeys(kept, len(steps))
+    out: list[Stretch] = []
+    for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
+        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made(step))
+        needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read(step) if slot not in own)
+        later = tuple(slot for slot in own if read_last.get(slot, -1) >= stop)
+        out.append(Stretch(regions[start], range(start, stop), tuple(needed), later))
+    return out
+
+
 def _last_uses(program: Program) -> list[list[int]]:
     kept = {x for is_slot, x in program.outputs if is_slot}
     out: list[list[int]] = [[] for _ in program.steps]
     seen = set(kept)
     for i, step in reversed(list(enumerate(program.steps))):
-        for slot in (step.src,) if isinstance(step, Convert) else step.slots:
+        for slot in _read(step):
             if slot not in seen:
                 seen.add(slot)
                 out[i].append(slot)
-        made = (step.dst,) if isinstance(step, Convert) else step.dsts.values()
-        out[i] += [slot for slot in made if slot not in seen]
+        out[i] += [slot for slot in _made(step) if slot not in seen]
     return out
 
 

@@ -141,3 +141,26 @@ def test_a_block_has_megatrons_collectives(name):
     assert {op for op, axes in both if axes} == {"psum"}
     assert text.count("psum of") == text.count("pvary of") == 2 * config.num_layers
     assert text.count("models/gpt.py") == 4 * config.num_layers
+
+
+@distributed(world=2)
+def rematerialised():
+    """The collectives of a step whose blocks are recomputed."""
+    config = CONFIGS["gpt2"]
+    loss = functools.partial(gpt.loss, config, wrap=sf.remat)
+    parted = sf.partition(loss)
+    with sf.make_mesh({"tp": 2}) as mesh:
+        how = {"mesh": mesh, "specs": megatron(config), "batch": P(), "reference": loss}
+        assert_parity(parted, optim.sgd(0.5), some(config), batches(config), **how)
+        assert_parity(sf.jit(parted, backend="graph"), optim.sgd(0.5), some(config), batches(config), **how)
+        step = sf.sharded_step(parted, optim.sgd(0.5), mesh=mesh, specs=how["specs"], batch=P())
+        with sf.count_traffic() as traffic:
+            step(step.init(some(config)), batches(config)[0])
+    return dict(traffic.by_op)
+
+
+def test_blocks_that_are_recomputed_send_their_sums_again():
+    # A block's last sum is not needed for its gradients, and is not recomputed.
+    both = rematerialised()[0]
+    config = CONFIGS["gpt2"]
+    assert both["psum", ("tp",)][0] in (5 * config.num_layers + 1, 6 * config.num_layers + 1), both
