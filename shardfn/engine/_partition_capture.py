@@ -106,7 +106,12 @@ def refuse_functions(out: Sequence[Any]) -> None:
     raise_all(
         ValueError,
         "partition(loss) holds operations of torch, whose backward it knows. Functions with a backward of their own:",
-        [f"{name}; write it in operations of torch, or leave out partition" for name in sorted(found)],
+        [
+            "a collective of shardfn; leave it out, or leave out partition: what is cut is said by specs alone"
+            if name == "_Collective"
+            else f"{name}; write it in operations of torch, or leave out partition"
+            for name in sorted(found)
+        ],
     )
 
 

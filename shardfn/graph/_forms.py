@@ -11,6 +11,8 @@ A rule offers strategies; whoever plans a graph chooses. What a strategy does no
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +44,7 @@ class Form(NamedTuple):
 WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 
 
+@functools.lru_cache(maxsize=4096)
 def cut(dim: int, size: int, num: int, grain: int = 1) -> Form:
     """The form of a dim of `size` that is cut over `num` ranks; of the grains that give the same blocks, the least.
 
@@ -70,7 +73,10 @@ def grain_of(size: int, blocks: Sequence[int]) -> int | None:
         >>> grain_of(12, (8, 4)), grain_of(12, (4, 8)), grain_of(7, (3, 3, 1))
         (4, None, 1)
     """
-    tried = (g for g in range(1, max(size, 1) + 1) if size % g == 0)
+    if lengths(size, len(blocks)) == tuple(blocks):
+        return 1
+    most = math.gcd(size, *blocks)  # a grain divides all blocks
+    tried = (g for g in range(2, most + 1) if most % g == 0)
     return next((g for g in tried if lengths(size, len(blocks), g) == tuple(blocks)), None)
 
 

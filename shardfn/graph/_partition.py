@@ -29,6 +29,7 @@ LOOKS = {
     getattr(_ATEN, name)
     for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze alias clone expand".split()
 }
+_PARTS_OF_LEAVES = {getattr(_ATEN, name) for name in "_to_copy unbind select slice split split_with_sizes".split()}
 # What a byte of a leaf costs that its spec has cut.
 _KEPT_CUT = 1e6
 # So little that it decides only between strategies that send the same.
@@ -222,8 +223,8 @@ class Planner:
         able = any(v.differentiable for v in operands) and not node.meta.get("no_grad")
         able = able and node.target is not _ATEN.detach.default
         forms = iter(strategy.outs)
-        # A leaf that is cast, too, stays cut if its spec says so.
-        same = _is_look(node) or node.target is _ATEN._to_copy.default
+        # A leaf that is cast, or a layer of one, too, stays cut if its spec says so.
+        same = _is_look(node) or getattr(node.target, "overloadpacket", None) in _PARTS_OF_LEAVES
         leaf = same and operands[0].leaf and strategy.outs[0].kind == "cut"
         self._values[node] = [
             None if x is None else Value(node, k, _seen(x), next(forms), able and x.is_floating_point(), leaf)

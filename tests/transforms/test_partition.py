@@ -164,3 +164,131 @@ def test_blocks_that_are_recomputed_send_their_sums_again():
     both = rematerialised()[0]
     config = CONFIGS["gpt2"]
     assert both["psum", ("tp",)][0] in (5 * config.num_layers + 1, 6 * config.num_layers + 1), both
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return 2 * grads[0]
+
+
+def hooked(w, x):
+    w = w * 1
+    w.register_hook(lambda g: 2 * g)
+    return (x @ w).sum()
+
+
+def written(w, x):
+    y = w * 1
+    y[0].mul_(2)
+    return (x @ y).sum()
+
+
+def checkpointed(w, x):
+    return torch.utils.checkpoint.checkpoint(lambda w: (x @ w).sum(), w, use_reentrant=False)
+
+
+REFUSED = {
+    "functions with a backward": (lambda w, x: (x @ Doubled.apply(w)).sum(), "Doubled; write it in operations"),
+    "hooks": (hooked, "register_hook in the loss"),
+    "writes to a view": (written, r"test_partition.py:\d+ in written: aten.mul_"),
+    "recomputation of torch": (checkpointed, r"test_partition.py:\d+.*use sf.remat"),
+    "collectives": (lambda w, x: sf.psum((x @ w).sum(), "tp"), "a collective of shardfn; leave"),
+    "draws": (lambda w, x: torch.nn.functional.dropout(x @ w).sum(), "draw by a key"),
+    "values": (lambda w, x: (x @ w).sum() if w.sum() > 0 else w.sum(), "needs the value of a tensor"),
+}
+
+
+@distributed(world=2)
+def refusals():
+    told = {}
+    with sf.make_mesh({"tp": 2}) as mesh:
+        for name, (loss, _) in REFUSED.items():
+            step = sf.sharded_step(sf.partition(loss), optim.sgd(0.1), mesh=mesh, specs=P(None, "tp"), batch=P())
+            try:
+                step(step.init(torch.ones(4, 6)), torch.ones(2, 4))
+            except (ValueError, RuntimeError) as error:
+                told[name] = str(error)
+    return told
+
+
+def test_what_a_graph_of_the_forward_does_not_hold_is_refused():
+    told = refusals()[0]
+    for name, (_, message) in REFUSED.items():
+        assert re.search(message, told.get(name, "nothing")), (name, told.get(name))
+
+
+def stopped(w, x):
+    """Parts that get no gradient, a write to a fresh value, and a constant that is closed over."""
+    y = (x @ w).sin_() + 2
+    with torch.no_grad():
+        top = y.amax(-1, keepdim=True)
+        scale = (y * y).mean()
+    y = y / (y.detach().sum(-1, keepdim=True) + top) + OFFSET
+    return (y * scale.log()).square().sum(-1).mean() + w.detach().sum() * w.flip(0).square().sum()
+
+
+OFFSET = torch.linspace(0, 1, 7, dtype=torch.float64)
+
+
+@distributed(world=2)
+def gradients_that_stop():
+    w = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    loss = sf.partition(stopped)
+    with sf.make_mesh({"tp": 2}) as mesh:
+        for spec in (P(None, "tp"), P("tp"), P()):
+            how = {"mesh": mesh, "specs": spec, "batch": P(), "reference": stopped}
+            assert_parity(loss, optim.sgd(0.01), w, [x, x], **how)
+            assert_parity(sf.jit(loss, backend="graph"), optim.sgd(0.01), w, [x, x], **how)
+    return loss.as_text()
+
+
+def test_what_stops_gradients_stops_them_and_what_has_no_rule_is_whole():
+    text = gradients_that_stop()[0]
+    assert re.search(r"all_gather\w* of \[5, 7\].*aten.flip.default takes it whole", text), text
+
+
+@distributed(world=2)
+def with_other_transforms():
+    """Microbatches, keys and dropout, precision."""
+    config = gpt.Config(**{**TINY, "dropout": 0.3})
+    loss = functools.partial(gpt.loss, config)
+    parted, accumulated = sf.partition(loss), sf.partition(sf.accumulate(loss, 2))
+    rows = [{**b, "index": torch.arange(4)} for b in batches(config)]
+    with sf.make_mesh({"tp": 2}) as mesh:
+        how = {"mesh": mesh, "specs": megatron(config), "batch": P(), "reference": loss, "key": sf.key(3)}
+        for around in (parted, accumulated, sf.accumulate(parted, 2)):
+            assert_parity(around, optim.sgd(0.5), some(config), rows, **how)
+            assert_parity(sf.jit(around, backend="graph"), optim.sgd(0.5), some(config), rows, **how)
+        step = sf.sharded_step(parted, optim.sgd(0.5), **{k: v for k, v in how.items() if k != "reference"})
+        state = step.init(some(config))
+        key = sf.key(5)
+        value = step.apply(parted, state, rows[0], key)
+        torch.testing.assert_close(value, loss(some(config), rows[0], key), rtol=1e-12, atol=0)
+        grads = torch.func.grad(step.loss)(state.params, rows[0], key)
+        want = torch.func.grad(loss)(some(config), rows[0], key)
+        torch.testing.assert_close(grads["embed"].full_tensor(), want["embed"], rtol=1e-10, atol=1e-12)
+        own = grads["blocks"][0]["wq"]
+        torch.testing.assert_close(own.full_tensor(), want["blocks"][0]["wq"], rtol=1e-10, atol=1e-12)
+
+
+def test_other_transforms_stand_inside_and_outside():
+    with_other_transforms()
+
+
+@pytest.mark.parametrize("wrong", [lambda f: sf.remat(sf.partition(f)), lambda f: sf.partition(sf.partition(f))])
+def test_orders_that_mean_nothing(wrong):
+    with pytest.raises(ValueError, match="partition"):
+        wrong(lambda w, x: (w * x).sum())
+
+
+@pytest.mark.parametrize("batch", [None, P("tp")])
+def test_a_batch_that_is_cut_along_the_axis_is_refused(batch):
+    mesh = sf.make_mesh({"tp": 2}, abstract=True)
+    with pytest.raises(ValueError, match="the batch is cut along 'tp'"):
+        sf.sharded_step(sf.partition(lambda w, x: (w * x).sum()), optim.sgd(0.1), mesh=mesh, batch=batch)
