@@ -25,7 +25,7 @@ from ._mixed import Mixed as Mixed, check_scaled as check_scaled, with_masters a
 from ._model_state import check_alike as check_alike, check_kept as check_kept, check_same_state as check_same_state
 from ._model_state import first_model_state as first_model_state
 from ._moved import moved as moved, moved_purely as moved_purely
-from ._partition_capture import in_region as in_region
+from ._partition_capture import in_section as in_section
 from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words

@@ -1,7 +1,7 @@
 """What a capture of a loss that is to be partitioned notes, and what it refuses: all that its graph does not hold.
 
 A graph of a forward has operations. What else the loss does with its values, where autograd sees it, must be noted
-beside them, or be an error: regions that are recomputed or offloaded, parts under `no_grad`; functions with a backward
+beside them, or be an error: sections that are recomputed or offloaded, parts under `no_grad`; functions with a backward
 of their own, hooks.
 """
 
@@ -19,7 +19,7 @@ from shardfn.core import raise_all
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Region:
+class Section:
     """A part of a loss that ran inside a function of a transform.
 
     Attributes:
@@ -30,11 +30,11 @@ class Region:
 
 
 class Noting(Recorder):
-    """Notes of each op whether it is differentiated, and the outermost region that it is in."""
+    """Notes of each op whether it is differentiated, and the outermost section that it is in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.regions: list[Region] = []
+        self.sections: list[Section] = []
 
     def note(self, node: Node) -> None:
         """Notes it.
@@ -44,9 +44,9 @@ class Noting(Recorder):
         """
         if not torch.is_grad_enabled():
             node.meta["no_grad"] = True
-        if self.regions:
-            node.meta["region"] = self.regions[0]
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self.sections:
+            node.meta["section"] = self.sections[0]
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         if top is not None and top[0] is not _as_it_is:
             raise ValueError(
                 f"{self.line() or 'a line unknown'}: partition(loss) does not hold what is recomputed or moved by"
@@ -54,21 +54,21 @@ class Noting(Recorder):
             )
 
 
-def in_region(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Callable[[], Any]) -> tuple[bool, Any]:
-    """Runs `f` as a region of the loss that is being captured to be partitioned; (False, None) where none is."""
+def in_section(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Callable[[], Any]) -> tuple[bool, Any]:
+    """Runs `f` as a section of the loss that is being captured to be partitioned; (False, None) where none is."""
     notes = recorder()
     if not isinstance(notes, Noting):
         return False, None
-    notes.regions.append(Region(around))
+    notes.sections.append(Section(around))
     try:
         return True, f()
     finally:
-        notes.regions.pop()
+        notes.sections.pop()
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """A capture inside a step: what the step does with saved values is no concern of it; hooks on values are refused."""
+    """A capture inside a step, whose way with saved values is no concern of it; hooks on values are refused."""
     register = torch.Tensor.register_hook
 
     def refuse(self: Tensor, hook: Any) -> Any:

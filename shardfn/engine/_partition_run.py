@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
-from shardfn.collectives import all_gather, all_gather_invariant, all_to_all, at_line, psum, psum_scatter, pvary
-from shardfn.collectives import take_own_block
-from shardfn.graph import Compute, Convert, Form, Program, Ranks, Stretch
+from shardfn.collectives import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    at_line,
+    psum,
+    psum_scatter,
+    pvary,
+    take_own_block,
+)
+from shardfn.graph import Compute, Convert, Form, Passage, Program, Ranks
 from shardfn.leaves import LazyLeaf, opened
 
 # What takes layers of a stacked leaf without opening it.
@@ -30,16 +38,16 @@ def run_program(program: Program, inputs: Sequence[Any]) -> list[Any]:
         slots[slot] = x
     for slot, x in program.constants.items():
         slots[slot] = x
-    for stretch in program.stretches:
-        if stretch.region is None:
-            _run(program, stretch, ranks, slots)
+    for passage in program.passages:
+        if passage.section is None:
+            _run(program, passage, ranks, slots)
         else:
-            _run_region(program, stretch, ranks, slots)
+            _run_section(program, passage, ranks, slots)
     return [opened(slots[x]) if is_slot else x for is_slot, x in program.outputs]
 
 
-def _run(program: Program, stretch: Stretch, ranks: Ranks, slots: list[Any]) -> None:
-    for i in stretch.steps:
+def _run(program: Program, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+    for i in passage.steps:
         step = program.steps[i]
         with at_line(step.line):
             if isinstance(step, Convert):
@@ -50,21 +58,21 @@ def _run(program: Program, stretch: Stretch, ranks: Ranks, slots: list[Any]) -> 
             slots[slot] = None
 
 
-def _run_region(program: Program, stretch: Stretch, ranks: Ranks, slots: list[Any]) -> None:
+def _run_section(program: Program, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
     """As a function of what it needs, in what was around it in the loss: its activations are dropped, or moved."""
 
     def run(*given: Any) -> tuple[Any, ...]:
         own: list[Any] = [None] * len(slots)
-        for slot, x in zip(stretch.ins, given, strict=True):
+        for slot, x in zip(passage.ins, given, strict=True):
             own[slot] = x
-        _run(program, stretch, ranks, own)
-        return tuple(own[slot] for slot in stretch.outs)
+        _run(program, passage, ranks, own)
+        return tuple(own[slot] for slot in passage.outs)
 
-    given = [slots[slot] for slot in stretch.ins]
-    for i in stretch.steps:
+    given = [slots[slot] for slot in passage.ins]
+    for i in passage.steps:
         for slot in program.last_use[i]:
             slots[slot] = None
-    for slot, x in zip(stretch.outs, stretch.region.around(run)(*given), strict=True):
+    for slot, x in zip(passage.outs, passage.section.around(run)(*given), strict=True):
         slots[slot] = x
 
 
@@ -99,7 +107,10 @@ def _converted(x: Any, step: Convert, axis: str) -> Any:
         return _cut(x, step, axis)
     if before.kind == "cut":
         gather = all_gather_invariant if after.kind == "whole" else all_gather
-        return _joined(gather(_by_grain(x, before), axis, dim=before.dim, size=step.shape[before.dim] // before.grain), before)
+        return _joined(
+            gather(_by_multiple(x, before), axis, dim=before.dim, size=step.shape[before.dim] // before.multiple),
+            before,
+        )
     if before.kind == "partial":
         return psum(x.contiguous(), axis)
     return pvary(x, axis)
@@ -108,19 +119,19 @@ def _converted(x: Any, step: Convert, axis: str) -> Any:
 def _cut(x: Tensor, step: Convert, axis: str) -> Tensor:
     before, after = step.before, step.after
     if before.kind == "whole":
-        return _joined(take_own_block(_by_grain(x, after), axis, dim=after.dim), after)
+        return _joined(take_own_block(_by_multiple(x, after), axis, dim=after.dim), after)
     if before.kind == "varying":
-        start, stop = Ranks(axis).bounds(step.shape[after.dim], after.grain)
+        start, stop = Ranks(axis).bounds(step.shape[after.dim], after.multiple)
         return x.narrow(after.dim, start, stop - start)
     if before.kind == "partial":
-        return _joined(psum_scatter(_by_grain(x, after), axis, dim=after.dim), after)
+        return _joined(psum_scatter(_by_multiple(x, after), axis, dim=after.dim), after)
     return all_to_all(x, axis, split_dim=after.dim, concat_dim=before.dim, size=step.shape[before.dim])
 
 
-def _by_grain(x: Tensor, form: Form) -> Tensor:
-    """The cut dim as [blocks, grain], so that blocks are cut as the table cuts them."""
-    return x if form.grain == 1 else x.unflatten(form.dim, (x.shape[form.dim] // form.grain, form.grain))
+def _by_multiple(x: Tensor, form: Form) -> Tensor:
+    """The cut dim as [blocks, multiple], so that blocks are cut as the table cuts them."""
+    return x if form.multiple == 1 else x.unflatten(form.dim, (x.shape[form.dim] // form.multiple, form.multiple))
 
 
 def _joined(x: Tensor, form: Form) -> Tensor:
-    return x if form.grain == 1 else x.flatten(form.dim, form.dim + 1)
+    return x if form.multiple == 1 else x.flatten(form.dim, form.dim + 1)

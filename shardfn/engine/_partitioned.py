@@ -1,7 +1,7 @@
 """What `partition` makes: a loss that is written for one device along an axis, run on blocks.
 
 It is bound by what shards it, a step or `sharded`, to the compute specs of its leaves. Called with blocks, it captures
-the forward of the loss once a signature, with the shapes that the leaves have along the axis as a whole, plans it by the
+the forward of the loss once a signature, with the shapes that the leaves have as wholes along the axis, plans it by the
 sharding rules of the op table, and runs it on the blocks. What it runs are operations of torch and the primitives of
 the table, so that the backward, ZeRO, remat and a capture around it take it as any other loss.
 """

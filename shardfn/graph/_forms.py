@@ -1,4 +1,4 @@
-"""How a value is spread along one mesh axis, and what an op's sharding rule says: from forms of operands to forms of results.
+"""How a value is spread along a mesh axis, and what a sharding rule says: from forms of operands to those of results.
 
 A value of a program that was written for one device has one of these forms along an axis:
 
@@ -28,54 +28,54 @@ class Form(NamedTuple):
     Attributes:
         kind: see above.
         dim: which dim is cut.
-        grain: blocks begin at multiples of it; divides the dim.
+        multiple: blocks begin at multiples of it; divides the dim.
     """
 
     kind: Literal["whole", "varying", "cut", "partial"]
     dim: int = 0
-    grain: int = 1
+    multiple: int = 1
 
     def __str__(self) -> str:
         if self.kind != "cut":
             return self.kind
-        return f"cut along dim {self.dim}" + (f" in units of {self.grain}" if self.grain > 1 else "")
+        return f"cut along dim {self.dim}" + (f" in units of {self.multiple}" if self.multiple > 1 else "")
 
 
 WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 
 
 @functools.lru_cache(maxsize=4096)
-def cut(dim: int, size: int, num: int, grain: int = 1) -> Form:
-    """The form of a dim of `size` that is cut over `num` ranks; of the grains that give the same blocks, the least.
+def cut(dim: int, size: int, num: int, multiple: int = 1) -> Form:
+    """The form of a dim of `size` that is cut over `num` ranks; of the multiples that give the same blocks, the least.
 
     Example:
-        >>> cut(0, 8, 2, grain=4), cut(0, 12, 2, grain=4)
-        (Form(kind='cut', dim=0, grain=1), Form(kind='cut', dim=0, grain=4))
+        >>> cut(0, 8, 2, multiple=4), cut(0, 12, 2, multiple=4)
+        (Form(kind='cut', dim=0, multiple=1), Form(kind='cut', dim=0, multiple=4))
     """
-    return Form("cut", dim, grain_of(size, lengths(size, num, grain)) or grain)
+    return Form("cut", dim, multiple_of(size, lengths(size, num, multiple)) or multiple)
 
 
-def lengths(size: int, num: int, grain: int = 1) -> tuple[int, ...]:
+def lengths(size: int, num: int, multiple: int = 1) -> tuple[int, ...]:
     """The lengths of the blocks.
 
     Example:
-        >>> lengths(7, 3), lengths(12, 2, grain=4)
+        >>> lengths(7, 3), lengths(12, 2, multiple=4)
         ((3, 3, 1), (8, 4))
     """
-    bounds = [chunk_bounds(size // grain, num, i) for i in range(num)]
-    return tuple(grain * (stop - start) for start, stop in bounds)
+    bounds = [chunk_bounds(size // multiple, num, i) for i in range(num)]
+    return tuple(multiple * (stop - start) for start, stop in bounds)
 
 
-def grain_of(size: int, blocks: Sequence[int]) -> int | None:
-    """The least grain that cuts `size` in these blocks; None if none does.
+def multiple_of(size: int, blocks: Sequence[int]) -> int | None:
+    """The least multiple that cuts `size` in these blocks; None if none does.
 
     Example:
-        >>> grain_of(12, (8, 4)), grain_of(12, (4, 8)), grain_of(7, (3, 3, 1))
+        >>> multiple_of(12, (8, 4)), multiple_of(12, (4, 8)), multiple_of(7, (3, 3, 1))
         (4, None, 1)
     """
     if lengths(size, len(blocks)) == tuple(blocks):
         return 1
-    most = math.gcd(size, *blocks)  # a grain divides all blocks
+    most = math.gcd(size, *blocks)  # a multiple divides all blocks
     tried = (g for g in range(2, most + 1) if most % g == 0)
     return next((g for g in tried if lengths(size, len(blocks), g) == tuple(blocks)), None)
 
@@ -104,16 +104,16 @@ class Ranks:
         """What is whole, varying."""
         return pvary(x, self.axis)
 
-    def bounds(self, size: int, grain: int = 1) -> tuple[int, int]:
+    def bounds(self, size: int, multiple: int = 1) -> tuple[int, int]:
         """Where this rank's block of a dim begins and ends."""
-        start, stop = chunk_bounds(size // grain, self.num, self.index)
-        return grain * start, grain * stop
+        start, stop = chunk_bounds(size // multiple, self.num, self.index)
+        return multiple * start, multiple * stop
 
     def local(self, shape: Sequence[int], form: Form) -> list[int]:
         """The shape of this rank's part of a value."""
         out = list(shape)
         if form.kind == "cut":
-            start, stop = self.bounds(shape[form.dim], form.grain)
+            start, stop = self.bounds(shape[form.dim], form.multiple)
             out[form.dim] = stop - start
         return out
 
@@ -178,9 +178,9 @@ class Use:
         """An argument by position, or by name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def cut(self, dim: int, size: int, grain: int = 1) -> Form:
+    def cut(self, dim: int, size: int, multiple: int = 1) -> Form:
         """The form of a cut dim."""
-        return cut(dim, size, self.num, grain)
+        return cut(dim, size, self.num, multiple)
 
 
 Rule = Callable[[Use], list[Strategy]]

@@ -1,4 +1,4 @@
-"""Sharding rules of ops that treat some dims alike: each dim has a label, and where a label is cut, it is cut everywhere.
+"""Sharding rules of ops that treat some dims alike: dims have labels, and where a label is cut, it is cut everywhere.
 
 A label stands for one dim of each operand and result that has it. Products, pointwise ops, reductions, norms, lookups
 and attention differ in their labels alone: `mk, kn -> mn`. A label that no result has is summed over.
@@ -24,7 +24,6 @@ class Labels:
         linear: operands of which the op is a linear function, each by itself; its result is then partial with them.
         together: the op is linear in these operands taken together, as a sum is.
         run: see `Strategy`; given the forms of the results.
-        scale: how often a label's grain fits another's, by label; default 1.
     """
 
     ins: tuple[Dims, ...]
@@ -51,10 +50,10 @@ def strategies(use: Use, labels: Labels) -> list[Strategy]:
         summed = not any(name in dims for dims in labels.outs)
         if size < 2 or (summed and not labels.sums):
             continue
-        for grain in _grains(use, labels, name):
-            ins = tuple(_form(use, x, dims, name, grain) for x, dims in zip(use.operands, labels.ins, strict=True))
+        for multiple in _multiples(use, labels, name):
+            ins = tuple(_form(use, x, dims, name, multiple) for x, dims in zip(use.operands, labels.ins, strict=True))
             outs = tuple(
-                PARTIAL if summed else _form(use, x, dims, name, grain)
+                PARTIAL if summed else _form(use, x, dims, name, multiple)
                 for x, dims in zip(use.outs, labels.outs, strict=True)
             )
             if all(form != VARYING for form in outs):
@@ -66,8 +65,8 @@ def strategies(use: Use, labels: Labels) -> list[Strategy]:
     return out
 
 
-def _form(use: Use, x: Seen, dims: Dims, name: object, grain: int) -> Form:
-    return use.cut(dims.index(name), x.shape[dims.index(name)], grain) if name in dims else VARYING
+def _form(use: Use, x: Seen, dims: Dims, name: object, multiple: int) -> Form:
+    return use.cut(dims.index(name), x.shape[dims.index(name)], multiple) if name in dims else VARYING
 
 
 def _sizes(use: Use, labels: Labels) -> dict[object, int]:
@@ -75,12 +74,12 @@ def _sizes(use: Use, labels: Labels) -> dict[object, int]:
     return {name: size for x, dims in sides for name, size in zip(dims, x.shape, strict=True) if name is not None}
 
 
-def _grains(use: Use, labels: Labels, name: object) -> list[int]:
-    """The grains at which operands are cut along a label, and 1."""
+def _multiples(use: Use, labels: Labels, name: object) -> list[int]:
+    """The multiples at which operands are cut along a label, and 1."""
     found = {1}
     for form, dims in zip(use.forms, labels.ins, strict=True):
         if form.kind == "cut" and dims[form.dim] == name:
-            found.add(form.grain)
+            found.add(form.multiple)
     return sorted(found)
 
 

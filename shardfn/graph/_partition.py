@@ -111,17 +111,17 @@ class Compute(NamedTuple):
     line: str
 
 
-class Stretch(NamedTuple):
+class Passage(NamedTuple):
     """Steps that run together.
 
     Attributes:
-        region: what they are a part of, as the capture has noted it; None of most.
+        section: what they are a part of, as the capture has noted it; None of most.
         steps: their numbers.
         ins: slots that they need, and that others fill.
         outs: slots that they fill, and that others need.
     """
 
-    region: Any
+    section: Any
     steps: range
     ins: tuple[int, ...]
     outs: tuple[int, ...]
@@ -139,8 +139,8 @@ class Program:
         steps: in order.
         outputs: a slot, or a value that is no tensor.
         num_slots: how many there are.
-        regions: of each step, what the capture has noted of its op as "region".
-        stretches: the steps by region, in order.
+        sections: of each step, what the capture has noted of its op as "section".
+        passages: the steps by section, in order.
         last_use: by step, the slots that nobody needs afterwards.
         sent: the collectives, in order.
     """
@@ -152,8 +152,8 @@ class Program:
     steps: list[Convert | Compute] = dataclasses.field(default_factory=list)
     outputs: list[tuple[bool, Any]] = dataclasses.field(default_factory=list)
     num_slots: int = 0
-    regions: list[Any] = dataclasses.field(default_factory=list)
-    stretches: list[Stretch] = dataclasses.field(default_factory=list)
+    sections: list[Any] = dataclasses.field(default_factory=list)
+    passages: list[Passage] = dataclasses.field(default_factory=list)
     last_use: list[list[int]] = dataclasses.field(default_factory=list)
     sent: list[Sent] = dataclasses.field(default_factory=list)
 
@@ -193,7 +193,7 @@ class Planner:
         self._strategies: dict[Node, Strategy] = {}
         self._line = ""
         self._because = ""
-        self._region: Any = None
+        self._section: Any = None
 
     def enter(self, node: Node, form: Form, *, differentiable: bool) -> None:
         """An input, whose slot is the next one."""
@@ -215,7 +215,7 @@ class Planner:
             source, at = node.args
             self._values[node] = [self._values[source][at]]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportCallIssue]
             return
-        self._line, self._region = short(node.meta.get("where")), node.meta.get("region")
+        self._line, self._section = short(node.meta.get("where")), node.meta.get("section")
         operands = [self._one(n) for n in operands_of(node)]
         strategy = self._choose(node, operands)
         self._strategies[node] = strategy
@@ -235,12 +235,12 @@ class Planner:
 
     def leave(self, outputs: Sequence[Any]) -> Program:
         """The results, whole."""
-        self._line, self._because, self._region = "the results", "", None
+        self._line, self._because, self._section = "the results", "", None
         for x in outputs:
             is_node = isinstance(x, Node)
             self.program.outputs.append((is_node, self._need(self._one(x), WHOLE) if is_node else x))
         self.program.last_use = _last_uses(self.program)
-        self.program.stretches = _stretches(self.program)
+        self.program.passages = _passages(self.program)
         return self.program
 
     def _one(self, node: Node) -> Value:
@@ -266,7 +266,8 @@ class Planner:
         prices = [self._price(s, operands) for s in offered]
         best = min(range(len(offered)), key=prices.__getitem__)
         chosen = offered[best]
-        joined = any(v.form.kind == "cut" and f.kind in ("whole", "varying") for v, f in zip(operands, chosen.ins))
+        pairs = zip(operands, chosen.ins, strict=True)
+        joined = any(v.form.kind == "cut" and f.kind in ("whole", "varying") for v, f in pairs)
         self._because = str(node.target) if joined else ""
         if chosen.sent:
             half = chosen.sent / 2
@@ -303,7 +304,7 @@ class Planner:
         if form == VARYING and (value.form.kind == "partial" or WHOLE in value.slots):
             return WHOLE
         again = form.kind == value.form.kind == "cut"
-        if again and (form.dim == value.form.dim or form.grain * value.form.grain > 1):
+        if again and (form.dim == value.form.dim or form.multiple * value.form.multiple > 1):
             return self._as_needed(value, VARYING)
         if form.kind == "cut" and WHOLE in value.slots and value.form.kind == "partial":
             return WHOLE
@@ -343,7 +344,7 @@ class Planner:
 
     def _write(self, step: Convert | Compute) -> None:
         self.program.steps.append(step)
-        self.program.regions.append(self._region)
+        self.program.sections.append(self._section)
 
     def _look_again(self, value: Value, source: Value, form: Form) -> int:
         src = self._need(source, form)
@@ -379,9 +380,7 @@ def short(line: str | None) -> str:
 def _use(node: Node, operands: Sequence[Value], num: int) -> Use:
     seen = iter(operands)
     counter = iter(range(len(operands)))
-    args, kwargs = torch.fx.map_arg(
-        (node.args, node.kwargs), lambda n: next(seen).seen._replace(number=next(counter))
-    )
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: next(seen).seen._replace(number=next(counter)))
     outs = tuple(_seen(x) for x in _results(node) if x is not None)
     forms = tuple(v.form for v in operands)
     return Use(node.target, tuple(args), dict(kwargs), tuple(v.seen for v in operands), forms, outs, num)
@@ -408,17 +407,17 @@ def _made(step: Convert | Compute) -> tuple[int, ...]:
     return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
 
 
-def _stretches(program: Program) -> list[Stretch]:
-    steps, regions = program.steps, program.regions
-    starts = [i for i in range(len(steps)) if i == 0 or regions[i] is not regions[i - 1]]
+def _passages(program: Program) -> list[Passage]:
+    steps, sections = program.steps, program.sections
+    starts = [i for i in range(len(steps)) if i == 0 or sections[i] is not sections[i - 1]]
     kept = [x for is_slot, x in program.outputs if is_slot]
     read_last = {slot: i for i, step in enumerate(steps) for slot in _read(step)} | dict.fromkeys(kept, len(steps))
-    out: list[Stretch] = []
+    out: list[Passage] = []
     for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
         own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made(step))
         needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read(step) if slot not in own)
         later = tuple(slot for slot in own if read_last.get(slot, -1) >= stop)
-        out.append(Stretch(regions[start], range(start, stop), tuple(needed), later))
+        out.append(Passage(sections[start], range(start, stop), tuple(needed), later))
     return out
 
 
@@ -436,7 +435,11 @@ def _last_uses(program: Program) -> list[list[int]]:
 
 
 def partition_graph(
-    graph: Graph, axis: str, num: int, forms: Mapping[Node, Form], trained: Callable[[Node], bool],
+    graph: Graph,
+    axis: str,
+    num: int,
+    forms: Mapping[Node, Form],
+    trained: Callable[[Node], bool],
     constants: Callable[[Node], Tensor],
 ) -> Program:
     """The program of a graph along an axis.
@@ -460,4 +463,3 @@ def partition_graph(
         elif node.op == "output":
             return plan.leave(node.args[0])
     raise AssertionError("a graph without output")
-

@@ -81,7 +81,7 @@ def _seen_otherwise(node: Node) -> bool:
     views = known_op(written.target).views if written.op == "call_function" else 0
     looks = [u for u in written.users if u is not node and known_op(u.target).views is not None]
     own = [u for u in looks if not known_op(u.target).writes]
-    return views is not None and not known_op(written.target).writes or bool(own)
+    return (views is not None and not known_op(written.target).writes) or bool(own)
 
 
 def _without_write(graph: Graph, node: Node) -> None:
@@ -105,7 +105,7 @@ def _apart(graph: Graph, node: Node) -> None:
     """`addmm(b, x, y)` as `mm(x, y) + b`, so that the sum over ranks may stand between."""
     added, x, y = node.args
     with graph.inserting_before(node):
-        product = graph.call_function(_PRODUCTS[node.target], (x, y))
+        product = graph.call_function(_PRODUCTS[node.target], (x, y))  # pyright: ignore[reportArgumentType]
         total = graph.call_function(_ATEN.add.Tensor, (product, added))
     product.meta, total.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(total)

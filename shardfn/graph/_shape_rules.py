@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._forms import PARTIAL, VARYING, WHOLE, Form, Ranks, Run, Seen, Strategy, Use, grain_of, lengths, whole
-from ._labelled import Dims, Labels, aligned
+from ._forms import PARTIAL, VARYING, WHOLE, Form, Ranks, Run, Strategy, Use, lengths, multiple_of, whole
+from ._labelled import Dims, Labels, aligned, strategies
 
 
 def _moved(use: Use, order: Sequence[object]) -> Labels:
@@ -102,22 +102,22 @@ def viewed(use: Use) -> list[Strategy]:
     for i, j in _leading(x.shape, y.shape):
         each, into = math.prod(x.shape[i + 1 : _group_end(x.shape, y.shape, i)]), 0
         into = x.shape[i] * each // y.shape[j]
-        for grain in _view_grains(use, i, each, into):
-            blocks = [n * each for n in lengths(x.shape[i], use.num, grain)]
+        for multiple in _view_multiples(use, i, each, into):
+            blocks = [n * each for n in lengths(x.shape[i], use.num, multiple)]
             if any(n % into for n in blocks):
                 continue
-            after = grain_of(y.shape[j], [n // into for n in blocks])
+            after = multiple_of(y.shape[j], [n // into for n in blocks])
             if after is not None:
-                forms = use.cut(i, x.shape[i], grain), use.cut(j, y.shape[j], after)
+                forms = use.cut(i, x.shape[i], multiple), use.cut(j, y.shape[j], after)
                 out.append(Strategy(forms[:1], forms[1:]))
     return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
 
 
-def _view_grains(use: Use, dim: int, each: int, into: int) -> list[int]:
+def _view_multiples(use: Use, dim: int, each: int, into: int) -> list[int]:
     form = use.forms[0]
     found = {1, into // math.gcd(each, into)}
     if form.kind == "cut" and form.dim == dim:
-        found.add(form.grain)
+        found.add(form.multiple)
     return sorted(g for g in found if use.operands[0].shape[dim] % g == 0)
 
 
@@ -141,7 +141,9 @@ def _leading(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
     """Of each group the first dims, on both sides, that are more than 1."""
     if 0 in a:
         return []
-    firsts = ((next((i for i in p if a[i] > 1), None), next((j for j in q if b[j] > 1), None)) for p, q in _groups(a, b))
+    firsts = (
+        (next((i for i in p if a[i] > 1), None), next((j for j in q if b[j] > 1), None)) for p, q in _groups(a, b)
+    )
     return [(i, j) for i, j in firsts if i is not None and j is not None]
 
 
@@ -167,25 +169,23 @@ def shaped(use: Use, name: str) -> Callable[[tuple[Form, ...]], Run]:
 
 def looked_up(use: Use) -> list[Strategy]:
     """`embedding`: any dim of the indices, columns of the table; or its rows, of which each rank looks up its own."""
-    from ._labelled import strategies  # a rule of labels, and one more
-
     table, index = use.operands
     columns = index.ndim
     labels = Labels(((None, columns), tuple(range(columns))), (tuple(range(columns + 1)),), linear=(0,))
     out = [whole(use), *strategies(use, labels)]
     if use.arg(2, "padding_idx", -1) < 0 and table.shape[0] > 1:
         form = use.forms[0]
-        grain = form.grain if form.kind == "cut" and form.dim == 0 else 1
-        rows = use.cut(0, table.shape[0], grain)
-        out.append(Strategy((rows, VARYING), (PARTIAL,), _own_rows(table.shape[0], rows.grain)))
+        multiple = form.multiple if form.kind == "cut" and form.dim == 0 else 1
+        rows = use.cut(0, table.shape[0], multiple)
+        out.append(Strategy((rows, VARYING), (PARTIAL,), _own_rows(table.shape[0], rows.multiple)))
     return out
 
 
-def _own_rows(size: int, grain: int) -> Run:
+def _own_rows(size: int, multiple: int) -> Run:
     def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del kwargs
         table, index = args[:2]
-        start, stop = ranks.bounds(size, grain)
+        start, stop = ranks.bounds(size, multiple)
         own = (index >= start) & (index < stop)
         if stop == start:
             return table.sum() * index.new_zeros((*index.shape, table.shape[1]), dtype=table.dtype)

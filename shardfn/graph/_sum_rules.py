@@ -106,16 +106,16 @@ def nll(use: Use) -> list[Strategy]:
     if len(use.operands) != 2 or x.ndim != 2 or len(use.outs) != 2:
         return out
     reduction, form = use.args[3], use.forms[0]
-    grain = form.grain if form.kind == "cut" else 1
+    multiple = form.multiple if form.kind == "cut" else 1
     if reduction == 2:
         out += strategies(use, Labels((("n", None), ("n",)), ((), ()), sums=True))
     elif reduction == 1 and x.shape[0] > 1:
-        at = form.grain if form.kind == "cut" and form.dim == 0 else 1
+        at = form.multiple if form.kind == "cut" and form.dim == 0 else 1
         rows = use.cut(0, x.shape[0], at), use.cut(0, x.shape[0], at)
         out.append(Strategy(rows, (PARTIAL, WHOLE), _mean_of_rows, 2 * x.itemsize, "psum of the number of targets"))
     if x.shape[1] > 1:
-        classes = use.cut(1, x.shape[1], grain if form.dim == 1 else 1)
-        out.append(Strategy((classes, VARYING), (PARTIAL, WHOLE), _own_classes(x, classes.grain)))
+        classes = use.cut(1, x.shape[1], multiple if form.dim == 1 else 1)
+        out.append(Strategy((classes, VARYING), (PARTIAL, WHOLE), _own_classes(x, classes.multiple)))
     return out
 
 
@@ -127,11 +127,11 @@ def _mean_of_rows(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return total / count, count
 
 
-def _own_classes(x: Seen, grain: int) -> Run:
+def _own_classes(x: Seen, multiple: int) -> Run:
     def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         del kwargs
         logs, target, _, reduction, ignored = args
-        start, stop = ranks.bounds(x.shape[1], grain)
+        start, stop = ranks.bounds(x.shape[1], multiple)
         counted = target != ignored
         own = counted & (target >= start) & (target < stop)
         count = counted.sum().to(logs.dtype)
@@ -156,12 +156,14 @@ def attention(use: Use) -> list[Strategy]:
     labels = Labels((samples,) * 3 + tuple(into), tuple(("b", *(None,) * (o.ndim - 1)) for o in use.outs))
     out = [whole(use), *(s._replace(run=_attend(use.target)) for s in strategies(use, labels))]
     times = q.shape[1] // k.shape[1]
-    for grain in sorted({1, *(f.grain // r for f, r in zip(use.forms, (times, 1, 1), strict=False) if f.dim == 1)}):
-        if k.shape[1] < 2 or not grain or k.shape[1] % grain:
+    for multiple in sorted(
+        {1, *(f.multiple // r for f, r in zip(use.forms, (times, 1, 1), strict=False) if f.dim == 1)}
+    ):
+        if k.shape[1] < 2 or not multiple or k.shape[1] % multiple:
             continue
-        heads, groups = use.cut(1, q.shape[1], grain * times), use.cut(1, k.shape[1], grain)
+        heads, groups = use.cut(1, q.shape[1], multiple * times), use.cut(1, k.shape[1], multiple)
         masks = tuple(heads if s.ndim == 4 and s.shape[1] == q.shape[1] else VARYING for s in mask)
-        outs = tuple(use.cut(1, o.shape[1], grain * times) for o in use.outs)
+        outs = tuple(use.cut(1, o.shape[1], multiple * times) for o in use.outs)
         out.append(Strategy((heads, groups, groups, *masks), outs, _attend(use.target)))
     return out
 
@@ -184,4 +186,3 @@ def _attend(target: Any) -> Run:
         return scores @ v, scores.sum(-1)
 
     return run
-

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardfn.activations import Saved, SavePolicy, is_plain, pool_of
 from shardfn.collectives import transforming
 from shardfn.core import tree_leaves
-from shardfn.engine import Transform, check_order, in_region
+from shardfn.engine import Transform, check_order, in_section
 
 WINDOW = 64 << 20
 
@@ -41,7 +41,7 @@ class Offloaded(Transform):
             return self.inner(*args, **kwargs)
         # Of a loss that is partitioned it is the graph that runs, and whose values are moved.
         again = functools.partial(Offloaded, policy=self.policy, directory=self.directory, window=self.window)
-        written, out = in_region(again, lambda: self.inner(*args, **kwargs))
+        written, out = in_section(again, lambda: self.inner(*args, **kwargs))
         if written:
             return out
         saved = Saved(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))

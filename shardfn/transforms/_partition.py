@@ -9,10 +9,10 @@ from shardfn.engine import Partitioned, check_order
 def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
     """Tensor parallelism of an unmodified loss: inside it leaves are whole along `axes`, outside they are blocks.
 
-    `sharded_step(partition(loss), ..., specs=specs)` computes what `sharded_step(loss, ...)` computes on one device. The
-    specs alone say what is cut; how the values between are spread follows from the operations, by rules that each say
-    what an operation makes of blocks. With Megatron's specs a transformer's block sends two sums in the forward and two
-    in the backward. What no rule covers is computed on whole values.
+    `sharded_step(partition(loss), ..., specs=specs)` computes what `sharded_step(loss, ...)` computes on one device.
+    The specs alone say what is cut; how the values between are spread follows from the operations, by rules that each
+    say what an operation makes of blocks. With Megatron's specs a transformer's block sends two sums in the forward and
+    two in the backward. What no rule covers is computed on whole values.
 
     The loss's Python runs once a signature, as under `jit`: it may not depend on the values of tensors.
 

@@ -13,7 +13,7 @@ from shardfn.activations import Forward, Rerun, Results, SavePolicy, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_unflatten
-from shardfn.engine import check_order, in_region
+from shardfn.engine import check_order, in_section
 from shardfn.leaves import LazyLeaf
 
 from ._offload import WINDOW
@@ -71,7 +71,7 @@ def remat(
             return f(*args, **kwargs)
         # Of a loss that is partitioned it is the graph that runs, and is recomputed.
         again = functools.partial(remat, policy=policy, directory=directory, window=window)
-        written, out = in_region(again, lambda: f(*args, **kwargs))
+        written, out = in_section(again, lambda: f(*args, **kwargs))
         if written:
             return out
         leaves, treedef = tree_flatten((args, kwargs))

@@ -105,7 +105,9 @@ def _gather(r):
 def _index(r):
     x = _x(r, 4)
     i, j = torch.randint(0, x.shape[1], (5, 1)), torch.randint(0, x.shape[2], (5, 6))
-    return r.choice([(x, [None, i, j]), (x, [None, None, j]), (x, [j.clamp(max=x.shape[0] - 1)]), (x, [i * 0, None, j])])
+    return r.choice(
+        [(x, [None, i, j]), (x, [None, None, j]), (x, [j.clamp(max=x.shape[0] - 1)]), (x, [i * 0, None, j])]
+    )
 
 
 def _norm(r):
@@ -223,7 +225,7 @@ def seen_of(args, kwargs):
 
 def part(x, form, ranks, seed):
     if form.kind == "cut":
-        start, stop = ranks.bounds(x.shape[form.dim], form.grain)
+        start, stop = ranks.bounds(x.shape[form.dim], form.multiple)
         return x.narrow(form.dim, start, stop - start)
     if form.kind == "partial":
         generator = torch.Generator().manual_seed(seed)
@@ -279,8 +281,8 @@ def forms_of(tensors, num):
     out = [(WHOLE,) * len(tensors), (PARTIAL,) * len(tensors)]
     for k, x in enumerate(tensors):
         for d, size in enumerate(x.shape):
-            for grain in {g for g in (1, 2, 3, 4) if size % g == 0}:
-                out.append(tuple(cut(d, size, num, grain) if i == k else WHOLE for i in range(len(tensors))))
+            for multiple in {g for g in (1, 2, 3, 4) if size % g == 0}:
+                out.append(tuple(cut(d, size, num, multiple) if i == k else WHOLE for i in range(len(tensors))))
     return out
 
 
