@@ -107,10 +107,8 @@ def _converted(x: Any, step: Convert, axis: str) -> Any:
         return _cut(x, step, axis)
     if before.kind == "cut":
         gather = all_gather_invariant if after.kind == "whole" else all_gather
-        return _joined(
-            gather(_by_multiple(x, before), axis, dim=before.dim, size=step.shape[before.dim] // before.multiple),
-            before,
-        )
+        size = step.shape[before.dim] // before.multiple
+        return _joined(gather(_by_multiple(x, before), axis, dim=before.dim, size=size), before)
     if before.kind == "partial":
         return psum(x.contiguous(), axis)
     return pvary(x, axis)
