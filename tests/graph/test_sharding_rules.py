@@ -291,7 +291,7 @@ def forms_of(tensors, num):
 def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
     target, draw = CASES[name]
     r, tried = random.Random(name), set()
-    for trial in range(6):
+    for trial in range(5):
         torch.manual_seed(trial)
         drawn = draw(r)
         given, named = drawn if isinstance(drawn[-1], dict) else (drawn, {})
