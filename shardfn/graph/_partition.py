@@ -1,11 +1,10 @@
 """`partition_graph`: a program of one device, along a mesh axis: which form each value has, and what is sent between.
 
 The rules of the op table offer strategies for each op; the planner chooses the cheapest, op by op, where the price is
-what is sent, forward and backward, for all that has not been made before. Three things make that a whole:
-
-    a value is converted once to each form, and kept for its other uses
-    views cost nothing, so that one of a value that is to be sent is made again, of what was sent
-    a sum that is not needed yet is not taken: partial values stay so through what is linear
+what is sent, forward and backward, for all that has not been made before. Three things make that a whole. A value is
+converted once to each form, and kept for its other uses. Views cost nothing, so that a view of a value that is to be
+sent is made again, of what was sent. And a sum that is not needed yet is not taken: partial values stay so through what
+is linear.
 
 A leaf that its spec cuts is joined only where nothing else is possible: that it stays cut is what the spec is for.
 """
