@@ -54,6 +54,7 @@ from shardfn.transforms import (
     jit as jit,
     mixed_precision as mixed_precision,
     offload as offload,
+    partition as partition,
     pipeline as pipeline,
     policies as policies,
     remat as remat,

@@ -33,10 +33,12 @@ DESIGN = [
     "docs/design/0013-op-table-and-types.md",
     "docs/design/0014-zero.md",
     "docs/design/0015-pipeline.md",
+    "docs/design/0016-partition.md",
 ]
 DOCS = [
     "docs/index.md",
     "docs/jit.md",
+    "docs/partition.md",
     "docs/scan.md",
     "docs/pipeline.md",
     "docs/passes.md",

@@ -64,6 +64,10 @@ class Recorder:
         """Says which part of the step begins."""
         self.phase = phase
 
+    def note(self, node: Node) -> None:
+        """Notes more beside an op, while it is written down; for captures of a special kind."""
+        del node
+
     def line(self) -> str | None:
         """The innermost line of the user's code that is running."""
         frame: FrameType | None = sys._getframe(1)
@@ -111,6 +115,7 @@ class Recorder:
             if applied is not None:
                 node.meta["collective"] = applied
                 node.meta["again"] = bool(_RECOMPUTING)
+            self.note(node)
             return node
 
         tracer.create_node = create_node
@@ -157,13 +162,20 @@ def recorder() -> Recorder | None:
     return innermost if mode is not None and innermost is not None and innermost.tracer is mode.tracer else None
 
 
-def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder: Recorder | None = None) -> GraphModule:
+def capture(
+    f: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Any],
+    recorder: Recorder | None = None,
+    *,
+    differentiable: bool = False,
+) -> GraphModule:
     """The graph of `f(*inputs)`.
 
     Args:
         f: takes as many tensors as there are inputs, returns a flat sequence of tensors.
         inputs: anything with shape, dtype and device; values are not looked at.
         recorder: what notes phase and line of each op.
+        differentiable: whether the graph is to be differentiated afterwards: it keeps what stops gradients.
 
     Returns:
         The graph module; each node's `meta["val"]` is a tensor without data.
@@ -186,7 +198,8 @@ def capture(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], recorder:
     finally:
         forget_cached()
     with_sizes(gm)
-    _strip_detach(gm)
+    if not differentiable:
+        _strip_detach(gm)
     return gm
 
 

@@ -26,6 +26,8 @@ from ._model_state import check_alike as check_alike, check_kept as check_kept
 from ._model_state import first_model_state as first_model_state, shapes_of as shapes_of
 from ._compared import compare_first_step as compare_first_step
 from ._moved import moved as moved, moved_purely as moved_purely
+from ._partition_capture import in_section as in_section
+from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined
 from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words

@@ -30,6 +30,7 @@ def describe_function(loss: Unwrapped, name: str) -> list[str]:
     cuts = [x.num_microbatches for x in around if x.transform == "accumulate"]
     if loss.mixed is not None:
         lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")
+    lines += [f"partition along {x.axes}" for x in around if x.transform == "partition"]
     lines.append(f"accumulate {' x '.join(map(str, cuts))}" if cuts else "no accumulate")
     return [*lines, *describe(inner, name, strangers=False)]
 

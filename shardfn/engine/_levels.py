@@ -29,7 +29,7 @@ class Row(NamedTuple):
     twice: str | None = None
 
 
-_STEP = frozenset({"jit", "accumulate", "mixed_precision", "sharded"})
+_STEP = frozenset({"jit", "accumulate", "mixed_precision", "partition", "sharded"})
 TABLE = {
     "jit": Row("around a step", _STEP - {"jit"}, "the loss is jitted twice; drop one."),
     "accumulate": Row("around a loss", _STEP),
@@ -37,6 +37,9 @@ TABLE = {
         "around a loss",
         _STEP - {"mixed_precision"},
         "the loss has two precision policies; drop one mixed_precision.",
+    ),
+    "partition": Row(
+        "around a loss", _STEP - {"partition"}, "the loss is partitioned twice; drop one partition, or name one axis."
     ),
     "remat": Row("inside a loss", _STEP | {"remat", "offload", "pipeline"}),
     "offload": Row("inside a loss", _STEP | {"pipeline"}),
@@ -51,6 +54,12 @@ TABLE = {
 WHY = {
     ("jit", "jit"): "jit(jit(f)) is jit(f); drop one.",
     ("mixed_precision", "mixed_precision"): "mixed_precision(mixed_precision(loss)): a loss has one policy; drop one.",
+    ("partition", "partition"): "partition(partition(loss)): a loss is partitioned once; drop one.",
+    ("remat", "partition"): "remat(partition(f)) would hide the leaves' specs from it; use partition(remat(f)).",
+    ("offload", "partition"): (
+        "offload(partition(f), policy) would hide the leaves' specs from it; use offload inside a plain loss."
+    ),
+    ("partition", "sharded"): "partition(sharded(f)) has no leaves to partition; use sharded(partition(f), ...).",
     ("remat", "accumulate"): (
         "remat(accumulate(f, n)) would keep every microbatch at once; use accumulate(remat(f), n)."
     ),

@@ -1,5 +1,6 @@
 """What a step's loss is wrapped in: the transforms that the step takes over from it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,6 +45,11 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     inner = past_the_batch(inner) if has_state else inner
     named = {x.transform: x for x in around}
     jitted, mixed = named.get("jit"), named.get("mixed_precision")
+    parted = named.get("partition")
+    if parted is not None:
+        if has_state:
+            raise ValueError("partition(loss) takes no model state; build the step without has_state.")
+        inner = dataclasses.replace(parted, inner=inner, _programs=parted._programs)
     if mixed is not None:
         inner = mixed = Mixed(inner, mixed.policy, mixed.loss_scale)
     for num in [x.num_microbatches for x in reversed(around) if x.transform == "accumulate"]:

@@ -31,3 +31,16 @@ from ._types import Leaf as Leaf
 from ._type_check import AxisTypeError as AxisTypeError, check_types as check_types, value_types as value_types
 from ._values import storage_of as storage_of, tensors_in as tensors_in
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend
+from ._forms import PARTIAL as PARTIAL, VARYING as VARYING, WHOLE as WHOLE, Form as Form, Ranks as Ranks
+from ._forms import (
+    Seen as Seen,
+    Strategy as Strategy,
+    Use as Use,
+    cut as cut,
+    multiple_of as multiple_of,
+    lengths as lengths,
+)
+from ._partition import Compute as Compute, Convert as Convert, Program as Program, Passage as Passage, Sent as Sent
+from ._partition import partition_graph as partition_graph
+from ._partition_prepare import prepare as prepare
+from ._partition_text import program_text as program_text

@@ -14,6 +14,8 @@ from torch.fx import Node
 
 from shardfn.core import MemoryKind
 
+from ._forms import Rule
+
 Channel = Literal["", "gather", "reduce", "loss"]
 
 
@@ -51,7 +53,7 @@ class Op:
         strides: by overload, how its results lie where torch's abstract answer differs: of the answer and the operands.
         abstract: by overload, what it makes of tensors without data, where torch's answer differs in more.
         types: how it changes the types of values along axes (`_types.py`); "" for what computes on each rank alone.
-        sharding: from how its operands are cut to how its results are. Nobody reads it yet.
+        sharding: from the forms of its operands along an axis to strategies (`_forms.py`); None: whole values only.
         views: the argument of which its result is another look, by its schema.
         writes: position and name of the arguments that it overwrites, by its schema.
         draws: it draws from torch's generator, by its tags.
@@ -80,7 +82,7 @@ class Op:
     strides: Mapping[str, Callable[[Tensor, Sequence[Any]], Tensor]] = dataclasses.field(default_factory=dict)
     abstract: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     types: str = ""
-    sharding: None = None
+    sharding: Rule | None = None
     views: int | None = None
     writes: tuple[tuple[int, str], ...] = ()
     draws: bool = False

@@ -4,6 +4,7 @@ A row holds for all overloads, save where it names them. An op without a row com
 its operands and results weigh, and stays where it is. Everything in this room that asks which op a node is asks here.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from . import _formulas as formulas
 from . import _strides as strides
 from . import _wire as wire
 from ._op import Crossing, Op, with_schema
+from ._sharding import POINTWISE, RULES
 
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
 _WIRE, _MEMORY = torch.ops.shardfn, torch.ops.shardfn_memory
@@ -50,7 +52,10 @@ def known_op(target: Any) -> Op:
         >>> known_op(torch.ops.aten.mm.default).flops is formulas.product, known_op(torch.ops.aten.t.default).views
         (True, 0)
     """
-    return with_schema(OPS.get(getattr(target, "overloadpacket", target), _NONE), target)
+    packet = getattr(target, "overloadpacket", target)
+    op = with_schema(OPS.get(packet, _NONE), target)
+    rule = None if op.writes else RULES.get(packet, POINTWISE if op.pointwise and not op.draws else None)
+    return op if rule is None else dataclasses.replace(op, sharding=rule)
 
 
 def _as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:

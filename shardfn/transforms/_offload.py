@@ -1,6 +1,7 @@
 """`offload`: the same function, whose saved activations wait for the backward in other memories."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torch import Tensor
 from shardfn.activations import Saved, SavePolicy, is_plain, pool_of
 from shardfn.collectives import transforming
 from shardfn.core import tree_leaves
-from shardfn.engine import Transform, check_order
+from shardfn.engine import Transform, check_order, in_section
 
 WINDOW = 64 << 20
 
@@ -38,6 +39,11 @@ class Offloaded(Transform):
         """The function's value."""
         if transforming() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        # Of a loss that is partitioned it is the graph that runs, and whose values are moved.
+        again = functools.partial(Offloaded, policy=self.policy, directory=self.directory, window=self.window)
+        written, out = in_section(again, lambda: self.inner(*args, **kwargs))
+        if written:
+            return out
         saved = Saved(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
         with saved.saving():
             return self.inner(*args, **kwargs)

@@ -13,7 +13,7 @@ from shardfn.activations import Forward, Rerun, Results, SavePolicy, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_unflatten
-from shardfn.engine import check_order
+from shardfn.engine import check_order, in_section
 from shardfn.leaves import LazyLeaf
 
 from ._offload import WINDOW
@@ -69,6 +69,11 @@ def remat(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if transforming():  # where the hooks that drop and recompute are not available; the value is the same
             return f(*args, **kwargs)
+        # Of a loss that is partitioned it is the graph that runs, and is recomputed.
+        again = functools.partial(remat, policy=policy, directory=directory, window=window)
+        written, out = in_section(again, lambda: f(*args, **kwargs))
+        if written:
+            return out
         leaves, treedef = tree_flatten((args, kwargs))
         # Tensors in trees are saved as inputs, too. A leaf that a step gathers is no tensor that could be saved.
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]

@@ -43,6 +43,7 @@ from shardfn.engine import (
     Words,
     abstract_params,
     agree_on_step,
+    bind,
     capture_function,
     check_order,
     check_params,
@@ -152,6 +153,7 @@ def sharded(
         )
     policy = unwrapped.mixed and unwrapped.mixed.policy
     planner = Planner(on, specs, default_batch(specs, on) if batch is None else batch, rule, True, policy)
+    unwrapped = bind(unwrapped, planner)
     lines = [*describe_function(unwrapped, "f"), f"in_specs {in_specs}, out_specs {out_specs}, donate {donated}"]
     name = getattr(unwrapped.loss, "__name__", type(unwrapped.loss).__name__)
     return Sharded(unwrapped, planner, interface, Agreement(lambda plan: lines), f"the sharded function {name}")

@@ -41,6 +41,7 @@ from shardfn.engine import (
     abstract_state,
     agree_on_step,
     begin,
+    bind,
     check_alike,
     check_kept,
     check_phases,
@@ -157,6 +158,7 @@ def sharded_step(
     check_specs({"state_specs": state_specs}, P(), Zero(), on)
     unwrapped = unwrap(loss, has_state=has_state)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
+    unwrapped = bind(unwrapped, planner)
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
     return ShardedStep(
         step_parts(unwrapped, as_transformation(optimizer), on, **flags), unwrapped, planner, key, state_specs
@@ -402,7 +404,7 @@ class ShardedStep:
 
     def _function(self, f: Callable[..., Any]) -> Sharded:
         """`f` over this step's parameters, as it was made for an earlier call, or anew."""
-        unwrapped = unwrap(f)
+        unwrapped = bind(unwrap(f), self._planner)
         found = self._applied.pop(unwrapped.loss, None)
         if found is None or found.jitted != unwrapped.jitted:
             found = self._over_params(unwrapped, "apply")

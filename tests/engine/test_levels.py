@@ -16,6 +16,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "jit": lambda f: sf.jit(f, backend="graph"),
     "accumulate": lambda f: sf.accumulate(f, 2),
     "mixed_precision": lambda f: sf.mixed_precision(f, sf.Policy()),
+    "partition": sf.partition,
     "remat": sf.remat,
     "offload": lambda f: sf.offload(f, policies.offload_larger_than(0)),
     "pipeline": lambda f: sf.pipeline(f, lambda p, h: h, lambda w, h, x: h, blocks=lambda w: w.reshape(1)),

@@ -1,0 +1,119 @@
+"""What a capture of a loss that is to be partitioned notes, and what it refuses: all that its graph does not hold.
+
+A graph of a forward has operations. What else the loss does with its values, where autograd sees it, must be noted
+beside them, or be an error: sections that are recomputed or offloaded, parts under `no_grad`; functions with a backward
+of their own, hooks.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from shardfn.capture import Recorder, recorder
+from shardfn.core import raise_all
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Section:
+    """A part of a loss that ran inside a function of a transform.
+
+    Attributes:
+        around: the transform: from a function of tensors to one of the same meaning.
+    """
+
+    around: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Noting(Recorder):
+    """Notes of each op whether it is differentiated, and the outermost section that it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sections: list[Section] = []
+
+    def note(self, node: Node) -> None:
+        """Notes it.
+
+        Raises:
+            ValueError: something else has hooks on what autograd saves.
+        """
+        if not torch.is_grad_enabled():
+            node.meta["no_grad"] = True
+        if self.sections:
+            node.meta["section"] = self.sections[0]
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        if top is not None and top[0] is not _as_it_is:
+            raise ValueError(
+                f"{self.line() or 'a line unknown'}: partition(loss) does not hold what is recomputed or moved by"
+                " saved-tensor hooks, such as torch.utils.checkpoint; use sf.remat or sf.offload, or turn it off."
+            )
+
+
+def in_section(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Callable[[], Any]) -> tuple[bool, Any]:
+    """Runs `f` as a section of the loss that is being captured to be partitioned; (False, None) where none is."""
+    notes = recorder()
+    if not isinstance(notes, Noting):
+        return False, None
+    notes.sections.append(Section(around))
+    try:
+        return True, f()
+    finally:
+        notes.sections.pop()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """A capture inside a step, whose way with saved values is no concern of it; hooks on values are refused."""
+    register = torch.Tensor.register_hook
+
+    def refuse(self: Tensor, hook: Any) -> Any:
+        del self, hook
+        raise ValueError(
+            "partition(loss): Tensor.register_hook in the loss, which the graph of its forward does not hold; write a"
+            " product, or x + (y - x).detach(), or leave out partition."
+        )
+
+    torch.Tensor.register_hook = refuse
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            yield
+    finally:
+        torch.Tensor.register_hook = register
+
+
+def refuse_functions(out: Sequence[Any]) -> None:
+    """Refuses operations with a backward of their own, which a graph of their forward does not hold.
+
+    Raises:
+        ValueError: lists them.
+    """
+    todo = [x.grad_fn for x in out if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set(todo)
+    found: set[str] = set()
+    while todo:
+        fn = todo.pop()
+        if isinstance(fn, torch.autograd.function.BackwardCFunction):
+            found.add(type(fn).__name__.removesuffix("Backward"))
+        for before, _ in fn.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                todo.append(before)
+    raise_all(
+        ValueError,
+        "partition(loss) holds operations of torch, whose backward it knows. Functions with a backward of their own:",
+        [
+            "a collective of shardfn; leave it out, or leave out partition: what is cut is said by specs alone"
+            if name == "_Collective"
+            else f"{name}; write it in operations of torch, or leave out partition"
+            for name in sorted(found)
+        ],
+    )
+
+
+def _as_it_is(x: Any) -> Any:
+    return x

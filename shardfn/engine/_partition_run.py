@@ -1,0 +1,135 @@
+"""Runs a partitioned program on this rank's parts: ops on blocks, and the collectives of the table between them."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node, map_arg
+
+from shardfn.collectives import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    at_line,
+    psum,
+    psum_scatter,
+    pvary,
+    take_own_block,
+)
+from shardfn.graph import Compute, Convert, Form, Passage, Program, Ranks
+from shardfn.leaves import LazyLeaf, opened
+
+# What takes layers of a stacked leaf without opening it.
+_OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
+
+
+def run_program(program: Program, inputs: Sequence[Any]) -> list[Any]:
+    """The results, whole on all ranks.
+
+    Args:
+        program: made for the bound mesh.
+        inputs: this rank's block of each leaf, and the other arguments.
+    """
+    ranks = Ranks(program.axis)
+    slots: list[Any] = [None] * program.num_slots
+    for slot, x in zip(program.inputs, inputs, strict=True):
+        slots[slot] = x
+    for slot, x in program.constants.items():
+        slots[slot] = x
+    for passage in program.passages:
+        if passage.section is None:
+            _run(program, passage, ranks, slots)
+        else:
+            _run_section(program, passage, ranks, slots)
+    return [opened(slots[x]) if is_slot else x for is_slot, x in program.outputs]
+
+
+def _run(program: Program, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+    for i in passage.steps:
+        step = program.steps[i]
+        with at_line(step.line):
+            if isinstance(step, Convert):
+                slots[step.dst] = _converted(slots[step.src], step, program.axis)
+            else:
+                _compute(step, ranks, slots)
+        for slot in program.last_use[i]:
+            slots[slot] = None
+
+
+def _run_section(program: Program, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+    """As a function of what it needs, in what was around it in the loss: its activations are dropped, or moved."""
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        own: list[Any] = [None] * len(slots)
+        for slot, x in zip(passage.ins, given, strict=True):
+            own[slot] = x
+        _run(program, passage, ranks, own)
+        return tuple(own[slot] for slot in passage.outs)
+
+    given = [slots[slot] for slot in passage.ins]
+    for i in passage.steps:
+        for slot in program.last_use[i]:
+            slots[slot] = None
+    for slot, x in zip(passage.outs, passage.section.around(run)(*given), strict=True):
+        slots[slot] = x
+
+
+def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
+    node, strategy = step.node, step.strategy
+    given = iter(step.slots)
+    target: Any = _OF_STACKS.get(node.target, node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    stacked = target is not node.target
+
+    def take(n: Node) -> Any:
+        x = slots[next(given)]
+        return x if stacked else opened(x)
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), take)
+    mode = torch.no_grad() if node.meta.get("no_grad") else contextlib.nullcontext()
+    with mode:
+        if strategy.run is None:
+            out = target(*args, **kwargs)
+        else:
+            out = strategy.run(ranks, args, kwargs)
+    results = (out,) if step.single else out
+    for at, dst in step.dsts.items():
+        slots[dst] = results[at]
+
+
+def _converted(x: Any, step: Convert, axis: str) -> Any:
+    before, after = step.before, step.after
+    if (before.kind, after.kind) == ("whole", "varying") and type(x) is LazyLeaf and not x._layers:
+        return x.with_handle(pvary(x.handle, axis))  # still not opened; the sum of its gradients is taken once
+    x = opened(x)
+    if after.kind == "cut":
+        return _cut(x, step, axis)
+    if before.kind == "cut":
+        gather = all_gather_invariant if after.kind == "whole" else all_gather
+        size = step.shape[before.dim] // before.multiple
+        return _joined(gather(_by_multiple(x, before), axis, dim=before.dim, size=size), before)
+    if before.kind == "partial":
+        return psum(x.contiguous(), axis)
+    return pvary(x, axis)
+
+
+def _cut(x: Tensor, step: Convert, axis: str) -> Tensor:
+    before, after = step.before, step.after
+    if before.kind == "whole":
+        return _joined(take_own_block(_by_multiple(x, after), axis, dim=after.dim), after)
+    if before.kind == "varying":
+        start, stop = Ranks(axis).bounds(step.shape[after.dim], after.multiple)
+        return x.narrow(after.dim, start, stop - start)
+    if before.kind == "partial":
+        return _joined(psum_scatter(_by_multiple(x, after), axis, dim=after.dim), after)
+    return all_to_all(x, axis, split_dim=after.dim, concat_dim=before.dim, size=step.shape[before.dim])
+
+
+def _by_multiple(x: Tensor, form: Form) -> Tensor:
+    """The cut dim as [blocks, multiple], so that blocks are cut as the table cuts them."""
+    return x if form.multiple == 1 else x.unflatten(form.dim, (x.shape[form.dim] // form.multiple, form.multiple))
+
+
+def _joined(x: Tensor, form: Form) -> Tensor:
+    return x if form.multiple == 1 else x.flatten(form.dim, form.dim + 1)

@@ -1,0 +1,149 @@
+"""Sharding rules of ops that treat some dims alike: dims have labels, and where a label is cut, it is cut everywhere.
+
+A label stands for one dim of each operand and result that has it. Products, pointwise ops, reductions, norms, lookups
+and attention differ in their labels alone: `mk, kn -> mn`. A label that no result has is summed over.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from ._forms import PARTIAL, VARYING, Form, Run, Seen, Strategy, Use, whole
+
+# Of each dim its label, or None for a dim that must not be cut.
+Dims = tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """What an op does with dims.
+
+    Attributes:
+        ins: the labels of each operand's dims.
+        outs: those of each result's.
+        sums: whether a label that no result has may be cut: the op is a sum over it.
+        linear: operands of which the op is a linear function, each by itself; its result is then partial with them.
+        together: the op is linear in these operands taken together, as a sum is.
+        run: see `Strategy`; given the forms of the results.
+    """
+
+    ins: tuple[Dims, ...]
+    outs: tuple[Dims, ...]
+    sums: bool = False
+    linear: tuple[int, ...] = ()
+    together: tuple[int, ...] = ()
+    run: Callable[[tuple[Form, ...]], Run | None] = lambda outs: None
+
+
+def labelled(label: Callable[[Use], Labels]) -> Callable[[Use], list[Strategy]]:
+    """The rule of an op with labels."""
+
+    def rule(use: Use) -> list[Strategy]:
+        return [whole(use), *strategies(use, label(use))]
+
+    return rule
+
+
+def strategies(use: Use, labels: Labels) -> list[Strategy]:
+    """The strategies that cut one label, and those that leave a sum to be taken."""
+    out: list[Strategy] = []
+    for name, size in _sizes(use, labels).items():
+        summed = not any(name in dims for dims in labels.outs)
+        if size < 2 or (summed and not labels.sums):
+            continue
+        for multiple in _multiples(use, labels, name):
+            ins = tuple(_form(use, x, dims, name, multiple) for x, dims in zip(use.operands, labels.ins, strict=True))
+            outs = tuple(
+                PARTIAL if summed else _form(use, x, dims, name, multiple)
+                for x, dims in zip(use.outs, labels.outs, strict=True)
+            )
+            if all(form != VARYING for form in outs):
+                out.append(Strategy(ins, outs, labels.run(outs)))
+    every = range(len(use.operands))
+    for chosen in (*((i,) for i in labels.linear), *([labels.together] if labels.together else [])):
+        outs = (PARTIAL,) * len(use.outs)
+        out.append(Strategy(tuple(PARTIAL if i in chosen else VARYING for i in every), outs, labels.run(outs)))
+    return out
+
+
+def _form(use: Use, x: Seen, dims: Dims, name: object, multiple: int) -> Form:
+    return use.cut(dims.index(name), x.shape[dims.index(name)], multiple) if name in dims else VARYING
+
+
+def _sizes(use: Use, labels: Labels) -> dict[object, int]:
+    sides = (*zip(use.operands, labels.ins, strict=True), *zip(use.outs, labels.outs, strict=True))
+    return {name: size for x, dims in sides for name, size in zip(dims, x.shape, strict=True) if name is not None}
+
+
+def _multiples(use: Use, labels: Labels, name: object) -> list[int]:
+    """The multiples at which operands are cut along a label, and 1."""
+    found = {1}
+    for form, dims in zip(use.forms, labels.ins, strict=True):
+        if form.kind == "cut" and dims[form.dim] == name:
+            found.add(form.multiple)
+    return sorted(found)
+
+
+# Labels of families.
+
+
+def broadcast(use: Use) -> Labels:
+    """Pointwise: the dims of the results, to which operands are broadcast."""
+    out = use.outs[0]
+    ins = tuple(aligned(x, out) for x in use.operands)
+    return Labels(ins, tuple(tuple(range(x.ndim)) for x in use.outs))
+
+
+def aligned(x: Seen, out: Seen) -> Dims:
+    """Labels of an operand's dims, by what they are broadcast to."""
+    lead = out.ndim - x.ndim
+    return tuple(i + lead if size == out.shape[i + lead] else None for i, size in enumerate(x.shape))
+
+
+def sum_of_operands(use: Use) -> Labels:
+    """Pointwise and linear in all its operands together; nothing is added that is no tensor."""
+    labels = broadcast(use)
+    every = tuple(range(len(use.operands)))
+    alone = len(every) == len([a for a in use.args if not isinstance(a, bool)])
+    # A partial operand that is broadcast stays a summand; a number would be added once a rank.
+    return dataclasses.replace(labels, together=every if alone else ())
+
+
+def unary_linear(use: Use) -> Labels:
+    """Pointwise and linear."""
+    return dataclasses.replace(broadcast(use), together=(0,))
+
+
+def scaled(use: Use) -> Labels:
+    """A product with a number, or of two: a sum that is scaled may be taken afterwards."""
+    labels = broadcast(use)
+    if len(use.operands) == 1:
+        return dataclasses.replace(labels, together=(0,))
+    single = [i for i, x in enumerate(use.operands) if all(s == 1 for s in x.shape)]
+    return dataclasses.replace(labels, linear=tuple(i for i in (0, 1) if 1 - i in single))
+
+
+def divided(use: Use) -> Labels:
+    """A quotient: linear in what is divided."""
+    labels = broadcast(use)
+    small = len(use.operands) == 1 or all(s == 1 for s in use.operands[1].shape)
+    first = isinstance(use.args[0], Seen)
+    plain = use.kwargs.get("rounding_mode") is None
+    return dataclasses.replace(labels, linear=(0,) if small and first and plain else ())
+
+
+def product(*terms: str) -> Callable[[Use], Labels]:
+    """Products: `product("mk", "kn", "mn")`."""
+    ins, out = tuple(tuple(t) for t in terms[:-1]), tuple(terms[-1])
+    return lambda use: Labels(ins, (out,), sums=True, linear=(0,))
+
+
+def keeps_all_but(dims: Callable[[Use], Sequence[int]]) -> Callable[[Use], Labels]:
+    """Computes along some dims, on which nothing may be cut, for each index of the others; results have all dims."""
+
+    def label(use: Use) -> Labels:
+        x = use.operands[0]
+        closed = {d % max(x.ndim, 1) for d in dims(use)}
+        own: Dims = tuple(None if i in closed else i for i in range(x.ndim))
+        return Labels(tuple(own for _ in use.operands), tuple(own for _ in use.outs))
+
+    return label

@@ -1,0 +1,234 @@
+"""Sharding rules of views and of ops that move elements: what a cut dim becomes."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._forms import PARTIAL, VARYING, WHOLE, Form, Ranks, Run, Strategy, Use, lengths, multiple_of, whole
+from ._labelled import Dims, Labels, aligned, strategies
+
+
+def _moved(use: Use, order: Sequence[object]) -> Labels:
+    """One operand, all of whose dims keep their elements; `order` labels the result's."""
+    x = use.operands[0]
+    return Labels((tuple(range(x.ndim)),), (tuple(order),), together=(0,))
+
+
+def transposed(use: Use) -> Labels:
+    """`t`, `transpose`, `permute`, `movedim` as aten has them."""
+    order = list(range(use.operands[0].ndim))
+    rest = use.args[1:]
+    if not rest:
+        order.reverse()
+    elif isinstance(rest[0], int):
+        a, b = rest
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [d % len(order) for d in rest[0]]
+    return _moved(use, order)
+
+
+def unsqueezed(use: Use) -> Labels:
+    """A new dim of size 1."""
+    order: list[object] = list(range(use.operands[0].ndim))
+    order.insert(use.args[1] % use.outs[0].ndim, None)
+    return _moved(use, order)
+
+
+def squeezed(use: Use) -> Labels:
+    """Dims of size 1 that go."""
+    x = use.operands[0]
+    named = use.args[1] if len(use.args) > 1 else list(range(x.ndim))
+    dims = {d % max(x.ndim, 1) for d in ([named] if isinstance(named, int) else named)}
+    labels = _moved(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
+    # By shape: a block may be of size 1 where the dim is not.
+    return dataclasses.replace(labels, run=shaped(use, "reshape"))
+
+
+def expanded(use: Use) -> Labels:
+    """Dims of size 1 that are repeated; the shape is an argument, of which this rank's part is taken."""
+    x, out = use.operands[0], use.outs[0]
+    own = aligned(x, out)
+    sizes: Dims = tuple(i if i in own and out.shape[i] > 1 else None for i in range(out.ndim))
+    return Labels((own,), (sizes,), run=shaped(use, "expand"))
+
+
+def repeated(use: Use) -> Labels:
+    """Dims that are written several times must not be cut."""
+    x, out = use.operands[0], use.outs[0]
+    own = tuple(i if i is not None and use.args[1][i] == 1 else None for i in aligned(x, out))
+    return Labels((own,), (tuple(i if i in own else None for i in range(out.ndim)),))
+
+
+def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[Use], Labels]:
+    """All dims but one, of which it takes or joins parts: `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`."""
+
+    def label(use: Use) -> Labels:
+        x = use.operands[0]
+        dim = use.arg(at, name, default) % max(x.ndim, 1)
+        own: Dims = tuple(None if i == dim and not _untouched(use, dim) else i for i in range(x.ndim))
+        fewer = tuple(i for i in range(x.ndim) if i != dim)
+        outs = tuple(own if out.ndim == x.ndim else fewer for out in use.outs)
+        return Labels((own,) * len(use.operands), outs, together=tuple(range(len(use.operands))))
+
+    return label
+
+
+def _untouched(use: Use, dim: int) -> bool:
+    """Whether a slice takes all of its dim, whatever its length."""
+    if use.target.__name__ != "slice.Tensor":
+        return False
+    start, stop, step = use.arg(2, "start"), use.arg(3, "end"), use.arg(4, "step", 1)
+    return start in (None, 0) and step == 1 and (stop is None or stop >= 2**62)
+
+
+def padded(use: Use) -> Labels:
+    """Dims that get no padding."""
+    x, pad = use.operands[0], use.args[1]
+    touched = {x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
+    own: Dims = tuple(None if i in touched else i for i in range(x.ndim))
+    linear = (0,) if not use.arg(2, "value", 0) else ()
+    return Labels((own,), (own,), together=linear)
+
+
+# Views that join and divide dims.
+
+
+def viewed(use: Use) -> list[Strategy]:
+    """`view`, `reshape`: a cut passes where it is the first dim of its group, and blocks end where the result's do."""
+    out: list[Strategy] = [whole(use), Strategy((PARTIAL,), (PARTIAL,))]
+    x, y = use.operands[0], use.outs[0]
+    for i, j in _leading(x.shape, y.shape):
+        each, into = math.prod(x.shape[i + 1 : _group_end(x.shape, y.shape, i)]), 0
+        into = x.shape[i] * each // y.shape[j]
+        for multiple in _view_multiples(use, i, each, into):
+            blocks = [n * each for n in lengths(x.shape[i], use.num, multiple)]
+            if any(n % into for n in blocks):
+                continue
+            after = multiple_of(y.shape[j], [n // into for n in blocks])
+            if after is not None:
+                forms = use.cut(i, x.shape[i], multiple), use.cut(j, y.shape[j], after)
+                out.append(Strategy(forms[:1], forms[1:]))
+    return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
+
+
+def _view_multiples(use: Use, dim: int, each: int, into: int) -> list[int]:
+    form = use.forms[0]
+    found = {1, into // math.gcd(each, into)}
+    if form.kind == "cut" and form.dim == dim:
+        found.add(form.multiple)
+    return sorted(g for g in found if use.operands[0].shape[dim] % g == 0)
+
+
+def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dims with the same number of elements; without empty values."""
+    out: list[tuple[range, range]] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        i0, j0, m, n = i, j, a[i], b[j]
+        i, j = i + 1, j + 1
+        while m != n:
+            if m < n:
+                m, i = m * a[i], i + 1
+            else:
+                n, j = n * b[j], j + 1
+        out.append((range(i0, i), range(j0, j)))
+    return out
+
+
+def _leading(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
+    """Of each group the first dims, on both sides, that are more than 1."""
+    if 0 in a:
+        return []
+    firsts = (
+        (next((i for i in p if a[i] > 1), None), next((j for j in q if b[j] > 1), None)) for p, q in _groups(a, b)
+    )
+    return [(i, j) for i, j in firsts if i is not None and j is not None]
+
+
+def _group_end(a: Sequence[int], b: Sequence[int], dim: int) -> int:
+    return next(p.stop for p, _ in _groups(a, b) if dim in p)
+
+
+def shaped(use: Use, name: str) -> Callable[[tuple[Form, ...]], Run]:
+    """Calls a method whose argument is the shape of this rank's result, where the program has that of the whole."""
+
+    def made(outs: tuple[Form, ...]) -> Run:
+        def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            del kwargs
+            return getattr(args[0], name)(ranks.local(use.outs[0].shape, outs[0]))
+
+        return run
+
+    return made
+
+
+# Lookups.
+
+
+def looked_up(use: Use) -> list[Strategy]:
+    """`embedding`: any dim of the indices, columns of the table; or its rows, of which each rank looks up its own."""
+    table, index = use.operands
+    columns = index.ndim
+    labels = Labels(((None, columns), tuple(range(columns))), (tuple(range(columns + 1)),), linear=(0,))
+    out = [whole(use), *strategies(use, labels)]
+    if use.arg(2, "padding_idx", -1) < 0 and table.shape[0] > 1:
+        form = use.forms[0]
+        multiple = form.multiple if form.kind == "cut" and form.dim == 0 else 1
+        rows = use.cut(0, table.shape[0], multiple)
+        out.append(Strategy((rows, VARYING), (PARTIAL,), _own_rows(table.shape[0], rows.multiple)))
+    return out
+
+
+def _own_rows(size: int, multiple: int) -> Run:
+    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        del kwargs
+        table, index = args[:2]
+        start, stop = ranks.bounds(size, multiple)
+        own = (index >= start) & (index < stop)
+        if stop == start:
+            return table.sum() * index.new_zeros((*index.shape, table.shape[1]), dtype=table.dtype)
+        at = (index - start).clamp(0, stop - start - 1)
+        return table[at].masked_fill(~own.unsqueeze(-1), 0)
+
+    return run
+
+
+def selected(use: Use) -> Labels:
+    """`index_select`: all dims but one; and the indices'."""
+    x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
+    own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
+    return Labels((own, ("index",)), (tuple("index" if i == dim else i for i in range(x.ndim)),), linear=(0,))
+
+
+def gathered(use: Use) -> Labels:
+    """`gather`: dims other than its own, where the indices go over all of them."""
+    x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
+    index = use.operands[1]
+    alike = [i != dim and x.shape[i] == index.shape[i] for i in range(index.ndim)]
+    own: Dims = tuple(i if same else None for i, same in enumerate(alike))
+    return Labels((own, own), (own,), linear=(0,))
+
+
+def indexed(use: Use) -> Labels:
+    """`x[..., index, ...]` with tensors in neighbouring dims: the others, and those of the indices."""
+    x, out = use.operands[0], use.outs[0]
+    at = [i for i, one in enumerate(use.args[1]) if one is not None]
+    wide = max((s.ndim for s in use.operands[1:]), default=0)
+    none = Labels(tuple((None,) * s.ndim for s in use.operands), ((None,) * out.ndim,))
+    if at != list(range(at[0], at[0] + len(at))):
+        return none
+    own: list[object] = [None if i in at else ("x", i) for i in range(x.ndim)]
+    result: list[object] = [*own[: at[0]], *(("index", k) for k in range(wide)), *own[at[0] + len(at) :]]
+    ins: list[Dims] = [tuple(own)]
+    for s in use.operands[1:]:
+        lead = wide - s.ndim
+        fits = [out.shape[at[0] + k + lead] == size for k, size in enumerate(s.shape)]
+        ins.append(tuple(("index", k + lead) if fit else None for k, fit in enumerate(fits)))
+    return dataclasses.replace(none, ins=tuple(ins), outs=(tuple(result),))
+
+
+def made_of_nothing(use: Use) -> list[Strategy]:
+    """Constants: whole. What they look at is a shape, of whichever form."""
+    return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]

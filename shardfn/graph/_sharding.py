@@ -1,0 +1,73 @@
+"""The sharding rules of ops: a column of the op table. A pointwise op without a row has the rule of broadcasting."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._forms import Rule, Use
+from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
+from ._shape_rules import (
+    closed,
+    expanded,
+    gathered,
+    indexed,
+    looked_up,
+    made_of_nothing,
+    padded,
+    repeated,
+    selected,
+    squeezed,
+    transposed,
+    unsqueezed,
+    viewed,
+)
+from ._sum_rules import attention, averaged, nll, normalised, reduced, softmax, summed
+
+_ATEN = torch.ops.aten
+
+
+def _rules(names: str, rule: Rule) -> dict[Any, Rule]:
+    return {getattr(_ATEN, name): rule for name in names.split()}
+
+
+def _dim(at: int, name: str = "dim") -> Callable[[Use], list[int]]:
+    return lambda use: [use.arg(at, name, 0)]
+
+
+POINTWISE = labelled(broadcast)
+
+RULES: dict[Any, Rule] = {
+    _ATEN.mm: labelled(product("mk", "kn", "mn")),
+    _ATEN.bmm: labelled(product("bmk", "bkn", "bmn")),
+    _ATEN.mv: labelled(product("mk", "k", "m")),
+    _ATEN.dot: labelled(product("k", "k", "")),
+    **_rules("add sub", labelled(sum_of_operands)),
+    **_rules("neg clone alias lift_fresh_copy", labelled(unary_linear)),
+    _ATEN.mul: labelled(scaled),
+    _ATEN.div: labelled(divided),
+    **_rules("_to_copy detach where masked_fill", POINTWISE),
+    **_rules("t transpose permute", labelled(transposed)),
+    _ATEN.unsqueeze: labelled(unsqueezed),
+    _ATEN.squeeze: labelled(squeezed),
+    _ATEN.expand: labelled(expanded),
+    _ATEN.repeat: labelled(repeated),
+    **_rules("view _unsafe_view reshape", viewed),
+    **_rules("slice unbind select", labelled(closed(1))),
+    **_rules("split split_with_sizes", labelled(closed(2))),
+    _ATEN.cat: labelled(closed(1)),
+    _ATEN.constant_pad_nd: labelled(padded),
+    _ATEN.cumsum: labelled(keeps_all_but(_dim(1))),
+    _ATEN.embedding: looked_up,
+    _ATEN.index_select: labelled(selected),
+    _ATEN.gather: labelled(gathered),
+    _ATEN.index: labelled(indexed),
+    _ATEN.sum: labelled(summed),
+    _ATEN.mean: labelled(averaged),
+    **_rules("amax amin any all argmax argmin prod logsumexp var var_mean", labelled(reduced)),
+    **_rules("native_layer_norm _fused_rms_norm", labelled(normalised)),
+    **_rules("_softmax _log_softmax", softmax),
+    _ATEN.nll_loss_forward: nll,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: attention,
+    **_rules("zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full", made_of_nothing),
+}

@@ -1,0 +1,46 @@
+"""`partition`: a loss that is written for one device, run on blocks along a mesh axis."""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardfn.engine import Partitioned, check_order
+
+
+def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
+    """Tensor parallelism of an unmodified loss: inside it leaves are whole along `axes`, outside they are blocks.
+
+    `sharded_step(partition(loss), ..., specs=specs)` computes what `sharded_step(loss, ...)` computes on one device.
+    The specs alone say what is cut; how the values between are spread follows from the operations, by rules that each
+    say what an operation makes of blocks. With Megatron's specs a transformer's block sends two sums in the forward and
+    two in the backward. What no rule covers is computed on whole values.
+
+    The loss's Python runs once a signature, as under `jit`: it may not depend on the values of tensors.
+
+    Args:
+        loss: `loss(params, batch, ...)`, which knows nothing of `axes`. It may be rematerialised, accumulated, of mixed
+            precision or jitted, inside or outside.
+        axes: the mesh axis. Where it is missing, or of size 1, `partition(loss)` is `loss`.
+
+    Returns:
+        The loss; its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.
+
+    Raises:
+        ValueError: the loss is partitioned already; (when called) the batch is cut along `axes`, the loss writes to
+            what it is given, sends, draws without a key, or has functions with a backward of their own.
+        CaptureError: (when called) the loss depends on the value of a tensor; names the line.
+
+    Example:
+        >>> import torch
+        >>> loss = partition(lambda w, x: (x @ w).square().mean())
+        >>> loss(torch.ones(2, 2), torch.ones(1, 2))
+        tensor(4.)
+
+    References:
+        Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
+        Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs, 2021,
+        https://arxiv.org/abs/2105.04663
+    """
+    if not isinstance(axes, str):
+        raise ValueError(f"partition(axes={axes!r}): a loss is partitioned along one axis; name one.")
+    check_order("partition", loss, deep=True)
+    return Partitioned(loss, axes)

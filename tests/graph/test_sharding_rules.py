@@ -1,0 +1,316 @@
+"""Each sharding rule, by a property: the op on parts, combined, equals the op on the whole, over drawn shapes."""
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardfn.graph import PARTIAL, WHOLE, Ranks, Seen, Use, cut, known_op
+
+aten = torch.ops.aten
+
+
+class Board(Ranks):
+    """The ranks of one process, each a thread; what they send lies on a board."""
+
+    def __init__(self, num: int, index: int, barrier: threading.Barrier, board: dict[int, Tensor]) -> None:
+        self.axis, self.num, self.index, self._barrier, self._board = "tp", num, index, barrier, board
+
+    def _all(self, x: Tensor) -> Tensor:
+        self._board[self.index] = x
+        self._barrier.wait(10)
+        out = torch.stack([self._board[i] for i in range(self.num)])
+        self._barrier.wait(10)
+        return out
+
+    def psum(self, x: Tensor) -> Tensor:
+        return self._all(x).sum(0)
+
+    def pmax(self, x: Tensor) -> Tensor:
+        return self._all(x).amax(0)
+
+    def pvary(self, x: Tensor) -> Tensor:
+        return x
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def sizes(r: random.Random, *names: str) -> list[int]:
+    return [r.choice([1, 2, 3, 4, 5, 6, 7, 8, 12]) for _ in names]
+
+
+# Of each op how its arguments are drawn.
+
+
+def _mm(r):
+    m, k, n = sizes(r, *"mkn")
+    return (randn(m, k), randn(k, n))
+
+
+def _bmm(r):
+    b, m, k, n = sizes(r, *"bmkn")
+    return (randn(b, m, k), randn(b, k, n))
+
+
+def _x(r, dims=3):
+    return randn(*sizes(r, *"abcde"[:dims]))
+
+
+def _pair(r):
+    x = _x(r)
+    shape = [r.choice([1, n]) for n in x.shape][r.choice([0, 0, 1, 2]) :]
+    return (x, randn(*shape))
+
+
+def _view(r):
+    a, b, c, d = sizes(r, *"abcd")
+    return r.choice(
+        [
+            (randn(a, b * c, d), [a, b, c, d]),
+            (randn(a, b, c, d), [a, b * c, d]),
+            (randn(a * b, c), [a, b, c]),
+            (randn(a, b, c), [a * b, c]),
+            (randn(a, 2 * b, 3), [a, 2, b * 3]),
+            (randn(a, b), [1, a, 1, b]),
+            (randn(1, a, b, 1), [a, b]),
+        ]
+    )
+
+
+def _expand(r):
+    a, b, c = sizes(r, *"abc")
+    return (randn(a, 1, c), [b, a, 4, c]) if r.random() < 0.5 else (randn(a, 1, c), [-1, b, -1])
+
+
+def _cat(r):
+    a, b, c = sizes(r, *"abc")
+    return ([randn(a, b, c), randn(a, 3, c)], 1)
+
+
+def _embedding(r):
+    v, d, b = sizes(r, *"vdb")
+    return (randn(v, d), torch.randint(0, v, (b, 3)))
+
+
+def _gather(r):
+    x = _x(r)
+    return (x, 1, torch.randint(0, x.shape[1], (x.shape[0], 4, x.shape[2])))
+
+
+def _index(r):
+    x = _x(r, 4)
+    i, j = torch.randint(0, x.shape[1], (5, 1)), torch.randint(0, x.shape[2], (5, 6))
+    return r.choice(
+        [(x, [None, i, j]), (x, [None, None, j]), (x, [j.clamp(max=x.shape[0] - 1)]), (x, [i * 0, None, j])]
+    )
+
+
+def _norm(r):
+    x = _x(r)
+    d = x.shape[-1:]
+    return (x, list(d), randn(*d), randn(*d), 1e-5)
+
+
+def _nll(reduction):
+    def draw(r):
+        n, v = sizes(r, *"nv")
+        target = torch.randint(0, v, (n,))
+        target[n // 2 + 1 :] = -100
+        return (randn(n, v), target, None, reduction, -100)
+
+    return draw
+
+
+def _attention(r):
+    b, g, t, s, k = sizes(r, *"bgtsk")
+    q, k_, v = randn(b, g * r.choice([1, 1, 2, 3]), t, k), randn(b, g, s, k), randn(b, g, s, k)
+    return (q, k_, v)
+
+
+def _masked_attention(r):
+    q, k, v = _attention(r)
+    return (q, k, v), {"attn_mask": randn(r.choice([1, q.shape[0]]), r.choice([1, q.shape[1]]), q.shape[2], k.shape[2])}
+
+
+def _select(r):
+    x = _x(r)
+    return (x, r.randrange(3), 0)
+
+
+CASES: dict[str, Any] = {
+    "mm": (aten.mm.default, _mm),
+    "bmm": (aten.bmm.default, _bmm),
+    "mv": (aten.mv.default, lambda r: (randn(*(s := sizes(r, *"mk"))), randn(s[1]))),
+    "dot": (aten.dot.default, lambda r: (lambda n: (randn(n), randn(n)))(sizes(r, "k")[0])),
+    "add": (aten.add.Tensor, _pair),
+    "add number": (aten.add.Tensor, lambda r: (_x(r), 2.5)),
+    "sub": (aten.sub.Tensor, _pair),
+    "mul": (aten.mul.Tensor, _pair),
+    "mul number": (aten.mul.Tensor, lambda r: (_x(r), 2.5)),
+    "mul 0-d": (aten.mul.Tensor, lambda r: (_x(r), randn())),
+    "div": (aten.div.Tensor, _pair),
+    "div number": (aten.div.Tensor, lambda r: (_x(r), 2.5)),
+    "div rounded": (aten.div.Tensor_mode, lambda r: ((_x(r), 2.5), {"rounding_mode": "floor"})),
+    "rsub": (aten.rsub.Scalar, lambda r: (_x(r), 1.0)),
+    "neg": (aten.neg.default, lambda r: (_x(r),)),
+    "exp": (aten.exp.default, lambda r: (_x(r),)),
+    "gelu": (aten.gelu.default, lambda r: (_x(r),)),
+    "pow": (aten.pow.Tensor_Scalar, lambda r: (_x(r), 2)),
+    "clamp": (aten.clamp.default, lambda r: (_x(r), -0.5)),
+    "where": (aten.where.self, lambda r: (lambda x, y: (x > 0, x, y))(*_pair(r))),
+    "masked_fill": (aten.masked_fill.Scalar, lambda r: (lambda x, y: (x, y > 0, -1.0))(*_pair(r))),
+    "clone": (aten.clone.default, lambda r: (_x(r),)),
+    "detach": (aten.detach.default, lambda r: (_x(r),)),
+    "_to_copy": (aten._to_copy.default, lambda r: ((_x(r),), {"dtype": torch.float64})),
+    "t": (aten.t.default, lambda r: (_x(r, 2),)),
+    "transpose": (aten.transpose.int, lambda r: (_x(r), r.randrange(-3, 3), r.randrange(3))),
+    "permute": (aten.permute.default, lambda r: (_x(r), r.sample([0, 1, -1], 3))),
+    "unsqueeze": (aten.unsqueeze.default, lambda r: (_x(r), r.randrange(-4, 4))),
+    "squeeze": (aten.squeeze.dim, lambda r: (_x(r), r.randrange(-3, 3))),
+    "squeeze dims": (aten.squeeze.dims, lambda r: (_x(r), [0, -1])),
+    "squeeze all": (aten.squeeze.default, lambda r: (_x(r),)),
+    "expand": (aten.expand.default, _expand),
+    "repeat": (aten.repeat.default, lambda r: (_x(r), [2, 1, r.choice([1, 2]), 1])),
+    "view": (aten.view.default, _view),
+    "slice": (aten.slice.Tensor, lambda r: (_x(r), r.randrange(3), 0, r.choice([2, 2**63 - 1]))),
+    "select": (aten.select.int, _select),
+    "unbind": (aten.unbind.int, lambda r: (_x(r), r.randrange(3))),
+    "split": (aten.split.Tensor, lambda r: (_x(r), 2, r.randrange(3))),
+    "cat": (aten.cat.default, _cat),
+    "pad": (aten.constant_pad_nd.default, lambda r: (_x(r), r.choice([[0, 1], [0, 0, 1, 2]]), r.choice([0.0, 1.0]))),
+    "cumsum": (aten.cumsum.default, lambda r: (_x(r), r.randrange(3))),
+    "embedding": (aten.embedding.default, _embedding),
+    "index_select": (aten.index_select.default, lambda r: (lambda x: (x, 1, torch.zeros(5, dtype=torch.int64)))(_x(r))),
+    "gather": (aten.gather.default, _gather),
+    "index": (aten.index.Tensor, _index),
+    "sum": (aten.sum.dim_IntList, lambda r: (_x(r), r.sample([0, 1, -1], r.randrange(1, 4)), r.random() < 0.5)),
+    "sum all": (aten.sum.default, lambda r: (_x(r),)),
+    "mean": (aten.mean.dim, lambda r: (_x(r), r.sample([0, 1, -1], r.randrange(1, 3)), r.random() < 0.5)),
+    "mean all": (aten.mean.default, lambda r: (_x(r),)),
+    "amax": (aten.amax.default, lambda r: (_x(r), [r.randrange(3)], r.random() < 0.5)),
+    "argmax": (aten.argmax.default, lambda r: (_x(r), r.randrange(3))),
+    "var": (aten.var.correction, lambda r: ((_x(r), [r.randrange(3)]), {"correction": 0})),
+    "logsumexp": (aten.logsumexp.default, lambda r: (_x(r), [r.randrange(3)])),
+    "layer norm": (aten.native_layer_norm.default, _norm),
+    "rms norm": (aten._fused_rms_norm.default, lambda r: (lambda x, d, w, b, e: (x, d, w, e))(*_norm(r))),
+    "softmax": (aten._softmax.default, lambda r: (_x(r), r.randrange(-3, 3), False)),
+    "log_softmax": (aten._log_softmax.default, lambda r: (_x(r), r.randrange(-3, 3), False)),
+    "nll": (aten.nll_loss_forward.default, _nll(1)),
+    "nll sum": (aten.nll_loss_forward.default, _nll(2)),
+    "nll each": (aten.nll_loss_forward.default, _nll(0)),
+    "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, _attention),
+    "masked attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, _masked_attention),
+    "ones": (aten.new_ones.default, lambda r: (_x(r), [2, 3])),
+}
+
+
+def seen_of(args, kwargs):
+    tensors: list[Tensor] = []
+
+    def seen(x):
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            return Seen(tuple(x.shape), x.element_size(), len(tensors) - 1)
+        return [seen(y) for y in x] if isinstance(x, list | tuple) else x
+
+    args = tuple(seen(a) for a in args)
+    kwargs = {k: seen(v) for k, v in kwargs.items()}
+    return args, kwargs, tensors
+
+
+def part(x, form, ranks, seed):
+    if form.kind == "cut":
+        start, stop = ranks.bounds(x.shape[form.dim], form.multiple)
+        return x.narrow(form.dim, start, stop - start)
+    if form.kind == "partial":
+        generator = torch.Generator().manual_seed(seed)
+        noise = [torch.randn(x.shape, generator=generator).to(x.dtype) for _ in range(ranks.num - 1)]
+        return [*noise, x - sum(noise)][ranks.index]
+    return x
+
+
+def filled(x, parts):
+    if isinstance(x, Seen):
+        return parts[x.number]
+    return [filled(y, parts) for y in x] if isinstance(x, list | tuple) else x
+
+
+def run(strategy, target, args, kwargs, tensors, num):
+    """The results of each rank, run side by side."""
+    barrier, board = threading.Barrier(num), {}
+    outs: list[Any] = [None] * num
+
+    def one(i):
+        ranks = Board(num, i, barrier, board)
+        try:
+            parts = [part(x, f, ranks, k) for k, (x, f) in enumerate(zip(tensors, strategy.ins, strict=True))]
+            own = tuple(filled(a, parts) for a in args)
+            named = {k: filled(v, parts) for k, v in kwargs.items()}
+            if strategy.run is None:
+                outs[i] = target(*own, **named)
+            else:
+                outs[i] = strategy.run(ranks, own, named)
+        except Exception as error:
+            outs[i] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(num)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for out in outs:
+        if isinstance(out, Exception):
+            raise out
+    return [(out,) if isinstance(out, Tensor) else tuple(out) for out in outs]
+
+
+def joined(parts, form):
+    if form.kind == "cut":
+        return torch.cat(parts, form.dim)
+    return sum(parts) if form == PARTIAL else parts[0]
+
+
+def forms_of(tensors, num):
+    """Some ways in which the operands may come."""
+    out = [(WHOLE,) * len(tensors), (PARTIAL,) * len(tensors)]
+    for k, x in enumerate(tensors):
+        for d, size in enumerate(x.shape):
+            for multiple in {g for g in (1, 2, 3, 4) if size % g == 0}:
+                out.append(tuple(cut(d, size, num, multiple) if i == k else WHOLE for i in range(len(tensors))))
+    return out
+
+
+@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("name", list(CASES))
+def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
+    target, draw = CASES[name]
+    r, tried = random.Random(name), set()
+    for trial in range(5):
+        torch.manual_seed(trial)
+        drawn = draw(r)
+        given, named = drawn if isinstance(drawn[-1], dict) else (drawn, {})
+        want = target(*given, **named)
+        wants = (want,) if isinstance(want, Tensor) else tuple(want)
+        args, kwargs, tensors = seen_of(given, named)
+        operands = tuple(Seen(tuple(x.shape), x.element_size()) for x in tensors)
+        outs = tuple(Seen(tuple(x.shape), x.element_size()) for x in wants)
+        strategies = {}
+        for forms in forms_of(tensors, num):
+            for s in known_op(target).sharding(Use(target, args, kwargs, operands, forms, outs, num)):
+                strategies[s.ins, s.outs] = s
+        for s in strategies.values():
+            tried.add((s.ins, s.outs))
+            got = run(s, target, args, kwargs, tensors, num)
+            for k, (form, whole) in enumerate(zip(s.outs, wants, strict=True)):
+                if form == WHOLE:
+                    assert all(torch.equal(o[k], got[0][k]) for o in got), (s, k)
+                value = joined([o[k] for o in got], form)
+                assert value.shape == whole.shape, (s, k, value.shape, whole.shape)
+                assert torch.allclose(value, whole, rtol=1e-10, atol=1e-10, equal_nan=True), (s, k)
+    assert len(tried) > 1 or name in ("ones",)

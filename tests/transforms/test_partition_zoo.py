@@ -1,0 +1,70 @@
+"""`partition` of unmodified Hugging Face decoders: collectives, and parity with one device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import P, optim
+from shardfn.testing import assert_parity, distributed
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "use_cache": False}
+HEADS: dict[str, Any] = {"intermediate_size": 36, "num_attention_heads": 4, "num_key_value_heads": 2}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj.weight", "down_proj.weight")
+
+
+def model(name):
+    torch.manual_seed(0)
+    if name == "GPT2":
+        sizes = {"vocab_size": 40, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16, "use_cache": False}
+        module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_DROPOUT))
+    else:
+        config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS)
+        module = getattr(transformers, f"{name}ForCausalLM")(config)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return sf.from_module(module.double())
+
+
+def specs(params):
+    """Megatron's; GPT-2's weights are [in, out], and its queries, keys and values one leaf."""
+
+    def spec(name):
+        if any(part in name for part in ("c_fc", "c_attn")):
+            return P(None, "tp") if name.endswith("weight") else P("tp")
+        if name.endswith("c_proj.weight") or any(part in name for part in ROWS):
+            return P("tp")
+        return P(None, "tp") if name.endswith(COLUMNS) else P()
+
+    return {name: spec(name) for name in params}
+
+
+def loss_of(apply):
+    return lambda params, tokens: apply(params, input_ids=tokens, labels=tokens).loss
+
+
+@distributed(world=2, timeout=120)
+def two_ranks(name):
+    params, apply = model(name)
+    loss = sf.partition(loss_of(apply))
+    tokens = [torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    with sf.make_mesh({"tp": 2}) as mesh:
+        how = {"mesh": mesh, "specs": specs(params), "batch": P(), "reference": loss.inner}
+        assert_parity(loss, optim.sgd(0.5), params, tokens, **how)
+    return [x.name for x in loss.programs()[0].sent], loss.as_text()
+
+
+@pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Llama", "Mistral"))])
+def test_a_decoder_has_megatrons_collectives_and_computes_what_one_device_does(name):
+    names, _ = two_ranks(name)[0]
+    assert names == ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of each is one too
+
+
+def test_a_fused_projection_goes_by_samples_and_back():
+    names, _ = two_ranks("GPT2")[0]
+    attention, mlp = ["pvary", "all_to_all", "all_gather", "psum"], ["pvary", "psum"]
+    assert names == (attention + mlp) * 2
