@@ -43,7 +43,7 @@ TABLE = {
     ),
     "remat": Row("inside a loss", _STEP | {"remat", "offload", "pipeline"}),
     "offload": Row("inside a loss", _STEP | {"pipeline"}),
-    "pipeline": Row("inside a loss", _STEP),
+    "pipeline": Row("inside a loss", _STEP - {"partition"}),
     "sharded": Row(
         "a program",
         frozenset(),
@@ -86,6 +86,14 @@ WHY = {
     ),
     ("offload", "pipeline"): (
         "offload(pipeline(...), policy) would hide the stages from the step; use offload for the block of the pipeline."
+    ),
+    ("partition", "pipeline"): (
+        "partition(pipeline(...)) would trace the stages of all ranks as one; give the stages of the pipeline layers that"
+        " are cut along the axis themselves, such as those of sf.nn."
+    ),
+    ("pipeline", "partition"): (
+        "pipeline of a partitioned function, whose leaves' specs a stage does not know; give the stages layers that are"
+        " cut along the axis themselves, such as those of sf.nn."
     ),
     ("pipeline", "jit"): "pipeline of a jitted function: a step is jitted as a whole; use jit(pipeline(...)).",
     ("pipeline", "accumulate"): (
