@@ -88,8 +88,8 @@ WHY = {
         "offload(pipeline(...), policy) would hide the stages from the step; use offload for the block of the pipeline."
     ),
     ("partition", "pipeline"): (
-        "partition(pipeline(...)) would trace the stages of all ranks as one; give the stages of the pipeline layers that"
-        " are cut along the axis themselves, such as those of sf.nn."
+        "partition(pipeline(...)) would trace the stages of all ranks as one; give the stages of the pipeline layers"
+        " that are cut along the axis themselves, such as those of sf.nn."
     ),
     ("pipeline", "partition"): (
         "pipeline of a partitioned function, whose leaves' specs a stage does not know; give the stages layers that are"
