@@ -40,7 +40,8 @@ from ._forms import (
     multiple_of as multiple_of,
     lengths as lengths,
 )
-from ._partition import Compute as Compute, Convert as Convert, Program as Program, Passage as Passage, Sent as Sent
+from ._partition_program import Compute as Compute, Convert as Convert, Program as Program, Passage as Passage
+from ._partition_program import Sent as Sent
 from ._partition import partition_graph as partition_graph
 from ._partition_prepare import prepare as prepare
 from ._partition_text import program_text as program_text

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from ._forms import VARYING, WHOLE, Form, Seen, Strategy, Use, whole
 from ._ops import known_op
+from ._partition_program import Compute, Convert, Program, Sent, last_uses, passages
 
 _ATEN = torch.ops.aten
 # Other looks at the same elements: worth making twice, rather than sending twice.
@@ -33,26 +34,6 @@ _PARTS_OF_LEAVES = {getattr(_ATEN, name) for name in "_to_copy unbind select sli
 _KEPT_CUT = 1e6
 # So little that it decides only between strategies that send the same.
 _PER_ELEMENT = 1e-9
-
-
-class Sent(NamedTuple):
-    """One conversion of a value by a collective.
-
-    Attributes:
-        name: of the primitive.
-        shape: of the whole value.
-        forward: bytes that a rank sends in the forward.
-        backward: and in the backward, for its transpose.
-        line: the user's line of the op that asks for it.
-        because: the op, where it has no rule for what it was given; else "".
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    forward: float
-    backward: float
-    line: str
-    because: str = ""
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,85 +57,6 @@ class Value:
     differentiable: bool
     leaf: bool = False
     slots: dict[Form, int] = dataclasses.field(default_factory=dict)
-
-
-class Convert(NamedTuple):
-    """A step: slot `src` in form `before` -> slot `dst` in form `after`, of a value of this shape."""
-
-    src: int
-    dst: int
-    before: Form
-    after: Form
-    shape: tuple[int, ...]
-    differentiable: bool
-    line: str
-
-
-class Compute(NamedTuple):
-    """A step: an op on slots.
-
-    Attributes:
-        node: the op, whose arguments name nodes.
-        slots: of its operands, in order.
-        dsts: of its results, by position; those that nobody needs are missing.
-        strategy: how.
-        single: whether it returns one tensor.
-        line: the user's.
-    """
-
-    node: Node
-    slots: tuple[int, ...]
-    dsts: dict[int, int]
-    strategy: Strategy
-    single: bool
-    line: str
-
-
-class Passage(NamedTuple):
-    """Steps that run together.
-
-    Attributes:
-        section: what they are a part of, as the capture has noted it; None of most.
-        steps: their numbers.
-        ins: slots that they need, and that others fill.
-        outs: slots that they fill, and that others need.
-    """
-
-    section: Any
-    steps: range
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-
-
-@dataclasses.dataclass
-class Program:
-    """A partitioned program, as steps over slots.
-
-    Attributes:
-        axis: the mesh axis.
-        num: its ranks.
-        inputs: the slot of each input; None of one that is not used.
-        constants: slot -> tensor, of what the program closes over.
-        steps: in order.
-        outputs: a slot, or a value that is no tensor.
-        num_slots: how many there are.
-        sections: of each step, what the capture has noted of its op as "section".
-        passages: the steps by section, in order.
-        last_use: by step, the slots that nobody needs afterwards.
-        sent: the collectives, in order.
-    """
-
-    axis: str
-    num: int
-    inputs: list[int] = dataclasses.field(default_factory=list)
-    constants: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    steps: list[Convert | Compute] = dataclasses.field(default_factory=list)
-    outputs: list[tuple[bool, Any]] = dataclasses.field(default_factory=list)
-    num_slots: int = 0
-    sections: list[Any] = dataclasses.field(default_factory=list)
-    passages: list[Passage] = dataclasses.field(default_factory=list)
-    last_use: list[list[int]] = dataclasses.field(default_factory=list)
-    sent: list[Sent] = dataclasses.field(default_factory=list)
 
 
 def conversion_bytes(
@@ -238,8 +140,8 @@ class Planner:
         for x in outputs:
             is_node = isinstance(x, Node)
             self.program.outputs.append((is_node, self._need(self._one(x), WHOLE) if is_node else x))
-        self.program.last_use = _last_uses(self.program)
-        self.program.passages = _passages(self.program)
+        self.program.last_use = last_uses(self.program)
+        self.program.passages = passages(self.program)
         return self.program
 
     def _one(self, node: Node) -> Value:
@@ -396,41 +298,6 @@ def _seen(x: Tensor) -> Seen:
 
 def _is_look(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "overloadpacket", None) in LOOKS
-
-
-def _read(step: Convert | Compute) -> tuple[int, ...]:
-    return (step.src,) if isinstance(step, Convert) else step.slots
-
-
-def _made(step: Convert | Compute) -> tuple[int, ...]:
-    return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
-
-
-def _passages(program: Program) -> list[Passage]:
-    steps, sections = program.steps, program.sections
-    starts = [i for i in range(len(steps)) if i == 0 or sections[i] is not sections[i - 1]]
-    kept = [x for is_slot, x in program.outputs if is_slot]
-    read_last = {slot: i for i, step in enumerate(steps) for slot in _read(step)} | dict.fromkeys(kept, len(steps))
-    out: list[Passage] = []
-    for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
-        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made(step))
-        needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read(step) if slot not in own)
-        later = tuple(slot for slot in own if read_last.get(slot, -1) >= stop)
-        out.append(Passage(sections[start], range(start, stop), tuple(needed), later))
-    return out
-
-
-def _last_uses(program: Program) -> list[list[int]]:
-    kept = {x for is_slot, x in program.outputs if is_slot}
-    out: list[list[int]] = [[] for _ in program.steps]
-    seen = set(kept)
-    for i, step in reversed(list(enumerate(program.steps))):
-        for slot in _read(step):
-            if slot not in seen:
-                seen.add(slot)
-                out[i].append(slot)
-        out[i] += [slot for slot in _made(step) if slot not in seen]
-    return out
 
 
 def partition_graph(

@@ -1,6 +1,6 @@
 """The text of a partitioned program: each collective, with its bytes and the line that asks for it."""
 
-from ._partition import Program
+from ._partition_program import Program
 
 
 def program_text(program: Program) -> str:
