@@ -29,7 +29,7 @@ def main() -> None:
         print(f"| {name} | {run.bubble:.1%} | {held[0]} | {held[1]} | {_transfers(run.schedule)} |")
 
 
-def _transfers(of: schedules.Schedule) -> int:
+def _transfers(of: schedules.PipelineSchedule) -> int:
     """Messages between ranks for each microbatch, forward and backward."""
     homes = [of.home[stage][0] for stage in range(of.num_stages)]
     return 2 * sum(a != b for a, b in itertools.pairwise(homes))

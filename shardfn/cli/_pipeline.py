@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardfn.core import did_you_mean
 from shardfn.schedules import (
     Costs,
-    Schedule,
+    PipelineSchedule,
     dual_pipe_v,
     gpipe,
     interleaved,
@@ -24,7 +24,7 @@ from shardfn.schedules import (
 
 from ._states import Setup
 
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
+SCHEDULES: Mapping[str, Callable[[int, int], PipelineSchedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,

@@ -18,14 +18,14 @@ from shardfn.collectives import (
     pvary,
     take_own_block,
 )
-from shardfn.graph import Compute, Convert, Form, Passage, Program, Ranks
+from shardfn.graph import Compute, Convert, Form, PartitionProgram, Passage, Ranks
 from shardfn.leaves import LazyLeaf, opened
 
 # What takes layers of a stacked leaf without opening it.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
 
 
-def run_program(program: Program, inputs: Sequence[Any]) -> list[Any]:
+def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
     """The results, whole on all ranks.
 
     Args:
@@ -46,7 +46,7 @@ def run_program(program: Program, inputs: Sequence[Any]) -> list[Any]:
     return [opened(slots[x]) if is_slot else x for is_slot, x in program.outputs]
 
 
-def _run(program: Program, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
     for i in passage.steps:
         step = program.steps[i]
         with at_line(step.line):
@@ -58,7 +58,7 @@ def _run(program: Program, passage: Passage, ranks: Ranks, slots: list[Any]) -> 
             slots[slot] = None
 
 
-def _run_section(program: Program, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+def _run_section(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
     """As a function of what it needs, in what was around it in the loss: its activations are dropped, or moved."""
 
     def run(*given: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardfn.capture import capture, fakes
 from shardfn.collectives import axis_size
 from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
-from shardfn.graph import Program, cut, partition_graph, prepare, program_text
+from shardfn.graph import PartitionProgram, cut, partition_graph, prepare, program_text
 from shardfn.leaves import LeafLayout
 from shardfn.nn import looping, plain_loop
 
@@ -47,7 +47,7 @@ class Partitioned(Transform):
     inner: Loss
     axes: str
     planner: Planner | None = None
-    _programs: dict[Any, "_Ready"] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _programs: dict[Any, "_PreparedLoss"] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, params: PyTree, *args: Any) -> Any:
         """The loss of this rank's blocks, the same on all ranks along the axis."""
@@ -68,7 +68,7 @@ class Partitioned(Transform):
         told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors)
         key = (self.planner, treedef, tuple(shapes), tuple(x.dtype for x in leaves), rest_def, static, told)
         if key not in self._programs:
-            call = _Call(self.inner, treedef, rest_def, static, len(leaves))
+            call = _FlatLoss(self.inner, treedef, rest_def, static, len(leaves))
             self._programs[key] = _made(call, self.axes, num, leaves, layouts, shapes, tensors)
         ready = self._programs[key]
         return ready.result(run_program(ready.program, [*leaves, *tensors]))
@@ -77,7 +77,7 @@ class Partitioned(Transform):
         """Of each signature that was run or lowered, every collective with its bytes and the line that asks for it."""
         return "\n\n".join(program_text(x.program) for x in self._programs.values())
 
-    def programs(self) -> list[Program]:
+    def programs(self) -> list[PartitionProgram]:
         """What was made, a program a signature."""
         return [x.program for x in self._programs.values()]
 
@@ -109,10 +109,10 @@ def _bound(f: Any, planner: Planner) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ready:
+class _PreparedLoss:
     """A program, and what its results are put back into."""
 
-    program: Program
+    program: PartitionProgram
     treedef: Any
 
     def result(self, flat: Sequence[Any]) -> Any:
@@ -120,7 +120,7 @@ class _Ready:
 
 
 @dataclasses.dataclass
-class _Call:
+class _FlatLoss:
     """The loss as a function of a flat list of tensors."""
 
     inner: Callable[..., Any]
@@ -142,14 +142,14 @@ class _Call:
 
 
 def _made(
-    call: _Call,
+    call: _FlatLoss,
     axis: str,
     num: int,
     leaves: Sequence[Any],
     layouts: Sequence[LeafLayout],
     shapes: Sequence[tuple[int, ...]],
     tensors: Sequence[Tensor],
-) -> _Ready:
+) -> _PreparedLoss:
     """Captures the forward and plans it. Reads no values, and sends nothing."""
     with _disable_current_modes(), apart(), looping(plain_loop):
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
@@ -165,7 +165,7 @@ def _made(
     program = partition_graph(gm.graph, axis, num, forms, trained.__contains__, _constants(gm))
     outputs = iter(program.outputs)
     program.outputs = [next(outputs) if x is None else (False, x) for x in call.out]
-    return _Ready(program, call.out_def)
+    return _PreparedLoss(program, call.out_def)
 
 
 def _constants(gm: GraphModule) -> Callable[[Any], Tensor]:

@@ -25,7 +25,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.nn import scan
-from shardfn.schedules import Schedule, loop_stages, timeline, v_stages
+from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
 from ._accumulated import Accumulated
 from ._levels import Transform
@@ -57,7 +57,7 @@ class Pipelined(Transform):
     last: Callable[..., Any]
     blocks: Callable[[PyTree], Any]
     axis: str
-    schedule: Callable[[int, int], Schedule]
+    schedule: Callable[[int, int], PipelineSchedule]
     num_chunks: int
     turns: bool
 
@@ -161,7 +161,7 @@ def pipelined_in(loss: Loss) -> Pipelined | None:
     return loss if isinstance(loss, Pipelined) else None
 
 
-def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> Schedule | None:
+def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSchedule | None:
     """What each rank does in a step of a pipelined loss; None where there are no stages on different ranks.
 
     Raises:

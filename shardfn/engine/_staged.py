@@ -26,7 +26,7 @@ from shardfn.core import (
     tree_structure,
     tree_unflatten,
 )
-from shardfn.schedules import Action, Place, Schedule
+from shardfn.schedules import Action, PipelineSchedule, StageAction
 
 from ._comms import Comms
 from ._course import Ends, Seed
@@ -46,7 +46,7 @@ class _Passed:
     h: Any
 
 
-class Shape(NamedTuple):
+class ActivationShapes(NamedTuple):
     """What travels between stages: a tree of tensors without data."""
 
     treedef: Any
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Open:
+class _Underway:
     """A microbatch between its forward through a chunk and its backward."""
 
     inputs: list[Tensor]
@@ -81,7 +81,7 @@ class Staged:
         plan: Plan,
         comms: Comms,
         loss: Loss,
-        table: Schedule,
+        table: PipelineSchedule,
         batches: list[PyTree],
         rest: tuple[Any, ...],
         has_aux: bool,
@@ -97,9 +97,9 @@ class Staged:
         self._shape = _shape(plan, of, self._mixed, batches[0], rest)
         assert isinstance(comms.channels, Channels)  # others are of captures
         channel = comms.channels.between(self.late_axes)
-        self._line = _Line(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
+        self._line = _StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
         self._arrived: list[Tensor] = []
-        self._open: dict[tuple[int, int], _Open] = {}
+        self._open: dict[tuple[int, int], _Underway] = {}
 
     def receive(self, action: Action) -> None:
         """Waits for the activations of a forward, or for the gradients that a backward starts from."""
@@ -113,10 +113,10 @@ class Staged:
         args = self._batches[action.microbatch], *self._rest
         if stage == self._table.num_stages - 1:
             value = evaluate(loss, params, args, self._has_aux)
-            self._open[action[1:]] = _Open(inputs, [value.total], value)
+            self._open[action[1:]] = _Underway(inputs, [value.total], value)
             return value
         outputs = self._checked(loss(params, *args).h)
-        self._open[action[1:]] = _Open(inputs, outputs, None)
+        self._open[action[1:]] = _Underway(inputs, outputs, None)
         self._line.send(action, outputs)
         return None
 
@@ -224,10 +224,12 @@ class Staged:
         return leaves
 
 
-class _Line:
+class _StageLink:
     """What goes to and comes from other stages. Each message has a tag of its own within a step."""
 
-    def __init__(self, channel: Channel, like: list[Tensor], table: Schedule, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, channel: Channel, like: list[Tensor], table: PipelineSchedule, rank: int, device: torch.device
+    ) -> None:
         self._channel, self._like, self._table, self._rank, self._device = channel, like, table, rank, device
         self._floats = [x for x in like if x.is_floating_point()]
         comes = [a for a in table.ranks[rank] if self._source(a) is not None]
@@ -235,7 +237,7 @@ class _Line:
         self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}
         self._sent: collections.deque[Pending[Tensor]] = collections.deque()
         # What a stage sends to itself, where two of a rank's lie side by side.
-        self._here: dict[Place, list[Tensor]] = {}
+        self._here: dict[StageAction, list[Tensor]] = {}
 
     def receive(self, action: Action) -> list[Tensor]:
         """What an action waits for; nothing if that is nothing."""
@@ -285,7 +287,7 @@ class _Line:
             return into
         return self._channel.receive(into, source, tag)
 
-    def _source(self, action: Action) -> tuple[int, Place] | None:
+    def _source(self, action: Action) -> tuple[int, StageAction] | None:
         """From which rank comes what an action waits for, under the name of its own place."""
         place = self._table.place(self._rank, action)
         before = place.stage + (-1 if action.kind == "forward" else 1)
@@ -293,12 +295,12 @@ class _Line:
             return None
         return self._table.home[before][0], place
 
-    def _tag(self, to: Place, i: int) -> int:
+    def _tag(self, to: StageAction, i: int) -> int:
         number = (to.microbatch * self._table.num_stages + to.stage) * 2 + (to.kind == "forward")
         return number * len(self._like) + i
 
 
-def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: tuple[Any, ...]) -> Shape:
+def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: tuple[Any, ...]) -> ActivationShapes:
     """What `first` returns, found once for batches of one shape."""
     leaves, treedef = tree_flatten((batch, rest))
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
@@ -316,7 +318,7 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if x.is_complex()]
         raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
         like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
-        plan.between[key] = Shape(tree_structure(out), like, tree_paths(out, "h"))
+        plan.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"))
     return plan.between[key]
 
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from shardfn.optim import GradientTransformation, LossScale
-from shardfn.schedules import Actions, Schedule
+from shardfn.schedules import Actions, PipelineSchedule
 from shardfn.state import TrainState
 
 from ._loss import Loss
@@ -49,7 +49,7 @@ class StepParts:
     skip_nonfinite: bool
     loss_scale: LossScale | None
     schedule: Actions
-    table: Schedule | None = None
+    table: PipelineSchedule | None = None
 
     @property
     def skips(self) -> bool:

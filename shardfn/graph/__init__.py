@@ -33,15 +33,20 @@ from ._values import storage_of as storage_of, tensors_in as tensors_in
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend
 from ._forms import PARTIAL as PARTIAL, VARYING as VARYING, WHOLE as WHOLE, Form as Form, Ranks as Ranks
 from ._forms import (
-    Seen as Seen,
+    Operand as Operand,
     Strategy as Strategy,
-    Use as Use,
+    OpUse as OpUse,
     cut as cut,
     multiple_of as multiple_of,
     lengths as lengths,
 )
-from ._partition_program import Compute as Compute, Convert as Convert, Program as Program, Passage as Passage
-from ._partition_program import Sent as Sent
+from ._partition_program import (
+    Compute as Compute,
+    Convert as Convert,
+    PartitionProgram as PartitionProgram,
+    Passage as Passage,
+)
+from ._partition_program import Conversion as Conversion
 from ._partition import partition_graph as partition_graph
 from ._partition_prepare import prepare as prepare
 from ._partition_text import program_text as program_text

@@ -139,7 +139,7 @@ class Strategy(NamedTuple):
     note: str = ""
 
 
-class Seen(NamedTuple):
+class Operand(NamedTuple):
     """A tensor as a rule sees it: the shape is that of the whole value."""
 
     shape: tuple[int, ...]
@@ -153,12 +153,12 @@ class Seen(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class OpUse:
     """One op of a program, as its rule sees it.
 
     Attributes:
         target: the overload.
-        args: by position, with `Seen` in the place of tensors.
+        args: by position, with `Operand` in the place of tensors.
         kwargs: by name.
         operands: the tensors among them, in order.
         forms: how the operands are spread as they come.
@@ -169,9 +169,9 @@ class Use:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    operands: tuple[Seen, ...]
+    operands: tuple[Operand, ...]
     forms: tuple[Form, ...]
-    outs: tuple[Seen, ...]
+    outs: tuple[Operand, ...]
     num: int
 
     def arg(self, at: int, name: str, default: Any = None) -> Any:
@@ -183,9 +183,9 @@ class Use:
         return cut(dim, size, self.num, multiple)
 
 
-Rule = Callable[[Use], list[Strategy]]
+Rule = Callable[[OpUse], list[Strategy]]
 
 
-def whole(use: Use) -> Strategy:
+def whole(use: OpUse) -> Strategy:
     """What always holds: whole operands give whole results."""
     return Strategy((WHOLE,) * len(use.operands), (WHOLE,) * len(use.outs))

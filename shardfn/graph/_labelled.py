@@ -7,7 +7,7 @@ and attention differ in their labels alone: `mk, kn -> mn`. A label that no resu
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ._forms import PARTIAL, VARYING, Form, Run, Seen, Strategy, Use, whole
+from ._forms import PARTIAL, VARYING, Form, Operand, OpUse, Run, Strategy, whole
 
 # Of each dim its label, or None for a dim that must not be cut.
 Dims = tuple[object, ...]
@@ -34,16 +34,16 @@ class Labels:
     run: Callable[[tuple[Form, ...]], Run | None] = lambda outs: None
 
 
-def labelled(label: Callable[[Use], Labels]) -> Callable[[Use], list[Strategy]]:
+def labelled(label: Callable[[OpUse], Labels]) -> Callable[[OpUse], list[Strategy]]:
     """The rule of an op with labels."""
 
-    def rule(use: Use) -> list[Strategy]:
+    def rule(use: OpUse) -> list[Strategy]:
         return [whole(use), *strategies(use, label(use))]
 
     return rule
 
 
-def strategies(use: Use, labels: Labels) -> list[Strategy]:
+def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
     """The strategies that cut one label, and those that leave a sum to be taken."""
     out: list[Strategy] = []
     for name, size in _sizes(use, labels).items():
@@ -65,16 +65,16 @@ def strategies(use: Use, labels: Labels) -> list[Strategy]:
     return out
 
 
-def _form(use: Use, x: Seen, dims: Dims, name: object, multiple: int) -> Form:
+def _form(use: OpUse, x: Operand, dims: Dims, name: object, multiple: int) -> Form:
     return use.cut(dims.index(name), x.shape[dims.index(name)], multiple) if name in dims else VARYING
 
 
-def _sizes(use: Use, labels: Labels) -> dict[object, int]:
+def _sizes(use: OpUse, labels: Labels) -> dict[object, int]:
     sides = (*zip(use.operands, labels.ins, strict=True), *zip(use.outs, labels.outs, strict=True))
     return {name: size for x, dims in sides for name, size in zip(dims, x.shape, strict=True) if name is not None}
 
 
-def _multiples(use: Use, labels: Labels, name: object) -> list[int]:
+def _multiples(use: OpUse, labels: Labels, name: object) -> list[int]:
     """The multiples at which operands are cut along a label, and 1."""
     found = {1}
     for form, dims in zip(use.forms, labels.ins, strict=True):
@@ -86,20 +86,20 @@ def _multiples(use: Use, labels: Labels, name: object) -> list[int]:
 # Labels of families.
 
 
-def broadcast(use: Use) -> Labels:
+def broadcast(use: OpUse) -> Labels:
     """Pointwise: the dims of the results, to which operands are broadcast."""
     out = use.outs[0]
     ins = tuple(aligned(x, out) for x in use.operands)
     return Labels(ins, tuple(tuple(range(x.ndim)) for x in use.outs))
 
 
-def aligned(x: Seen, out: Seen) -> Dims:
+def aligned(x: Operand, out: Operand) -> Dims:
     """Labels of an operand's dims, by what they are broadcast to."""
     lead = out.ndim - x.ndim
     return tuple(i + lead if size == out.shape[i + lead] else None for i, size in enumerate(x.shape))
 
 
-def sum_of_operands(use: Use) -> Labels:
+def sum_of_operands(use: OpUse) -> Labels:
     """Pointwise and linear in all its operands together; nothing is added that is no tensor."""
     labels = broadcast(use)
     every = tuple(range(len(use.operands)))
@@ -108,12 +108,12 @@ def sum_of_operands(use: Use) -> Labels:
     return dataclasses.replace(labels, together=every if alone else ())
 
 
-def unary_linear(use: Use) -> Labels:
+def unary_linear(use: OpUse) -> Labels:
     """Pointwise and linear."""
     return dataclasses.replace(broadcast(use), together=(0,))
 
 
-def scaled(use: Use) -> Labels:
+def scaled(use: OpUse) -> Labels:
     """A product with a number, or of two: a sum that is scaled may be taken afterwards."""
     labels = broadcast(use)
     if len(use.operands) == 1:
@@ -122,25 +122,25 @@ def scaled(use: Use) -> Labels:
     return dataclasses.replace(labels, linear=tuple(i for i in (0, 1) if 1 - i in single))
 
 
-def divided(use: Use) -> Labels:
+def divided(use: OpUse) -> Labels:
     """A quotient: linear in what is divided."""
     labels = broadcast(use)
     small = len(use.operands) == 1 or all(s == 1 for s in use.operands[1].shape)
-    first = isinstance(use.args[0], Seen)
+    first = isinstance(use.args[0], Operand)
     plain = use.kwargs.get("rounding_mode") is None
     return dataclasses.replace(labels, linear=(0,) if small and first and plain else ())
 
 
-def product(*terms: str) -> Callable[[Use], Labels]:
+def product(*terms: str) -> Callable[[OpUse], Labels]:
     """Products: `product("mk", "kn", "mn")`."""
     ins, out = tuple(tuple(t) for t in terms[:-1]), tuple(terms[-1])
     return lambda use: Labels(ins, (out,), sums=True, linear=(0,))
 
 
-def keeps_all_but(dims: Callable[[Use], Sequence[int]]) -> Callable[[Use], Labels]:
+def keeps_all_but(dims: Callable[[OpUse], Sequence[int]]) -> Callable[[OpUse], Labels]:
     """Computes along some dims, on which nothing may be cut, for each index of the others; results have all dims."""
 
-    def label(use: Use) -> Labels:
+    def label(use: OpUse) -> Labels:
         x = use.operands[0]
         closed = {d % max(x.ndim, 1) for d in dims(use)}
         own: Dims = tuple(None if i in closed else i for i in range(x.ndim))

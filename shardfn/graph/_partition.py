@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ._forms import VARYING, WHOLE, Form, Seen, Strategy, Use, whole
+from ._forms import VARYING, WHOLE, Form, Operand, OpUse, Strategy, whole
 from ._ops import known_op
-from ._partition_program import Compute, Convert, Program, Sent, last_uses, passages
+from ._partition_program import Compute, Conversion, Convert, PartitionProgram, last_uses, passages
 
 _ATEN = torch.ops.aten
 # Other looks at the same elements: worth making twice, rather than sending twice.
@@ -37,7 +37,7 @@ _PER_ELEMENT = 1e-9
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class PlannedValue:
     """One tensor of the program: where it comes from, its form, and the slots in which it is held.
 
     Attributes:
@@ -52,7 +52,7 @@ class Value:
 
     node: Node
     at: int
-    seen: Seen
+    seen: Operand
     form: Form
     differentiable: bool
     leaf: bool = False
@@ -85,12 +85,12 @@ def conversion_bytes(
     return name, forward, backward if differentiable else 0.0
 
 
-class Planner:
+class PartitionPlanner:
     """Plans one program along one axis, node by node in order."""
 
     def __init__(self, axis: str, num: int) -> None:
-        self.program = Program(axis, num)
-        self._values: dict[Node, list[Value | None]] = {}
+        self.program = PartitionProgram(axis, num)
+        self._values: dict[Node, list[PlannedValue | None]] = {}
         self._strategies: dict[Node, Strategy] = {}
         self._line = ""
         self._because = ""
@@ -100,13 +100,13 @@ class Planner:
         """An input, whose slot is the next one."""
         x = node.meta["val"]
         leaf = form.kind == "cut"
-        value = Value(node, 0, _seen(x), form, differentiable and x.is_floating_point(), leaf)
+        value = PlannedValue(node, 0, _seen(x), form, differentiable and x.is_floating_point(), leaf)
         self._values[node] = [value]
         self.program.inputs.append(self._slot(value, form))
 
     def constant(self, node: Node, x: Tensor) -> None:
         """A tensor that the program closes over: the same on all ranks."""
-        value = Value(node, 0, Seen(tuple(x.shape), x.element_size()), WHOLE, x.requires_grad)
+        value = PlannedValue(node, 0, Operand(tuple(x.shape), x.element_size()), WHOLE, x.requires_grad)
         self._values[node] = [value]
         self.program.constants[self._slot(value, WHOLE)] = x
 
@@ -128,13 +128,13 @@ class Planner:
         same = _is_look(node) or getattr(node.target, "overloadpacket", None) in _PARTS_OF_LEAVES
         leaf = same and operands[0].leaf and strategy.outs[0].kind == "cut"
         self._values[node] = [
-            None if x is None else Value(node, k, _seen(x), next(forms), able and x.is_floating_point(), leaf)
+            None if x is None else PlannedValue(node, k, _seen(x), next(forms), able and x.is_floating_point(), leaf)
             for k, x in enumerate(made)
         ]
         if not _is_look(node):
             self._compute(node)
 
-    def leave(self, outputs: Sequence[Any]) -> Program:
+    def leave(self, outputs: Sequence[Any]) -> PartitionProgram:
         """The results, whole."""
         self._line, self._because, self._section = "the results", "", None
         for x in outputs:
@@ -144,19 +144,19 @@ class Planner:
         self.program.passages = passages(self.program)
         return self.program
 
-    def _one(self, node: Node) -> Value:
+    def _one(self, node: Node) -> PlannedValue:
         (value,) = self._values[node]
         assert value is not None
         return value
 
-    def _slot(self, value: Value, form: Form) -> int:
+    def _slot(self, value: PlannedValue, form: Form) -> int:
         value.slots[form] = self.program.num_slots
         self.program.num_slots += 1
         return value.slots[form]
 
     # Which strategy.
 
-    def _choose(self, node: Node, operands: Sequence[Value]) -> Strategy:
+    def _choose(self, node: Node, operands: Sequence[PlannedValue]) -> Strategy:
         rule = known_op(node.target).sharding
         use = _use(node, operands, self.program.num)
         offered = [whole(use)] if rule is None else rule(use)
@@ -172,17 +172,17 @@ class Planner:
         self._because = str(node.target) if joined else ""
         if chosen.sent:
             half = chosen.sent / 2
-            self.program.sent.append(Sent(chosen.note, use.outs[0].shape, half, half, self._line))
+            self.program.sent.append(Conversion(chosen.note, use.outs[0].shape, half, half, self._line))
         return chosen
 
-    def _price(self, strategy: Strategy, operands: Sequence[Value]) -> float:
+    def _price(self, strategy: Strategy, operands: Sequence[PlannedValue]) -> float:
         wanted = {(id(v), f): v for v, f in zip(operands, strategy.ins, strict=True)}
         sent = sum(self._cost(v, f) for (_, f), v in wanted.items())
         # Cut results are less work, and partial ones as much as whole ones.
         work = sum(1.0 if f.kind == "cut" else self.program.num for f in strategy.outs)
         return sent + strategy.sent + _PER_ELEMENT * work
 
-    def _cost(self, value: Value, form: Form) -> float:
+    def _cost(self, value: PlannedValue, form: Form) -> float:
         """Bytes of what is still to be sent for a value in a form."""
         form = self._as_needed(value, form)
         if form in value.slots or form == value.form:
@@ -197,10 +197,10 @@ class Planner:
         _, forward, backward = conversion_bytes(before, form, math.prod(x.shape), x.itemsize, self.program.num, **how)
         return cost + (forward + backward + 1e-3) * (_KEPT_CUT if value.leaf else 1.0)
 
-    def _as_needed(self, value: Value, form: Form) -> Form:
+    def _as_needed(self, value: PlannedValue, form: Form) -> Form:
         return WHOLE if form == VARYING and not value.differentiable else form
 
-    def _from(self, value: Value, form: Form) -> Form:
+    def _from(self, value: PlannedValue, form: Form) -> Form:
         """The form that a conversion starts from."""
         if form == VARYING and (value.form.kind == "partial" or WHOLE in value.slots):
             return WHOLE
@@ -211,7 +211,7 @@ class Planner:
             return WHOLE
         return value.form
 
-    def _through(self, value: Value, form: Form) -> Value | None:
+    def _through(self, value: PlannedValue, form: Form) -> PlannedValue | None:
         """The value of which a look can be made again in this form, in place of converting the look."""
         if form.kind in ("whole", "varying") and value.form.kind in ("whole", "partial") and _is_look(value.node):
             source = self._one(value.node.all_input_nodes[0])
@@ -221,7 +221,7 @@ class Planner:
 
     # What is written down.
 
-    def _need(self, value: Value, form: Form) -> int:
+    def _need(self, value: PlannedValue, form: Form) -> int:
         """The slot of a value in a form, made if it is not there."""
         form = self._as_needed(value, form)
         if form in value.slots:
@@ -240,14 +240,14 @@ class Planner:
         how = {"differentiable": value.differentiable}
         name, forward, backward = conversion_bytes(before, form, math.prod(x.shape), x.itemsize, program.num, **how)
         if forward or backward:
-            program.sent.append(Sent(name, x.shape, forward, backward, self._line, self._because))
+            program.sent.append(Conversion(name, x.shape, forward, backward, self._line, self._because))
         return dst
 
     def _write(self, step: Convert | Compute) -> None:
         self.program.steps.append(step)
         self.program.sections.append(self._section)
 
-    def _look_again(self, value: Value, source: Value, form: Form) -> int:
+    def _look_again(self, value: PlannedValue, source: PlannedValue, form: Form) -> int:
         src = self._need(source, form)
         node = value.node
         dst = self._slot(value, form)
@@ -278,13 +278,13 @@ def short(line: str | None) -> str:
     return line or "a line unknown"
 
 
-def _use(node: Node, operands: Sequence[Value], num: int) -> Use:
+def _use(node: Node, operands: Sequence[PlannedValue], num: int) -> OpUse:
     seen = iter(operands)
     counter = iter(range(len(operands)))
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: next(seen).seen._replace(number=next(counter)))
     outs = tuple(_seen(x) for x in _results(node) if x is not None)
     forms = tuple(v.form for v in operands)
-    return Use(node.target, tuple(args), dict(kwargs), tuple(v.seen for v in operands), forms, outs, num)
+    return OpUse(node.target, tuple(args), dict(kwargs), tuple(v.seen for v in operands), forms, outs, num)
 
 
 def _results(node: Node) -> list[Tensor | None]:
@@ -292,8 +292,8 @@ def _results(node: Node) -> list[Tensor | None]:
     return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
 
 
-def _seen(x: Tensor) -> Seen:
-    return Seen(tuple(x.shape), x.element_size())
+def _seen(x: Tensor) -> Operand:
+    return Operand(tuple(x.shape), x.element_size())
 
 
 def _is_look(node: Node) -> bool:
@@ -307,7 +307,7 @@ def partition_graph(
     forms: Mapping[Node, Form],
     trained: Callable[[Node], bool],
     constants: Callable[[Node], Tensor],
-) -> Program:
+) -> PartitionProgram:
     """The program of a graph along an axis.
 
     Args:
@@ -318,7 +318,7 @@ def partition_graph(
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
     """
-    plan = Planner(axis, num)
+    plan = PartitionPlanner(axis, num)
     for node in graph.nodes:
         if node.op == "placeholder":
             plan.enter(node, forms.get(node, WHOLE), differentiable=trained(node))

@@ -12,7 +12,7 @@ from torch.fx import Node
 from ._forms import Form, Strategy
 
 
-class Sent(NamedTuple):
+class Conversion(NamedTuple):
     """One conversion of a value by a collective.
 
     Attributes:
@@ -81,7 +81,7 @@ class Passage(NamedTuple):
 
 
 @dataclasses.dataclass
-class Program:
+class PartitionProgram:
     """A partitioned program, as steps over slots.
 
     Attributes:
@@ -108,7 +108,7 @@ class Program:
     sections: list[Any] = dataclasses.field(default_factory=list)
     passages: list[Passage] = dataclasses.field(default_factory=list)
     last_use: list[list[int]] = dataclasses.field(default_factory=list)
-    sent: list[Sent] = dataclasses.field(default_factory=list)
+    sent: list[Conversion] = dataclasses.field(default_factory=list)
 
 
 def _read(step: Convert | Compute) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ def _made(step: Convert | Compute) -> tuple[int, ...]:
     return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
 
 
-def passages(program: Program) -> list[Passage]:
+def passages(program: PartitionProgram) -> list[Passage]:
     """The steps by section, with what each needs of the others."""
     steps, sections = program.steps, program.sections
     starts = [i for i in range(len(steps)) if i == 0 or sections[i] is not sections[i - 1]]
@@ -134,7 +134,7 @@ def passages(program: Program) -> list[Passage]:
     return out
 
 
-def last_uses(program: Program) -> list[list[int]]:
+def last_uses(program: PartitionProgram) -> list[list[int]]:
     """By step, the slots that no later one reads, and that are no output."""
     kept = {x for is_slot, x in program.outputs if is_slot}
     out: list[list[int]] = [[] for _ in program.steps]

@@ -1,13 +1,13 @@
 """The text of a partitioned program: each collective, with its bytes and the line that asks for it."""
 
-from ._partition_program import Program
+from ._partition_program import PartitionProgram
 
 
-def program_text(program: Program) -> str:
+def program_text(program: PartitionProgram) -> str:
     """One line a collective, in order, then the sums.
 
     Example:
-        >>> print(program_text(Program("tp", 2)))
+        >>> print(program_text(PartitionProgram("tp", 2)))
         along "tp", 2 ranks: 0 collectives, 0 bytes a rank in the forward and 0 in the backward
     """
     sent = program.sent

@@ -5,17 +5,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._forms import PARTIAL, VARYING, WHOLE, Form, Ranks, Run, Strategy, Use, lengths, multiple_of, whole
+from ._forms import PARTIAL, VARYING, WHOLE, Form, OpUse, Ranks, Run, Strategy, lengths, multiple_of, whole
 from ._labelled import Dims, Labels, aligned, strategies
 
 
-def _moved(use: Use, order: Sequence[object]) -> Labels:
+def _moved(use: OpUse, order: Sequence[object]) -> Labels:
     """One operand, all of whose dims keep their elements; `order` labels the result's."""
     x = use.operands[0]
     return Labels((tuple(range(x.ndim)),), (tuple(order),), together=(0,))
 
 
-def transposed(use: Use) -> Labels:
+def transposed(use: OpUse) -> Labels:
     """`t`, `transpose`, `permute`, `movedim` as aten has them."""
     order = list(range(use.operands[0].ndim))
     rest = use.args[1:]
@@ -29,14 +29,14 @@ def transposed(use: Use) -> Labels:
     return _moved(use, order)
 
 
-def unsqueezed(use: Use) -> Labels:
+def unsqueezed(use: OpUse) -> Labels:
     """A new dim of size 1."""
     order: list[object] = list(range(use.operands[0].ndim))
     order.insert(use.args[1] % use.outs[0].ndim, None)
     return _moved(use, order)
 
 
-def squeezed(use: Use) -> Labels:
+def squeezed(use: OpUse) -> Labels:
     """Dims of size 1 that go."""
     x = use.operands[0]
     named = use.args[1] if len(use.args) > 1 else list(range(x.ndim))
@@ -46,7 +46,7 @@ def squeezed(use: Use) -> Labels:
     return dataclasses.replace(labels, run=shaped(use, "reshape"))
 
 
-def expanded(use: Use) -> Labels:
+def expanded(use: OpUse) -> Labels:
     """Dims of size 1 that are repeated; the shape is an argument, of which this rank's part is taken."""
     x, out = use.operands[0], use.outs[0]
     own = aligned(x, out)
@@ -54,17 +54,17 @@ def expanded(use: Use) -> Labels:
     return Labels((own,), (sizes,), run=shaped(use, "expand"))
 
 
-def repeated(use: Use) -> Labels:
+def repeated(use: OpUse) -> Labels:
     """Dims that are written several times must not be cut."""
     x, out = use.operands[0], use.outs[0]
     own = tuple(i if i is not None and use.args[1][i] == 1 else None for i in aligned(x, out))
     return Labels((own,), (tuple(i if i in own else None for i in range(out.ndim)),))
 
 
-def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[Use], Labels]:
+def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], Labels]:
     """All dims but one, of which it takes or joins parts: `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`."""
 
-    def label(use: Use) -> Labels:
+    def label(use: OpUse) -> Labels:
         x = use.operands[0]
         dim = use.arg(at, name, default) % max(x.ndim, 1)
         own: Dims = tuple(None if i == dim and not _untouched(use, dim) else i for i in range(x.ndim))
@@ -75,7 +75,7 @@ def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[Use], Labe
     return label
 
 
-def _untouched(use: Use, dim: int) -> bool:
+def _untouched(use: OpUse, dim: int) -> bool:
     """Whether a slice takes all of its dim, whatever its length."""
     if use.target.__name__ != "slice.Tensor":
         return False
@@ -83,7 +83,7 @@ def _untouched(use: Use, dim: int) -> bool:
     return start in (None, 0) and step == 1 and (stop is None or stop >= 2**62)
 
 
-def padded(use: Use) -> Labels:
+def padded(use: OpUse) -> Labels:
     """Dims that get no padding."""
     x, pad = use.operands[0], use.args[1]
     touched = {x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
@@ -95,7 +95,7 @@ def padded(use: Use) -> Labels:
 # Views that join and divide dims.
 
 
-def viewed(use: Use) -> list[Strategy]:
+def viewed(use: OpUse) -> list[Strategy]:
     """`view`, `reshape`: a cut passes where it is the first dim of its group, and blocks end where the result's do."""
     out: list[Strategy] = [whole(use), Strategy((PARTIAL,), (PARTIAL,))]
     x, y = use.operands[0], use.outs[0]
@@ -113,7 +113,7 @@ def viewed(use: Use) -> list[Strategy]:
     return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
 
 
-def _view_multiples(use: Use, dim: int, each: int, into: int) -> list[int]:
+def _view_multiples(use: OpUse, dim: int, each: int, into: int) -> list[int]:
     form = use.forms[0]
     found = {1, into // math.gcd(each, into)}
     if form.kind == "cut" and form.dim == dim:
@@ -151,7 +151,7 @@ def _group_end(a: Sequence[int], b: Sequence[int], dim: int) -> int:
     return next(p.stop for p, _ in _groups(a, b) if dim in p)
 
 
-def shaped(use: Use, name: str) -> Callable[[tuple[Form, ...]], Run]:
+def shaped(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:
     """Calls a method whose argument is the shape of this rank's result, where the program has that of the whole."""
 
     def made(outs: tuple[Form, ...]) -> Run:
@@ -167,7 +167,7 @@ def shaped(use: Use, name: str) -> Callable[[tuple[Form, ...]], Run]:
 # Lookups.
 
 
-def looked_up(use: Use) -> list[Strategy]:
+def looked_up(use: OpUse) -> list[Strategy]:
     """`embedding`: any dim of the indices, columns of the table; or its rows, of which each rank looks up its own."""
     table, index = use.operands
     columns = index.ndim
@@ -195,14 +195,14 @@ def _own_rows(size: int, multiple: int) -> Run:
     return run
 
 
-def selected(use: Use) -> Labels:
+def selected(use: OpUse) -> Labels:
     """`index_select`: all dims but one; and the indices'."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
     return Labels((own, ("index",)), (tuple("index" if i == dim else i for i in range(x.ndim)),), linear=(0,))
 
 
-def gathered(use: Use) -> Labels:
+def gathered(use: OpUse) -> Labels:
     """`gather`: dims other than its own, where the indices go over all of them."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     index = use.operands[1]
@@ -211,7 +211,7 @@ def gathered(use: Use) -> Labels:
     return Labels((own, own), (own,), linear=(0,))
 
 
-def indexed(use: Use) -> Labels:
+def indexed(use: OpUse) -> Labels:
     """`x[..., index, ...]` with tensors in neighbouring dims: the others, and those of the indices."""
     x, out = use.operands[0], use.outs[0]
     at = [i for i, one in enumerate(use.args[1]) if one is not None]
@@ -229,6 +229,6 @@ def indexed(use: Use) -> Labels:
     return dataclasses.replace(none, ins=tuple(ins), outs=(tuple(result),))
 
 
-def made_of_nothing(use: Use) -> list[Strategy]:
+def made_of_nothing(use: OpUse) -> list[Strategy]:
     """Constants: whole. What they look at is a shape, of whichever form."""
     return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]

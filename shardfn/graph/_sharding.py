@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ._forms import Rule, Use
+from ._forms import OpUse, Rule
 from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
 from ._shape_rules import (
     closed,
@@ -31,7 +31,7 @@ def _rules(names: str, rule: Rule) -> dict[Any, Rule]:
     return {getattr(_ATEN, name): rule for name in names.split()}
 
 
-def _dim(at: int, name: str = "dim") -> Callable[[Use], list[int]]:
+def _dim(at: int, name: str = "dim") -> Callable[[OpUse], list[int]]:
     return lambda use: [use.arg(at, name, 0)]
 
 

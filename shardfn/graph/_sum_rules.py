@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._forms import PARTIAL, VARYING, WHOLE, Form, Ranks, Run, Seen, Strategy, Use, whole
+from ._forms import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Ranks, Run, Strategy, whole
 from ._labelled import Dims, Labels, strategies
 
 
-def _reduced(use: Use) -> tuple[Dims, Dims, list[int]]:
+def _reduced(use: OpUse) -> tuple[Dims, Dims, list[int]]:
     """Labels of the operand and of the result, and the dims that go."""
     x, out = use.operands[0], use.outs[0]
     named = use.args[1] if len(use.args) > 1 else None
@@ -27,13 +27,13 @@ def _reduced(use: Use) -> tuple[Dims, Dims, list[int]]:
     return tuple(range(x.ndim)), result, dims
 
 
-def summed(use: Use) -> Labels:
+def summed(use: OpUse) -> Labels:
     """`sum`: partial along what is summed."""
     own, result, _ = _reduced(use)
     return Labels((own,), (result,), sums=True, together=(0,))
 
 
-def averaged(use: Use) -> Labels:
+def averaged(use: OpUse) -> Labels:
     """`mean`: the sum of this rank's part, divided by the number of all."""
     own, result, dims = _reduced(use)
     count = math.prod(use.operands[0].shape[d] for d in dims)
@@ -51,7 +51,7 @@ def averaged(use: Use) -> Labels:
     return Labels((own,), (result,), sums=True, together=(0,), run=run)
 
 
-def reduced(use: Use) -> Labels:
+def reduced(use: OpUse) -> Labels:
     """Other reductions: dims that stay."""
     _, result, dims = _reduced(use)
     x = use.operands[0]
@@ -59,7 +59,7 @@ def reduced(use: Use) -> Labels:
     return Labels((own,), tuple(result for _ in use.outs))
 
 
-def normalised(use: Use) -> Labels:
+def normalised(use: OpUse) -> Labels:
     """Layer and RMS norm: `x, shape, weight, bias` -> y and statistics; leading dims."""
     x, num = use.operands[0], len(use.args[1])
     lead = tuple(range(x.ndim - num))
@@ -67,7 +67,7 @@ def normalised(use: Use) -> Labels:
     return Labels((own, *((None,) * s.ndim for s in use.operands[1:])), (own,) * len(use.outs))
 
 
-def softmax(use: Use) -> list[Strategy]:
+def softmax(use: OpUse) -> list[Strategy]:
     """`_softmax`, `_log_softmax`: other dims; or its own, by a maximum and a sum over the ranks."""
     x = use.operands[0]
     dim = use.args[1] % max(x.ndim, 1)
@@ -99,7 +99,7 @@ def _over_ranks(dim: int, *, logarithm: bool) -> Run:
     return run
 
 
-def nll(use: Use) -> list[Strategy]:
+def nll(use: OpUse) -> list[Strategy]:
     """`nll_loss_forward(log probabilities [N, V], targets [N], weight, reduction, ignored)` -> loss, total weight."""
     x = use.operands[0]
     out = [whole(use)]
@@ -127,7 +127,7 @@ def _mean_of_rows(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return total / count, count
 
 
-def _own_classes(x: Seen, multiple: int) -> Run:
+def _own_classes(x: Operand, multiple: int) -> Run:
     def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         del kwargs
         logs, target, _, reduction, ignored = args
@@ -147,7 +147,7 @@ def _own_classes(x: Seen, multiple: int) -> Run:
     return run
 
 
-def attention(use: Use) -> list[Strategy]:
+def attention(use: OpUse) -> list[Strategy]:
     """Attention `(q [B, H, T, K], k, v [B, G, S, K], ...)` -> values, statistics: samples, or heads; G divides H."""
     q, k = use.operands[:2]
     samples = ("b", None, None, None)
@@ -168,7 +168,7 @@ def attention(use: Use) -> list[Strategy]:
     return out
 
 
-def _mask_dims(s: Seen, q: Seen, dim: int, name: str) -> Dims:
+def _mask_dims(s: Operand, q: Operand, dim: int, name: str) -> Dims:
     at = dim - (q.ndim - s.ndim)
     return tuple(name if i == at and size == q.shape[dim] else None for i, size in enumerate(s.shape))
 

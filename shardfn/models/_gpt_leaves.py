@@ -90,10 +90,10 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
     want: list[Any] = tree_leaves(_leaves(config))
     blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
     sizes = tree_unflatten(
-        tree_structure(_leaves(config)), [_Block(tuple(s.stop - s.start for s in b)) for b in blocks]
+        tree_structure(_leaves(config)), [_BlockShape(tuple(s.stop - s.start for s in b)) for b in blocks]
     )
     if config.stacked:
-        sizes = _stack_blocks(sizes, lambda same: _Block((config.num_layers, *same[0].shape)))
+        sizes = _stack_blocks(sizes, lambda same: _BlockShape((config.num_layers, *same[0].shape)))
     if tree_structure(sizes) != tree_structure(params):
         return  # the layers say what they miss
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
@@ -119,7 +119,7 @@ def num_params(config: Config) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
+class _BlockShape:
     """The shape of a rank's block of a leaf."""
 
     shape: tuple[int, ...]

@@ -1,6 +1,12 @@
 """What a pipeline does, as data: lists of forwards and backwards, what they cost, and pictures of them."""
 
-from ._schedule import Action as Action, Actions as Actions, Kind as Kind, Place as Place, Schedule as Schedule
+from ._schedule import (
+    Action as Action,
+    Actions as Actions,
+    Kind as Kind,
+    StageAction as StageAction,
+    PipelineSchedule as PipelineSchedule,
+)
 from ._schedule import as_text as as_text, loop_stages as loop_stages, parse as parse, v_stages as v_stages
 from ._single import gpipe as gpipe, one_f_one_b as one_f_one_b, zero_bubble_h1 as zero_bubble_h1
 from ._chunked import dual_pipe_v as dual_pipe_v, interleaved as interleaved, zero_bubble_v as zero_bubble_v

@@ -2,11 +2,11 @@
 
 import collections
 
-from ._schedule import Action, Actions, Kind, Schedule, loop_stages, v_stages
+from ._schedule import Action, Actions, Kind, PipelineSchedule, loop_stages, v_stages
 from ._single import check_numbers
 
 
-def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> PipelineSchedule:
     """1F1B of v chunks a rank: (p - 1) / (v m + p - 1) of the time is idle, for v times as many transfers.
 
     Microbatches go through a chunk p at a time. Rank 0 holds v p + p - 1 of them, through a chunk each.
@@ -40,10 +40,10 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> S
             row += forwards[warmup + i : warmup + i + 1]
             row.append(backward)
         rows.append(tuple(row))
-    return Schedule("interleaved", m, loop_stages(p, v), tuple(rows))
+    return PipelineSchedule("interleaved", m, loop_stages(p, v), tuple(rows))
 
 
-def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
+def zero_bubble_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """Two chunks a rank, down the ranks and up again: with F = B = W only the first and last p - 1 Fs and Ws are idle.
 
     It holds 2 p half microbatches a rank, what 1F1B holds on rank 0.
@@ -56,10 +56,10 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
     rows = (_zero_bubble_v(rank, p, max(m, 2 * p - 1)) for rank in range(p))
     # With few microbatches it is what is left of that of 2 p - 1.
     kept = tuple(tuple(a for a in row if a.microbatch < m) for row in rows)
-    return Schedule("zb-v", m, v_stages(p), kept)
+    return PipelineSchedule("zb-v", m, v_stages(p), kept)
 
 
-def dual_pipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+def dual_pipe_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """Two chunks a rank as in ZB-V, where forwards of one chunk stand beside backwards of the other.
 
     A pair of them can hide one's transfers behind the other's arithmetic. Only the backwards at the two ends are split.
@@ -75,7 +75,7 @@ def dual_pipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     check_numbers("dualpipe-v", p, m)
     if m < 2 * p:
         raise ValueError(f"the schedule dualpipe-v of {p} ranks needs {2 * p} microbatches or more, got {m}.")
-    return Schedule("dualpipe-v", m, v_stages(p), tuple(_dual_pipe_v(rank, p, m) for rank in range(p)))
+    return PipelineSchedule("dualpipe-v", m, v_stages(p), tuple(_dual_pipe_v(rank, p, m) for rank in range(p)))
 
 
 def _turn(kind: Kind, i: int, p: int, v: int) -> Action:
@@ -85,7 +85,7 @@ def _turn(kind: Kind, i: int, p: int, v: int) -> Action:
     return Action(kind, rounds * p + k, chunk if kind == "forward" else v - 1 - chunk)
 
 
-class _Row:
+class _RankList:
     """A rank's list while it is written: each kind of action of a chunk takes the microbatches in order."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _Row:
 
 
 def _zero_bubble_v(rank: int, p: int, m: int) -> Actions:
-    row = _Row()
+    row = _RankList()
     row.add("forward", 0, 2 * (p - rank) - 1)
     for _ in range(rank):
         row.add("forward", 1)
@@ -152,7 +152,7 @@ def _zero_bubble_v(rank: int, p: int, m: int) -> Actions:
 
 
 def _dual_pipe_v(rank: int, p: int, m: int) -> Actions:
-    row, after = _Row(), p - rank - 1
+    row, after = _RankList(), p - rank - 1
     row.add("forward", 0, 2 * after)
     for _ in range(rank + 1):
         row.add("forward", 0)

@@ -32,7 +32,7 @@ class Action(NamedTuple):
 Actions = tuple[Action, ...]
 
 
-class Place(NamedTuple):
+class StageAction(NamedTuple):
     """An action by what it does to the model, whoever does it: on which stage, counted from the model's first."""
 
     kind: Kind
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """The lists of all ranks.
 
     Attributes:
@@ -51,7 +51,7 @@ class Schedule:
         ranks: by rank, its actions, in their order.
 
     Example:
-        >>> Schedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0"))).num_stages
+        >>> PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0"))).num_stages
         2
     """
 
@@ -85,25 +85,25 @@ class Schedule:
         """Whether any backward is split."""
         return any(a.kind == "weights" for row in self.ranks for a in row)
 
-    def place(self, rank: int, action: Action) -> Place:
+    def place(self, rank: int, action: Action) -> StageAction:
         """Where in the model an action of a rank is."""
-        return Place(action.kind, action.microbatch, self.stages[rank][action.chunk])
+        return StageAction(action.kind, action.microbatch, self.stages[rank][action.chunk])
 
-    def at(self, place: Place) -> tuple[int, Action]:
+    def at(self, place: StageAction) -> tuple[int, Action]:
         """Whose action is at a place of the model, and which."""
         rank, chunk = self.home[place.stage]
         return rank, Action(place.kind, place.microbatch, chunk)
 
-    def needs(self, place: Place) -> Iterator[Place]:
+    def needs(self, place: StageAction) -> Iterator[StageAction]:
         """What must have been done before: by the rank itself, and by the neighbour that sends to it."""
         kind, k, stage = place
         if kind == "forward":
             if stage:
-                yield Place("forward", k, stage - 1)
+                yield StageAction("forward", k, stage - 1)
             return
-        yield Place("forward" if kind == "backward" else "backward", k, stage)
+        yield StageAction("forward" if kind == "backward" else "backward", k, stage)
         if kind == "backward" and stage + 1 < self.num_stages:
-            yield Place("backward", k, stage + 1)
+            yield StageAction("backward", k, stage + 1)
 
     def as_text(self) -> str:
         """One line a rank; the same for the same schedule."""

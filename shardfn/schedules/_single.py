@@ -1,9 +1,9 @@
 """Schedules of one chunk a rank: GPipe, 1F1B and ZB-H1. p ranks, m microbatches."""
 
-from ._schedule import Action, Actions, Schedule, loop_stages
+from ._schedule import Action, Actions, PipelineSchedule, loop_stages
 
 
-def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+def gpipe(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """All forwards, then all backwards: (p - 1) / (m + p - 1) of the time is idle, and m microbatches are held.
 
     Example:
@@ -17,10 +17,10 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_numbers("gpipe", num_ranks, num_microbatches)
     row = tuple(Action(kind, k) for kind in ("forward", "backward") for k in range(num_microbatches))
-    return Schedule("gpipe", num_microbatches, loop_stages(num_ranks, 1), (row,) * num_ranks)
+    return PipelineSchedule("gpipe", num_microbatches, loop_stages(num_ranks, 1), (row,) * num_ranks)
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """One forward, one backward: idle as GPipe, but rank r holds min(m, p - r) microbatches.
 
     Example:
@@ -34,10 +34,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_numbers("1f1b", num_ranks, num_microbatches)
     rows = (_one_f_one_b(num_ranks - rank - 1, num_microbatches) for rank in range(num_ranks))
-    return Schedule("1f1b", num_microbatches, loop_stages(num_ranks, 1), tuple(rows))
+    return PipelineSchedule("1f1b", num_microbatches, loop_stages(num_ranks, 1), tuple(rows))
 
 
-def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """1F1B whose Ws wait: with enough microbatches (p - 1) (F + B - W) is idle, and p are held at most.
 
     Rank r does a W r microbatches after its B. So B runs against the stream of the pipeline, which is what the ranks
@@ -62,7 +62,7 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
                 row.append(Action("weights", action.microbatch - rank))
         left = range(max(0, num_microbatches - rank), num_microbatches)
         rows.append((*row, *(Action("weights", k) for k in left)))
-    return Schedule("zb-h1", num_microbatches, loop_stages(num_ranks, 1), tuple(rows))
+    return PipelineSchedule("zb-h1", num_microbatches, loop_stages(num_ranks, 1), tuple(rows))
 
 
 def check_numbers(name: str, num_ranks: int, num_microbatches: int) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from ._schedule import Action, Kind, Place, Schedule
+from ._schedule import Action, Kind, PipelineSchedule, StageAction
 
 
 class ScheduleError(ValueError):
@@ -51,7 +51,7 @@ class Timeline:
             the end of its backward, W included.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     ranks: tuple[tuple[Span, ...], ...]
     peaks: tuple[int, ...]
 
@@ -67,7 +67,7 @@ class Timeline:
         return 1 - busy / (self.makespan * len(self.ranks))
 
 
-def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline:
     """Runs a schedule on paper.
 
     Args:
@@ -84,7 +84,7 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         (33.0, (4, 3, 2, 1))
     """
     check_complete(schedule)
-    run = _Run(schedule, costs or Costs())
+    run = _PaperRun(schedule, costs or Costs())
     ready = list(range(schedule.num_ranks))
     while ready:
         ready += run.advance(ready.pop())
@@ -93,7 +93,7 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule, tuple(map(tuple, run.spans)), tuple(map(max, run.held)))
 
 
-def check_complete(schedule: Schedule) -> None:
+def check_complete(schedule: PipelineSchedule) -> None:
     """Refuses a schedule in which an action is missing, there twice, or of no microbatch or chunk.
 
     Raises:
@@ -112,16 +112,16 @@ def check_complete(schedule: Schedule) -> None:
         raise ScheduleError("\n  - ".join([f"the schedule {schedule.name} is no step:", *problems]))
 
 
-class _Run:
+class _PaperRun:
     """How far each rank has come. Nothing is looked at again until what it waits for is done."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: PipelineSchedule, costs: Costs) -> None:
         self._schedule = schedule
         self._split = {schedule.place(r, a) for r, row in enumerate(schedule.ranks) for a in row if a.kind == "weights"}
         self._took = {kind: getattr(costs, kind) / schedule.num_chunks for kind in ("forward", "backward", "weights")}
         self._transfer = costs.transfer
-        self._done: dict[Place, float] = {}
-        self._waiting: dict[Place, int] = {}
+        self._done: dict[StageAction, float] = {}
+        self._waiting: dict[StageAction, int] = {}
         self.at = [0] * schedule.num_ranks
         self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
         self.held: list[list[int]] = [[0] for _ in schedule.ranks]
@@ -140,11 +140,11 @@ class _Run:
                 woken.append(self._waiting.pop(place))
         return woken
 
-    def missing(self, place: Place) -> Place | None:
+    def missing(self, place: StageAction) -> StageAction | None:
         """What an action waits for."""
         return next((x for x in self._schedule.needs(place) if x not in self._done), None)
 
-    def _perform(self, rank: int, action: Action, place: Place) -> None:
+    def _perform(self, rank: int, action: Action, place: StageAction) -> None:
         spans, home = self.spans[rank], self._schedule.home
         came = [self._done[x] + self._transfer * (home[x.stage][0] != rank) for x in self._schedule.needs(place)]
         start = max([spans[-1].end if spans else 0.0, *came])
@@ -159,7 +159,7 @@ class _Run:
         self.at[rank] += 1
 
 
-def _circle(schedule: Schedule, run: _Run) -> str:
+def _circle(schedule: PipelineSchedule, run: _PaperRun) -> str:
     """The ranks that wait for one another, one line each."""
     rank = next(r for r, row in enumerate(schedule.ranks) if run.at[r] < len(row))
     lines: dict[int, str] = {}

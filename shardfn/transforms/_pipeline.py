@@ -5,9 +5,9 @@ from typing import Any
 
 from shardfn.core import PyTree, did_you_mean
 from shardfn.engine import Accumulated, Pipelined, check_order
-from shardfn.schedules import Schedule, gpipe, interleaved, one_f_one_b
+from shardfn.schedules import PipelineSchedule, gpipe, interleaved, one_f_one_b
 
-_NAMED: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+_NAMED: dict[str, Callable[..., PipelineSchedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 
 
 def pipeline(
@@ -19,7 +19,7 @@ def pipeline(
     axis: str = "pp",
     num_microbatches: int = 1,
     num_chunks: int = 1,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | PipelineSchedule = "1f1b",
 ) -> Accumulated | Pipelined:
     """A loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
 
@@ -76,15 +76,15 @@ def pipeline(
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
     table, turns = _made(schedule, num_chunks), False
-    if isinstance(schedule, Schedule):
+    if isinstance(schedule, PipelineSchedule):
         turns = schedule.num_chunks > 1 and schedule.num_ranks > 1 and schedule.stages[0][1] > schedule.stages[1][1]
     found = blocks if callable(blocks) else lambda params: params[blocks]
     loss = Pipelined(first, block, last, found, axis, table, num_chunks, turns)
     return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 
-def _made(schedule: str | Schedule, num_chunks: int) -> Callable[[int, int], Schedule]:
-    if isinstance(schedule, Schedule):
+def _made(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[int, int], PipelineSchedule]:
+    if isinstance(schedule, PipelineSchedule):
         if schedule.num_chunks != num_chunks:
             raise ValueError(f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}.")
         return lambda num_ranks, num_microbatches: schedule

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.graph import PARTIAL, WHOLE, Ranks, Seen, Use, cut, known_op
+from shardfn.graph import PARTIAL, WHOLE, Operand, OpUse, Ranks, cut, known_op
 
 aten = torch.ops.aten
 
@@ -215,7 +215,7 @@ def seen_of(args, kwargs):
     def seen(x):
         if isinstance(x, Tensor):
             tensors.append(x)
-            return Seen(tuple(x.shape), x.element_size(), len(tensors) - 1)
+            return Operand(tuple(x.shape), x.element_size(), len(tensors) - 1)
         return [seen(y) for y in x] if isinstance(x, list | tuple) else x
 
     args = tuple(seen(a) for a in args)
@@ -235,7 +235,7 @@ def part(x, form, ranks, seed):
 
 
 def filled(x, parts):
-    if isinstance(x, Seen):
+    if isinstance(x, Operand):
         return parts[x.number]
     return [filled(y, parts) for y in x] if isinstance(x, list | tuple) else x
 
@@ -298,13 +298,13 @@ def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
         want = target(*given, **named)
         wants = (want,) if isinstance(want, Tensor) else tuple(want)
         args, kwargs, tensors = seen_of(given, named)
-        operands = tuple(Seen(tuple(x.shape), x.element_size()) for x in tensors)
-        outs = tuple(Seen(tuple(x.shape), x.element_size()) for x in wants)
+        operands = tuple(Operand(tuple(x.shape), x.element_size()) for x in tensors)
+        outs = tuple(Operand(tuple(x.shape), x.element_size()) for x in wants)
         strategies = {}
         rule = known_op(target).sharding
         assert rule is not None, f"{target} has no rule"
         for forms in forms_of(tensors, num):
-            for s in rule(Use(target, args, kwargs, operands, forms, outs, num)):
+            for s in rule(OpUse(target, args, kwargs, operands, forms, outs, num)):
                 strategies[s.ins, s.outs] = s
         for s in strategies.values():
             tried.add((s.ins, s.outs))

@@ -12,7 +12,7 @@ import pytest
 from shardfn.schedules import (
     Action,
     Costs,
-    Schedule,
+    PipelineSchedule,
     ScheduleError,
     Timeline,
     as_picture,
@@ -33,7 +33,7 @@ SINGLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zero_bubble_h1}
 UNEQUAL = Costs(forward=1.0, backward=1.25, weights=0.75)
 
 
-def _all() -> Iterator[tuple[str, Schedule]]:
+def _all() -> Iterator[tuple[str, PipelineSchedule]]:
     for p, m in PAIRS:
         made = [f(p, m) for f in (*SINGLE.values(), zero_bubble_v)]
         made += [interleaved(p, m, v) for v in (1, 2, 3, 4) if m % p == 0]
@@ -59,7 +59,7 @@ def test_all_run_and_a_timeline_meets_every_need() -> None:
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("costs", [Costs(), UNEQUAL])
-def test_gpipe_and_1f1b(make: Callable[[int, int], Schedule], costs: Costs) -> None:
+def test_gpipe_and_1f1b(make: Callable[[int, int], PipelineSchedule], costs: Costs) -> None:
     for p, m in PAIRS:
         run = timeline(make(p, m), costs)
         assert math.isclose(_idle(run, costs), (p - 1) * sum(costs[:3]), abs_tol=1e-9), (p, m)
@@ -135,7 +135,7 @@ def test_a_circle_is_printed() -> None:
     ]
     ranks = (parse("F0 B0 F1 B1"), parse("F0 F1 B1 B0"))
     with pytest.raises(ScheduleError) as caught:
-        timeline(Schedule("by hand", 2, ((0,), (1,)), ranks))
+        timeline(PipelineSchedule("by hand", 2, ((0,), (1,)), ranks))
     assert str(caught.value).splitlines()[1:] == [
         "  - rank 0 at B0 waits for B0 of rank 1, which comes after F1 there",
         "  - rank 1 at F1 waits for F1 of rank 0, which comes after B0 there",
@@ -144,7 +144,7 @@ def test_a_circle_is_printed() -> None:
 
 def test_what_is_missing_is_listed() -> None:
     with pytest.raises(ScheduleError) as caught:
-        timeline(Schedule("short", 2, ((0,),), (parse("F0 B0 B0 F1 W1 W1 F2"),)))
+        timeline(PipelineSchedule("short", 2, ((0,),), (parse("F0 B0 B0 F1 W1 W1 F2"),)))
     assert str(caught.value).splitlines()[1:] == [
         "  - rank 0: B0 is there 2 times, not once",
         "  - rank 0: B1 is there 0 times, not once",
@@ -202,6 +202,6 @@ def test_pictures() -> None:
 
 
 @pytest.mark.parametrize("make", [*SINGLE.values(), interleaved, zero_bubble_v, dual_pipe_v])
-def test_numbers_below_one_are_refused(make: Callable[[int, int], Schedule]) -> None:
+def test_numbers_below_one_are_refused(make: Callable[[int, int], PipelineSchedule]) -> None:
     with pytest.raises(ValueError, match="needs a rank and a microbatch at least, got 2 and 0"):
         make(2, 0)

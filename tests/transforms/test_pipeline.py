@@ -367,7 +367,7 @@ def test_accumulated_pipelines() -> None:
 V_LISTS = {"zb-v": schedules.zero_bubble_v, "dualpipe-v": schedules.dual_pipe_v}
 
 
-def _unsplit(of: schedules.Schedule) -> schedules.Schedule:
+def _unsplit(of: schedules.PipelineSchedule) -> schedules.PipelineSchedule:
     ranks = tuple(tuple(a for a in row if a.kind != "weights") for row in of.ranks)
     return dataclasses.replace(of, ranks=ranks)
 

@@ -45,7 +45,7 @@ def _loss(schedule: Any, m: int = 2, **options: Any) -> Any:
 
 def test_a_schedule_that_would_never_end_is_refused_with_its_circle() -> None:
     ranks = (schedules.parse("F0 B0 F1 B1"), schedules.parse("F0 F1 B1 B0"))
-    wrong = schedules.Schedule("by hand", 2, ((0,), (1,)), ranks)
+    wrong = schedules.PipelineSchedule("by hand", 2, ((0,), (1,)), ranks)
     with pytest.raises(schedules.ScheduleError) as caught:
         _step(_loss(wrong))
     assert str(caught.value).splitlines() == [
