@@ -126,6 +126,9 @@ class Relayed(Pending[Tensor]):
         return self._second.result()
 
     def pass_on(self) -> None:
-        """Waits for the first hop and starts the second; called on the head of the line."""
-        self._line.popleft()
+        """Waits for the first hop and starts the second; called on the head of the line.
+
+        A transfer that fails stays the head: whoever is asked next, raises what it raised.
+        """
         self._second = self._go_on(self._first.result())
+        self._line.popleft()

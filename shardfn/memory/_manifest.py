@@ -22,19 +22,13 @@ BEFORE = "manifest.before.json"
 _FORMAT = 1
 
 
-def save(
-    directory: pathlib.Path,
-    step: int,
-    entries: dict[str, Any],
-    *,
-    durable: bool,
-    keep_before: bool = False,
-    about: dict[str, Any] | None = None,
-) -> None:
-    """Writes the manifest beside the old one and renames it over; the old one is first renamed if it is to be kept."""
+def prepare(
+    directory: pathlib.Path, step: int, entries: dict[str, Any], *, durable: bool, about: dict[str, Any] | None = None
+) -> pathlib.Path:
+    """Writes a manifest beside the one that counts, which stays; `publish` takes it."""
     body = json.dumps({"format": _FORMAT, "step": step, "values": entries, "about": about or {}})
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
-    path, new = directory / NAME, directory / f"{NAME}.new"
+    new = directory / f"{NAME}.new"
     try:
         new.write_text(text)
         if durable:
@@ -44,6 +38,15 @@ def save(
         if problem.errno in FULL:
             raise no_room(directory, len(text), problem) from problem
         raise
+    return new
+
+
+def publish(directory: pathlib.Path, new: pathlib.Path, *, durable: bool, keep_before: bool = False) -> None:
+    """Renames a prepared manifest over the one that counts, which is first renamed itself if it is to be kept.
+
+    After an error either may be the one that counts.
+    """
+    path = directory / NAME
     # Between the two renames only the commit before is there, and `commits` finds it.
     if keep_before and path.exists():
         os.replace(path, directory / BEFORE)

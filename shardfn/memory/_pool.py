@@ -275,9 +275,11 @@ class Pool:
             for slot in slots:
                 manifest.sync(slot.path)
         with self._commit_lock:
-            how = {"durable": durable, "keep_before": keep_before, "about": dict(about or {})}
-            manifest.save(self._directory, step, entries, **how)
-            self._before, self._committed = self._committed if keep_before else [], slots
+            new = manifest.prepare(self._directory, step, entries, durable=durable, about=dict(about or {}))
+            # From the first rename to the end the disk may name either; an error leaves both unknown, and both held.
+            before, self._committed = self._committed, [*self._committed, *slots]
+            manifest.publish(self._directory, new, durable=durable, keep_before=keep_before)
+            self._before, self._committed = before if keep_before else [], slots
 
     def forget_before(self) -> None:
         """Gives up the commit before the last, if it was kept."""
@@ -333,13 +335,15 @@ class Pool:
         self._finalizer = weakref.finalize(self, _shut, self.io, place, lock, os.getpid())
 
     def _restore(self, entries: dict[str, Any]) -> dict[str, Any]:
-        values = {name: self._value(name, entry) for name, entry in entries.items()}
+        owners: dict[str, Slot] = {}
+        values = {name: self._value(name, entry, owners) for name, entry in entries.items()}
         self._committed = [x.slot for x in values.values() if isinstance(x, DiskTensor) and x.slot is not None]
         check_sizes(self._committed)
         _remove_strangers(self._directory, {slot.path.name for slot in self._committed})
         return values
 
-    def _value(self, name: str, entry: dict[str, Any]) -> Any:
+    def _value(self, name: str, entry: dict[str, Any], owners: dict[str, Slot]) -> Any:
+        """The value of an entry. Values that share a file share its slot, so that it is free when all of them are."""
         if "value" in entry:
             return entry["value"]
         if "bytes" in entry:
@@ -347,7 +351,10 @@ class Pool:
         shape, dtype, crcs = torch.Size(entry["shape"]), manifest.dtype_of(entry), manifest.crcs_of(entry)
         slot = None
         if entry["file"] is not None:
-            slot = self._slots.adopt(entry["file"], entry["capacity"], math.prod(shape) * dtype.itemsize)
+            slot = owners.get(entry["file"])
+            if slot is None:
+                slot = self._slots.adopt(entry["file"], entry["capacity"], math.prod(shape) * dtype.itemsize)
+                owners[entry["file"]] = slot
             slot.name = name
         return DiskTensor(shape, dtype, entry["grain"], Checksums(crcs) if crcs is not None else None, slot, self)
 

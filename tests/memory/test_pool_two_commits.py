@@ -5,7 +5,7 @@ import pathlib
 import pytest
 import torch
 
-from shardfn.memory import Pool
+from shardfn.memory import Pool, _manifest as manifest
 
 
 def _value(n: int) -> torch.Tensor:
@@ -37,3 +37,41 @@ def test_files_of_a_commit_are_free_once_it_is_given_up(tmp_path: pathlib.Path) 
         pool.forget_before()
         assert Pool.steps(tmp_path) == (3,)
         assert len(list(tmp_path.glob("slot-*.bin"))) <= 2
+
+
+def test_a_value_committed_by_two_names_is_one_file_when_it_is_opened_again(tmp_path: pathlib.Path) -> None:
+    with Pool(tmp_path) as pool:
+        x = pool.write(_value(1).view(50, 100)).result()
+        pool.commit({"x": x, "flat": x.flat(), "again": x}, 0)
+        del x
+    pool, values, _ = Pool.open(tmp_path)
+    pool.commit({"x": values["x"]}, 1)
+    del values["flat"], values["again"]
+    others = [pool.write(_value(n).view(50, 100)).result() for n in (2, 3)]
+    assert torch.equal(values["x"].load(), _value(1).view(50, 100))
+    assert [int(o.load()[0, 0]) for o in others] == [2, 3]
+    pool.close()
+
+
+@pytest.mark.parametrize("fails", ["forget_before", "sync"])
+def test_a_commit_that_fails_after_its_manifest_is_there_keeps_the_files_that_it_names(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    with Pool(tmp_path) as pool:
+        pool.commit({"x": pool.write(_value(0)).result()}, 0)
+        new = pool.write(_value(1)).result()
+        with monkeypatch.context() as patch:
+
+            def broken(path: pathlib.Path) -> None:
+                if fails == "forget_before" or path == tmp_path:
+                    raise OSError("no such device")
+
+            patch.setattr(manifest, fails, broken)
+            with pytest.raises(OSError, match="no such device"):
+                pool.commit({"x": new}, 1, durable=True)
+        del new
+        written = [pool.write(_value(n)).result() for n in (7, 8)]
+        del written
+    pool, values, step = Pool.open(tmp_path)
+    assert step == 1 and torch.equal(values["x"].load(), _value(1))
+    pool.close()
