@@ -5,7 +5,8 @@ import pathlib
 import pytest
 import torch
 
-from shardfn.memory import Pool, _manifest as manifest
+from shardfn.memory import Pool
+from shardfn.memory import _manifest as manifest
 
 
 def _value(n: int) -> torch.Tensor:
