@@ -59,8 +59,12 @@ class Asserting(TorchFunctionMode):
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """The frame that asks, past those of checkers of signatures."""
-    while frame.f_code.co_filename.startswith(_CHECKERS) and frame.f_back is not None:
+    """The frame that asks, past those of checkers of signatures, and of other modes that pass the question on."""
+
+    def passes_on(code: CodeType) -> bool:
+        return code.co_filename.startswith(_CHECKERS) or code.co_name == "__torch_function__"
+
+    while passes_on(frame.f_code) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

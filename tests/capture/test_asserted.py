@@ -46,6 +46,27 @@ def test_checks_are_part_of_the_graph() -> None:
     assert step.cache_info().misses == 1
 
 
+class Checked(torch.nn.Module):
+    """A module that validates in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.arange(10.0).view(5, 2))
+
+    def forward(self, labels: Tensor) -> Tensor:
+        return checked({"w": self.w}, labels)
+
+
+def test_checks_of_a_module_are_part_of_the_graph() -> None:
+    params, apply = sf.from_module(Checked())
+    step = sf.sharded_step(sf.jit(apply, backend="graph"), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1}))
+    state, metrics = step(step.init(params), torch.tensor([0, 1, 4]))
+    assert torch.equal(metrics["loss"], run(checked, [0, 1, 4]))
+    for labels, text in (([0, 1, 5], "labels.max"), ([0, 1, 3], "3 is not in use"), ([0, 1, 2], "2 is not in use")):
+        with pytest.raises(ValueError, match=text):
+            step(state, torch.tensor(labels))
+
+
 def test_an_assert_of_an_item(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "model.py"  # pytest writes the asserts of a test anew
     path.write_text("def f(p, x):\n    assert x.max().item() <= 3, 'large'\n    return p['w'].sum()\n")
