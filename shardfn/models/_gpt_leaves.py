@@ -61,7 +61,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
     return _stack_blocks(params, stack_draws) if config.stacked else params
 
 
-def specs(config: Config, *, tp: Axes = None) -> PyTree:
+def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
     """The compute layout: `P()`, whole, for every leaf; of stacked blocks, each layer.
 
     With `tp` that of Megatron: heads, features of the MLP and the vocabulary are cut along it, and `apply` and `loss`
@@ -70,6 +70,10 @@ def specs(config: Config, *, tp: Axes = None) -> PyTree:
     Args:
         config: the shape.
         tp: the mesh axes of tensor parallelism; None = every leaf is whole.
+        pp: the axis along which the layers of a pipeline lie, for `stages`; None = every rank has all layers.
+
+    Raises:
+        ValueError: `pp` of blocks that are not stacked.
 
     Example:
         >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
@@ -77,6 +81,10 @@ def specs(config: Config, *, tp: Axes = None) -> PyTree:
         (P(), P(None, 'tp'))
     """
     tree = tree_map(lambda leaf: leaf.spec(tp), _leaves(config))
+    if pp is not None:
+        if not config.stacked:
+            raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers; use Config(stacked=True).")
+        return _stack_blocks(tree, lambda same: P(pp, *same[0]))
     return _stack_blocks(tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
 
 

@@ -104,6 +104,74 @@ def loss(
     return nn.cross_entropy(logits_BTV, tokens[:, 1:], axis=axis, vocab_size=config.vocab_size)
 
 
+class Stages(NamedTuple):
+    """The loss in three parts, as a pipeline takes them.
+
+    Attributes:
+        first: `first(params, batch[, key]) -> h`: embeds the tokens.
+        block: `block(p, h[, key]) -> h`: one layer; p has its leaves.
+        last: `last(params, h, batch[, key])`: the mean cross entropy.
+    """
+
+    first: Callable[..., Any]
+    block: Callable[..., Any]
+    last: Callable[..., Any]
+
+
+def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = None, sequence: bool = False) -> Stages:
+    """`loss` as the parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
+
+    What travels is the residual stream, the positions of the tokens, and where dropout is on the samples' numbers. A
+    pipeline gives each layer a key of its own, so its dropout masks are others than those of `loss`.
+
+    Args:
+        config: the shape; its blocks are stacked.
+        wrap: applied to the block function, as in `wrap=remat`.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+        sequence: between blocks each rank of `axis` has its own tokens.
+
+    Raises:
+        ValueError: the blocks are not stacked.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, stacked=True)
+        >>> params, batch = init(config, core.key(0)), {"tokens": torch.zeros(2, 9, dtype=torch.int64)}
+        >>> first, block, last = stages(config)
+        >>> h = first(params, batch)
+        >>> for i in range(config.num_layers):
+        ...     h = block({name: x[i] for name, x in params["blocks"].items()}, h)
+        >>> torch.allclose(last(params, h, batch), loss(config, params, batch))
+        True
+    """
+    if not config.stacked:
+        raise ValueError("stages: a pipeline runs stacked layers; use Config(stacked=True).")
+
+    def along(num_tokens: int) -> _Along:
+        return _Along(axis, num_tokens if sequence else None)
+
+    def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
+        tokens_BT, index_B = batch["tokens"][:, :-1], batch.get("index")
+        _check_length(config, tokens_BT.shape[1])
+        x_BTD = _embedded(config, params, tokens_BT, along(tokens_BT.shape[1]))
+        x_BTD = _dropout(config, along(tokens_BT.shape[1]), key, x_BTD, index_B)
+        h = {"x": x_BTD, "position": torch.arange(tokens_BT.shape[1], device=tokens_BT.device)}
+        return h | ({} if key is None or index_B is None else {"index": index_B})
+
+    def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
+        table = _table(config, h["position"], h["x"].dtype)
+        return h | {"x": _block(config, along(len(h["position"])), p, h["x"], table, key, h.get("index"))}
+
+    def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Tensor:
+        del key
+        cut = along(len(h["position"]))
+        x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
+        logits_BTV = nn.column_linear(x_BTD, params["embed" if config.tie_embeddings else "head"], **cut._asdict())
+        return nn.cross_entropy(logits_BTV, batch["tokens"][:, 1:], axis=axis, vocab_size=config.vocab_size)
+
+    return Stages(first, wrap(layer), last)
+
+
 @torch.no_grad()
 def generate(
     config: Config,
@@ -178,14 +246,11 @@ def _hidden(
     wrap: Wrap = lambda inner: inner,
     along: _Along = _WHOLE,
 ) -> Tensor:
-    if tokens_BT.shape[1] > config.max_len:
-        raise ValueError(
-            f"a sequence of {tokens_BT.shape[1]} tokens for Config(max_len={config.max_len}); cut it or raise max_len."
-        )
+    _check_length(config, tokens_BT.shape[1])
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
     x_BTD = _embedded(config, params, tokens_BT, along)
-    table = _table(config, tokens_BT, x_BTD.dtype)
+    table = _table(config, torch.arange(tokens_BT.shape[1], device=tokens_BT.device), x_BTD.dtype)
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config, along))
@@ -207,14 +272,20 @@ def _embedded(config: Config, params: Params, tokens_BT: Tensor, along: _Along) 
     return x_BTD
 
 
-def _table(config: Config, tokens_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+def _check_length(config: Config, num_tokens: int) -> None:
+    if num_tokens > config.max_len:
+        raise ValueError(
+            f"a sequence of {num_tokens} tokens for Config(max_len={config.max_len}); cut it or raise max_len."
+        )
+
+
+def _table(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """What attention is told of positions: of all tokens and all heads."""
     if config.position == "rope":
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         return {"table": nn.rope_table(positions_T, config.head_dim, dtype=dtype)}
     if config.position == "alibi":
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=tokens_BT.device)}
+        return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)}
     return {}
 
 
