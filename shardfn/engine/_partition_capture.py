@@ -42,6 +42,12 @@ class Noting(Recorder):
         Raises:
             ValueError: something else has hooks on what autograd saves.
         """
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                f"{self.line() or 'a line unknown'}: the loss differentiates something itself (torch.autograd.grad or"
+                " backward), which the graph of its forward does not hold as such; use torch.func, or leave out"
+                " partition."
+            )
         if not torch.is_grad_enabled():
             node.meta["no_grad"] = True
         if self.sections:
@@ -69,21 +75,24 @@ def in_section(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Ca
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """A capture inside a step, whose way with saved values is no concern of it; hooks on values are refused."""
-    register = torch.Tensor.register_hook
+    names = "register_hook", "register_post_accumulate_grad_hook"
+    before = {name: getattr(torch.Tensor, name) for name in names}
 
     def refuse(self: Tensor, hook: Any) -> Any:
         del self, hook
         raise ValueError(
-            "partition(loss): Tensor.register_hook in the loss, which the graph of its forward does not hold; write a"
-            " product, or x + (y - x).detach(), or leave out partition."
+            "partition(loss): a hook on a tensor in the loss, Tensor.register_hook, is not in the graph of its forward;"
+            " write a product, or x + (y - x).detach(), or leave out partition."
         )
 
-    torch.Tensor.register_hook = refuse
+    for name in names:
+        setattr(torch.Tensor, name, refuse)
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             yield
     finally:
-        torch.Tensor.register_hook = register
+        for name, method in before.items():
+            setattr(torch.Tensor, name, method)
 
 
 def refuse_functions(out: Sequence[Any]) -> None:

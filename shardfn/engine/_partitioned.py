@@ -65,8 +65,9 @@ class Partitioned(Transform):
         shapes = [_shape(x, leaf.shape, leaf.compute, self.axes) for x, leaf in zip(leaves, layouts, strict=True)]
         tensors = [x for x in rest if isinstance(x, Tensor)]
         static = tuple(None if isinstance(x, Tensor) else x for x in rest)
-        told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors)
-        key = (self.planner, treedef, tuple(shapes), tuple(x.dtype for x in leaves), rest_def, static, told)
+        told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors)
+        seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in static), told, _autocast(leaves)
+        key = (self.planner, treedef, tuple(shapes), rest_def, *seen)
         if key not in self._programs:
             call = _FlatLoss(self.inner, treedef, rest_def, static, len(leaves))
             self._programs[key] = _made(call, self.axes, num, leaves, layouts, shapes, tensors)
@@ -132,7 +133,7 @@ class _FlatLoss:
     out: Any = None
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
-        leaves = [x.requires_grad_() if x.is_floating_point() else x for x in xs[: self.num_leaves]]
+        leaves = [x.requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in xs[: self.num_leaves]]
         tensors = iter(xs[self.num_leaves :])
         rest = tree_unflatten(self.rest_def, [next(tensors) if x is None else x for x in self.static])
         out, self.out_def = tree_flatten(self.inner(tree_unflatten(self.treedef, leaves), *rest))
@@ -162,10 +163,17 @@ def _made(
         if dim is not None:
             forms[node] = cut(dim, shape[dim], num)
     trained = set(inputs[: len(leaves)])
+    trained |= {n for n, x in zip(inputs[len(leaves) :], tensors, strict=True) if x.requires_grad}
     program = partition_graph(gm.graph, axis, num, forms, trained.__contains__, _constants(gm))
     outputs = iter(program.outputs)
     program.outputs = [next(outputs) if x is None else (False, x) for x in call.out]
     return _PreparedLoss(program, call.out_def)
+
+
+def _autocast(leaves: Sequence[Any]) -> Any:
+    """What autocast makes of products: it is a part of what was captured."""
+    kinds = sorted({x.device.type for x in leaves})
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def _constants(gm: GraphModule) -> Callable[[Any], Tensor]:

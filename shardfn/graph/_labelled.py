@@ -103,7 +103,7 @@ def sum_of_operands(use: OpUse) -> Labels:
     """Pointwise and linear in all its operands together; nothing is added that is no tensor."""
     labels = broadcast(use)
     every = tuple(range(len(use.operands)))
-    alone = len(every) == len([a for a in use.args if not isinstance(a, bool)])
+    alone = len(every) == len(use.args)
     # A partial operand that is broadcast stays a summand; a number would be added once a rank.
     return dataclasses.replace(labels, together=every if alone else ())
 

@@ -100,7 +100,7 @@ class PartitionPlanner:
         """An input, whose slot is the next one."""
         x = node.meta["val"]
         leaf = form.kind == "cut"
-        value = PlannedValue(node, 0, _seen(x), form, differentiable and x.is_floating_point(), leaf)
+        value = PlannedValue(node, 0, _seen(x), form, differentiable and _has_gradients(x), leaf)
         self._values[node] = [value]
         self.program.inputs.append(self._slot(value, form))
 
@@ -128,7 +128,7 @@ class PartitionPlanner:
         same = _is_look(node) or getattr(node.target, "overloadpacket", None) in _PARTS_OF_LEAVES
         leaf = same and operands[0].leaf and strategy.outs[0].kind == "cut"
         self._values[node] = [
-            None if x is None else PlannedValue(node, k, _seen(x), next(forms), able and x.is_floating_point(), leaf)
+            None if x is None else PlannedValue(node, k, _seen(x), next(forms), able and _has_gradients(x), leaf)
             for k, x in enumerate(made)
         ]
         if not _is_look(node):
@@ -159,7 +159,11 @@ class PartitionPlanner:
     def _choose(self, node: Node, operands: Sequence[PlannedValue]) -> Strategy:
         rule = known_op(node.target).sharding
         use = _use(node, operands, self.program.num)
-        offered = [whole(use)] if rule is None else rule(use)
+        try:
+            offered = [whole(use)] if rule is None else rule(use)
+        except Exception as error:
+            shapes = [x.shape for x in use.operands]
+            raise ValueError(f"{self._line}: partition cannot tell how {node.target} of {shapes} is cut.") from error
         # Nothing becomes a sum that is still to be taken; it is made as one.
         offered = [
             s for s in offered if all(f.kind != "partial" or v.form == f for v, f in zip(operands, s.ins, strict=True))
@@ -292,12 +296,17 @@ def _results(node: Node) -> list[Tensor | None]:
     return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
 
 
+def _has_gradients(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def _seen(x: Tensor) -> Operand:
     return Operand(tuple(x.shape), x.element_size())
 
 
 def _is_look(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "overloadpacket", None) in LOOKS
+    look = node.op == "call_function" and getattr(node.target, "overloadpacket", None) in LOOKS
+    return look and node.target is not _ATEN.view.dtype  # which reads the bits as other numbers
 
 
 def partition_graph(

@@ -71,7 +71,12 @@ def _functional(node: Node) -> Any:
     base = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
     found = getattr(base, overload, None)
     written, val = node.args[0], node.meta.get("val")
-    same = isinstance(written, Node) and isinstance(val, Tensor) and written.meta["val"].dtype == val.dtype
+    if found is None or not isinstance(written, Node) or not isinstance(val, Tensor):
+        return None
+    # What it returns may be of another dtype than what it would write to: a comparison, say.
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    made = found(*args, **kwargs)
+    same = isinstance(made, Tensor) and made.dtype == val.dtype and made.shape == val.shape
     return found if same and len(known_op(node.target).writes) == 1 else None
 
 

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ._forms import PARTIAL, VARYING, WHOLE, Form, OpUse, Ranks, Run, Strategy, lengths, multiple_of, whole
 from ._labelled import Dims, Labels, aligned, strategies
 
@@ -65,12 +67,14 @@ def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], La
     """All dims but one, of which it takes or joins parts: `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`."""
 
     def label(use: OpUse) -> Labels:
-        x = use.operands[0]
+        x = max(use.operands, key=lambda one: one.ndim)
         dim = use.arg(at, name, default) % max(x.ndim, 1)
         own: Dims = tuple(None if i == dim and not _untouched(use, dim) else i for i in range(x.ndim))
         fewer = tuple(i for i in range(x.ndim) if i != dim)
         outs = tuple(own if out.ndim == x.ndim else fewer for out in use.outs)
-        return Labels((own,) * len(use.operands), outs, together=tuple(range(len(use.operands))))
+        # Joined with others an empty value of one dim is as if it were not there.
+        ins = tuple(own if one.ndim == x.ndim else (None,) * one.ndim for one in use.operands)
+        return Labels(ins, outs, together=tuple(range(len(use.operands))))
 
     return label
 
@@ -97,6 +101,8 @@ def padded(use: OpUse) -> Labels:
 
 def viewed(use: OpUse) -> list[Strategy]:
     """`view`, `reshape`: a cut passes where it is the first dim of its group, and blocks end where the result's do."""
+    if use.target.__name__ == "view.dtype":
+        return [whole(use)]
     out: list[Strategy] = [whole(use), Strategy((PARTIAL,), (PARTIAL,))]
     x, y = use.operands[0], use.outs[0]
     for i, j in _leading(x.shape, y.shape):
@@ -170,6 +176,8 @@ def shaped(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:
 def looked_up(use: OpUse) -> list[Strategy]:
     """`embedding`: any dim of the indices, columns of the table; or its rows, of which each rank looks up its own."""
     table, index = use.operands
+    if use.arg(3, "scale_grad_by_freq", False) or use.arg(4, "sparse", False):
+        return [whole(use)]  # the gradient counts all indices
     columns = index.ndim
     labels = Labels(((None, columns), tuple(range(columns))), (tuple(range(columns + 1)),), linear=(0,))
     out = [whole(use), *strategies(use, labels)]
@@ -186,6 +194,8 @@ def _own_rows(size: int, multiple: int) -> Run:
         del kwargs
         table, index = args[:2]
         start, stop = ranks.bounds(size, multiple)
+        inside = ((index >= 0) & (index < size)).all()
+        torch.ops.shardfn.check(inside, True, f"an index of an embedding is not in [0, {size})")
         own = (index >= start) & (index < stop)
         if stop == start:
             return table.sum() * index.new_zeros((*index.shape, table.shape[1]), dtype=table.dtype)
@@ -199,7 +209,9 @@ def selected(use: OpUse) -> Labels:
     """`index_select`: all dims but one; and the indices'."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
-    return Labels((own, ("index",)), (tuple("index" if i == dim else i for i in range(x.ndim)),), linear=(0,))
+    index = ("index",) if use.operands[1].ndim else ()
+    name = index[0] if index else None
+    return Labels((own, index), (tuple(name if i == dim else i for i in range(x.ndim)),), linear=(0,))
 
 
 def gathered(use: OpUse) -> Labels:

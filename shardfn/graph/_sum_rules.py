@@ -44,7 +44,12 @@ def averaged(use: OpUse) -> Labels:
         def mean(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
             del ranks
             keep = bool(args[2]) if len(args) > 2 else kwargs.get("keepdim", False)
-            return args[0].sum(dims, keep, dtype=kwargs.get("dtype")) / count
+            local = math.prod(args[0].shape[d] for d in dims)
+            if not local < count:
+                return args[0].mean(dims, keep, dtype=kwargs.get("dtype"))
+            # Not the sum, which 16 bits may not hold.
+            part = args[0].mean if local else args[0].sum
+            return part(dims, keep, dtype=kwargs.get("dtype")) * (local / count)
 
         return mean
 
@@ -86,7 +91,7 @@ def softmax(use: OpUse) -> list[Strategy]:
 def _over_ranks(dim: int, *, logarithm: bool) -> Run:
     def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         del kwargs
-        x = args[0]
+        x = _wide(args[0])
         held = x.detach()
         none = held.new_full([1 if i == dim else n for i, n in enumerate(held.shape)], -math.inf)
         top = ranks.pmax(held.amax(dim, keepdim=True) if held.shape[dim] else none)
@@ -94,7 +99,7 @@ def _over_ranks(dim: int, *, logarithm: bool) -> Run:
         shifted = x - top
         powers = shifted.exp()
         total = ranks.pvary(ranks.psum(powers.sum(dim, keepdim=True)))
-        return shifted - total.log() if logarithm else powers / total
+        return (shifted - total.log() if logarithm else powers / total).to(args[0].dtype)
 
     return run
 
@@ -122,9 +127,14 @@ def nll(use: OpUse) -> list[Strategy]:
 def _mean_of_rows(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     del kwargs
     x, target, weight, _, ignored = args
-    total, count = torch.ops.aten.nll_loss_forward.default(x, target, weight, 2, ignored)
+    total, count = torch.ops.aten.nll_loss_forward.default(_wide(x), target, weight, 2, ignored)
     count = ranks.psum(count.detach())
-    return total / count, count
+    return (total / count).to(x.dtype), count.to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In a dtype that holds sums: as the kernels of the whole do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _own_classes(x: Operand, multiple: int) -> Run:
@@ -133,8 +143,10 @@ def _own_classes(x: Operand, multiple: int) -> Run:
         logs, target, _, reduction, ignored = args
         start, stop = ranks.bounds(x.shape[1], multiple)
         counted = target != ignored
+        inside = (~counted | ((target >= 0) & (target < x.shape[1]))).all()
+        torch.ops.shardfn.check(inside, True, f"a target is not in [0, {x.shape[1]}), and is not ignored ({ignored})")
         own = counted & (target >= start) & (target < stop)
-        count = counted.sum().to(logs.dtype)
+        count = counted.sum().to(_wide(logs).dtype)
         if stop == start:
             each = logs.sum() * logs.new_zeros(target.shape)
         else:
@@ -142,7 +154,8 @@ def _own_classes(x: Operand, multiple: int) -> Run:
             each = -logs.gather(1, at.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
         if reduction == 0:
             return each, count.new_zeros(())
-        return (each.sum() / count if reduction == 1 else each.sum()), count
+        total = _wide(each).sum()
+        return (total / count if reduction == 1 else total).to(logs.dtype), count.to(logs.dtype)
 
     return run
 
