@@ -61,24 +61,26 @@ def assert_complete(out: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_mesh_of_two_axes_computes_the_same(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    four = [*TORCHRUN[:-1], "4"]
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,tp=2,pp=2"])
+def test_a_mesh_of_several_axes_computes_the_same(text: pathlib.Path, tmp_path: pathlib.Path, mesh: str) -> None:
+    many = [*TORCHRUN[:-1], str(2 ** len(mesh.split(",")))]
+    given = ("--steps", "10", "--lr", "0.01", "--heads", "4", "--batch", "8", "--accumulate", "2", "--sample", "0")
     runs = {}
-    for name, launcher, options in (("one", PLAIN, ()), ("four", four, ("--mesh", "dp=2,tp=2", "--sequence"))):
+    for name, launcher, options in (("one", PLAIN, ()), ("many", many, ("--mesh", mesh, "--sequence"))):
         out = tmp_path / name
-        code, said = finish(start(launcher, text, out, "--steps", "10", "--lr", "0.01", "--heads", "4", *options))
+        code, said = finish(start(launcher, text, out, *given, *options))
         assert code == 0, said
         assert_complete(out)
         runs[name] = rows(out)
-    for a, b in zip(runs["one"], runs["four"], strict=True):
+    for a, b in zip(runs["one"], runs["many"], strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
-    assert runs["four"][-1]["validation_loss"] == pytest.approx(runs["one"][-1]["validation_loss"], rel=1e-4)
+    assert runs["many"][-1]["validation_loss"] == pytest.approx(runs["one"][-1]["validation_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,dp=1", "pp=1", "dp=x"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,dp=1", "ep=1", "dp=x"])
 def test_a_mesh_that_does_not_fit_is_refused(text: pathlib.Path, tmp_path: pathlib.Path, mesh: str) -> None:
     code, said = finish(start(PLAIN, text, tmp_path, "--mesh", mesh))
-    want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp and tp"
+    want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp, tp and pp"
     assert code == 2 and want in said, said
 
 

@@ -203,7 +203,7 @@ def checkpointed(w, x):
 
 REFUSED = {
     "functions with a backward": (lambda w, x: (x @ Doubled.apply(w)).sum(), "Doubled; write it in operations"),
-    "hooks": (hooked, "register_hook in the loss"),
+    "hooks": (hooked, "Tensor.register_hook, is not in the graph"),
     "writes to a view": (written, r"test_partition.py:\d+ in written: aten.mul_"),
     "recomputation of torch": (checkpointed, r"test_partition.py:\d+.*use sf.remat"),
     "collectives": (lambda w, x: sf.psum((x @ w).sum(), "tp"), "a collective of shardfn; leave"),
