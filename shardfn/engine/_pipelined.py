@@ -204,6 +204,11 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
             are stages; or ZeRO cuts leaves along the axis. Every leaf is listed.
     """
     num = plan.mesh.axis_size(of.axis)
+    if num > 1 and of.axis in plan.batch_axes:
+        raise ValueError(
+            f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
+            f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
+        )
     stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
     inside = {i: chunk for chunk, stack in enumerate(stacks) for i in tree_leaves(stack)}
     problems = []

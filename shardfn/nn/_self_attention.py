@@ -189,9 +189,17 @@ def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple
     ratio = heads.queries // heads.keys
     needed = [_keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
+    first, last = held[axis_index(axis)]
+    want = (last - first) * (1 if w.wk.ndim == 3 else heads.dim)
+    for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
+        if x is not None and x.shape[0] != want:
+            raise ValueError(
+                f"self_attention: {name} of shape {tuple(x.shape)} is not this rank's block of {heads}: over"
+                f" {axis_size(axis)} ranks of {axis!r} it has {want} rows; its spec should be P({axis!r})."
+            )
     if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         return held[axis_index(axis)][0], (w.wk, w.wv, w.bk, w.bv)
-    biases = () if w.bk is None or w.bv is None else (w.bk[..., None], w.bv[..., None])
+    biases = [b[..., None] for b in (w.bk, w.bv) if b is not None]
     parts = [w.wk, w.wv, *biases]
     size = heads.keys * (1 if w.wk.ndim == 3 else heads.dim)
     whole = all_gather(torch.cat(parts, -1), axis, dim=0, size=size)
@@ -199,7 +207,8 @@ def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple
     rows = 1 if w.wk.ndim == 3 else heads.dim
     own = whole[start * rows : stop * rows].split([p.shape[-1] for p in parts], -1)
     wk, wv, *rest = (x.to(p.dtype) for x, p in zip(own, parts, strict=True))
-    bk, bv = (b[..., 0] for b in rest) if rest else (None, None)
+    found = iter(rest)
+    bk, bv = (None if b is None else next(found)[..., 0] for b in (w.bk, w.bv))
     return start, (wk, wv, bk, bv)
 
 
