@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def measure(
-    peers: list[str], args: argparse.Namespace, *, size: Size = FULL, link: Link | None = None
+    peers: list[str], args: argparse.Namespace, *, size: Size = FULL, link: Link | None = None, whole: bool = False
 ) -> tuple[Times, dict[str, float]]:
     """Seconds per step of each round, the slower rank, and the last loss, by peer.
 
@@ -35,8 +35,9 @@ def measure(
         args: has `world`, `rounds`, `steps`, `warmup`.
         size: what is trained.
         link: where the ranks live; None is the loopback.
+        whole: every rank gets all rows of a batch, not its share.
     """
-    groups = {name: _group(name, args.world, size, link) for name in peers}
+    groups = {name: _group(name, args.world, size, link, whole) for name in peers}
     times: Times = {name: [] for name in peers}
     losses: dict[str, float] = {}
     for group in groups.values():
@@ -51,17 +52,19 @@ def measure(
     return times, losses
 
 
-def _group(peer: str, world: int, size: Size, link: Link | None) -> Group:
+def _group(peer: str, world: int, size: Size, link: Link | None, whole: bool) -> Group:
     name, _, checkout = peer.partition("@")
-    return Group(serve, world, (name, size), link=link, checkout=checkout).ready()
+    return Group(serve, world, (name, size, whole), link=link, checkout=checkout).ready()
 
 
-def serve(rank: int, world: int, name: str, size: Size = FULL) -> Callable[[int], tuple[float, float]]:
+def serve(
+    rank: int, world: int, name: str, size: Size = FULL, whole: bool = False
+) -> Callable[[int], tuple[float, float]]:
     """Builds one peer; its answer to k is (seconds per step, last loss) of k steps."""
     import torch.distributed as dist
     from _peers import build
 
-    step, data = build(name)(rank, world, size), batches(size, rank, world)
+    step, data = build(name)(rank, world, size), batches(size, *((0, 1) if whole else (rank, world)))
 
     def answer(steps: int) -> tuple[float, float]:
         rows = [next(data) for _ in range(steps)]

@@ -5,12 +5,9 @@ Every rank gets the whole batch, and with it every peer computes the same loss. 
 """
 
 import argparse
-import time
-from collections.abc import Callable
 
-from _model import FULL, SMALL, Size, batches
-from _pairs import Group
-from bench_step_time import Times, add_arguments, base_of, report
+from _model import FULL, SMALL
+from bench_step_time import add_arguments, base_of, measure, report
 
 
 def main() -> None:
@@ -22,37 +19,8 @@ def main() -> None:
     args = parser.parse_args()
     size = SMALL if args.small else FULL
     args.base = base_of(args.base or "torch_tp", args.peers)
-    groups = {name: Group(serve, args.world, (name, size)).ready() for name in args.peers}
-    times: Times = {name: [] for name in args.peers}
-    losses: dict[str, float] = {}
-    for group in groups.values():
-        group.ask(args.warmup)
-    for turn in range(args.rounds):
-        first = turn % len(args.peers)
-        for name in args.peers[first:] + args.peers[:first]:
-            answers = groups[name].ask(args.steps)
-            losses[name] = answers[0][1]
-            times[name].append(max(seconds for seconds, _ in answers))
-    for group in groups.values():
-        group.close()
+    times, losses = measure(args.peers, args, size=size, whole=True)
     report("Tensor parallelism", args, times, losses, size=size, more=args.note)
-
-
-def serve(rank: int, world: int, name: str, size: Size) -> Callable[[int], tuple[float, float]]:
-    """Builds one peer; its answer to k is (seconds per step, last loss) of k steps on the whole batch."""
-    import torch.distributed as dist
-    from _peers import build
-
-    step, data = build(name)(rank, world, size), batches(size, 0, 1)
-
-    def answer(steps: int) -> tuple[float, float]:
-        rows = [next(data) for _ in range(steps)]
-        dist.barrier()
-        start = time.perf_counter()
-        losses = [step(tokens) for tokens in rows]
-        return (time.perf_counter() - start) / steps, float(losses[-1])
-
-    return answer
 
 
 if __name__ == "__main__":
