@@ -24,12 +24,12 @@ from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMea
 from ._mixed import Mixed as Mixed, check_scaled as check_scaled, with_masters as with_masters
 from ._model_state import check_alike as check_alike, check_kept as check_kept
 from ._model_state import first_model_state as first_model_state, shapes_of as shapes_of
-from ._compared import compare_first_step as compare_first_step
+from ._compared import compare_first_batch as compare_first_batch, compare_first_step as compare_first_step
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._partition_capture import in_section as in_section
 from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._phases import check_phases as check_phases, in_phase as in_phase
-from ._pipelined import Pipelined as Pipelined
+from ._pipelined import Pipelined as Pipelined, check_layout as check_layout
 from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words
 from ._pools import begin as begin, close_pool as close_pool, commit as commit, disk_of as disk_of, forget as forget
 from ._pools import together as together

@@ -28,6 +28,7 @@ from ._reduce import Reducer
 from ._splice import taking_early
 from ._staged import Staged
 from ._step import StepParts
+from ._summed import refuse_summed
 
 # How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
 WEIGHTED = "a WeightedMean"
@@ -204,6 +205,8 @@ class Engine:
         with kept, self._model_state.through():
             value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
+        if value is not None and not (plan.compared or plan.captured):
+            refuse_summed(value.total, plan)
         if not self._even and value is not None and value.weight is None:
             raise ValueError(
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"

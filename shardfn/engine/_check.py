@@ -117,7 +117,7 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
     """
     if control.size == 1 or not paths:
         return
-    plain = [(path, _checksum(x)) for path, x in zip(paths, leaves, strict=True)]
+    plain = [(path, checksum(x)) for path, x in zip(paths, leaves, strict=True)]
     rows: list[Any] = control.gather([c for _, c in plain])
     bad = [
         f"{path}: checksums {[row[k] for row in rows]}"
@@ -242,7 +242,7 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
     return "\n".join(fixed), tuple(sizes)
 
 
-def _checksum(x: Tensor) -> int:
+def checksum(x: Tensor) -> int:
     """A sum over the bits of a tensor, or of a corner of one that is not drawn yet; the same wherever the bits are."""
     if isinstance(x, Draw):
         x = draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))

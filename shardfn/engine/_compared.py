@@ -1,12 +1,14 @@
-"""What ranks must have alike, compared once: after the first step, when there are values to look at."""
+"""What ranks must have alike, compared once: the rows before the first step, and after it what it has computed."""
+
+from typing import Any
 
 from torch import Tensor
 
 from shardfn.collectives import AnyControl
-from shardfn.core import tree_leaves
+from shardfn.core import P, PyTree, RankError, raise_all, tree_leaves, tree_paths
 from shardfn.state import TrainState
 
-from ._check import check_same_loss
+from ._check import check_same_loss, checksum
 from ._model_state import check_same_state
 from ._plan import Plan
 
@@ -26,3 +28,36 @@ def compare_first_step(plan: Plan, new: TrainState, metrics: dict[str, Tensor], 
     check_same_state(new.model_state, plan.mesh, control)
     # A step that was skipped has kept the model state, which says nothing of the loss.
     plan.compared = not tree_leaves(new.model_state) or not bool(metrics["skipped"])
+
+
+def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
+    """Refuses rows that differ along axes that the batch is not cut along. Collective, before the first step.
+
+    The axes of the model are those: each rank computes a part of what all do with the same rows. Where they differ, the
+    parts are of different things, though every rank may come to the same loss.
+
+    Raises:
+        RankError: names the leaves, and the ranks whose rows differ.
+    """
+    mesh, cut = plan.mesh, plan.mesh.axes(plan.batch_axes)
+    free = tuple(a for a in mesh.axes(mesh.axis_names) if a not in cut)
+    if plan.compared or mesh.axis_size(free) == 1:
+        return
+    own = tuple(mesh.coords[a] for a in cut)
+    rows: list[Any] = control.gather((own, [checksum(x) for x in tree_leaves(batch)]))
+    paths = tree_paths(batch, "batch")
+    firsts: dict[Any, int] = {}
+    problems = []
+    for rank, (at, sums) in enumerate(rows):
+        first = firsts.setdefault(at, rank)
+        differ = [path for path, a, b in zip(paths, rows[first][1], sums, strict=True) if a != b]
+        if differ:
+            problems.append(f"rank {rank} passes other values than rank {first}: {', '.join(differ)}")
+    names = tuple(a for a in mesh.axis_names if a in (*cut, *free))
+    raise_all(
+        RankError,
+        f"ranks along {free} must pass the same batch, for it is cut along {cut or 'no axis'}. Give the ranks of {free}"
+        f" the same rows; or, if they are no axes of the model and each rank has rows of its own, say"
+        f" batch={P(names[0] if len(names) == 1 else names)!r}:",
+        problems,
+    )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
 from shardfn.collectives import psum
-from shardfn.optim import is_small, large_square, sum_squares
+from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
 from shardfn.state import Parts, loaded
 
 from ._backward import Outcome
@@ -95,4 +95,4 @@ def _sums(of: Parts, units: list[int]) -> Tensor:
 
 
 def _square(part: Tensor) -> list[Tensor]:
-    return [large_square(part).to(torch.float32)]
+    return [large_square(part).to(dtype_of_squares([part]))]

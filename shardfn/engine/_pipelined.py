@@ -22,6 +22,7 @@ from shardfn.core import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_paths,
     tree_unflatten,
 )
 from shardfn.nn import scan
@@ -33,6 +34,8 @@ from ._loss import Loss
 from ._mixed import Mixed
 from ._plan import Plan
 from ._unwrap import Unwrapped
+
+_UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +196,17 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
     return table
 
 
+def check_layout(plan: Plan, f: Loss) -> None:
+    """Refuses a layout in which the stages of a pipelined function do not lie along its axis.
+
+    Raises:
+        ValueError: see `check_stages`.
+    """
+    of = pipelined_in(f)
+    if of is not None and plan.mesh.axis_size(of.axis) > 1:
+        check_stages(plan, of)
+
+
 def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     """Refuses a layout that is none of stages.
 
@@ -201,14 +215,10 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
 
     Raises:
         ValueError: leaves of the stacks are not cut along the axis, or others are; a stack has fewer layers than there
-            are stages; or ZeRO cuts leaves along the axis. Every leaf is listed.
+            are stages, or leaves with different numbers of them; or ZeRO cuts leaves along the axis. Every leaf is
+            listed.
     """
     num = plan.mesh.axis_size(of.axis)
-    if num > 1 and of.axis in plan.batch_axes:
-        raise ValueError(
-            f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
-            f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
-        )
     stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
     inside = {i: chunk for chunk, stack in enumerate(stacks) for i in tree_leaves(stack)}
     problems = []
@@ -218,6 +228,11 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         elif i not in inside and of.axis in leaf.compute.axes:
             problems.append(f"{leaf.path} has spec {leaf.compute!r}, but is no layer; leave {of.axis!r} out")
     raise_all(ValueError, f"a pipeline along {of.axis!r} cuts its stacked layers along it, and no others:", problems)
+    if num > 1 and of.axis in plan.batch_axes:
+        raise ValueError(
+            f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
+            f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
+        )
     raise_all(
         ValueError,
         f"a pipeline of {num} stages along {of.axis!r} needs a layer for each:",
@@ -228,8 +243,9 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time:",
         [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
     )
-    firsts = [next(i for i, c in inside.items() if c == chunk) for chunk in range(len(stacks))]
-    return [_cut(plan.leaves[i].shape[0], num) for i in firsts]
+    lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in tree_leaves(stack)} for stack in stacks]
+    raise_all(ValueError, _UNLIKE, [_told(found) for found in lengths if len(set(found.values())) > 1])
+    return [_cut(next(iter(found.values())), num) for found in lengths]
 
 
 def _cut(rows: int, ranks: int) -> list[int]:
@@ -237,11 +253,22 @@ def _cut(rows: int, ranks: int) -> list[int]:
     return [stop - start for start, stop in bounds]
 
 
+def _told(lengths: dict[str, int]) -> str:
+    return ", ".join(f"{path} has {n}" for path, n in lengths.items())
+
+
 def _length(stack: PyTree) -> int:
-    """How many layers a stack has."""
+    """How many layers a stack has.
+
+    Raises:
+        ValueError: none, or its leaves differ.
+    """
     leaves = tree_leaves(stack)
     if not leaves:
         raise ValueError("a pipeline has no stacked layers: `blocks` leads to an empty tree.")
+    if len({x.shape[0] for x in leaves}) > 1:
+        named = zip(tree_paths(stack, "blocks"), leaves, strict=True)
+        raise ValueError(f"{_UNLIKE} {_told({path: x.shape[0] for path, x in named})}")
     return leaves[0].shape[0]
 
 

@@ -18,6 +18,8 @@ class AxisTypeError(TypeError):
     """A `psum` or `pvary` too few or too many: ranks would drift apart, or count something several times."""
 
 
+# What is the same on all ranks afterwards.
+_JOINS = ("psum", "pmax", "all_gather_invariant")
 _HEAD = (
     "ranks would not compute what one device computes (if they are not meant to, jit(..., check_types=False) goes on):"
 )
@@ -118,13 +120,35 @@ def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
                         f" complete, with sf.psum(x, {axis!r}), before anything that is not linear."
                     )
                 once = axis in types.batch and what == "the loss" and axis not in types.foreign
-                if once and types.is_trained(type) and types.is_invariant(type, axis):
+                if once and (
+                    (types.is_trained(type) and types.is_invariant(type, axis)) or _is_summed(types, node, axis)
+                ):
                     yield (
                         f"the loss is summed over {axis!r} already, by {_told(node)} or before, and {axis!r} cuts the"
                         f" batch: the step averages over it again, so gradients would be {sizes[axis]} times too small."
                         f" Return this rank's own loss, without psum or pmean over {axis!r}; or pass what was summed"
                         f" through sf.pvary(x, {axis!r})."
                     )
+
+
+def _is_summed(types: Types, loss: Node, axis: str) -> bool:
+    """Whether what a loss has of the parameters comes through sums along an axis, whatever else makes it vary."""
+    found, seen, left = False, set[Node](), [loss]
+    while left:
+        node = left.pop()
+        if node in seen or not types.is_trained(types.of[node]):
+            continue
+        seen.add(node)
+        applied = node.meta.get("collective")
+        if applied is not None and axis in applied.axes:
+            if applied.name not in _JOINS:
+                return False
+            found = True
+        elif _leaf_of(node) is not None:
+            return False
+        else:
+            left += node.all_input_nodes
+    return found
 
 
 def _gradients(types: Types) -> Iterator[str]:

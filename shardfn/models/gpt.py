@@ -67,7 +67,7 @@ def apply(
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
     x_BTD = _hidden(config, params, tokens_BT, key, index_B, wrap, along)
-    return nn.column_linear(x_BTD, params["embed" if config.tie_embeddings else "head"], **along._asdict())
+    return _logits(config, params, x_BTD, along)
 
 
 def loss(
@@ -166,7 +166,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         del key
         cut = along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
-        logits_BTV = nn.column_linear(x_BTD, params["embed" if config.tie_embeddings else "head"], **cut._asdict())
+        logits_BTV = _logits(config, params, x_BTD, cut)
         return nn.cross_entropy(logits_BTV, batch["tokens"][:, 1:], axis=axis, vocab_size=config.vocab_size)
 
     return Stages(first, wrap(layer), last)
@@ -217,7 +217,7 @@ def generate(
     tokens_BT = prompt_BT
     for step in range(num_tokens):
         x_BTD = _hidden(config, params, tokens_BT[:, -config.max_len :], along=_Along(axis))
-        own_BV = nn.column_linear(x_BTD[:, -1], params["embed" if config.tie_embeddings else "head"], axis=axis)
+        own_BV = _logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
         next_B = _sample(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
@@ -272,6 +272,11 @@ def _embedded(config: Config, params: Params, tokens_BT: Tensor, along: _Along) 
     return x_BTD
 
 
+def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
+    head_VD = params["embed" if config.tie_embeddings else "head"]
+    return nn.column_linear(x_BTD, head_VD, features=config.vocab_size, **along._asdict())
+
+
 def _check_length(config: Config, num_tokens: int) -> None:
     if num_tokens > config.max_len:
         raise ValueError(
@@ -308,8 +313,9 @@ def _attention(config: Config, along: _Along, p: Params, x_BTD: Tensor, table: d
 
 def _mlp(config: Config, along: _Along, p: Params, x_BTD: Tensor) -> Tensor:
     if config.mlp == "swiglu":
-        return nn.swiglu(x_BTD, p["w_gate"], p["w_up"], p["w_down"], **along._asdict())
-    return nn.mlp(x_BTD, p["w_up"], p["w_down"], p.get("b_up"), p.get("b_down"), **along._asdict())
+        return nn.swiglu(x_BTD, p["w_gate"], p["w_up"], p["w_down"], d_ff=config.ff_dim, **along._asdict())
+    biases = p.get("b_up"), p.get("b_down")
+    return nn.mlp(x_BTD, p["w_up"], p["w_down"], *biases, d_ff=config.ff_dim, **along._asdict())
 
 
 def _norm(config: Config, along: _Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ def cross_entropy(
         targets_BT: classes in [0, V), or `ignore_index`.
         ignore_index: the target that does not count.
         axis: mesh axes that cut V; None is one device.
-        vocab_size: V. Needed where the axis does not divide it.
+        vocab_size: V; needed where the axis has several ranks.
 
     Example:
         >>> round(cross_entropy(torch.zeros(1, 2, 8), torch.tensor([[3, -100]])).item(), 4)
@@ -58,7 +58,7 @@ def cross_entropy_sum(
         targets_BT: classes in [0, V), or `ignore_index`.
         ignore_index: the target that does not count.
         axis: mesh axes that cut V; None is one device.
-        vocab_size: V. Needed where the axis does not divide it.
+        vocab_size: V; needed where the axis has several ranks.
 
     Returns:
         (total, count), 0-d, both of the dtype of the sum.
@@ -81,7 +81,7 @@ def _vocab_parallel(
     logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int, axis: Axes, vocab_size: int | None
 ) -> Tensor:
     """The loss log sum exp(logits) - logits[target], of blocks of the classes; invariant along `axis`."""
-    start, stop, size = own_classes(logits_BTV.shape[-1], vocab_size, axis)
+    start, stop, size = own_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
     own_BT = logits_BTV.logsumexp(-1)
     top_BT = pmax(own_BT.detach(), axis)  # a shift, of which the result does not depend
     if start == stop:

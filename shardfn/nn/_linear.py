@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size
 from shardfn.core import Axes
 
-from ._parallel import leave_parallel, own_range
+from ._parallel import check_block, leave_parallel, own_range
 
 
 def linear(
@@ -51,13 +51,14 @@ def embedding(
         tokens: indices in [0, V), any shape; the same on all ranks of `axis`.
         w_VD: the table, or this rank's block of it.
         axis: mesh axes that cut V; None is one device.
-        vocab_size: V. Needed where the axis does not divide it.
+        vocab_size: V; needed where the axis has several ranks.
         sequence: T where each rank is to have its rows of the last dim of `tokens`.
 
     Returns:
         The shape of `tokens` and D.
 
     Raises:
+        ValueError: the table is not this rank's block of `vocab_size` rows.
         IndexError: a token is outside the table (on CPU; CUDA asserts on the device).
 
     Example:
@@ -67,7 +68,7 @@ def embedding(
     """
     if axis_size(axis) == 1:
         return F.embedding(tokens, w_VD)
-    start, stop, size = own_classes(w_VD.shape[0], vocab_size, axis)
+    start, stop, size = own_classes("embedding: w_VD", w_VD.shape[0], vocab_size, axis)
     if start == stop:  # not a lookup, but a function of the block: its transposes are taken on all ranks
         rows = w_VD.sum(0).expand(*tokens.shape, w_VD.shape[1])
     else:
@@ -76,20 +77,15 @@ def embedding(
     return leave_parallel(rows, axis, sequence)
 
 
-def own_classes(rows: int, vocab_size: int | None, axis: Axes) -> tuple[int, int, int]:
+def own_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tuple[int, int, int]:
     """Start and stop of this rank's classes, and how many there are.
 
     Raises:
-        ValueError: the block is not as long as `vocab_size` says.
+        ValueError: `vocab_size` is missing, or the block is not as long as it says.
     """
-    size = rows * axis_size(axis) if vocab_size is None else vocab_size
-    start, stop = own_range(size, axis)
-    if stop - start != rows:
-        raise ValueError(
-            f"a vocabulary of {size} over {axis_size(axis)} ranks of {axis!r} gives this one {stop - start}"
-            f" classes, but its block has {rows}; pass vocab_size, and cut the leaf by P({axis!r})."
-        )
-    return start, stop, size
+    check_block(name, (rows,), vocab_size, axis, option="vocab_size")
+    size = rows if vocab_size is None else vocab_size
+    return *own_range(size, axis), size
 
 
 def own_index(tokens: Tensor, start: int, stop: int, size: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn.core import Axes
 
-from ._parallel import affine, enter_parallel, row_linear
+from ._parallel import affine, check_block, enter_parallel, row_linear
 
 
 def mlp(
@@ -21,6 +21,7 @@ def mlp(
     b_up_F: Float[Tensor, " f"] | None = None,
     b_down_D: Float[Tensor, " d"] | None = None,
     *,
+    d_ff: int | None = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
@@ -32,16 +33,21 @@ def mlp(
         w_down_DF: second weight.
         b_up_F: first bias, or None.
         b_down_D: second bias, or None.
+        d_ff: F of the whole layer; needed where the axis has several ranks.
         axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]; None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
+
+    Raises:
+        ValueError: a weight is not this rank's block of a layer of `d_ff`.
 
     Example:
         >>> import torch
         >>> mlp(torch.zeros(2, 3), torch.ones(4, 3), torch.ones(3, 4)).tolist()
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
+    check_block("mlp: w_up", w_up_FD.shape[:1], d_ff, axis, option="d_ff")
     h_F = F.gelu(affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F), approximate="tanh")
-    return row_linear(h_F, w_down_DF, b_down_D, axis=axis, sequence=sequence)
+    return row_linear(h_F, w_down_DF, b_down_D, features=d_ff, axis=axis, sequence=sequence)
 
 
 def swiglu(
@@ -50,6 +56,7 @@ def swiglu(
     w_up_FD: Float[Tensor, "f d"],
     w_down_DF: Float[Tensor, "d f"],
     *,
+    d_ff: int | None = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
@@ -60,17 +67,23 @@ def swiglu(
         w_gate_FD: weight of the gate.
         w_up_FD: weight of the gated branch.
         w_down_DF: weight back to D.
+        d_ff: F of the whole layer; needed where the axis has several ranks.
         axis: mesh axes that cut F: w_up[F_axis, D], w_down[D, F_axis]; None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
+
+    Raises:
+        ValueError: a weight is not this rank's block of a layer of `d_ff`.
 
     Example:
         >>> import torch
         >>> swiglu(torch.ones(2), torch.zeros(3, 2), torch.ones(3, 2), torch.ones(2, 3)).tolist()
         [0.0, 0.0]
     """
+    for name, w_FD in (("w_gate", w_gate_FD), ("w_up", w_up_FD)):
+        check_block(f"swiglu: {name}", w_FD.shape[:1], d_ff, axis, option="d_ff")
     x_D = enter_parallel(x_D, axis, sequence)
     h_F = F.silu(affine(x_D, w_gate_FD, None)) * affine(x_D, w_up_FD, None)
-    return row_linear(h_F, w_down_DF, axis=axis, sequence=sequence)
+    return row_linear(h_F, w_down_DF, features=d_ff, axis=axis, sequence=sequence)
 
 
 def fused_swiglu(
@@ -78,6 +91,7 @@ def fused_swiglu(
     w_2FD: Float[Tensor, "2 f d"],
     w_down_DF: Float[Tensor, "d f"],
     *,
+    d_ff: int | None = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
@@ -87,13 +101,18 @@ def fused_swiglu(
         x_D: any leading dims.
         w_2FD: the gate, then the branch; `P(None, axis)` cuts both alike.
         w_down_DF: weight back to D.
+        d_ff: F of the whole layer; needed where the axis has several ranks.
         axis: mesh axes that cut F; None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
+
+    Raises:
+        ValueError: a weight is not this rank's block of a layer of `d_ff`.
 
     Example:
         >>> import torch
         >>> fused_swiglu(torch.ones(2), torch.zeros(2, 3, 2), torch.ones(2, 3)).tolist()
         [0.0, 0.0]
     """
+    check_block("fused_swiglu: w_2FD", w_2FD.shape[1:2], d_ff, axis, option="d_ff")
     gate_F, up_F = affine(enter_parallel(x_D, axis, sequence), w_2FD, None).unbind(-2)
-    return row_linear(F.silu(gate_F) * up_F, w_down_DF, axis=axis, sequence=sequence)
+    return row_linear(F.silu(gate_F) * up_F, w_down_DF, features=d_ff, axis=axis, sequence=sequence)

@@ -16,6 +16,8 @@ Korthikanti et al., Reducing Activation Recomputation in Large Transformer Model
 https://arxiv.org/abs/2205.05198 (sequence parallelism)
 """
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
@@ -31,6 +33,9 @@ from shardfn.collectives import (
     take_own_block,
 )
 from shardfn.core import Axes, P, all_coords, block_slices
+
+# Sizes of one dim, or of several of which an axis cuts one.
+Features = int | Sequence[int] | None
 
 
 def enter_parallel(
@@ -121,6 +126,7 @@ def column_linear(
     w_FD: Float[Tensor, "*f d"],
     b_F: Float[Tensor, "*f"] | None = None,
     *,
+    features: Features = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "..."]:
@@ -133,17 +139,22 @@ def column_linear(
         x_D: whole, or with `sequence` this rank's rows of the tokens.
         w_FD: this rank's block of the weight.
         b_F: this rank's block of the bias, or None.
+        features: the output dims of the whole layer, F; needed where the axis has several ranks.
         axis: mesh axes; None is one device.
         sequence: T where `x_D` is cut along the tokens.
 
     Returns:
         This rank's features of all tokens.
 
+    Raises:
+        ValueError: the weight is not this rank's block of a layer of `features`.
+
     Example:
         >>> import torch
-        >>> column_linear(torch.ones(5, 3), torch.ones(2, 4, 3), axis="tp").shape
+        >>> column_linear(torch.ones(5, 3), torch.ones(2, 4, 3), features=(2, 4), axis="tp").shape
         torch.Size([5, 2, 4])
     """
+    check_block("column_linear: w_FD", w_FD.shape[:-1], features, axis, option="features")
     return affine(enter_parallel(x_D, axis, sequence), w_FD, b_F)
 
 
@@ -152,6 +163,7 @@ def row_linear(
     w_DF: Float[Tensor, "d *f"],
     b_D: Float[Tensor, " d"] | None = None,
     *,
+    features: Features = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch2 d"]:
@@ -163,17 +175,22 @@ def row_linear(
         x_F: this rank's features, in one last dim.
         w_DF: this rank's block of the weight; several input dims, as in [D, H, K], count as one.
         b_D: bias, or None.
+        features: the input dims of the whole layer, F; needed where the axis has several ranks.
         axis: mesh axes; None is one device.
         sequence: T where each rank is to have its rows of the tokens.
 
     Returns:
         All features, whole or as rows of the tokens.
 
+    Raises:
+        ValueError: the weight is not this rank's block of a layer of `features`.
+
     Example:
         >>> import torch
-        >>> row_linear(torch.ones(5, 8), torch.ones(3, 2, 4), axis="tp").shape
+        >>> row_linear(torch.ones(5, 8), torch.ones(3, 2, 4), features=(2, 4), axis="tp").shape
         torch.Size([5, 3])
     """
+    check_block("row_linear: w_DF", w_DF.shape[1:], features, axis, option="features")
     w_DF = w_DF.flatten(1) if w_DF.ndim > 2 else w_DF
     if axis_size(axis) == 1:
         return F.linear(x_F, w_DF, b_D)
@@ -187,6 +204,43 @@ def affine(x_D: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Tensor:
         return F.linear(x_D, w_FD, b_F)
     y_F = F.linear(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
     return y_F.unflatten(-1, w_FD.shape[:-1])
+
+
+def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *, option: str) -> None:
+    """Refuses a weight that is not cut as the layer needs it: of whole ones the sum would count each feature n times.
+
+    Args:
+        name: the layer and its weight.
+        block: the dims that the axis may cut, as this rank has them.
+        whole: the same dims of the whole layer, of which the axis cuts one; None is taken on one rank alone.
+        axis: mesh axes; None is one device.
+        option: how the layer calls `whole`.
+
+    Raises:
+        ValueError: says what this rank's block is, and the remedy.
+
+    Example:
+        >>> check_block("mlp: w_up", (8,), 8, "tp", option="d_ff")
+    """
+    n = axis_size(axis)
+    if whole is None:
+        if n > 1:
+            raise ValueError(
+                f"{name} is a block over the {n} ranks of {axis!r}: say {option}=, of the whole layer. Without it a"
+                " block cannot be told from a leaf that was left whole."
+            )
+        return
+    dims, have = (whole,) if isinstance(whole, int) else tuple(whole), tuple(block)
+    wanted = []
+    for i, size in enumerate(dims):
+        start, stop = own_range(size, axis)
+        wanted.append((*dims[:i], stop - start, *dims[i + 1 :]))
+    if have not in wanted:
+        told = " or ".join(str(w) for w in dict.fromkeys(wanted))
+        raise ValueError(
+            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {told};"
+            f" cut the leaf along {axis!r} in its compute spec, or correct {option}."
+        )
 
 
 def own_range(size: int, axis: Axes) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from shardfn.collectives import all_gather, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._attention import attention
-from ._parallel import affine, all_ranges, enter_parallel, row_linear
+from ._parallel import affine, all_ranges, check_block, enter_parallel, own_range, row_linear
 from ._rope import rope
 
 
@@ -108,7 +108,8 @@ def self_attention(
         k_BTGK, v_BTGK = k_BTGK[:, :, read], v_BTGK[:, :, read]
     slopes_H = None if slopes_H is None else slopes_H[start:stop]
     y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=causal, slopes_H=slopes_H)
-    return row_linear(y_BTHK.flatten(-2), w.wo, w.bo, axis=axis, sequence=sequence)
+    columns = heads.queries * heads.dim if w.wo.ndim == 2 else (heads.queries, heads.dim)
+    return row_linear(y_BTHK.flatten(-2), w.wo, w.bo, features=columns, axis=axis, sequence=sequence)
 
 
 def fused_self_attention(
@@ -118,6 +119,7 @@ def fused_self_attention(
     b_GRK: Float[Tensor, "g r k"] | None = None,
     b_D: Float[Tensor, " d"] | None = None,
     *,
+    groups: int | None = None,
     table: tuple[Tensor, Tensor] | None = None,
     axis: Axes = None,
     sequence: int | None = None,
@@ -133,6 +135,7 @@ def fused_self_attention(
         w_DHK: this rank's columns of the way back; H in the order of groups.
         b_GRK: this rank's groups of the bias, or None.
         b_D: bias of the way back, or None.
+        groups: G of the whole layer; needed where the axis has several ranks.
         table: cos and sin for `rope`, of all tokens; None = no rotation.
         axis: mesh axes that cut the groups; None is one device. `w_DHK` is cut in step with them where H = G, or the
             axis divides G.
@@ -142,13 +145,14 @@ def fused_self_attention(
         The shape of `x_BTD`.
 
     Raises:
-        ValueError: R < 3, or the two weights have different numbers of heads.
+        ValueError: R < 3, the two weights have different numbers of heads, or they are not this rank's blocks.
 
     Example:
         >>> fused_self_attention(torch.ones(2, 5, 8), torch.ones(2, 3, 4, 8), torch.ones(8, 2, 4)).shape
         torch.Size([2, 5, 8])
     """
     G, R = w_GRKD.shape[:2]
+    check_block("fused_self_attention: w_GRKD", (G,), groups, axis, option="groups")
     if R < 3 or w_DHK.shape[1] != G * (R - 2):
         raise ValueError(
             f"fused_self_attention: {G} groups of {R} heads, keys and values among them, and {w_DHK.shape[1]}"
@@ -159,7 +163,8 @@ def fused_self_attention(
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK)
-    return row_linear(y_BTHK.flatten(-2), w_DHK, b_D, axis=axis, sequence=sequence)
+    columns = None if groups is None else (groups * (R - 2), w_DHK.shape[2])
+    return row_linear(y_BTHK.flatten(-2), w_DHK, b_D, features=columns, axis=axis, sequence=sequence)
 
 
 def _own_heads(wq: Tensor, heads: Heads, axis: Axes) -> tuple[int, int]:
@@ -168,20 +173,21 @@ def _own_heads(wq: Tensor, heads: Heads, axis: Axes) -> tuple[int, int]:
     Raises:
         ValueError: the axis would cut a head in two, or the weight is no block of these heads.
     """
-    n, (start, stop) = axis_size(axis), all_ranges(heads.queries, axis)[axis_index(axis)]
+    n, (start, stop) = axis_size(axis), own_range(heads.queries, axis)
     by_row, by_head = all_ranges(heads.queries * heads.dim, axis), all_ranges(heads.queries, axis)
     if wq.ndim == 2 and by_row != [(a * heads.dim, b * heads.dim) for a, b in by_head]:
         raise ValueError(
             f"{n} ranks of {axis!r} would cut {heads.queries} heads of {heads.dim} rows inside a head; keep the weights"
             " by heads, [H, K, D] (of models.gpt: Config(per_head=True)), or take an axis that divides them."
         )
-    want = (stop - start) * (1 if wq.ndim == 3 else heads.dim)
-    if wq.shape[0] != want:
-        raise ValueError(
-            f"self_attention: wq of shape {tuple(wq.shape)} is not this rank's block of {heads}: over {n} ranks of"
-            f" {axis!r} it has {want} rows; its spec should be P({axis!r})."
-        )
+    _check_rows("wq", wq, heads.queries, heads, axis)
     return start, stop
+
+
+def _check_rows(name: str, w: Tensor, num: int, heads: Heads, axis: Axes, by_head: bool = False) -> None:
+    """Refuses a projection of `num` heads, or its bias, that is not this rank's block."""
+    whole = num if by_head or w.ndim == 3 else num * heads.dim
+    check_block(f"self_attention: {name} of {heads}", w.shape[:1], whole, axis, option="heads")
 
 
 def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple[Any, ...]]:
@@ -189,22 +195,18 @@ def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple
     ratio = heads.queries // heads.keys
     needed = [_keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
-    first, last = held[axis_index(axis)]
-    want = (last - first) * (1 if w.wk.ndim == 3 else heads.dim)
+    rows = 1 if w.wk.ndim == 3 else heads.dim
     for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
-        if x is not None and x.shape[0] != want:
-            raise ValueError(
-                f"self_attention: {name} of shape {tuple(x.shape)} is not this rank's block of {heads}: over"
-                f" {axis_size(axis)} ranks of {axis!r} it has {want} rows; its spec should be P({axis!r})."
-            )
-    if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
+        if x is not None:
+            _check_rows(name, x, heads.keys, heads, axis, by_head=rows == 1)
+    # Rows that are cut inside a head are joined, whatever is needed.
+    aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
+    if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         return held[axis_index(axis)][0], (w.wk, w.wv, w.bk, w.bv)
     biases = [b[..., None] for b in (w.bk, w.bv) if b is not None]
     parts = [w.wk, w.wv, *biases]
-    size = heads.keys * (1 if w.wk.ndim == 3 else heads.dim)
-    whole = all_gather(torch.cat(parts, -1), axis, dim=0, size=size)
+    whole = all_gather(torch.cat(parts, -1), axis, dim=0, size=heads.keys * rows)
     start, stop = needed[axis_index(axis)]
-    rows = 1 if w.wk.ndim == 3 else heads.dim
     own = whole[start * rows : stop * rows].split([p.shape[-1] for p in parts], -1)
     wk, wv, *rest = (x.to(p.dtype) for x, p in zip(own, parts, strict=True))
     found = iter(rest)

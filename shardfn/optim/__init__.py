@@ -26,6 +26,7 @@ from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zer
 from ._master import MasterState as MasterState, master_weights as master_weights
 from ._needs import decided as decided, given as given, join_needs as join_needs
 from ._norm import (
+    dtype_of_squares as dtype_of_squares,
     global_norm as global_norm,
     is_small as is_small,
     large_square as large_square,

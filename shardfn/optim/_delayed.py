@@ -15,7 +15,7 @@ from ._inplace import apply_updates, inplace
 from ._kernels import foreach_copy_
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
 from ._needs import given, join_needs, refuse_phases
-from ._norm import over_blocks
+from ._norm import dtype_of_squares, over_blocks
 from ._pair import as_transformation
 from ._types import OptState, Pair, Params, Specs, Updates
 
@@ -27,7 +27,8 @@ class DelayedState(NamedTuple):
         pending: tree like params: the gradients of the last step; zeros where there are none that wait.
         count: int32, 0-d: steps seen. Nothing waits while `count <= warmup`.
         inner: the state of the rule.
-        measured: float32, 0-d: the sum of the measures of what waits, where the rule takes any; else nothing.
+        measured: 0-d: the sum of the measures of what waits, where the rule takes any; else nothing. float32,
+            or float64 where a leaf is.
     """
 
     pending: PyTree
@@ -95,7 +96,8 @@ def _delayed(
         return _sum_measures(measure, updates, specs) if stats is None else stats.sum()
 
     def init(params: Params) -> DelayedState:
-        kept = torch.zeros((), device=zero_count(params).device) if measure else ()
+        wide = dtype_of_squares(tree_leaves(params))
+        kept = torch.zeros((), dtype=wide, device=zero_count(params).device) if measure else ()
         return DelayedState(zeros_like(params), zero_count(params), own.init(params), kept)
 
     def update(
@@ -110,7 +112,7 @@ def _delayed(
         us = tree_map(lambda u: torch.where(moves, u, 0.0).to(u.dtype), us)
         inner = tree_map(lambda new, old: torch.where(moves, new, old), inner, state.inner)
         kept = [torch.where(plain, 0.0, g).to(w.dtype) for g, w in zip(gs, waiting, strict=True)]
-        after = state.measured if now is None else torch.where(plain, 0.0, now)
+        after = state.measured if now is None else torch.where(plain, 0.0, now).to(state.measured.dtype)
         return us, DelayedState(tree_unflatten(like, kept), state.count + 1, inner, after)
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ The sum of squares of a leaf is the sum over its blocks, so it is one `psum` ove
 those: an axis that replicates a leaf must not count it twice. Leaves cut over the same axes travel as one vector.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from jaxtyping import Float
@@ -31,7 +31,8 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
         specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
 
     Returns:
-        float32, one entry a leaf in flattening order; the same on every rank that shares the blocks.
+        One entry a leaf in flattening order; the same on every rank that shares the blocks. float32, and float64 where
+        a leaf is float64.
 
     Raises:
         ValueError: `specs` does not match `tree`, or names an axis that is not in the mesh.
@@ -44,9 +45,10 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
 
 
 def squares_of(
-    leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype = torch.float32
+    leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype | None = None
 ) -> Float[Tensor, " num_leaves"]:
-    """`sum_squares` of a flattened tree, in a dtype."""
+    """`sum_squares` of a flattened tree, in a dtype; None is that of `sum_squares`."""
+    dtype = dtype or dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros(0, dtype=dtype)
     local = _local(leaves, dtype)
@@ -60,7 +62,12 @@ def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         >>> block_squares(torch.tensor([3.0, 4.0]))
         tensor(25.)
     """
-    return _local([block], torch.float32)[0]
+    return _local([block], dtype_of_squares([block]))[0]
+
+
+def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
+    """The dtype in which sums of squares are added up: float32, or float64 where a leaf is."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
 
 
 def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
@@ -71,7 +78,7 @@ def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
         specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
 
     Returns:
-        float32, 0-d.
+        0-d: float32, or float64 where a leaf is float64.
 
     Example:
         >>> global_norm([torch.tensor(3.0), torch.tensor(4.0)])

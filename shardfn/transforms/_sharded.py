@@ -45,6 +45,7 @@ from shardfn.engine import (
     agree_on_step,
     bind,
     capture_function,
+    check_layout,
     check_order,
     check_params,
     check_replicas,
@@ -229,7 +230,7 @@ class Sharded(Transform):
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
-        plan, arguments = self._planner.kept(params, self._words), self._interface.arguments(args)
+        plan, arguments = self._plan_of(params), self._interface.arguments(args)
         self._agreement.agree_once(plan, self._what)
 
         def entered(a: Argument) -> Any:
@@ -282,7 +283,7 @@ class Sharded(Transform):
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(params, "params")
-            plan, treedef = self._planner.kept(params, self._words), tree_structure(args)
+            plan, treedef = self._plan_of(params), tree_structure(args)
             arguments = self._interface.arguments(args)
             constant = self._agreement.constant(plan)
             if only is not None and self._signature(plan, params, arguments, treedef) != only:
@@ -334,12 +335,18 @@ class Sharded(Transform):
     def _abstract(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, PyTree, tuple[Any, ...]]:
         leaves, treedef = tree_flatten(params)
         if leaves and all(isinstance(x, GlobalTensor) for x in leaves):
-            plan = self._planner.kept(params, self._words)
+            plan = self._plan_of(params)
         else:
             check_params(params)
             plan = self._planner.plan(treedef, leaves)
+            check_layout(plan, self._f)
             params = abstract_params(plan)
         return plan, params, self._interface.abstract(args)
+
+    def _plan_of(self, params: PyTree) -> Plan:
+        plan = self._planner.kept(params, self._words)
+        check_layout(plan, self._f)
+        return plan
 
     @property
     def _compute(self) -> torch.dtype | None:

@@ -53,6 +53,7 @@ from shardfn.engine import (
     close_pool,
     commit,
     comms_of,
+    compare_first_batch,
     compare_first_step,
     default_batch,
     describe_batch,
@@ -341,6 +342,7 @@ class ShardedStep:
         even = agree_on_step(comms.control, what, described, constant)
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):
+            compare_first_batch(plan, batch, comms.control)
             new, metrics = run(plan, comms, state, args, even)
         if self._loss_scale is not None:
             new = rescaled(new, state, self._loss_scale, metrics)

@@ -41,12 +41,13 @@ def _attention_leaves(H: int, G: int, bias: bool = True) -> dict[str, Any]:
 
 
 def _linears(p: Any, x: Tensor, along: Along) -> Tensor:
-    return nn.row_linear(torch.tanh(nn.column_linear(x, p["up"], p["b_up"], **along)), p["down"], p["b"], **along)
+    h = torch.tanh(nn.column_linear(x, p["up"], p["b_up"], features=7, **along))
+    return nn.row_linear(h, p["down"], p["b"], features=7, **along)
 
 
 def _normed(p: Any, x: Tensor, along: Along) -> Tensor:
     x = nn.layer_norm(x, nn.between(p["w"], **along), nn.between(p["b"], **along))
-    return nn.mlp(x, p["up"], p["down"], **along) + nn.own_tokens(p["position"], **along)
+    return nn.mlp(x, p["up"], p["down"], d_ff=7, **along) + nn.own_tokens(p["position"], **along)
 
 
 # name -> (leaves with their shapes and specs, the layer)
@@ -54,15 +55,15 @@ LAYERS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor, Along], Tensor]]]
     "linear": ({"up": ((7, D), CUT), "b_up": ((7,), CUT), "down": ((D, 7), COLUMNS), "b": ((D,), WHOLE)}, _linears),
     "mlp": (
         {"up": ((7, D), CUT), "b_up": ((7,), CUT), "down": ((D, 7), COLUMNS), "b": ((D,), WHOLE)},
-        lambda p, x, along: nn.mlp(x, p["up"], p["down"], p["b_up"], p["b"], **along),
+        lambda p, x, along: nn.mlp(x, p["up"], p["down"], p["b_up"], p["b"], d_ff=7, **along),
     ),
     "swiglu": (
         {"gate": ((7, D), CUT), "up": ((7, D), CUT), "down": ((D, 7), COLUMNS)},
-        lambda p, x, along: nn.swiglu(x, p["gate"], p["up"], p["down"], **along),
+        lambda p, x, along: nn.swiglu(x, p["gate"], p["up"], p["down"], d_ff=7, **along),
     ),
     "fused_swiglu": (
         {"up": ((2, 7, D), COLUMNS), "down": ((D, 7), COLUMNS)},
-        lambda p, x, along: nn.fused_swiglu(x, p["up"], p["down"], **along),
+        lambda p, x, along: nn.fused_swiglu(x, p["up"], p["down"], d_ff=7, **along),
     ),
     "norm": (
         {"w": ((D,), WHOLE), "b": ((D,), WHOLE), "position": ((T, D), WHOLE)}
@@ -76,7 +77,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor, Along], Tensor]]]
     "alibi": (_attention_leaves(3, 3, bias=False), _alibi),
     "fused_attention": (
         {"w": ((3, 3, K, D), CUT), "b_w": ((3, 3, K), CUT), "wo": ((D, 3, K), COLUMNS), "b": ((D,), WHOLE)},
-        lambda p, x, along: nn.fused_self_attention(x, p["w"], p["wo"], p["b_w"], p["b"], **along),
+        lambda p, x, along: nn.fused_self_attention(x, p["w"], p["wo"], p["b_w"], p["b"], groups=3, **along),
     ),
 }
 
@@ -95,7 +96,7 @@ def _words_loss(axis: str | None, cut: bool, p: Any, b: Any) -> sf.WeightedMean:
     along: Along = {"axis": axis, "sequence": T if cut else None}
     x = nn.embedding(b["tokens"], p["table"], vocab_size=V, **along)
     x = x + nn.own_tokens(p["shift"] * torch.ones(T, 1, dtype=x.dtype), **along)
-    logits = nn.column_linear(x, p["table"], **along)
+    logits = nn.column_linear(x, p["table"], features=V, **along)
     return sf.WeightedMean(*nn.cross_entropy_sum(logits, nn.next_tokens(b["tokens"]), axis=axis, vocab_size=V))
 
 
@@ -279,12 +280,74 @@ def test_what_does_not_fit_is_named() -> None:
     with sf.collectives.bind_mesh(mesh):
         with pytest.raises(ValueError, match=r"cut 3 heads of 2 rows inside a head; .*per_head=True"):
             nn.self_attention(x, flat, nn.Heads(3, 3, K), axis="tp")
-        with pytest.raises(ValueError, match=r"wq of shape \(3, 6\) is not this rank's block .* should be P\('tp'\)"):
+        with pytest.raises(
+            ValueError, match=r"wq of .* has \(3,\) of heads=4, but .* is \(2,\); cut the leaf along 'tp'"
+        ):
             nn.self_attention(x, flat, nn.Heads(2, 2, K), axis="tp")
-        with pytest.raises(ValueError, match="a vocabulary of 7 over 2 ranks of 'tp' gives this one 4 classes, but"):
+        with pytest.raises(ValueError, match=r"w_VD has \(7,\) of vocab_size=7, but this rank's block .* is \(4,\)"):
             nn.embedding(torch.zeros(2, 2, dtype=torch.int64), torch.ones(7, 3), axis="tp", vocab_size=7)
         with pytest.raises(ValueError, match="has other tokens"):
             nn.leave_parallel(x, "tp", sequence=4)
         config = gpt.Config(**SHAPE)
         with pytest.raises(ValueError, match=r"(?s)\['w_down'\] is .*params\['embed'\] is \(7, 6\)"):
             gpt.apply(config, gpt.init(config, sf.key(0)), torch.zeros(1, 2, dtype=torch.int64), axis="tp")
+
+
+# A whole leaf where a block belongs, and a layer whose size nobody says.
+WRONG: dict[str, Callable[[Tensor], Any]] = {
+    "mlp": lambda x: nn.mlp(x, torch.ones(4, D), torch.ones(D, 4), d_ff=4, axis="tp"),
+    "swiglu": lambda x: nn.swiglu(x, torch.ones(4, D), torch.ones(4, D), torch.ones(D, 4), d_ff=4, axis="tp"),
+    "fused_swiglu": lambda x: nn.fused_swiglu(x, torch.ones(2, 4, D), torch.ones(D, 4), d_ff=4, axis="tp"),
+    "column_linear": lambda x: nn.column_linear(x, torch.ones(3, 4, D), features=(3, 4), axis="tp"),
+    "row_linear": lambda x: nn.row_linear(x, torch.ones(4, D), features=D, axis="tp"),
+    "fused": lambda x: nn.fused_self_attention(x, torch.ones(2, 3, K, D), torch.ones(D, 2, K), groups=2, axis="tp"),
+    "columns of wo": lambda x: nn.fused_self_attention(
+        x, torch.ones(1, 4, K, D), torch.ones(D, 2, K), groups=3, axis="tp"
+    ),
+    "embedding": lambda x: nn.embedding(torch.zeros(2, 2, dtype=torch.int64), x[0], vocab_size=T, axis="tp"),
+    "logits": lambda x: nn.cross_entropy(x, torch.zeros(B, T, dtype=torch.int64), vocab_size=D, axis="tp"),
+}
+UNSAID: dict[str, Callable[[Tensor], Any]] = {
+    "d_ff": lambda x: nn.mlp(x, torch.ones(4, D), torch.ones(D, 4), axis="tp"),
+    "features": lambda x: nn.column_linear(x, torch.ones(4, D), axis="tp"),
+    "groups": lambda x: nn.fused_self_attention(x, torch.ones(2, 3, K, D), torch.ones(D, 2, K), axis="tp"),
+    "vocab_size": lambda x: nn.embedding(torch.zeros(2, 2, dtype=torch.int64), x[0], axis="tp"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_whole_leaf_is_not_taken_for_a_block(name: str) -> None:
+    mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
+    with sf.collectives.bind_mesh(mesh), pytest.raises(ValueError, match="this rank's block over the 2 ranks of 'tp'"):
+        WRONG[name](torch.ones(B, T, D))
+
+
+@pytest.mark.parametrize("option", UNSAID)
+def test_the_size_of_the_whole_layer_is_said(option: str) -> None:
+    mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
+    with sf.collectives.bind_mesh(mesh), pytest.raises(ValueError, match=f"say {option}=, of the whole layer"):
+        UNSAID[option](torch.ones(B, T, D))
+
+
+@distributed(world=2)
+def test_a_bias_of_values_without_one_of_keys() -> None:
+    mesh = sf.make_mesh({"tp": 2})
+    for keys in (2, 1):
+        shapes = {"wq": (4, K, D), "wk": (keys, K, D), "wv": (keys, K, D), "wo": (D, 4, K), "bv": (keys, K)}
+        g = torch.Generator().manual_seed(5)
+        params = {n: torch.randn(s, generator=g, dtype=torch.float64) for n, s in shapes.items()}
+
+        def loss(p: Any, x: Tensor, axis: str | None = None, keys: int = keys) -> Tensor:
+            weights = nn.AttentionWeights(p["wq"], p["wk"], p["wv"], p["wo"], bv=p["bv"])
+            return nn.self_attention(x, weights, nn.Heads(4, keys, K), axis=axis).square().mean()
+
+        assert_parity(
+            functools.partial(loss, axis="tp"),
+            params=params,
+            batches=[torch.randn(B, T, D, generator=g, dtype=torch.float64)],
+            mesh=mesh,
+            optimizer=optim.sgd(0.1),
+            reference=loss,
+            specs={n: COLUMNS if n == "wo" else CUT for n in shapes},
+            batch=sf.P(),
+        )

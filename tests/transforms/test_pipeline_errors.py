@@ -204,3 +204,25 @@ def test_a_split_list_is_told_by_its_actions() -> None:
     plain = schedules.one_f_one_b(2, 2)
     assert not plain.splits
     assert dataclasses.replace(plain, ranks=(schedules.parse("F0 B0 W0"),)).splits
+
+
+@distributed(world=2)
+def test_leaves_of_unlike_lengths_are_no_stack() -> None:
+    params = _params() | {"blocks": {"w": torch.ones(4, 3, 3), "b": torch.ones(5, 3)}}
+    loss = sf.pipeline(_first, lambda p, h: torch.tanh(h @ p["w"] + p["b"]), _last)
+    message = r"(?s)different numbers of layers; .*\['b'\] has 5, .*\['w'\] has 4"
+    with pytest.raises(ValueError, match=message):
+        loss(params, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=message):
+        _step(loss, mesh=sf.make_mesh({"pp": 2})).init(params)
+
+
+@distributed(world=2)
+def test_a_function_of_stages_is_given_stages() -> None:
+    mesh = sf.make_mesh({"pp": 2})
+    loss = sf.pipeline(_first, _block, _last, num_microbatches=2)
+    f = sf.sharded(loss, mesh=mesh)
+    with pytest.raises(ValueError, match=r"\['w'\] has spec P\(\); cut dim 0, its layers: P\('pp'\)"):
+        f(f.init(_params()), torch.ones(4, 3))
+    g = sf.sharded(loss, mesh=mesh, specs=SPECS)
+    torch.testing.assert_close(g(g.init(_params()), torch.ones(4, 3)), loss(_params(), torch.ones(4, 3)))
