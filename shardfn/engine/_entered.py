@@ -48,9 +48,9 @@ def enter(
     return tree_unflatten(plan.treedef, tree), handles
 
 
-def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored]) -> Watch:
-    """What sees writes to the blocks that the loss is given as they are."""
-    watch = Watch()
+def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> Watch:
+    """What sees writes to the blocks that the loss is given as they are; the first time, by their bits too."""
+    watch = Watch(bits=first and not plan.captured)
     for leaf, block in zip(plan.leaves, blocks, strict=True):
         if isinstance(block, Tensor) and _as_it_is(leaf, block) and not plan.captured:
             watch.add(leaf.path, block, kept=True)

@@ -1,8 +1,9 @@
 """Writes to parameters inside a loss: no value may change there, and one that does is named.
 
 Tensors that share memory share a count of writes, their version. `.data` is the exception: that of a lazy leaf is made
-to share it, that of a leaf which enters as a plain tensor is not, as torch.compile takes no other kind. In a capture
-the ops of the graph say what they write, through `.data` too.
+to share it, that of a leaf which enters as a plain tensor is not, as torch.compile takes no other kind. So of those the
+bits are added up too, once: a loss that writes past PyTorch does it in its first step already. In a capture the ops of
+the graph say what they write, through `.data` too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,9 +25,14 @@ class Watch:
     """Tensors that must not be written to for as long as a loss and its backward run.
 
     `check` compares versions with those at `add`; who adds a tensor must not write to it before the last `check`.
+
+    Args:
+        bits: whether the bits of the state's own tensors are compared as well, at the first `check` of each place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, bits: bool = False) -> None:
+        self._bits: list[tuple[str, Tensor, Tensor]] | None = [] if bits else None
+        self._compared: set[str] = set()
         self._seen: list[_WatchedTensor] = []
         self._entered: list[tuple[str, Tensor, int]] = []
 
@@ -49,6 +55,8 @@ class Watch:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(witness):
             witness.set_()  # pyright: ignore[reportCallIssue]  # empty; the version is still that of `x`
         self._seen.append(_WatchedTensor(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
+        if kept and self._bits is not None:
+            self._bits.append((path, x, _sum_of_bits(x)))
 
     def check(self, where: str) -> None:
         """Compares.
@@ -60,8 +68,9 @@ class Watch:
             ValueError: lists every leaf that was written to.
         """
         written = [x for x in self._seen if x.witness._version != x.version]
+        changed = self._changed(where)
         moved = [path for path, x, memory in self._entered if x.untyped_storage()._cdata != memory]
-        lost = any(x.kept for x in written)
+        lost = bool(changed) or any(x.kept for x in written)
         state = (
             "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"
             " checkpoint, or from init."
@@ -71,12 +80,29 @@ class Watch:
         raise_all(
             ValueError,
             f"parameters are written to inside {where}. {_REMEDY} {state}",
-            [f"{path} is written to inside {where}" for path in sorted({x.path for x in written} | set(moved))],
+            [f"{path} is written to inside {where}" for path in sorted({x.path for x in written} | {*moved, *changed})],
         )
+
+    def _changed(self, where: str) -> list[str]:
+        """The leaves whose bits are others than at `add`."""
+        if not self._bits or where in self._compared:
+            return []
+        self._compared.add(where)
+        same = torch.stack([_sum_of_bits(x).eq(total).cpu() for _, x, total in self._bits]).tolist()
+        return [path for (path, *_), is_same in zip(self._bits, same, strict=True) if not is_same]
 
     def forget_dead(self) -> None:
         """Drops tensors that are gone; what was written to them, `check` has seen."""
         self._seen = [x for x in self._seen if not x.memory.expired()]
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """A sum that an assignment of other values changes, but for a chance."""
+    with torch.no_grad():
+        real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        size = real.element_size()
+        as_ints = torch.int64 if size == 8 else torch.int32 if size == 4 else torch.int16 if size == 2 else torch.uint8
+        return real.view(as_ints).sum(dtype=torch.int64)
 
 
 class _WatchedTensor(NamedTuple):

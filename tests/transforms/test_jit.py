@@ -288,3 +288,20 @@ def test_a_step_that_fails_in_its_graph_leaves_the_state() -> None:
         step(state, torch.tensor([0, 7]))
     new, _ = step(state, torch.tensor([0, 2]))
     assert int(new.step) == 1
+
+
+def test_draws_of_a_captured_step_are_those_of_the_eager_one() -> None:
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        scale = torch.empty(1, dtype=x.dtype).uniform_(-1, 1).exp()
+        noise = torch.rand(x.shape, dtype=x.dtype) * torch.bernoulli(torch.full(x.shape, 0.5, dtype=x.dtype))
+        return ((x * noise * scale) @ w).square().mean() + torch.randn(3, dtype=x.dtype).sum() * w.sum()
+
+    x, found = torch.ones(4, 6, dtype=torch.float64), []
+    for f in (loss, sf.jit(loss, backend="graph")):
+        step = sf.sharded_step(f, optim.sgd(0.1))
+        state = step.init(torch.ones(6, 2, dtype=torch.float64))
+        for seed in range(3):
+            torch.manual_seed(seed)
+            state, _ = step(state, x)
+        found.append(state.params.full_tensor())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=1e-14)
