@@ -7,8 +7,8 @@ from ._states import model_states as model_states
 from ._activations import Activations as Activations, activation_bytes as activation_bytes
 from ._pipeline import SCHEDULES as SCHEDULES, Pipeline as Pipeline, bubble as bubble, pipeline as pipeline
 from ._exact import Exact as Exact, exact as exact
-from ._time import Cost as Cost, Transfer as Transfer, step_cost as step_cost
-from ._plan import Plan as Plan, plan as plan
+from ._time import Cost as Cost, PlannedTransfer as PlannedTransfer, step_cost as step_cost
+from ._plan import JobPlan as JobPlan, plan as plan
 from ._report import found_json as found_json, found_text as found_text, plan_json as plan_json, plan_text as plan_text
 from ._recipes import RECIPES as RECIPES, Recipe as Recipe, recipe as recipe, recipe_text as recipe_text
 from ._chart import write_chart as write_chart

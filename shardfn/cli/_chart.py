@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._plan import Plan
+from ._plan import JobPlan
 
 # Colour-blind safe (Okabe and Ito 2008).
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 
 
-def write_chart(plans: Sequence[Plan], path: str) -> None:
+def write_chart(plans: Sequence[JobPlan], path: str) -> None:
     """Draws the plans to a file, its format told by its ending.
 
     Raises:
@@ -45,7 +45,7 @@ def _stack(axes, names: list[str], bars: list[dict[str, float]]) -> None:
     axes.invert_yaxis()
 
 
-def _parts(p: Plan) -> dict[str, float]:
+def _parts(p: JobPlan) -> dict[str, float]:
     c = p.cost
     return {
         "computation": c.compute,
@@ -56,7 +56,7 @@ def _parts(p: Plan) -> dict[str, float]:
     }
 
 
-def _name(p: Plan) -> str:
+def _name(p: JobPlan) -> str:
     s = p.setup
     mesh = ",".join(f"{k}={v}" for k, v in s.mesh.items())
     return f"{mesh} z{s.zero.stage} k{s.accumulate}{' remat' if s.remat else ''}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._chart import write_chart
 from ._exact import exact
-from ._plan import Plan, plan
+from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
 from ._report import dump, found_json, found_text, plan_json, plan_text
 from ._search import search
@@ -53,20 +53,20 @@ def _plan_command(args: argparse.Namespace) -> int:
     return 0 if plans and plans[0].fits else 1
 
 
-def _planned(args: argparse.Namespace) -> tuple[str, list[Plan]]:
+def _planned(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     setup = parse_setup(args)
     made = plan(setup)
     captured = exact(setup) if args.exact else None
     return dump(plan_json(made, captured)) if args.json else plan_text(made, captured), [made]
 
 
-def _of_recipe(args: argparse.Namespace) -> tuple[str, list[Plan]]:
+def _of_recipe(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     check_recipe_alone(args)
     made = plan(recipe(args.recipe).setup)
     return dump(recipe_json(args.recipe)) if args.json else recipe_text(args.recipe), [made]
 
 
-def _searched(args: argparse.Namespace) -> tuple[str, list[Plan]]:
+def _searched(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     setup = parse_setup(args)
     found = search(setup)
     best = list(found.best[:_BEST])

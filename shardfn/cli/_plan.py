@@ -18,7 +18,7 @@ HEADROOM = 0.06
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """What a run needs.
 
     Attributes:
@@ -61,7 +61,7 @@ class Plan:
         )
 
 
-def plan(setup: Setup) -> Plan:
+def plan(setup: Setup) -> JobPlan:
     """The plan of a run.
 
     Peak = parameters + gradients + optimizer state + gathered window + activations + temporaries. The temporaries are
@@ -89,7 +89,7 @@ def plan(setup: Setup) -> Plan:
         "temporaries": acts.temporaries + states.reducing,
     }
     limit = int(setup.cluster.device.memory * (1 - HEADROOM))
-    return Plan(setup, _num_params(setup.config), states, memory, limit, step_cost(setup), _notes(setup))
+    return JobPlan(setup, _num_params(setup.config), states, memory, limit, step_cost(setup), _notes(setup))
 
 
 _num_params = functools.lru_cache(maxsize=64)(gpt.num_params)

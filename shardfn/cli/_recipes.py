@@ -9,13 +9,13 @@ from shardfn.graph import cluster
 
 from ._models import PRESETS
 from ._pipeline import bubble
-from ._plan import Plan, plan
+from ._plan import JobPlan, plan
 from ._report import plan_json, plan_text, table
 from ._states import Setup
 from ._units import gb, seconds
 
 # What is compared, and how a plan says it.
-_FIGURES: Mapping[str, Callable[[Plan], str]] = {
+_FIGURES: Mapping[str, Callable[[JobPlan], str]] = {
     "parameters": lambda p: f"{p.num_params / 1e9:,.1f}e9",
     "devices": lambda p: str(p.setup.world),
     "model states of all, TB": lambda p: f"{16 * p.num_params / 1e12:.2f}",
@@ -76,7 +76,7 @@ def recipe_json(name: str) -> dict[str, Any]:
     return plan_json(plan(found.setup)) | {"recipe": name, "published": dict(found.published), "source": found.source}
 
 
-def _rate(p: Plan) -> float:
+def _rate(p: JobPlan) -> float:
     """Operations a second of a device, those of a recomputed forward included."""
     return p.cost.model_flops * (4 / 3 if p.setup.remat else 1) / p.cost.seconds / p.setup.world
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ._exact import Exact
-from ._plan import Plan
+from ._plan import JobPlan
 from ._search import Found
-from ._time import Transfer
+from ._time import PlannedTransfer
 from ._units import gb, gib, seconds
 
 _KINDS = {
@@ -22,7 +22,7 @@ _KINDS = {
 }
 
 
-def plan_text(p: Plan, exact: Exact | None = None) -> str:
+def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
     """A plan as Markdown."""
     s = p.setup
     mesh = ", ".join(f"{k}={v}" for k, v in s.mesh.items())
@@ -41,7 +41,7 @@ def plan_text(p: Plan, exact: Exact | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def memory_table(p: Plan, exact: Exact | None = None) -> str:
+def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
     """Memory by kind."""
     measured = exact.memory if exact else {}
     kinds = [*p.memory, *(kind for kind in measured if kind not in p.memory)]
@@ -73,7 +73,7 @@ def found_text(found: Found, number: int = 10) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def plan_json(p: Plan, exact: Exact | None = None) -> dict[str, Any]:
+def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
     """A plan as JSON's types; bytes and seconds."""
     s, c = p.setup, p.cost
     out = {
@@ -139,7 +139,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in lines)
 
 
-def _traffic(transfers: Sequence[Transfer], exact: Exact | None) -> str:
+def _traffic(transfers: Sequence[PlannedTransfer], exact: Exact | None) -> str:
     rows = [
         (t.axis, t.what, gb(t.nbytes), f"{t.messages:,}", f"{t.bandwidth / 1e9:.4g}", seconds(t.seconds))
         for t in transfers
@@ -152,7 +152,7 @@ def _traffic(transfers: Sequence[Transfer], exact: Exact | None) -> str:
     return "\n\n".join(parts)
 
 
-def _time(p: Plan, exact: Exact | None) -> str:
+def _time(p: JobPlan, exact: Exact | None) -> str:
     c = p.cost
     rows = [
         ("computation", c.compute, f"forward and backward at {p.setup.efficiency:.0%} of the device's peak"),
@@ -173,19 +173,19 @@ def _time(p: Plan, exact: Exact | None) -> str:
     return "\n\n".join(parts)
 
 
-def _row(rank: int, p: Plan) -> tuple[str, ...]:
+def _row(rank: int, p: JobPlan) -> tuple[str, ...]:
     c = p.cost
     figures = (gib(p.peak), seconds(c.seconds), f"{c.mfu:.1%}", f"{c.tokens_per_second:,.0f}", c.dominates)
     return (str(rank), *_names(p), *figures)
 
 
-def _names(p: Plan) -> tuple[str, str, str, str]:
+def _names(p: JobPlan) -> tuple[str, str, str, str]:
     s = p.setup
     mesh = ",".join(f"{k}={v}" for k, v in s.mesh.items())
     mesh += f", {s.schedule}" if s.axis("pp") > 1 else ""
     return mesh, str(s.zero.stage), str(s.accumulate), "on" if s.remat else "off"
 
 
-def _largest(p: Plan) -> str:
+def _largest(p: JobPlan) -> str:
     kind = max(p.memory, key=lambda k: p.memory[k])
     return f"{kind} ({gib(p.memory[kind])})"

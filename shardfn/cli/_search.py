@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from ._pipeline import pipeline_problems
-from ._plan import Plan, plan, problems
+from ._plan import JobPlan, plan, problems
 from ._states import Setup
 
 # The schedules that a search tries.
@@ -23,8 +23,8 @@ class Found:
         skipped: why whole families were not tried.
     """
 
-    best: tuple[Plan, ...]
-    failed: tuple[Plan, ...]
+    best: tuple[JobPlan, ...]
+    failed: tuple[JobPlan, ...]
     tried: int
     skipped: tuple[str, ...]
 
@@ -55,10 +55,10 @@ def search(setup: Setup) -> Found:
     return Found(tuple(fitting), _failed(plans, fitting), len(plans), _merged(skipped))
 
 
-def _failed(plans: list[Plan], fitting: list[Plan]) -> tuple[Plan, ...]:
+def _failed(plans: list[JobPlan], fitting: list[JobPlan]) -> tuple[JobPlan, ...]:
     """The smallest plan of each family that does not fit; one for both settings of remat where neither fits."""
     good, good_stages = {_family(p) for p in fitting}, {_family(p)[:3] for p in fitting}
-    smallest: dict[tuple[int, ...], Plan] = {}
+    smallest: dict[tuple[int, ...], JobPlan] = {}
     for p in sorted(plans, key=lambda p: (p.peak, _order(p))):
         family = _family(p)
         if family not in good:
@@ -108,12 +108,12 @@ def _of_mesh(base: Setup) -> Iterator[Setup]:
             yield dataclasses.replace(run, zero=dataclasses.replace(base.zero, stage=stage), remat=remat)
 
 
-def _order(p: Plan) -> tuple[float, int, int, int, bool, int, int]:
+def _order(p: JobPlan) -> tuple[float, int, int, int, bool, int, int]:
     s = p.setup
     return p.cost.seconds, p.peak, s.zero.stage, s.accumulate, s.remat, s.axis("tp"), s.axis("pp")
 
 
-def _family(p: Plan) -> tuple[int, int, int, int]:
+def _family(p: JobPlan) -> tuple[int, int, int, int]:
     return p.setup.axis("tp"), p.setup.axis("pp"), p.setup.zero.stage, int(p.setup.remat)
 
 

@@ -17,7 +17,7 @@ from ._states import Setup, States, model_states
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class PlannedTransfer:
     """One kind of traffic.
 
     Attributes:
@@ -53,7 +53,7 @@ class Cost:
         tokens_per_second: over all ranks.
     """
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[PlannedTransfer, ...]
     compute: float
     exposed: float
     tensor: float
@@ -119,7 +119,7 @@ def step_cost(setup: Setup) -> Cost:
     )
 
 
-def data_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
+def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
     """What travels along dp in a step: gathers on use, gradients, and parameters made whole after the update."""
     k = setup.accumulate
     reduces = k if setup.zero.pace.accumulate == "each" else 1
@@ -135,7 +135,7 @@ def data_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
     return tuple(t for t in made if t.nbytes > 0)
 
 
-def tensor_transfers(setup: Setup) -> tuple[Transfer, ...]:
+def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
     """What travels along tp: two sums of the residual stream a block in the forward, two in the backward."""
     c, k = setup.config, setup.accumulate
     sums = (6 if setup.remat else 4) * stage_layers(setup) * k
@@ -144,27 +144,27 @@ def tensor_transfers(setup: Setup) -> tuple[Transfer, ...]:
     return (made,) if made.nbytes > 0 else ()
 
 
-def pipeline_transfers(setup: Setup, states: States) -> tuple[Transfer, ...]:
+def pipeline_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
     """What travels along pp: the residual stream between stages, and the gradients of what all of them have."""
     line, size = pipeline(setup), setup.micro * setup.seq * setup.config.d_model * setup.bytes_of.params
     if not line.sends:
         return ()
     link, messages = setup.cluster.link(setup.mesh, "pp"), line.sends * setup.accumulate
     between = link.seconds(messages * size, messages)
-    sends = Transfer("pp", "activations and their gradients", messages * size, messages, link.bandwidth, between)
+    sends = PlannedTransfer("pp", "activations and their gradients", messages * size, messages, link.bandwidth, between)
     return sends, _transfer(setup, "pp", "gradients outside the stack, summed", 2.0 * states.shared, 2)
 
 
-def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> Transfer:
+def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) -> PlannedTransfer:
     n = setup.axis(axis)
     if n == 1:
-        return Transfer(axis, what, 0.0, 0, math.inf, 0.0)
+        return PlannedTransfer(axis, what, 0.0, 0, math.inf, 0.0)
     link, sent = setup.cluster.link(setup.mesh, axis), nbytes * (n - 1) / n
     hops = messages * math.ceil(math.log2(n))
-    return Transfer(axis, what, sent, messages, link.bandwidth, link.seconds(sent, hops))
+    return PlannedTransfer(axis, what, sent, messages, link.bandwidth, link.seconds(sent, hops))
 
 
-def _exposed(setup: Setup, compute: float, data: tuple[Transfer, ...]) -> float:
+def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) -> float:
     """Waiting beyond the computation: by layer in each pass, the first gather, the last gradient, the refresh."""
     layers = stage_layers(setup)
     forward = compute / (4 if setup.remat else 3)
@@ -177,7 +177,7 @@ def _exposed(setup: Setup, compute: float, data: tuple[Transfer, ...]) -> float:
     return max(0.0, ahead - forward) + max(0.0, behind - (compute - forward)) + ends + refresh
 
 
-def _waiting(setup: Setup, busy: float, sent: tuple[Transfer, ...]) -> float:
+def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> float:
     """What the slowest stage adds to the mean one's work, and what its rank waits.
 
     Args:

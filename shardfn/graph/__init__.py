@@ -16,7 +16,7 @@ from ._rematerialise import rematerialise as rematerialise
 from ._free import free_at_last_use as free_at_last_use
 from ._donate import donate as donate
 from ._transfers import Transfer as Transfer, channel_axes as channel_axes, transfers as transfers
-from ._moves import Move as Move, memory_of as memory_of, moves as moves
+from ._moves import MemoryMove as MemoryMove, memory_of as memory_of, moves as moves
 from ._memory import MemoryAnalysis as MemoryAnalysis, memory_analysis as memory_analysis
 from ._cost import CostAnalysis as CostAnalysis, Estimate as Estimate, cost_analysis as cost_analysis
 from ._cost import estimate as estimate, node_seconds as node_seconds, transfer_seconds as transfer_seconds

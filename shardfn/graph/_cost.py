@@ -16,7 +16,7 @@ from shardfn.collectives import Traffic
 
 from ._device import Cluster, Device, Link
 from ._flops import arithmetic, node_bytes, node_flops
-from ._moves import Move, moves
+from ._moves import MemoryMove, moves
 from ._transfers import Transfer, is_wait, transfers
 from ._values import PHASES, dtype_name, phases_of, where_of
 
@@ -235,14 +235,16 @@ class _Clocks:
         detail = f"{move.op} {move.sent} bytes {' '.join(move.leaves)}".strip()
         self._start(move, link, move.axes, transfer_seconds(move, link), (f"{move.op} over {move.axes}", detail))
 
-    def _carry(self, move: Move) -> None:
+    def _carry(self, move: MemoryMove) -> None:
         """A move between memories; each direction has a wire of its own."""
         link = self._cluster.host if "device" in (move.src, move.dst) else self._cluster.disk
         if link is not None:
             way = f"{move.src} -> {move.dst}"
             self._start(move, way, way, link.seconds(move.nbytes), (way, f"{move.nbytes} bytes"))
 
-    def _start(self, move: Transfer | Move, wire: Link | str, lane: str, took: float, say: tuple[str, str]) -> None:
+    def _start(
+        self, move: Transfer | MemoryMove, wire: Link | str, lane: str, took: float, say: tuple[str, str]
+    ) -> None:
         begin = max(self.now, self.free.get(wire, 0.0))
         self.free[wire] = begin + took
         self.busy[lane] += took

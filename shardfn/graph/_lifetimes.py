@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from ._moves import Move, memory_of, moves, stored_bytes
+from ._moves import MemoryMove, memory_of, moves, stored_bytes
 from ._transfers import Transfer
 from ._values import storage_of, tensors_of
 
@@ -87,7 +87,7 @@ def _stored(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Block]:
     return blocks
 
 
-def _hold_operands(move: Transfer | Move, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> None:
+def _hold_operands(move: Transfer | MemoryMove, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> None:
     if move.wait is None or move.node.target is torch.ops.shardfn.psum_start.default:
         return  # it sends a packed copy
     for node in move.node.all_input_nodes:

@@ -14,7 +14,7 @@ from ._values import num_bytes, phases_of, tensors_of, where_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class MemoryMove:
     """One transfer between memories.
 
     Attributes:
@@ -36,7 +36,7 @@ class Move:
     where: str
 
 
-def moves(gm: GraphModule) -> list[Move]:
+def moves(gm: GraphModule) -> list[MemoryMove]:
     """The moves of a captured step, in the order of their starts; moves of nothing are left out.
 
     Args:
@@ -90,7 +90,7 @@ def stored_bytes(node: Node) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _move(node: Node, phase: str) -> Move:
+def _move(node: Node, phase: str) -> MemoryMove:
     src, dst, _ = crossing(node)
     wait = next((u for u in node.users if op_of(u).waits), None)
-    return Move(node, wait, src, dst, moved_bytes(node), phase, where_of(node))
+    return MemoryMove(node, wait, src, dst, moved_bytes(node), phase, where_of(node))

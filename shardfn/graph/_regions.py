@@ -144,7 +144,7 @@ def _written(node: Node) -> list[Node]:
     return [*node.all_input_nodes, *(n for start in node.all_input_nodes for n in written_by(start))]
 
 
-class _Live:
+class _LiveValues:
     """When each storage dies as the graph stands, and how much is alive where, not counting the graph's arguments."""
 
     def __init__(self, gm: GraphModule) -> None:
@@ -180,7 +180,7 @@ class _Groups:
     """Takes the nodes one by one and says for each where it belongs."""
 
     def __init__(self, gm: GraphModule) -> None:
-        self.live = _Live(gm)
+        self.live = _LiveValues(gm)
         self.index = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.of: dict[Node, _Group] = {}
         self.all: list[_Group] = []

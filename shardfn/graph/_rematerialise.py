@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ._edit import abstract_value, finish, revalue
 from ._hazards import Memory
-from ._replay import Again, Plan, Replay, Step
+from ._replay import Again, Replay, ReplayPlan, Step
 
 # How many ops may be run again for one value: longer chains stop at a value that is kept.
 _REACH = (128, 512, 2048)
@@ -64,7 +64,7 @@ def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
 
 
 def _plan(replay: Replay, chosen: Sequence[int], reach: int = 0) -> tuple[list[Step], int]:
-    plan = Plan(replay, replay.thinned(chosen, reach))
+    plan = ReplayPlan(replay, replay.thinned(chosen, reach))
     return plan.steps, plan.peak()
 
 

@@ -193,7 +193,7 @@ class Replay:
         return out
 
 
-class Plan:
+class ReplayPlan:
     """An order of execution in which chosen activations are made again.
 
     Args:

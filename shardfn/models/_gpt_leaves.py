@@ -134,7 +134,7 @@ class _BlockShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _DrawnLeaf:
     """Shape, mean and standard deviation at the start, and the dim that tensor parallelism cuts."""
 
     shape: tuple[int, ...]
@@ -153,12 +153,12 @@ class _Leaf:
 
 def _leaves(config: Config) -> PyTree:
     V, D = config.vocab_size, config.d_model
-    tree = {"embed": _Leaf((V, D), cut=0), "blocks": [_block_leaves(config) for _ in range(config.num_layers)]}
+    tree = {"embed": _DrawnLeaf((V, D), cut=0), "blocks": [_block_leaves(config) for _ in range(config.num_layers)]}
     tree |= _norm_leaves(config, "norm") | (_norm_leaves(config, "embed_norm") if config.embedding_norm else {})
     if config.position == "learned":
-        tree["position"] = _Leaf((config.max_len, D))
+        tree["position"] = _DrawnLeaf((config.max_len, D))
     if not config.tie_embeddings:
-        tree["head"] = _Leaf((V, D), cut=0)
+        tree["head"] = _DrawnLeaf((V, D), cut=0)
     return tree
 
 
@@ -167,26 +167,26 @@ def _stack_blocks(params: Params, join: Callable[[Any], Any]) -> Params:
     return {**params, "blocks": {name: join([p[name] for p in blocks]) for name in first}}
 
 
-def _block_leaves(config: Config) -> dict[str, _Leaf]:
+def _block_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     D, F, K = config.d_model, config.ff_dim, config.head_dim
     residual = 0.02 / math.sqrt(2 * config.num_layers)
     # The rows of the projections: of queries, and of keys and values.
     rows, kv_rows = (((n, K) if config.per_head else (n * K,)) for n in (config.num_heads, config.kv_heads))
     tree = _norm_leaves(config, "norm1") | _norm_leaves(config, "norm2")
-    tree |= {name: _Leaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
-    tree |= {"wo": _Leaf((D, *rows), stddev=residual, cut=1)}
-    tree |= {"w_up": _Leaf((F, D), cut=0), "w_down": _Leaf((D, F), stddev=residual, cut=1)}
+    tree |= {name: _DrawnLeaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
+    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=residual, cut=1)}
+    tree |= {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=residual, cut=1)}
     if config.mlp == "swiglu":
-        tree["w_gate"] = _Leaf((F, D), cut=0)
+        tree["w_gate"] = _DrawnLeaf((F, D), cut=0)
     cut = {"bq": rows, "bk": kv_rows, "bv": kv_rows} | ({"b_up": (F,)} if config.mlp == "gelu" else {})
     whole = ("bo", *(("b_down",) if config.mlp == "gelu" else ()))
-    biases = {name: _Leaf(shape, stddev=0.0, cut=0) for name, shape in cut.items()}
-    biases |= {name: _Leaf((D,), stddev=0.0) for name in whole}
+    biases = {name: _DrawnLeaf(shape, stddev=0.0, cut=0) for name, shape in cut.items()}
+    biases |= {name: _DrawnLeaf((D,), stddev=0.0) for name in whole}
     return tree | (biases if config.bias else {})
 
 
-def _norm_leaves(config: Config, name: str) -> dict[str, _Leaf]:
-    tree = {f"{name}_w": _Leaf((config.d_model,), mean=1.0, stddev=0.0)}
+def _norm_leaves(config: Config, name: str) -> dict[str, _DrawnLeaf]:
+    tree = {f"{name}_w": _DrawnLeaf((config.d_model,), mean=1.0, stddev=0.0)}
     if config.norm == "layer" and config.bias:
-        tree[f"{name}_b"] = _Leaf((config.d_model,), stddev=0.0)
+        tree[f"{name}_b"] = _DrawnLeaf((config.d_model,), stddev=0.0)
     return tree
