@@ -74,6 +74,7 @@ class Mappings:
         with self._lock:
             self._take_back()
             self._drop(0)
+        self._settle()
 
     def _map(self, size: int) -> mmap.mmap:
         try:
