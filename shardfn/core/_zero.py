@@ -39,6 +39,10 @@ class Zero:
         travel: how leaves and gradients cross the mesh: in how many bits, over which axes, in what messages.
         pace: when they move, and how much at a time.
         disk: where "disk" is; None = nothing is kept there.
+        reduction: "by_rank", or "canonical": the global batch is cut in `reduction_chunks` chunks, which are run one by
+            one and summed by a fixed tree, so that a step has the same bits on any number of ranks (on one kind of
+            processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n.
+        reduction_chunks: C, a power of two; no fewer than ranks.
 
     Raises:
         ValueError: a field is out of range, or has no effect.
@@ -72,6 +76,8 @@ class Zero:
     travel: Travel = dataclasses.field(default_factory=Travel)
     pace: Pace = dataclasses.field(default_factory=Pace)
     disk: Disk | None = None
+    reduction: str = "by_rank"
+    reduction_chunks: int = 8
 
     @classmethod
     def flat(cls, **fields: Any) -> "Zero":
@@ -125,6 +131,34 @@ class Zero:
             raise ValueError(f"Zero(persist_elements={self.persist_elements}): must not be negative.")
         self._check_memory()
         self._check_travel()
+        self._check_reduction()
+
+    def _check_reduction(self) -> None:
+        if self.reduction not in ("by_rank", "canonical"):
+            hint = did_you_mean(str(self.reduction), ("by_rank", "canonical"))
+            raise ValueError(f"Zero(reduction={self.reduction!r}): use 'by_rank' or 'canonical'.{hint}")
+        chunks = self.reduction_chunks
+        if chunks < 1 or chunks & (chunks - 1):
+            raise ValueError(f"Zero(reduction_chunks={chunks}): the tree has a power of two of them.")
+        if not self.is_canonical:
+            return
+        wrong = {
+            "travel=Travel(reduce=)": self.travel.reduce is not None,
+            "travel=Travel(secondary_axis=)": self.travel.secondary_axis is not None,
+            "grads=": self.grads != "device",
+            "optimizer=": self.optimizer != "device",
+        }
+        given = [name for name, is_given in wrong.items() if is_given]
+        if given:
+            raise ValueError(
+                f"Zero(reduction='canonical') with {', '.join(given)}: codes round by rank, and what waits elsewhere is"
+                " measured piece by piece; leave these out, or the reduction."
+            )
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether sums do not depend on the number of ranks."""
+        return self.reduction == "canonical"
 
     def _check_travel(self) -> None:
         travel = self.travel

@@ -15,6 +15,7 @@ from shardfn.schedules import Action
 from shardfn.state import Ahead
 
 from ._accumulated import microbatches
+from ._canonical import check_canonical, chunks_of
 from ._comms import Comms, described, open_channels, rounds_of, spans_the_mesh
 from ._course import Course, Whole
 from ._entered import check_capture, enter, watch_of
@@ -25,6 +26,7 @@ from ._order import UseOrder
 from ._pipelined import pipelined_in
 from ._plan import Plan
 from ._reduce import Reducer
+from ._schedule import accumulation
 from ._splice import taking_early
 from ._staged import Staged
 from ._step import StepParts
@@ -45,6 +47,7 @@ class Outcome:
     reducer: Reducer
     plan: Plan
     model_state: PyTree
+    values: list[Value]
 
     def gradients(self) -> dict[int, Tensor | Stored]:
         """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
@@ -99,7 +102,13 @@ def run_backward(
     open_channels(comms, plan, _late_axes(plan, parts))
     watch, blocks = watch_of(plan, blocks, first=not plan.compared), plan.by_layer(blocks)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
-    loss, batches = microbatches(parts.loss, args[0])
+    check_canonical(plan, parts)
+    chunks = plan.chunks
+    if chunks is None:
+        loss, batches = microbatches(parts.loss, args[0])
+    else:
+        loss, batches = parts.loss, chunks_of(args[0], chunks, even=even)
+        parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _course(plan, comms, parts, loss, batches, args[1:])
     engine = Engine(plan, comms, course, len(batches), gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)
     with _told(gatherer, comms), torch.enable_grad():
@@ -162,7 +171,7 @@ class Engine:
     ) -> None:
         self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
-        self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes)
+        self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
         kinds = [a.kind for a in course.actions]
         self._last_forward = max(i for i, kind in enumerate(kinds) if kind == "forward")
         self._last_backward = max(i for i, kind in enumerate(kinds) if kind == "backward")
@@ -207,7 +216,7 @@ class Engine:
         self._book.watch.check("the loss")
         if value is not None and not (plan.compared or plan.captured):
             refuse_summed(value.total, plan)
-        if not self._even and value is not None and value.weight is None:
+        if not self._even and value is not None and value.weight is None and plan.chunks is None:
             raise ValueError(
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
                 " return WeightedMean(total, weight) from the loss, or pass equal batches."
@@ -225,7 +234,7 @@ class Engine:
 
     def _backward(self, action: Action, *, last: bool) -> None:
         plan, reducer = self._plan, self._reducer
-        send = last or plan.zero.pace.accumulate == "each"
+        send = last or (plan.zero.pace.accumulate == "each" and plan.chunks is None)
         reducer.begin(send=send, last=last)
         self._gatherer.begin_phase()
         self._comms.mark("backward")
@@ -247,7 +256,9 @@ class Engine:
 
     def _seed(self, total: Tensor, weight: Tensor | None) -> Tensor:
         """The cotangent of a microbatch's loss."""
-        scale = self._plan.num_left / (self._plan.mesh.axis_size(self._plan.batch_axes) * self._num)
+        chunks = self._plan.chunks
+        terms = self._plan.mesh.axis_size(self._plan.batch_axes) * self._num if chunks is None else chunks.total
+        scale = self._plan.num_left / terms
         seed = torch.full_like(total, scale if weight is None else 1.0)
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
@@ -318,4 +329,4 @@ def _outcome(values: list[Value], num: int, reducer: Reducer, plan: Plan, model_
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, num, reducer, plan, model_state)
+    return Outcome(total, weight, aux, num, reducer, plan, model_state, values)

@@ -66,6 +66,20 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     raise_all(ValueError, "the specs do not fit the mesh:", problems)
 
 
+def check_cuts(batch: PyTree, zero: Zero) -> None:
+    """Refuses a batch that canonical sums cannot cut in chunks of rows.
+
+    Raises:
+        ValueError: lists every entry.
+    """
+    trees = zip(tree_paths(batch, "batch", is_leaf=is_spec), tree_leaves(batch, is_leaf=is_spec), strict=True)
+    raise_all(
+        ValueError,
+        "Zero(reduction='canonical') cuts the batch in chunks of rows, so along dim 0 alone:",
+        [f"{path} = {spec!r}" for path, spec in trees if zero.is_canonical and len(spec) > 1],
+    )
+
+
 def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
     """Refuses a rule for how leaves travel that applies to none of them, unless there is but one rank to travel to.
 

@@ -1,5 +1,6 @@
 """The step as it runs eagerly: each part at once, on real tensors and real transfers."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import tree_leaves
+from shardfn.optim import summing_exactly
 from shardfn.state import Ahead, TrainState, looked_at, scale_of
 
 from ._backward import Outcome, run_backward
@@ -33,7 +35,8 @@ def run_eager(
         even: whether all ranks hold batches of the same shapes.
     """
     with early(plan, parts.optimizer, state, decided=not parts.skips and parts.table is None) as ahead:
-        return one_step(_Eager(parts, plan, comms, state, args, even, ahead))
+        with contextlib.nullcontext() if plan.chunks is None else summing_exactly():
+            return one_step(_Eager(parts, plan, comms, state, args, even, ahead))
 
 
 @dataclasses.dataclass

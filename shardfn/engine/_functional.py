@@ -24,6 +24,7 @@ from shardfn.optim import apply_updates, sum_squares
 from shardfn.state import TrainState, scale_of
 
 from ._accumulated import fold, num_microbatches
+from ._canonical import check_canonical
 from ._loss import Loss, Value, called, refuse_gradient_of, totals
 from ._metrics import named
 from ._model_state import ModelState
@@ -54,6 +55,7 @@ class _Pure:
     """
 
     def __init__(self, parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> None:
+        check_canonical(plan, parts)
         self._parts, self._plan, self._state, self._args = parts, plan, state, args
         self._blocks, self._by = [x.local for x in tree_leaves(state.params)], scale_of(state)
         self._model_state = ModelState(local(state.model_state))

@@ -11,6 +11,8 @@ from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
 from shardfn.state import Parts, loaded
 
 from ._backward import Outcome
+from ._canonical import summed_squares, summed_values
+from ._chunks import Chunks
 from ._plan import Plan
 from ._step import Metrics
 
@@ -27,12 +29,22 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
     count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
     row = [out.total, count if out.weight is None else out.weight]
     row += [x for pair in out.aux.values() for x in pair]
+    if plan.chunks is not None:
+        return _of_chunks(plan, plan.chunks, out, loss_scale)
     squares = _squares(plan, out)
     # What is summed over the batch's axes travels together, which is nearly always everything.
     own = squares.pop(plan.batch_axes, torch.zeros_like(count))
     *rest, own = psum(torch.stack([x.to(torch.float64) for x in [*row, own]]), plan.batch_axes)
     sums = torch.stack(rest)
-    norm, scale = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items())), None
+    norm = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items()))
+    return _made_of(plan, out, sums, norm, loss_scale)
+
+
+def _made_of(
+    plan: Plan, out: Outcome, sums: Tensor, norm: Tensor, loss_scale: Tensor | None
+) -> tuple[Metrics, Tensor | None]:
+    """The metrics, of the global sums of loss, weight and the pairs of aux, and of the norm as gradients come."""
+    scale = None
     if out.weight is not None:
         scale = plan.num_left / sums[1]
     if loss_scale is not None:
@@ -40,7 +52,20 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
     if scale is not None:
         norm = norm * scale
     aux = ((name, sums[2 + 2 * k] / sums[3 + 2 * k]) for k, name in enumerate(out.aux))
-    return named((sums[0] / sums[1]).to(like.dtype), norm, aux, loss_scale), scale
+    return named((sums[0] / sums[1]).to(out.total.dtype), norm, aux, loss_scale), scale
+
+
+def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None) -> tuple[Metrics, Tensor | None]:
+    """`measure`, with sums that do not depend on the number of ranks."""
+    parts = out.reducer.parts()
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for unit in parts:
+        x = parts[unit]
+        assert isinstance(x, Tensor)
+        by_axes.setdefault(plan.norm_axes(plan.layers[plan.reduce_units[unit].leaves[0]]), []).append(x)
+    squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
+    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+    return _made_of(plan, out, summed_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
 
 
 def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:

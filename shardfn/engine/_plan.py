@@ -39,6 +39,7 @@ from shardfn.optim import GradientTransformation, Phase
 from shardfn.state import TrainState, layers_of, piled
 
 from ._check import check_travel, is_spec
+from ._chunks import Chunks
 from ._order import UseOrder
 
 
@@ -113,6 +114,16 @@ class Plan:
         self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
         self.reduce_units = reduce_units(self.layers, self.zero, self.mesh)
         self.refresh_units = refresh_units(self.layers, self.zero)
+
+    @functools.cached_property
+    def chunks(self) -> Chunks | None:
+        """Of a step with canonical sums, the chunks of this rank."""
+        return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
+
+    def by_chunk(self, described: tuple[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+        """What ranks compare of their batches: with canonical sums, the rows of a chunk."""
+        text, sizes = described
+        return described if self.chunks is None else (text, tuple(n // max(self.chunks.num, 1) for n in sizes))
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""

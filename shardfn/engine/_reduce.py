@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing, mark, traced_once
-from shardfn.collectives import AnyChannels, dealt, is_sole_owner, psum, reduce_channel
+from shardfn.collectives import AnyChannels, CodedReduce, dealt, is_sole_owner, psum, reduce_channel
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
 from shardfn.memory import to_device
 from shardfn.state import Ahead, Parts, StoredSlice, loaded, send_home
 
+from ._canonical import ChunkSums, Joined
+from ._chunks import Chunks
 from ._plan import Plan
 from ._pools import pool_of
 
@@ -41,6 +43,7 @@ class Reducer:
             alike on all ranks. See `expect`.
         late_axes: axes whose ranks run backwards of their own, so that what they share is summed along them when each
             has run its last one.
+        chunks: where backwards are of chunks, which are summed by their tree: those of this rank.
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
@@ -49,7 +52,12 @@ class Reducer:
     """
 
     def __init__(
-        self, plan: Plan, channels: AnyChannels, order: Sequence[int], late_axes: tuple[str, ...] = ()
+        self,
+        plan: Plan,
+        channels: AnyChannels,
+        order: Sequence[int],
+        late_axes: tuple[str, ...] = (),
+        chunks: Chunks | None = None,
     ) -> None:
         self._plan, self._leaves, self._units, self._device = plan, plan.layers, plan.reduce_units, plan.mesh.device
         leaves, units = self._leaves, self._units
@@ -67,6 +75,7 @@ class Reducer:
         # have not been sent.
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
+        self._sums = None if chunks is None else ChunkSums(chunks, self._zeros)
         self._missing: list[int] = []
         # In the order in which they were sent, and collected in it: sums of microbatches are added in one order always.
         self._pending: list[tuple[int, Pending[Tensor]]] = []
@@ -86,6 +95,8 @@ class Reducer:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
         self._send, self._last, self._next, self.seen, self.collects = send, last, 0, [], True
         self._missing = [len(unit.leaves) for unit in self._units]
+        if self._sums is not None:
+            self._sums.begin()
 
     def expect(self, order: Sequence[int]) -> None:
         """Says in which order units are sent, before any is."""
@@ -99,14 +110,19 @@ class Reducer:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
         self.received = True
         mark(grad, "gradient_to", self._leaves[leaf].entry)
-        before = self._local.pop(leaf, None)
-        if before is not None or not self._send:
-            grad = grad.to(self._leaves[leaf].dtypes.accum)
-        if before is not None:
-            grad = before + grad
-        if not self._send:
-            self._local[leaf] = grad
-            return
+        if self._sums is not None:
+            self._sums.add(leaf, grad.to(self._leaves[leaf].dtypes.accum))
+            if not self._send:
+                return
+        else:
+            before = self._local.pop(leaf, None)
+            if before is not None or not self._send:
+                grad = grad.to(self._leaves[leaf].dtypes.accum)
+            if before is not None:
+                grad = before + grad
+            if not self._send:
+                self._local[leaf] = grad
+                return
         self._grads[leaf] = grad
         unit = self._unit_of[leaf]
         self._missing[unit] -= 1
@@ -197,15 +213,22 @@ class Reducer:
         local = self._local.pop(leaf, None)
         if local is not None:
             return local
-        return torch.zeros(self._leaves[leaf].block, dtype=self._leaves[leaf].dtypes.reduce, device=self._device)
+        return self._zeros(leaf, self._leaves[leaf].dtypes.reduce)
+
+    def _zeros(self, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = self._leaves[leaf].dtypes.accum if dtype is None else dtype
+        return torch.zeros(self._leaves[leaf].block, dtype=dtype, device=self._device)
 
     def _send_ready(self) -> None:
         while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
             unit = self._order[self._next]
             self._next += 1
             mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
-            members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
             self._in_flight += self._units[unit].nbytes
+            if self._sums is not None:
+                self._pending.append((unit, self._start_nodes(unit, self._sums, [i for _, i in mine])))
+                continue
+            members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
             if capturing() and self._cut[unit]:
                 pending = self._write_down(unit, members)
             else:
@@ -223,6 +246,24 @@ class Reducer:
         sizes = packing.sizes if self._cut[unit] else dealt(flat.numel(), channel.size)
         return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
 
+    def _start_nodes(self, unit: int, sums: ChunkSums, leaves: list[int]) -> Pending[Tensor]:
+        """Sends the nodes of this rank's chunks, one message each; a rank with fewer than others sends zeros too."""
+        channel, packing, chunks = self._scatter[unit], self._units[unit].packing, sums.chunks
+        assert not isinstance(channel, CodedReduce)
+        own = [sums.take(i) for i in leaves]
+        for i in leaves:
+            del self._grads[i]
+        most = max(len(chunks.nodes(r)) for r in range(chunks.ranks))
+        arriving: list[Pending[Tensor]] = []
+        for j in range(most):
+            wholes = [nodes[j] if j < len(nodes) else self._zeros(i) for i, nodes in zip(leaves, own, strict=True)]
+            flat = packing.lay(wholes)
+            sizes = packing.sizes if self._cut[unit] else dealt(flat.numel(), channel.size)
+            arriving.append(channel.all_to_all(flat, sizes))
+            if not self._cut[unit] and channel.size > 1:
+                self._flats[unit] = flat
+        return Joined(arriving, chunks)
+
     def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""
         leaves, grads = [leaf for leaf, _ in members], [grad for _, grad in members]
@@ -236,7 +277,7 @@ class Reducer:
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
-        alone = self._last and unit not in self._parts and unit not in self._late
+        alone = self._last and unit not in self._parts and unit not in self._late and self._sums is None
         return alone and self._overlap_gather and not self._cut[unit] and self._scatter[unit].sums_in_one
 
     def _collect(self, *, block: bool) -> None:

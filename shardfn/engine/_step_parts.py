@@ -8,6 +8,7 @@ from shardfn.schedules import as_text
 from shardfn.state import TrainState, scale_of
 
 from ._accumulated import num_microbatches
+from ._canonical import check_canonical
 from ._constant import describe_step
 from ._mixed import check_scaled, with_masters
 from ._pipelined import check_stages, pipelined_in, table_of
@@ -43,6 +44,7 @@ def step_lines(
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
     seed = f"key {None if key is None else key.tolist()}"
     made = describe_step(unwrapped, decided_on(plan, parts.optimizer))
+    check_canonical(plan, parts, jitted=unwrapped.jitted is not None)
     staged = pipelined_in(parts.loss)
     if parts.table is not None and staged is not None:
         check_stages(plan, staged)

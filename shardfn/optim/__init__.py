@@ -27,10 +27,14 @@ from ._master import MasterState as MasterState, master_weights as master_weight
 from ._needs import decided as decided, given as given, join_needs as join_needs
 from ._norm import (
     dtype_of_squares as dtype_of_squares,
+    exact_limbs as exact_limbs,
     global_norm as global_norm,
     is_small as is_small,
     large_square as large_square,
+    largest as largest,
+    of_limbs as of_limbs,
     sum_squares as sum_squares,
+    summing_exactly as summing_exactly,
 )
 from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam

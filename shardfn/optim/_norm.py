@@ -4,14 +4,15 @@ The sum of squares of a leaf is the sum over its blocks, so it is one `psum` ove
 those: an axis that replicates a leaf must not count it twice. Leaves cut over the same axes travel as one vector.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from shardfn.collectives import current_mesh, psum, transforming
-from shardfn.core import P, PyTree, tree_leaves
+from shardfn.collectives import current_mesh, pmax, psum, transforming
+from shardfn.core import Ambient, P, PyTree, tree_leaves
 
 from ._kernels import foreach_norm
 from ._leaves import spec_leaves, wide
@@ -51,6 +52,8 @@ def squares_of(
     dtype = dtype or dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros(0, dtype=dtype)
+    if _EXACT.innermost():
+        return _exact_squares(leaves, specs).to(dtype)
     local = _local(leaves, dtype)
     return local if specs is None else over_blocks(local, specs)
 
@@ -63,6 +66,60 @@ def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         tensor(25.)
     """
     return _local([block], dtype_of_squares([block]))[0]
+
+
+@contextlib.contextmanager
+def summing_exactly() -> Iterator[None]:
+    """While it is active, sums of squares are made of integers: how leaves are cut over the mesh changes no bit."""
+    with _EXACT.bound(True):
+        yield
+
+
+_EXACT = Ambient[bool]("whether sums of squares are exact")
+
+
+def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor, " num_leaves"]:
+    top = torch.stack([largest(x) for x in leaves])
+    top = top if specs is None else over_blocks(top, specs, pmax)
+    limbs = [exact_limbs(x, m) for x, m in zip(leaves, top.unbind(), strict=True)]
+    if specs is not None:
+        limbs = list(over_blocks(torch.stack(limbs), specs).unbind())
+    return torch.stack([of_limbs(x, m) for x, m in zip(limbs, top.unbind(), strict=True)])
+
+
+def largest(x: Tensor) -> Float[Tensor, ""]:
+    """The largest absolute value, float64; NaN where there is one, 0 of no elements."""
+    return x.detach().abs().max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
+
+
+def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
+    """The sum of squares of at most 2^32 elements as two integers, in units of top^2 2^-30 and top^2 2^-60.
+
+    `top` is rounded up to a power of two, so that nothing but the squares of float64 elements is rounded, and what is
+    below 2^-60 of the largest square dropped: each element by itself. The sum of integers has no order.
+
+    Args:
+        x: any shape.
+        top: float64, 0-d: at least the largest absolute value.
+    """
+    scale = torch.ldexp(torch.ones_like(top), -_exponent(top))
+    total = torch.zeros(2, dtype=torch.int64, device=x.device)
+    for piece in x.detach().reshape(-1).split(1 << 20):
+        square = (piece.double() * scale).square() * float(1 << 30)
+        high = square.floor()
+        total += torch.stack([high.long().sum(), ((square - high) * float(1 << 30)).long().sum()])
+    return total
+
+
+def of_limbs(limbs: Int64[Tensor, "2"], top: Tensor) -> Float[Tensor, ""]:
+    """The sum that `exact_limbs` has taken, float64; not finite where `top` is not."""
+    high, low = limbs.double().unbind()
+    exact = (high + low / float(1 << 30)) / float(1 << 30)
+    return torch.where(top.isfinite(), torch.ldexp(exact, 2 * _exponent(top)), top)
+
+
+def _exponent(top: Tensor) -> Tensor:
+    return torch.frexp(top.nan_to_num(1.0, 1.0, 1.0)).exponent
 
 
 def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
@@ -116,9 +173,9 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 
 
 def over_blocks(
-    local: Float[Tensor, " num_leaves"], specs: list[P], reduce: Callable[..., Tensor] | None = None
-) -> Float[Tensor, " num_leaves"]:
-    """The sum over blocks of one number a leaf (or what `reduce` takes): one call for each set of axes."""
+    local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
+) -> Shaped[Tensor, "num_leaves *rest"]:
+    """The sum over blocks of one number a leaf, or a few, (or what `reduce` takes): one call for each set of axes."""
     mesh = current_mesh()
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):

@@ -43,6 +43,7 @@ from shardfn.engine import (
     begin,
     bind,
     check_alike,
+    check_cuts,
     check_kept,
     check_phases,
     check_pure,
@@ -156,6 +157,7 @@ def sharded_step(
     on, rule = as_mesh(mesh), zero or Zero()
     batch = default_batch(specs, on) if batch is None else batch
     check_specs(specs, batch, rule, on)
+    check_cuts(batch, rule)
     check_specs({"state_specs": state_specs}, P(), Zero(), on)
     unwrapped = unwrap(loss, has_state=has_state)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
@@ -327,7 +329,7 @@ class ShardedStep:
         with told_before(comms.control):
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
-            number, described = int(state.step), describe_batch(batch, self._planner.batch, self.mesh)
+            number, described = int(state.step), plan.by_chunk(describe_batch(batch, self._planner.batch, self.mesh))
             kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
             constant = self._agreement.constant(plan, kept)
             args = self._args_of(state, batch)

@@ -1,0 +1,179 @@
+r"""Sums that do not depend on the number of ranks: `Zero(reduction="canonical")`.
+
+The rows of the global batch are cut in a fixed number of chunks, a power of two. A rank runs its chunks one by one, as
+microbatches, so what a chunk comes to has the same bits whoever runs it. Chunks are added up by a fixed binary tree:
+
+    chunks   0   1   2   3   4   5   6   7          3 ranks have 0-1, 2-4, 5-7
+              \ /     \ /     \ /     \ /
+              0-1     2-3     4-5     6-7
+                \     /         \     /
+                  0-3             4-7
+                     \          /
+                         0-7
+
+A rank adds up the nodes that lie whole in its range (of the second of the three: 2-3 and 4), and sends each rank its
+part of them; who owns a part adds the rest. Where ranks are a power of two, each sends one node, as many bytes as ever.
+Ranks with fewer chunks than others run their last one again, and drop what it gives: collectives of the loss take all.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import pmax, psum, transforming
+from shardfn.core import Pending, PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.optim import exact_limbs, largest, of_limbs
+
+from ._accumulated import num_microbatches, split_batch
+from ._chunks import Chunks, Node, push, tree_sum
+from ._loss import Value
+from ._plan import Plan
+from ._step import StepParts
+
+
+class ChunkSums:
+    """The gradients of this rank's chunks, added up along the tree, leaf by leaf.
+
+    Backwards run in the order of chunks: `begin`, then `add` at most once a leaf. A leaf that a chunk gives no gradient
+    counts zeros. `take` gives the nodes of a leaf after the last one, and lets them go.
+
+    Args:
+        chunks: of this rank.
+        zeros: makes the zeros of a leaf.
+    """
+
+    def __init__(self, chunks: Chunks, zeros: Callable[[int], Tensor]) -> None:
+        self.chunks, self._zeros = chunks, zeros
+        self._nodes: dict[int, list[Node]] = {}
+        self._next = chunks.bounds[0] - 1
+
+    def begin(self) -> None:
+        """The backward of the next chunk begins."""
+        self._next += 1
+
+    def add(self, leaf: int, grad: Tensor) -> None:
+        """A leaf's gradient of the chunk whose backward runs; that of a chunk which was run before is dropped."""
+        stack, (_, stop) = self._nodes.setdefault(leaf, []), self.chunks.bounds
+        if self._next < stop:
+            self._fill(leaf, stack, self._next)
+            push(stack, (self._next, self._next + 1, grad))
+
+    def take(self, leaf: int) -> list[Tensor]:
+        """The nodes of a leaf, in order."""
+        stack = self._nodes.pop(leaf, [])
+        self._fill(leaf, stack, self.chunks.bounds[1])
+        return [x for _, _, x in stack]
+
+    def _fill(self, leaf: int, stack: list[Node], until: int) -> None:
+        for k in range(stack[-1][1] if stack else self.chunks.bounds[0], until):
+            push(stack, (k, k + 1, self._zeros(leaf)))
+
+
+class Joined(Pending[Tensor]):
+    """One rank's part of the sum over all chunks, of what all ranks' nodes arrive as.
+
+    Args:
+        arriving: by number of a node among its rank's, the parts that all ranks have for this one, in rank order.
+        chunks: whose they are.
+    """
+
+    def __init__(self, arriving: Sequence[Pending[Tensor]], chunks: Chunks) -> None:
+        super().__init__()
+        self._arriving, self._chunks = list(arriving), chunks
+
+    def done(self) -> bool:
+        """Whether all have arrived."""
+        return all(x.done() for x in self._arriving)
+
+    def result(self) -> Tensor:
+        """The sum."""
+        rows = [x.result().view(self._chunks.ranks, -1) for x in self._arriving]
+        self._arriving = []
+        nodes = [
+            (start, stop, rows[j][rank])
+            for rank in range(self._chunks.ranks)
+            for j, (start, stop) in enumerate(self._chunks.nodes(rank))
+        ]
+        ((_, _, total),) = tree_sum(nodes)
+        return total.clone() if self._chunks.total == 1 else total
+
+    def wait(self) -> None:
+        """Waits for all."""
+        for x in self._arriving:
+            x.wait()
+
+
+def chunks_of(batch: PyTree, chunks: Chunks, *, even: bool) -> list[PyTree]:
+    """This rank's chunks of the batch, and the last one again where other ranks have more.
+
+    Args:
+        batch: this rank's rows.
+        chunks: which of them it runs.
+        even: whether ranks have equal numbers of rows a chunk.
+
+    Raises:
+        ValueError: rows are no whole number a chunk, or others than on other ranks.
+    """
+    told = (
+        f"Zero(reduction='canonical', reduction_chunks={chunks.total}): rank {chunks.rank} of the {chunks.ranks} that"
+        f" share the batch runs {chunks.num} of the {chunks.total} chunks, all of one number of rows"
+    )
+    named = zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+    rows = [(path, x.shape[0]) for path, x in named if x.ndim]
+    uneven = [f"{path} has {n} rows" for path, n in rows if n % chunks.num]
+    raise_all(ValueError, f"{told}; pass a multiple:", uneven)
+    if not even:
+        raise ValueError(f"{told}; other ranks pass other numbers: here {rows[0][0]} has {rows[0][1]} rows.")
+    own = split_batch(batch, chunks.num)
+    return own + own[-1:] * (chunks.most - chunks.num)
+
+
+def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> None:
+    """Refuses what a step with canonical sums does not do.
+
+    Raises:
+        ValueError: lists all of it.
+    """
+    if plan.chunks is None:
+        return
+    elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes]
+    problems = {
+        f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
+        or plan.chunks.ranks > plan.chunks.total,
+        "jit and lower: leave them out": jitted or plan.captured,
+        "a pipeline: its microbatches are added up in another order": parts.table is not None,
+        "accumulate: the chunks are the microbatches; leave it out": num_microbatches(parts.loss) > 1,
+        "model state: it would be changed chunk by chunk": parts.has_state,
+        "torch.func: its sums are made in order of ranks": transforming(),
+        "an optimizer that averages gradients itself": parts.optimizer.needs.phases is not None,
+        f"{', '.join(elsewhere)}: kept in pieces along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
+            elsewhere
+        ),
+    }
+    raise_all(
+        ValueError,
+        "Zero(reduction='canonical') does not go with",
+        [text for text, is_wrong in problems.items() if is_wrong],
+    )
+
+
+def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
+    """The sums over all chunks of loss, weight (1 where there is none) and the pairs of aux, in float64. Collective."""
+    first, (start, _) = values[0], chunks.bounds
+    rows = torch.zeros(chunks.total, 2 + 2 * len(first.aux), dtype=torch.float64, device=first.total.device)
+    for k, value in enumerate(values[: chunks.num]):
+        row = [value.total, torch.ones_like(value.total) if value.weight is None else value.weight]
+        row += [x for name in sorted(value.aux) for x in value.aux[name]]
+        rows[start + k] = torch.stack([x.to(rows) for x in row])
+    rows = psum(rows, axes)  # of which all ranks but one have added zeros
+    ((_, _, total),) = tree_sum([(k, k + 1, row) for k, row in enumerate(rows.unbind())])
+    return total
+
+
+def summed_squares(parts: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
+    """The sum of squares of all ranks' parts, in float64: with integers, whose sum has no order. Collective."""
+    top = torch.stack([largest(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
+    top = pmax(top, axes)
+    limbs = [exact_limbs(x, top) for x in parts] or [torch.zeros(2, dtype=torch.int64, device=top.device)]
+    return of_limbs(psum(torch.stack(limbs).sum(0), axes), top)

@@ -1,0 +1,87 @@
+"""Which chunks of the global batch a rank runs, and the tree by which they are added up; see `_canonical`."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardfn.core import Mesh
+
+# First and last chunk, and their sum.
+Node = tuple[int, int, Tensor]
+
+
+class Chunks(NamedTuple):
+    """The chunks of a batch, as one of several ranks sees them.
+
+    Attributes:
+        total: how many there are, a power of two.
+        ranks: how many ranks share them.
+        rank: which this is.
+    """
+
+    total: int
+    ranks: int
+    rank: int
+
+    @staticmethod
+    def of(total: int, mesh: Mesh, axes: tuple[str, ...]) -> "Chunks":
+        """Those of this rank of a mesh whose `axes` cut the batch."""
+        return Chunks(total, mesh.axis_size(axes), mesh.axis_index(axes))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first chunk of this rank, and the first after its last."""
+        return self._bounds(self.rank)
+
+    @property
+    def most(self) -> int:
+        """How many chunks some rank has, and so every rank runs."""
+        return max(stop - start for start, stop in map(self._bounds, range(self.ranks)))
+
+    @property
+    def num(self) -> int:
+        """How many chunks this rank has."""
+        start, stop = self.bounds
+        return stop - start
+
+    def nodes(self, rank: int) -> list[tuple[int, int]]:
+        """What a rank sends, in order: the largest nodes of the tree that lie in its range.
+
+        Example:
+            >>> [Chunks(8, 3, 0).nodes(r) for r in range(3)]
+            [[(0, 2)], [(2, 4), (4, 5)], [(5, 6), (6, 8)]]
+        """
+        stack: list[tuple[int, int]] = []
+        for k in range(*self._bounds(rank)):
+            stack.append((k, k + 1))
+            while _are_siblings(stack):
+                (start, _), (_, stop) = stack[-2:]
+                stack[-2:] = [(start, stop)]
+        return stack
+
+    def _bounds(self, rank: int) -> tuple[int, int]:
+        return rank * self.total // self.ranks, (rank + 1) * self.total // self.ranks
+
+
+def tree_sum(nodes: Sequence[Node]) -> list[Node]:
+    """Adds up nodes that stand in order, as far as the tree goes."""
+    stack: list[Node] = []
+    for node in nodes:
+        push(stack, node)
+    return stack
+
+
+def push(stack: list[Node], node: Node) -> None:
+    """Adds the next node to those before it. The tensor of a node of several chunks may be written; of one, never."""
+    stack.append(node)
+    while _are_siblings(stack):
+        (start, middle, left), (_, stop, right) = stack[-2:]
+        stack[-2:] = [(start, stop, left.add_(right) if middle - start > 1 else left + right)]
+
+
+def _are_siblings(stack: Sequence[tuple[Any, ...]]) -> bool:
+    if len(stack) < 2:
+        return False
+    (start, middle, *_), (also, stop, *_) = stack[-2:]
+    return middle == also and middle - start == stop - middle and start % (stop - start) == 0

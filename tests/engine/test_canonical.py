@@ -1,0 +1,256 @@
+"""Covers sums that do not depend on the number of ranks: equal bits on 1 to 8 of them."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import optim
+from shardfn.core import tree_leaves
+from shardfn.engine import Chunks, tree_sum
+from shardfn.models import gpt
+from shardfn.testing import distributed
+
+CHUNKS = 8
+
+
+def _params(dtype: torch.dtype = torch.float32) -> Any:
+    g = torch.Generator().manual_seed(1)
+    shapes = {"a": (7, 13), "b": (13, 5), "c": (5,), "unused": (3,)}
+    return {k: torch.randn(s, generator=g, dtype=torch.float64).to(dtype) / 3 for k, s in shapes.items()}
+
+
+def _loss(p: Any, batch: Any) -> Any:
+    y = torch.tanh(batch["x"] @ p["a"].to(batch["x"].dtype)) @ p["b"] + p["c"]
+    return (y - batch["y"]).square().mean() + 0 * p["unused"].sum()
+
+
+def _weighted(p: Any, batch: Any) -> Any:
+    y = torch.tanh(batch["x"] @ p["a"]) @ p["b"] + p["c"]
+    w = batch["y"][:, 0] > 0
+    return sf.WeightedMean(((y - batch["y"]).square().sum(1) * w).sum(), w.sum())
+
+
+def _batch(n: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(n)
+    return {k: torch.randn(CHUNKS * 3, d, generator=g).to(dtype) for k, d in (("x", 7), ("y", 5))}
+
+
+RULES: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optim.adamw(1e-2),
+    "lamb": lambda: optim.lamb(1e-2),
+    "clip": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
+}
+LOSSES: dict[str, Callable[[], Any]] = {
+    "mean": lambda: _loss,
+    "weighted": lambda: _weighted,
+    "bf16": lambda: sf.mixed_precision(_loss, sf.Policy.bf16()),
+}
+
+
+def _own(batch: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    start, stop = Chunks(CHUNKS, ranks, rank).bounds
+    return {k: x[3 * start : 3 * stop] for k, x in batch.items()}
+
+
+def _trained(rule: str, loss: str, stage: int, steps: int) -> list[Tensor]:
+    """Parameters, state and metrics after some steps, on as many ranks as there are."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh = sf.make_mesh({"dp": ranks}) if ranks > 1 else sf.make_mesh(alone=True)
+    zero = sf.Zero(stage=stage, persist_elements=0, reduction="canonical", reduction_chunks=CHUNKS)
+    step = sf.sharded_step(LOSSES[loss](), RULES[rule](), mesh=mesh, zero=zero)
+    state, metrics = step.init(_params()), []
+    for n in range(steps):
+        state, m = step(state, _own(_batch(n), rank, ranks))
+        metrics += [m["loss"], m["grad_norm"]]
+    leaves = [x.full_tensor() for x in tree_leaves((state.params, state.opt_state)) if hasattr(x, "full_tensor")]
+    return [*leaves, torch.stack([x.float() for x in metrics])]
+
+
+CASES = [("adamw", "mean", 0), ("clip", "weighted", 3), ("lamb", "mean", 1), ("lamb", "bf16", 3), ("clip", "bf16", 2)]
+
+
+def _all(cases: Any = CASES, steps: int = 4) -> list[list[Tensor]]:
+    return [_trained(*case, steps) for case in cases]
+
+
+@distributed(world=1)
+def on_1() -> list[list[Tensor]]:
+    return _all()
+
+
+@distributed(world=2)
+def on_2() -> list[list[Tensor]]:
+    return _all()
+
+
+@distributed(world=3)
+def on_3() -> list[list[Tensor]]:
+    return _all()
+
+
+@distributed(world=4)
+def on_4() -> list[list[Tensor]]:
+    return _all()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_number_of_ranks_gives_the_same_bits(world: int) -> None:
+    (want,) = on_1()
+    for rank, found in enumerate({2: on_2, 3: on_3, 4: on_4}[world]()):
+        for case, a, b in zip(CASES, want, found, strict=True):
+            for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                assert torch.equal(x, y), (case, world, rank, i, (x - y).abs().max())
+
+
+def test_it_is_the_mean_of_the_global_batch() -> None:
+    """Beside the plain step on one device, within rounding."""
+    for case in CASES:
+        rule, loss, _ = case
+        if loss == "bf16":
+            continue
+        step = sf.sharded_step(LOSSES[loss](), RULES[rule](), mesh=sf.make_mesh(alone=True))
+        state = step.init(_params())
+        for n in range(4):
+            state, _ = step(state, _batch(n))
+        got = _trained(*case, 4)
+        for x, y in zip(got, [x.full_tensor() for x in tree_leaves(state.params)], strict=False):
+            torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+def test_the_tree() -> None:
+    x = torch.randn(16, generator=torch.Generator().manual_seed(0))
+
+    def slow(a: int, b: int) -> Tensor:
+        return x[a].clone() if b - a == 1 else slow(a, (a + b) // 2) + slow((a + b) // 2, b)
+
+    for total, ranks in itertools.product((1, 2, 4, 8, 16), range(1, 17)):
+        if ranks > total:
+            continue
+        nodes, at = [], 0
+        for rank in range(ranks):
+            chunks = Chunks(total, ranks, rank)
+            start, stop = chunks.bounds
+            assert start == at and stop > start and chunks.most >= chunks.num == stop - start
+            at = stop
+            own = tree_sum([(k, k + 1, x[k].clone()) for k in range(start, stop)])
+            assert [(a, b) for a, b, _ in own] == chunks.nodes(rank)
+            nodes += own
+        assert at == total
+        ((a, b, found),) = tree_sum(nodes)
+        assert (a, b) == (0, total) and torch.equal(found, slow(0, total))
+
+
+def test_exact_sums_of_squares() -> None:
+    g = torch.Generator().manual_seed(0)
+    for scale in (1e-30, 1.0, 1e30):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = (torch.randn(5000, generator=g, dtype=torch.float64) * scale).to(dtype)
+            with optim.summing_exactly():
+                (got,) = optim.sum_squares([x.double()])
+                parts = [optim.sum_squares([y.double()]) for y in (x.flip(0), x[torch.randperm(5000, generator=g)])]
+            torch.testing.assert_close(got, x.double().square().sum(), rtol=1e-14, atol=0)
+            assert all(torch.equal(got, y[0]) for y in parts)
+    with optim.summing_exactly():
+        assert optim.sum_squares([torch.zeros(3), torch.zeros(0)]).tolist() == [0, 0]
+        assert not optim.sum_squares([torch.tensor([1.0, torch.inf])]).isfinite().any()
+        assert optim.sum_squares([torch.tensor([1.0, torch.nan])]).isnan().all()
+
+
+def test_what_it_does_not_do_is_said() -> None:
+    zero = functools.partial(sf.Zero, reduction="canonical")
+    with pytest.raises(ValueError, match="a power of two"):
+        zero(reduction_chunks=6)
+    with pytest.raises(ValueError, match="codes round by rank"):
+        zero(stage=2, travel=sf.Travel(reduce="int8"))
+    with pytest.raises(ValueError, match="Did you mean 'canonical'"):
+        sf.Zero(reduction="canonicl")
+    with pytest.raises(ValueError, match="so along dim 0 alone"):
+        sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero(), batch=sf.P("dp", "sp"))
+    for loss, text in ((sf.jit(_loss), "jit and lower"), (sf.accumulate(_loss, 2), "accumulate: the chunks")):
+        step = sf.sharded_step(loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero())
+        with pytest.raises(ValueError, match=text):
+            step(step.init(_params()), _batch(0))
+    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero())
+    with pytest.raises(ValueError, match=r"runs 8 of the 8 chunks.*multiple:\n  - batch\['x'\] has 7 rows"):
+        step(step.init(_params()), {k: x[:7] for k, x in _batch(0).items()})
+
+
+@distributed(world=2)
+def test_ranks_with_other_rows_a_chunk_are_told() -> None:
+    zero = sf.Zero(reduction="canonical", reduction_chunks=4)
+    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(), zero=zero)
+    with pytest.raises((ValueError, sf.RankError), match="other ranks pass other numbers"):
+        step(step.init(_params()), {k: x[: 4 + 2 * dist.get_rank()] for k, x in _batch(0).items()})
+
+
+@distributed(world=1, timeout=800)
+def long_on_1() -> list[list[Tensor]]:
+    return _all(steps=200)
+
+
+@distributed(world=3, timeout=800)
+def long_on_3() -> list[list[Tensor]]:
+    return _all(steps=200)
+
+
+@distributed(world=8, timeout=800)
+def long_on_8() -> list[list[Tensor]]:
+    return _all(CASES[1:4], steps=200)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [3, 8])
+def test_two_hundred_steps(world: int) -> None:
+    (want,) = long_on_1()
+    cases = CASES if world == 3 else CASES[1:4]
+    want = want if world == 3 else want[1:4]
+    for found in {3: long_on_3, 8: long_on_8}[world]():
+        for case, a, b in zip(cases, want, found, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), case
+
+
+GPT = gpt.Config(vocab_size=65, num_layers=1, d_model=16, num_heads=2, max_len=8)
+
+
+def _gpt() -> list[Tensor]:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh = sf.make_mesh({"dp": ranks}) if ranks > 1 else sf.make_mesh(alone=True)
+    zero = sf.Zero(stage=3, persist_elements=0, reduction="canonical")
+    rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+    step = sf.sharded_step(functools.partial(gpt.loss, GPT), rule, mesh=mesh, zero=zero)
+    state = step.init(gpt.init(GPT, sf.key(0)))
+    start, stop = Chunks(CHUNKS, ranks, rank).bounds
+    for n in range(50):
+        tokens = torch.randint(65, (CHUNKS * 2, 9), generator=torch.Generator().manual_seed(n))
+        state, _ = step(state, {"tokens": tokens[2 * start : 2 * stop]})
+    return [x.full_tensor() for x in tree_leaves(state.params)]
+
+
+@distributed(world=1, timeout=800)
+def gpt_on_1() -> list[Tensor]:
+    return _gpt()
+
+
+@distributed(world=3, timeout=800)
+def gpt_on_3() -> list[Tensor]:
+    return _gpt()
+
+
+@distributed(world=8, timeout=800)
+def gpt_on_8() -> list[Tensor]:
+    return _gpt()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [3, 8])
+def test_fifty_steps_of_a_gpt(world: int) -> None:
+    (want,) = gpt_on_1()
+    for found in {3: gpt_on_3, 8: gpt_on_8}[world]():
+        assert all(torch.equal(x, y) for x, y in zip(want, found, strict=True))
