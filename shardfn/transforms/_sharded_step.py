@@ -20,6 +20,7 @@ from shardfn.core import (
     PyTree,
     Zero,
     as_mesh,
+    chunk_bounds,
     fold_in,
     tree_flatten,
     tree_leaves,
@@ -30,6 +31,7 @@ from shardfn.engine import (
     Agreement,
     CacheInfo,
     CapturedSteps,
+    Chunks,
     Interface,
     Jitted,
     Loss,
@@ -387,6 +389,26 @@ class ShardedStep:
             tensor(2.)
         """
         return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
+
+    def rows(self, num: int) -> slice:
+        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+
+        Raises:
+            ValueError: with canonical sums, the chunks do not divide `num`.
+
+        Example:
+            >>> from shardfn import optim
+            >>> sharded_step(lambda w, x: (w * x).mean(), optim.sgd(0.1)).rows(6)
+            slice(0, 6, None)
+        """
+        axes, zero = self._planner.batch_axes, self._planner.zero
+        if not zero.is_canonical:
+            return slice(*chunk_bounds(num, self.mesh.axis_size(axes), self.mesh.axis_index(axes)))
+        if num % zero.reduction_chunks:
+            raise ValueError(f"rows({num}): {zero.reduction_chunks} chunks do not divide {num} rows.")
+        start, stop = Chunks.of(zero.reduction_chunks, self.mesh, axes).bounds
+        rows = num // zero.reduction_chunks
+        return slice(start * rows, stop * rows)
 
     def cache_info(self) -> CacheInfo:
         """What the step remembers of its captures, those of `lower` included."""

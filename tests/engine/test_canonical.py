@@ -67,7 +67,9 @@ def _trained(rule: str, loss: str, stage: int, steps: int) -> list[Tensor]:
     step = sf.sharded_step(LOSSES[loss](), RULES[rule](), mesh=mesh, zero=zero)
     state, metrics = step.init(_params()), []
     for n in range(steps):
-        state, m = step(state, _own(_batch(n), rank, ranks))
+        batch = _own(_batch(n), rank, ranks)
+        assert torch.equal(batch["x"], _batch(n)["x"][step.rows(3 * CHUNKS)])
+        state, m = step(state, batch)
         metrics += [m["loss"], m["grad_norm"]]
     leaves = [x.full_tensor() for x in tree_leaves((state.params, state.opt_state)) if hasattr(x, "full_tensor")]
     return [*leaves, torch.stack([x.float() for x in metrics])]
@@ -77,7 +79,7 @@ CASES = [("adamw", "mean", 0), ("clip", "weighted", 3), ("lamb", "mean", 1), ("l
 
 
 def _all(cases: Any = CASES, steps: int = 4) -> list[list[Tensor]]:
-    return [_trained(*case, steps) for case in cases]
+    return [_trained(case[0], case[1], case[2], steps) for case in cases]
 
 
 @distributed(world=1)
@@ -119,7 +121,7 @@ def test_it_is_the_mean_of_the_global_batch() -> None:
         state = step.init(_params())
         for n in range(4):
             state, _ = step(state, _batch(n))
-        got = _trained(*case, 4)
+        got = _trained(rule, loss, case[2], 4)
         for x, y in zip(got, [x.full_tensor() for x in tree_leaves(state.params)], strict=False):
             torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
 
