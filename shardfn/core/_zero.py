@@ -23,7 +23,7 @@ from ._zero_flat import check_names, flattened, nested, takes_old_names
 class Zero:
     """Which states are kept in pieces, over which axis and in which memory; how they travel, and when.
 
-    `stage`, `axis` and `pace.accumulate` say what is summed in which order; `travel.gather` and `travel.reduce` round
+    `stage`, `axis`, `reduction` and `pace.accumulate` say what is summed in which order; `travel.gather` and `travel.reduce` round
     what travels; the others never change a bit.
 
     Attributes:
