@@ -23,8 +23,8 @@ from ._zero_flat import check_names, flattened, nested, takes_old_names
 class Zero:
     """Which states are kept in pieces, over which axis and in which memory; how they travel, and when.
 
-    `stage`, `axis`, `reduction` and `pace.accumulate` say what is summed in which order; `travel.gather` and `travel.reduce` round
-    what travels; the others never change a bit.
+    `stage`, `axis`, `reduction` and `pace.accumulate` say what is summed in which order; `travel.gather` and
+    `travel.reduce` round what travels; the others never change a bit.
 
     Attributes:
         stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
