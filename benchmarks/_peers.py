@@ -77,7 +77,7 @@ def fsdp2_compile(rank: int, world: int, size: Size, *, whole: bool = False) -> 
 
 def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx: str = "adamw", **fields: Any) -> Step:
     """`sharded_step` at one stage. `jit` is a back end of `sf.jit`, or empty for eager steps; `tx` is an optimizer of
-    `OPTIMIZERS`; `fields` are those of `Zero`, or with "jit_" before them options of `sf.jit`;
+    `OPTIMIZERS`; `fields` are those of `Zero`, or with "jit_" before them options of `sf.jit`; `microbatches` accumulates;
     `jit_cluster=calibrate` measures the link first. The step has an attribute `cache_info`.
     """
     del rank
@@ -86,10 +86,11 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx:
     import shardfn as sf
 
     options = {name.removeprefix("jit_"): fields.pop(name) for name in list(fields) if name.startswith("jit_")}
-    mesh = sf.make_mesh({"dp": world})
+    mesh, num = sf.make_mesh({"dp": world}), fields.pop("microbatches", 1)
     if options.get("cluster") == "calibrate":
         options["cluster"] = sf.graph.calibrate(mesh)
-    f = sf.jit(loss(size), backend=jit, **options) if jit else loss(size)
+    f = sf.accumulate(loss(size), num) if num > 1 else loss(size)
+    f = sf.jit(f, backend=jit, **options) if jit else f
     zero = getattr(sf.Zero, "flat", sf.Zero)(stage=stage, **fields)  # of a commit before `flat`, Zero takes all fields
     take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P("dp"), zero=zero)
     state = take.init(params(size))
