@@ -24,6 +24,7 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
         ValueError: an aux has the name of one of the step's own metrics.
     """
     like = out.total
+    # In float64, as is all that is summed here: a count or a total of tokens must not be rounded.
     count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
     row = [out.total, count if out.weight is None else out.weight]
     row += [x for pair in out.aux.values() for x in pair]
@@ -32,6 +33,7 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
     own = squares.pop(plan.batch_axes, torch.zeros_like(count))
     *rest, own = psum(torch.stack([x.to(torch.float64) for x in [*row, own]]), plan.batch_axes)
     sums = torch.stack(rest)
+    # Of summed gradients; division by the weight or the loss scale is a factor, which is put on last.
     norm, scale = torch.sqrt(own + sum(psum(x, axes) for axes, x in squares.items())), None
     if out.weight is not None:
         scale = plan.num_left / sums[1]
@@ -87,6 +89,7 @@ def _sums(of: Parts, units: list[int]) -> Tensor:
     if len(parts) < len(units):
         found = [(of.square(u), u) for u in units]
         return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
+    # In a capture the squares of large parts are written down once, for the layers of a stack are many.
     if not capturing() or all(map(is_small, parts)):
         return sum_squares(parts)
     small = [part for part in parts if is_small(part)]
