@@ -31,8 +31,8 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
         decided: whether it is known beforehand that the step will be made, along the gradients as they are.
     """
     ahead = None
-    # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece.
-    # Not in the first step, and not where gradients are divided by a weight that the last microbatch makes known.
+    # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
+    # step, and not where gradients are divided by a weight that the last microbatch makes known.
     decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
     if decided and plan.reduce_order and optimizer.needs.grain == "element" and _knows_its_measures(optimizer, state):
         units = _units(plan, measures=optimizer.needs.measure is not None)
