@@ -77,8 +77,8 @@ def fsdp2_compile(rank: int, world: int, size: Size, *, whole: bool = False) -> 
 
 def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx: str = "adamw", **fields: Any) -> Step:
     """`sharded_step` at one stage. `jit` is a back end of `sf.jit`, or empty for eager steps; `tx` is an optimizer of
-    `OPTIMIZERS`; `fields` are those of `Zero`, or with "jit_" before them options of `sf.jit`; `microbatches` accumulates
-    so many; `jit_cluster=calibrate` measures the link first. The step has an attribute `cache_info`.
+    `OPTIMIZERS`; `fields` are those of `Zero`, or with "jit_" before them options of `sf.jit`; `microbatches` is for
+    `accumulate`; `jit_cluster=calibrate` measures the link first. The step has an attribute `cache_info`.
     """
     del rank
     from _model import loss, params

@@ -27,6 +27,7 @@ class Away:
         self.nbytes, self._device = flat.nbytes, flat.device
         self._pool = pool() if to == "disk" else None
         self._source: Tensor | None = flat
+        # The copy runs on while the caller computes: who writes to `flat` before it is done spoils it.
         self._version, self._spoiled = flat._version, False
         self._down: Pending[Tensor] | None = to_host(flat)
         self._host: Tensor | None = None
@@ -48,6 +49,7 @@ class Away:
         """Lets go of what has been copied, and waits for the rest if told to."""
         if self._down is not None and (wait or self._down.done()):
             self._host = self._down.result()
+            # The last moment to tell: the source goes now.
             self._spoiled, self._source, self._down = self.spoiled, None, None
             if self._pool is not None:
                 self._writing = self._pool.write(self._host)
@@ -56,6 +58,7 @@ class Away:
 
     def begin(self) -> None:
         """Starts the way back, or its second half."""
+        # It has not left: there is nothing to bring.
         if self._source is not None:
             return
         with plumbing():
@@ -70,9 +73,11 @@ class Away:
 
     def value(self) -> Tensor:
         """The row, on the device; waits for it."""
+        # A graph has no "not yet": what was sent is written down as gone.
         if capturing():
             self.settle(wait=True)
         if self._source is not None:
+            # Asked for before it has left, it stays what it was.
             return self._source
         self.begin()
         assert self._back is not None
@@ -118,6 +123,7 @@ def can_leave(x: Tensor) -> bool:
         or x.is_conj()
     ):
         return False
+    # Where there is a GPU, what is on the host needs no moving.
     if x.is_meta or x.is_neg() or x.is_cuda != torch.cuda.is_available():
         return False
     storage = x.untyped_storage().nbytes()

@@ -30,6 +30,7 @@ class Entry:
     """A storage that autograd has saved: here (`flat`), or away."""
 
     def __init__(self, x: Tensor, name: str | None, turn: int) -> None:
+        # Detached, and one for all views: neither graphs nor shapes of those that saved it are held.
         self.flat: Tensor | None = flat_of(x)
         self.away: Away | None = None
         self.version, self.turn = x._version, turn
@@ -78,6 +79,7 @@ class Saved:
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf, held: Iterable[Tensor]) -> None:
         self._policy, self._window, self._pool = policy, window, pool
         self._held = {x.untyped_storage()._cdata for x in held}
+        # Entries and uses are held by autograd's graph alone: when that lets go, memory and files go, too.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Entry]]] = {}
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
         self._uses: list[weakref.ref[Use]] = []
@@ -93,6 +95,7 @@ class Saved:
         """While it is active, autograd saves by these rules."""
         self._outer = _hooks_around()
         with hearing_names(self._name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            # Only the forward's notes end here: this object unpacks what was saved, whenever a backward runs.
             yield
         self._decide(None)
         self._known.clear()
@@ -103,6 +106,7 @@ class Saved:
 
     def _pack(self, x: Tensor) -> Any:
         if self._outer is not None:
+            # Those around come first: what they take, a lazy leaf's whole tensor above all, is not memory to be moved.
             packed = self._outer[0](x)
             if isinstance(packed, checkpoint._Holder):
                 raise ValueError(
@@ -113,7 +117,9 @@ class Saved:
                 return _Others(packed)
         key = x.untyped_storage()._cdata
         if key in self._held or not can_leave(x):
+            # Detached: an operation's own result, kept by its node, would keep that node alive.
             return _Kept(x.detach())
+        # The same for all that one operation saves.
         turn = _AUTOGRAD._get_sequence_nr()
         self._decide(turn)
         use = Use(self._entry(x, key, turn), x, len(self._uses))
@@ -123,6 +129,7 @@ class Saved:
     def _entry(self, x: Tensor, key: int, turn: int) -> Entry:
         if key in self._known:
             found = self._known[key][1]()
+            # Written to since, it is another value, with an entry of its own; the old one is an error when asked for.
             if found is not None and found.version == x._version:
                 return found
         entry = Entry(x, self._names[key][1] if key in self._names else None, turn)
@@ -173,6 +180,7 @@ class Saved:
     def _send(self) -> None:
         """Sends away what the budget has no room for, no faster than it leaves."""
         # In a graph it is decided now, and not by how fast things go, that what would still be leaving stays.
+        # By bytes that were saved, and not by what is alive: entries that died are skipped when their turn comes.
         room = limit_of(self._policy) + (self._window if capturing() else 0)
         while self._waiting and self._waiting_bytes > room:
             ref, nbytes = self._waiting.popleft()
@@ -193,6 +201,7 @@ class Saved:
             away.settle(wait=False)
         self._leaving = collections.deque(a for a in self._leaving if a.leaving)
         total = sum(a.nbytes for a in self._leaving)
+        # The oldest first: it is the nearest to being gone.
         while self._leaving and total > self._window:
             away = self._leaving.popleft()
             away.settle(wait=True)
@@ -233,6 +242,7 @@ class Saved:
             if total > self._window:
                 break
             ahead[id(near.entry)] = near.entry
+        # That of `use`, too: its row lives by whoever asked for it, and comes again if another use does.
         for entry in [*(ref() for ref in self._ahead), use.entry]:
             if entry is not None and entry.away is not None and id(entry) not in ahead:
                 entry.away.drop()

@@ -71,6 +71,7 @@ class Results:
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf) -> None:
         self._policy, self._window, self._pool = policy, window, pool
         self.ops: list[_RecordedOp] = []
+        # By memory, of the newest operation that made it; the weak reference keeps its address from being reused.
         self._of: dict[int, tuple[StorageWeakRef, _RecordedOp]] = {}
         self._last: _RecordedOp | None = None
         self._waiting: list[_RecordedOp] = []
@@ -84,6 +85,7 @@ class Results:
             self._forget(x)
         if not is_numbered(func):
             return
+        # The names of a result are said after its operation and before the next one.
         self.conclude()
         op = _RecordedOp(func)
         self.ops.append(op)
@@ -91,6 +93,7 @@ class Results:
         if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws(func, args, kwargs):
             return
         inputs = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        # It returns an argument, though its schema says that it does not.
         if any(_key(x) in inputs for x in outs):
             return
         op.makes = _only if isinstance(out, Tensor) else type(out)
@@ -154,6 +157,7 @@ class Results:
     def _forget(self, x: Tensor) -> None:
         op = self._of.get(_key(x), (None, None))[1]
         if op is not None:
+            # Nobody can tell any more what the operation returned.
             op.results = []
 
     # The recomputation.
@@ -176,6 +180,7 @@ class Results:
         self._settle()
         self.fetch_ahead(number + 1)
         values = [r.take() for r in op.results]
+        # Each is taken once, so that what was put aside goes as the recomputation comes along.
         op.results = []
         return None if any(v is None for v in values) else op.makes([v for v in values if v is not None])
 
@@ -211,6 +216,7 @@ class Forward(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         out = func(*args, **(kwargs or {}))
+        # Neither here nor in `Rerun`: so both count the same operations, whichever leaves have to be fetched.
         if not in_plumbing():
             self._results.saw(func, args, kwargs or {}, out)
         return out
@@ -224,6 +230,7 @@ class Rerun(TorchDispatchMode):
         self._results, self._number = results, 0
 
     def __enter__(self) -> Any:
+        # A backward may run more than once over one graph: each recomputation counts from the start.
         self._number = 0
         self._results.fetch_ahead(0)
         return super().__enter__()

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 _LIBRARY.define("check(Tensor flag, bool expected, str text) -> ()")
+# By its code object: all that is known of who asks is a frame.
 _CHECKS: Any = getattr(torch, "_check_tensor_all_with").__code__  # noqa: B009  # not in torch's stubs
 _TENSOR: Any = Tensor
 _CHECKERS = ("<@beartype", str(pathlib.Path(jaxtyping.__file__).parent))
@@ -31,6 +32,7 @@ _CHECKERS = ("<@beartype", str(pathlib.Path(jaxtyping.__file__).parent))
 def _check(flag: Tensor, expected: bool, text: str) -> None:
     """Raises ValueError if a flag is other than expected; on a GPU the program ends later, without a wait for it."""
     if flag.is_cuda:
+        # To read the flag here would make each step wait for the device.
         torch._assert_async(flag if expected else ~flag, text)
     elif bool(flag) != expected:
         raise ValueError(text)
@@ -44,6 +46,7 @@ def _(flag: Tensor, expected: bool, text: str) -> None:
     del flag, expected, text
 
 
+# Nobody uses its result: without this it would go with the dead code.
 has_side_effect(torch.ops.shardfn.check.default)
 
 
@@ -64,6 +67,7 @@ def _caller(frame: FrameType) -> FrameType:
     def passes_on(code: CodeType) -> bool:
         return code.co_filename.startswith(_CHECKERS) or code.co_name == "__torch_function__"
 
+    # Checkers of signatures put frames of their own between the branch and the question.
     while passes_on(frame.f_code) and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -92,6 +96,7 @@ def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
     return expected
 
 
+# For good, as code objects are immutable, and a file is taken to be what it was when it was imported.
 @functools.cache
 def _passing(code: CodeType, at: int, inside: bool = False) -> tuple[bool, str] | None:
     """The truth of the expression that is being looked at for which no error is raised, and the statement's text.
@@ -106,6 +111,7 @@ def _passing(code: CodeType, at: int, inside: bool = False) -> tuple[bool, str] 
         return None
     for node in ast.walk(tree) if tree is not None else ():
         wanted = _passes(node)
+        # Where the error is caught, both outcomes go on: that is a branch, and has no place in a graph.
         if wanted is not None and _contains(node.test, span) and not _caught(tree, span):  # pyright: ignore[reportAttributeAccessIssue]
             found = wanted if inside else _wanted(node.test, span, wanted)  # pyright: ignore[reportAttributeAccessIssue]
             return None if found is None else (found, ast.unparse(node)[:400])
@@ -135,6 +141,7 @@ def _looked_at(code: CodeType, at: int, inside: bool) -> Any:
     before = None
     for step in dis.get_instructions(code):
         if step.offset == at:
+            # Of a jump, the position of what it tests: of the instruction before, which made the value.
             p = step.positions if inside or before is None else before.positions
             if p is None or None in p:
                 return None

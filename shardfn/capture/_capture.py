@@ -60,6 +60,7 @@ class Recorder:
         self.known: dict[Any, Any] = {}
         self._top: FrameType | None = None
 
+    # Said aloud, since an op of the backward is written down by autograd, from which no caller's frame tells.
     def mark(self, phase: str) -> None:
         """Says which part of the step begins."""
         self.phase = phase
@@ -103,6 +104,7 @@ class Recorder:
             if in_host_region():
                 node.meta["memory"] = "host"
             line = current_line()
+            # In eager steps the generator is put back before a recomputation; that is no op, and no graph holds it.
             if _RECOMPUTING and _draws(node):
                 raise CaptureError(
                     f"{line or 'a recomputation'}: {node.target} draws from torch's generator inside remat; in a graph"
@@ -118,12 +120,14 @@ class Recorder:
             self.note(node)
             return node
 
+        # On this tracer alone: a capture inside this one has another, and a recorder of its own.
         tracer.create_node = create_node
         try:
             with _RECORDER.bound(self), recording_lines(self.line):
                 yield
         finally:
             tracer.create_node = create
+            # They would keep the trace alive; what is known of one graph means nothing in the next.
             self._top = self.tracer = None
             self.known.clear()
 
@@ -152,6 +156,7 @@ def mark(x: Tensor, key: str, what: Any) -> None:
     slot: Any = None if notes is None else get_proxy_slot(x, notes.tracer, None)
     if slot is not None:
         meta = slot.proxy.node.meta
+        # A value may be several at once: a leaf that the loss returns as it is.
         meta[key] = tuple(dict.fromkeys((*meta.get(key, ()), what)))
 
 
@@ -159,6 +164,7 @@ def recorder() -> Recorder | None:
     """What notes, while a capture runs and its tracer is the innermost one."""
     mode = get_proxy_mode()
     innermost = _RECORDER.innermost()
+    # Not in a capture inside, which has no recorder here: its nodes are not of the graph that is noted.
     return innermost if mode is not None and innermost is not None and innermost.tracer is mode.tracer else None
 
 
@@ -196,6 +202,7 @@ def capture(
         with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing(), _uncompiled():
             gm = trace(*fakes(inputs))
     finally:
+        # After an error, too: else the next call finds tensors without data.
         forget_cached()
     with_sizes(gm)
     if not differentiable:
@@ -273,6 +280,7 @@ def _draws(node: Node) -> bool:
         return False
     schema: Any = getattr(node.target, "_schema")  # noqa: B009  # an OpOverload, as it has tags
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    # Attention has the tag for a dropout that it may do; where its rate is 0, the default, it draws nothing.
     may_not = any(a.name == "dropout_p" for a in schema.arguments) and given.get("dropout_p", 0.0) == 0.0
     return not may_not
 

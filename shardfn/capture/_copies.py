@@ -51,6 +51,7 @@ class Copy:
     def __init__(self, recorder: Recorder, outside: dict[int, Any]) -> None:
         self._recorder, self._tracer, self._graph = recorder, recorder.tracer, recorder.tracer.graph
         self._nodes: dict[Node, Node] = {}
+        # By memory of the template: the copy's, and how many elements later things begin there.
         self._storages: dict[int, Any] = dict(outside)
         # By memory, an empty tensor that has its counter.
         self._counters: dict[int, Tensor] = {}
@@ -59,6 +60,7 @@ class Copy:
         """Makes a tensor of the trace stand for the value of `node`."""
         copied = node_of(given, self._recorder)
         self._nodes[node] = copied
+        # A layer's leaf may be a view into a stack, which begins elsewhere than the template's.
         for old, new in zip(tensors_in(node.meta["val"]), tensors_in(copied.meta["val"]), strict=True):
             shift = new.storage_offset() - old.storage_offset()
             self._storages[storage_of(old)] = new.untyped_storage(), shift
@@ -78,6 +80,7 @@ class Copy:
         def mine(n: Node) -> Node:
             return nodes.get(n, n)
 
+        # The graph adds numbers of its own.
         name = step.node.name.rstrip("0123456789").rstrip("_")
         # Given arguments, it would look through them.
         node = self._graph.create_node(step.op, step.target, (), {}, name)
@@ -85,6 +88,7 @@ class Copy:
         if step.kwargs:
             node.kwargs = map_arg(step.kwargs, mine)  # pyright: ignore[reportAttributeAccessIssue]
         node.meta |= step.meta
+        # Not the template's: its backward was traced during the forward.
         node.meta["phase"] = self._recorder.phase
         node.meta.pop("where", None)
         if where is not None:
@@ -106,6 +110,7 @@ class Copy:
     def _fresh(self, val: Any) -> Any:
         if isinstance(val, FakeTensor):
             key = storage_of(val)
+            # All of it, once: what shares memory in the template does so in the copy.
             if key not in self._storages:
                 self._storages[key] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta"), 0
             return _alias(val, *self._storages[key])
@@ -127,9 +132,11 @@ def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequ
         return f(*tensors)
     nodes = [node_of(t, notes) for t in tensors]
     whole_key = key, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    # No values and no nodes are in the key: `f` may use its arguments only, and what `key` names.
     known = notes.known.get(whole_key)
     if known is None:
         graph = notes.tracer.graph
+        # Whatever follows it is what `f` does: in a capture nothing runs beside `f` that writes to the graph.
         last = next(iter(reversed(graph.nodes)))
         out = f(*tensors)
         notes.known[whole_key] = nodes, list(steps_after(last, notes)), [node_of(t, notes) for t in out]

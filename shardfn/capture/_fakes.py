@@ -24,6 +24,7 @@ class Fakes(FakeTensorMode):
         op, overload = known_op(func), getattr(func, "_overloadname", "")
         if overload in op.abstract:
             with self:
+                # In this mode again: what the answer is made of is without data, too.
                 return op.abstract[overload](*args, **kwargs)
         out: Any = super().dispatch(func, types, args, kwargs)
         if overload not in op.strides:

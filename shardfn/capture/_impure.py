@@ -40,6 +40,7 @@ def drawing_nothing(line: Callable[[], str | None]) -> Iterator[None]:
     with _refused(random, getattr(random, "_inst"), line), _refused(*_of_numpy(), line):  # noqa: B009  # is private
         yield
     now = [get() for _, get, _ in _generators()]
+    # One that was imported meanwhile is not in `before`: there is no state to put back.
     moved = [(name, put, old) for (name, old, put), new in zip(before, now, strict=False) if not _same(old, new)]
     for _, put, old in moved:
         put(old)
@@ -50,6 +51,7 @@ def drawing_nothing(line: Callable[[], str | None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _refused(module: Any, generator: Any, line: Callable[[], str | None]) -> Iterator[None]:
     """Makes a module's functions that draw from its own generator errors."""
+    # Methods of the module's one generator. A generator of the user's own is no global state, and passes.
     found = {name: f for name, f in vars(module).items() if getattr(f, "__self__", None) is generator} if module else {}
 
     def refusing(name: str) -> Any:
@@ -60,6 +62,7 @@ def _refused(module: Any, generator: Any, line: Callable[[], str | None]) -> Ite
         return refuse
 
     for name in found:
+        # Setting or reading the state draws nothing; the check around does it, too.
         if "state" not in name:
             setattr(module, name, refusing(name))
     try:
@@ -100,4 +103,5 @@ def _same(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if isinstance(a, tuple):
         return a == b
+    # After as many draws as the key has numbers the position is the old one, and the key is another.
     return a["state"]["pos"] == b["state"]["pos"] and bool((a["state"]["key"] == b["state"]["key"]).all())

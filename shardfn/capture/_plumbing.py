@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 
 from shardfn.core import Ambient
 
+# By thread: what another one runs meanwhile may be the function's own.
 _PLUMBING = Ambient[None]("the engine is at work", by_thread=True)
 
 

@@ -106,6 +106,7 @@ class Mesh:
         if self.closed:
             return
         self.closed = True
+        # First those that use the connections; these end last.
         for end in self._at_close.values():
             end(why)
         self._at_close.clear()
@@ -230,6 +231,7 @@ class Mesh:
             return AbstractGroup(names, self.backend)
         self.check_open()
         if names not in self._groups:
+            # There already, and no rank need be asked.
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])
             else:
@@ -294,10 +296,12 @@ class Mesh:
         rest = [d for d in range(len(self.shape)) if d not in dims]
         rows = self._grid.transpose(*rest, *dims).reshape(-1, math.prod(self._grid.shape[d] for d in dims))
         mine = None
+        # Every rank makes every group, in this order: making one is collective over all of them.
         for row in rows.tolist():
             made = None
             if self._apart is None:
                 made = dist.new_group(row, backend=backend, timeout=self.timeout)
+            # A mesh of some ranks only cannot call `new_group`, for which the whole program is needed.
             elif self.rank in row:
                 made = self._apart.new([self.ranks[i] for i in row], backend, self.timeout)
             if self.rank in row and isinstance(made, dist.ProcessGroup):

@@ -134,6 +134,7 @@ class Batches:
         epoch, place = np.divmod(index, self.num_windows)
         for e in np.unique(epoch):
             place[epoch == e] = permute(place[epoch == e], self.num_windows, self.seed, int(e))
+        # By a shuffle without the seed, so that parts are disjoint whatever the seeds of those who use them.
         return permute(place + self._part[0], self._total)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:

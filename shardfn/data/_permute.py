@@ -38,6 +38,7 @@ def permute(index: Int64[np.ndarray, " n"], size: int, *key: int) -> Int64[np.nd
         raise ValueError(f"index spans {index.min()} to {index.max()}, but the permutation is of 0 to {size - 1}.")
     keys, bits = _round_keys(key), max(size - 1, 0).bit_length()
     out = _feistel(index.astype(np.uint64), bits, keys)
+    # Ends: a bijection of a finite set leads back to where it set out, and that was inside.
     while (outside := out >= size).any():
         out[outside] = _feistel(out[outside], bits, keys)
     return out.astype(np.int64)

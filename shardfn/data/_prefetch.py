@@ -33,6 +33,7 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 
 def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
+    # One writer, the thread; one reader, whoever iterates. The last thing in it is "end" or "error".
     items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     left = threading.Event()
     thread = threading.Thread(target=_fill, args=(iterable, items, left), name="shardfn-prefetch", daemon=True)
@@ -47,6 +48,7 @@ def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
                 raise item
             yield item  # pyright: ignore[reportReturnType] -- kind says which of the union it is
     finally:
+        # The reader has gone, at the end or before it: the thread must not wait for room for ever.
         left.set()
         thread.join()
 

@@ -27,6 +27,7 @@ class Agreement:
 
     def __init__(self, lines: Callable[[Plan], Sequence[str]]) -> None:
         self._lines = lines
+        # By id, which is not used again: the step's planner keeps its plans, and their phases', as long as this lives.
         self._constants: dict[Any, Constant] = {}
         self._agreed: set[tuple[int, str]] = set()
 
@@ -36,6 +37,7 @@ class Agreement:
         Raises:
             RankError: ranks disagree, or run another call.
         """
+        # Functions of the user's are asked about the tree here, and may raise on this rank alone.
         with told_before(comms.control):
             constant = self.constant(plan)
         agree_on_step(comms.control, what, constant=constant)
@@ -48,6 +50,7 @@ class Agreement:
         constant = self.constant(plan)
         with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
             agree_on_step(comms_of(mesh).control, what, constant=constant)
+        # Only if it went well: else the next call compares again.
         self._agreed.add((id(plan), what))
 
     def constant(self, plan: Plan, opt_state: PyTree = None) -> Constant:

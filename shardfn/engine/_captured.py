@@ -38,6 +38,7 @@ class CapturedSteps:
         self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """One step."""
+        # A state of the optimizer may come with another structure or in other memory under the same plan.
         key = *signature(plan, args), even, _layouts(state)
         how: dict[str, Any] = {"even": even, "model_state": state.model_state}
         capture = functools.partial(
@@ -77,6 +78,7 @@ class CapturedSteps:
         arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
         try:
             with taken(blocks_of(state), donate=self._parts.donate) as held:
+                # What is on disk enters a graph as a small tensor that names it.
                 given = [x if isinstance(x, Tensor) else token_of(x) for x in tree_leaves(held)]
                 outs = ready(comms, disk_of(program.plan), [*given, *arg_leaves])
         except StoppedError as stopped:  # before anything was written

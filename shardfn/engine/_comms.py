@@ -78,6 +78,7 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     if late_axes:
         _live(comms)[0].between(late_axes)
     gather_channels(comms.channels, [plan.layers[unit.leaves[0]].ways.use for unit in plan.gather_units])
+    # In the order of the layout: making a group is collective, and all ranks are to make the same.
     for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)
     for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):
@@ -112,6 +113,7 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
         comms.broken = True
         _, control = _live(comms)
         if isinstance(error, RankError):
+            # All ranks raise it, so that none waits to be woken.
             control.leave()
             raise
         try:

@@ -31,6 +31,7 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
 
 def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
     """Those of a leaf, which many leaves have in common."""
+    # One call has one target mesh, and keeps its leaves, and so their meshes, alive.
     key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec
     if key not in known:
         known[key] = overlaps(t.x.shape, (t.x.spec, t.x.mesh), (t.dst.spec, t.mesh), rank)
@@ -71,8 +72,10 @@ class _Arrival:
 
     def done(self) -> None:
         """It is whole: to its memory."""
+        # This rank sends only.
         if not self._t.mesh.is_member:
             return
+        # Also where no part came: a block may be empty.
         self._held = block = self._made()
         if self._t.dst.memory_kind == "disk":
             assert self._t.pool is not None

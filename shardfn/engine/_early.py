@@ -31,7 +31,8 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
         decided: whether it is known beforehand that the step will be made, along the gradients as they are.
     """
     ahead = None
-    # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece.
+    # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
+    # step, and not where gradients are divided by a weight that the last microbatch makes known.
     decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
     if decided and plan.reduce_order and optimizer.needs.grain == "element" and _knows_its_measures(optimizer, state):
         units = _units(plan, measures=optimizer.needs.measure is not None)
@@ -62,6 +63,7 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
         held = torch.empty(shape, dtype=dtypes.param, device="meta")
         if i in going:
             held = leaf.rows(block, plan.zero_rank(leaf)) if leaf.refreshed else block
+        # What is in memory stays as it is until the step is sure to end: its new rows are kept beside it.
         kept = leaf.home != "disk"
         columns.append(Column(held, leaf.home, dtypes.param == dtypes.master, kept) if leaf.trainable else None)
         promised = Promised(i, shape, dtypes.accum, bool(leaf.layers)) if i in going else None
@@ -87,6 +89,7 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
     """
     where = [rows.leaf for rows in _where(plan)]
     able = [_is_able(leaf, plan.zero.persist_elements) and not (measures and leaf.layers) for leaf in plan.leaves]
+    # A unit goes early only with all of its leaves, and a leaf only with all of its units: until both hold.
     while True:
         units = [u for u in plan.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
         reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)

@@ -66,6 +66,7 @@ class _Pure:
         sums, grads = _differentiated(
             plan, self._parts, enter(plan, self._blocks), self._args, self._by, self._model_state
         )
+        # One message for total, weight and aux.
         sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
         ranks = plan.mesh.axis_size(plan.batch_axes)
         scale = 1.0 / sums.row[1] if sums.weighted else 1.0 / (ranks * num_microbatches(self._parts.loss))
@@ -83,6 +84,7 @@ class _Pure:
         return named(sums.mean(0).to(sums.dtype), norm, aux, self._by), None
 
     def choose(self, metrics: Metrics, update: Callable[[], TrainState]) -> TrainState:
+        # Both are computed: under vmap one member may overflow while another does not.
         new = update()
         if self._parts.loss_scale is None:
             return new
@@ -178,8 +180,10 @@ def _differentiated(
                 leaves[i] = handle
             with model_state.through():
                 value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), parts.has_aux)
+            # A weight of this level depends on the parameters that are differentiated here; outer levels may use it.
             if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):
                 refuse_gradient_of(value.weight)
+            # Beside `grad_and_value`, which passes tensors only; names and dtypes are the same in all microbatches.
             seen[:] = [value]
             scaled = value.total if scale is None else value.total * scale.to(value.total)
             return scaled, (tuple(_row(value)), tree_leaves(model_state.now))

@@ -64,17 +64,20 @@ class Gatherer:
     ) -> None:
         self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
         self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
+        # Begun ahead, on this rank alone; taken when the unit is issued or sets out.
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep
         self._wires = gather_channels(channels, [leaves[unit.leaves[0]].ways.use for unit in units])
         self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
         self._brought: dict[int, Pending[Tensor] | Tensor] = {}
         self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
+        # Those of the largest rank's blocks: windows are the same on all ranks.
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
         # What is issued depends on the position in the agreed order alone, never on what has arrived or what is on this
         # rank: so all ranks issue the same transfers in the same order. Only reads from the disk are local.
         self._scheduled: dict[int, GatheredUnit] = {}
+        # What this rank has asked for: held until it asks for another unit, or the phase ends.
         self._asked: tuple[int, GatheredUnit] | None = None
         # Let go before they arrived; empty after `end_phase`.
         self._unused: list[GatheredUnit] = []
@@ -112,13 +115,16 @@ class Gatherer:
         if not self._units and not ask:
             return False
         self._catch_up()
+        # A rank that is done serves until all are: what another still wants, this one has a piece of.
         wants = self._ask(says)
         while any(w >= 0 for w in wants):
             wants = self._ask(says)
+        # Not before: within a phase the order is the one that all ranks began with.
         if self._served:
             self._order.extend(self._phase, self._served)
             self._schedule = None
         self._asked = None
+        # Between phases nothing is in flight but what is scheduled or brought.
         for whole in self._unused:
             whole.arrive()
         self._unused.clear()
@@ -155,7 +161,9 @@ class Gatherer:
         if self._pos < len(order) and order[self._pos] == unit:
             self._step()
             return self._scheduled[unit]
+        # What lies between is issued and let go unused, as other ranks may use it.
         found = self._order.find(self._phase, self._pos, unit)
+        # In no later position, it may still be here from an earlier one.
         if found is None:
             return self._scheduled[unit] if unit in self._scheduled else self._need_unplanned(unit)
         while self._pos <= found:
@@ -178,6 +186,7 @@ class Gatherer:
         """Begins to read from the disk what this rank will be asked for; unlike transfers, as it likes."""
         if not self._on_disk:
             return
+        # Further than is issued, as a disk is slower; what has been read waits on the host.
         ahead = self._order.window(self._phase, self._pos, self._sizes, READ_AHEAD * self._window)
         for unit in ahead:
             here = unit in self._scheduled or unit in self._brought or unit in self._reads
@@ -214,6 +223,7 @@ class Gatherer:
     def _need_unplanned(self, unit: int) -> GatheredUnit:
         self._catch_up()
         self._asked = None
+        # A round serves what any rank wants; this rank's own is among it.
         while self._asked is None:
             self._ask(unit)
         return self._asked[1]
@@ -223,6 +233,7 @@ class Gatherer:
         wants = self._rounds.exchange(want)
         if FAILED in wants:
             _raise_failed(self._rounds, wants)
+        # In rank order, each once: all ranks have heard the same, and send the same.
         for unit in dict.fromkeys(w for w in wants if w >= 0):
             whole = self._issue(unit)
             self._served.append(unit)

@@ -39,7 +39,9 @@ class GatheredUnit:
         self._pending: Pending[Tensor] | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
+        # In a capture a transfer is waited for where it is issued; the passes set the two apart.
         self.arrived = capturing()
+        # Nothing is sent and nothing packed: the way from its memory is all there is to wait for.
         if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
             self._pending = pieces[0]
             self.move_if_ready()
@@ -64,6 +66,7 @@ class GatheredUnit:
         """Waits until the message is here."""
         if self._pending is not None:
             out = self._pending.result()
+            # Without a message nothing has been cast.
             self._out = out.to(self._leaves[0].dtypes.compute) if isinstance(self._pending, Fetch) else out
             self._pending, self.arrived = None, True
 
@@ -73,6 +76,7 @@ class GatheredUnit:
             self.arrive()
             assert self._out is not None
             self._tensors = self._packing.unpack(self._out)
+            # Its views hold the memory: that goes with the last of the leaves.
             self._out = None
         return self._tensors[slot]
 

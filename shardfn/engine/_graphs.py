@@ -105,6 +105,7 @@ class Graphs:
         """
         start = time.perf_counter()
         program: Any = capture()
+        # This rank's own number stands for all ranks'.
         program.check(lambda told: [told])
         self._check_types(program)
         choice = self._jitted.choose(program.gm)
@@ -154,6 +155,7 @@ class Graphs:
     def _compile(self, program: Program, comms: Comms, backend: str | None) -> Ready:
         # Before anything runs: making a channel is collective, and a graph asks for it in the middle of a step.
         for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order
+            # By kind, as one program may gather and reduce along the same axes at once.
             (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
         run = agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
         return Ready(program, run, sent_by_the_loss(program.gm))
@@ -162,6 +164,7 @@ class Graphs:
 def signature(plan: Plan, args: PyTree) -> Any:
     """What a graph is made for: the layout, what comes with the state, and what is ambient."""
     leaves, treedef = tree_flatten(args)
+    # The plan by id: the planner keeps it. Strides too, as they are written into a graph's views.
     return id(plan), ambient(), treedef, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in leaves)
 
 
@@ -171,6 +174,7 @@ def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tupl
     Raises:
         RankError: another rank failed, or ranks would run different collectives, or wait for one another.
     """
+    # An error waits until after the exchange, and every path to it exchanges once: ranks must not be one round apart.
     made = error = None
     mine: tuple[str, Events | None] = "", None
     try:

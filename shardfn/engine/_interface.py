@@ -178,6 +178,7 @@ class Interface:
             if not any(self.mesh.axes(spec.axes) for _, _, spec in blocks):
                 return [x.shape for _, x, _ in blocks]
             told: Any = control.gather([tuple(x.shape) for _, x, _ in blocks])
+            # On every rank for all blocks of all ranks: so an error is the same everywhere.
             found = [
                 _joined(name, [row[k] for row in told], spec, self.mesh) for k, (name, _, spec) in enumerate(blocks)
             ]
@@ -196,6 +197,7 @@ class Interface:
         def whole(x: Tensor, spec: P) -> torch.Size:
             sizes = list(x.shape)
             for dim in range(len(spec)):
+                # The minor axis first: it cuts what the major one has left.
                 for axis in reversed(self.mesh.axes(spec.dim_axes(dim))):
                     sizes[dim] = size_along(sizes[dim], axis, self.mesh)
             return torch.Size(sizes)
@@ -225,6 +227,7 @@ def block_of(x: GlobalTensor, spec: P, path: str, name: str) -> Tensor:
 def varying(x: Tensor, axes: Sequence[str], spec: P) -> Tensor:
     """A block as a value that may differ along those of `axes` that do not cut it; its gradient is summed there."""
     rest = tuple(a for a in axes if a not in spec.axes)
+    # What has no gradient has no transpose to declare.
     return pvary(x, rest) if x.is_floating_point() else x
 
 
@@ -272,6 +275,7 @@ def _joined(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> 
         along = [r for r, at in enumerate(places) if all(at[a] == mesh.coords[a] for a in at if a not in axes)]
         sizes[dim] = sum(blocks[r][dim] for r in along) if axes else sizes[dim]
     cut = [[s.stop - s.start for s in block_slices(tuple(sizes), spec, mesh.shape, at)] for at in places]
+    # The sums fit one rank's line of blocks; others may not fit them.
     if [list(b) for b in blocks] != cut:
         return f"{path} has blocks {[*map(tuple, blocks)]}, and {spec!r} cuts {tuple(sizes)} as {[*map(tuple, cut)]}"
     return torch.Size(sizes)

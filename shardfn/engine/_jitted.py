@@ -81,6 +81,7 @@ class Jitted(Transform):
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     check_types: bool = True
     _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    # A list in a frozen class: hits, misses, seconds of capture and of compilation.
     _counts: list[float] = dataclasses.field(
         default_factory=lambda: [0, 0, 0.0, 0.0], init=False, repr=False, compare=False
     )
@@ -92,6 +93,7 @@ class Jitted(Transform):
         if capturing() or transforming() or any(type(x) is LazyLeaf for x in leaves):
             return self.inner(*args, **kwargs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
+        # A graph is of this rank's blocks; what they are of is in the signature, and put on again.
         inputs = [x.local if isinstance(x, GlobalTensor) else x for x in (leaves[i] for i in at)]
         _refuse_gradients(inputs, leaves, treedef, at)
         key = (treedef, current_mesh(), ambient(), *(leaf_signature(x) for x in leaves))
@@ -160,6 +162,7 @@ class Jitted(Transform):
                 old = leaves[i]
                 filled[i] = _like(old, x) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
+            # As it was when the function was called, since a captured function may bind others.
             with bind_mesh(mesh), looping(copied_loop):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
             result[:] = [out_def, [slot_of(x) for x in outs]]

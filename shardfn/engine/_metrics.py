@@ -26,6 +26,7 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
         ValueError: an aux has the name of one of the step's own metrics.
     """
     like = out.total
+    # In float64, as is all that is summed here: a count or a total of tokens must not be rounded.
     count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
     row = [out.total, count if out.weight is None else out.weight]
     row += [x for pair in out.aux.values() for x in pair]
@@ -44,6 +45,7 @@ def _made_of(
     plan: Plan, out: Outcome, sums: Tensor, norm: Tensor, loss_scale: Tensor | None
 ) -> tuple[Metrics, Tensor | None]:
     """The metrics, of the global sums of loss, weight and the pairs of aux, and of the norm as gradients come."""
+    # Division by the weight or the loss scale is a factor, which is put on last.
     scale = None
     if out.weight is not None:
         scale = plan.num_left / sums[1]
@@ -112,6 +114,7 @@ def _sums(of: Parts, units: list[int]) -> Tensor:
     if len(parts) < len(units):
         found = [(of.square(u), u) for u in units]
         return torch.cat([sum_squares([loaded(of[u])]) if x is None else x for x, u in found])
+    # In a capture the squares of large parts are written down once, for the layers of a stack are many.
     if not capturing() or all(map(is_small, parts)):
         return sum_squares(parts)
     small = [part for part in parts if is_small(part)]

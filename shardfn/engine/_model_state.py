@@ -72,6 +72,7 @@ class ModelState:
             yield
         _check_alike(before, self.now)
         if not transforming():  # a constant of the next forward
+            # Else the graph of each forward would hang on that of the one before.
             self.now = tree_map(Tensor.detach, self.now)
 
 
@@ -234,6 +235,7 @@ def _summary(x: Tensor) -> tuple[float, float]:
 
 
 def _near(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    # Overflown on all ranks alike is no difference between them.
     if not all(map(math.isfinite, (*a, *b))):
         return math.isfinite(a[1]) == math.isfinite(b[1])
     return abs(a[0] - b[0]) <= APART * max(a[1], b[1])

@@ -17,6 +17,7 @@ from ._transit import Transit
 def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
     """The leaves as asked, mesh by mesh; several are under way. Collective over each mesh."""
     out: dict[int, GlobalTensor] = {}
+    # In the order of the leaves, so on all ranks in one order.
     for mesh in {id(t.mesh): t.mesh for t in transits}.values():
         mine = [i for i, t in enumerate(transits) if t.mesh is mesh]
         out |= zip(mine, _moved_on(mesh, [transits[i] for i in mine]), strict=True)
@@ -59,6 +60,7 @@ def _sent(
         under_way = to_host(block)
         if dst == "host":
             return under_way
+        # The disk is written from the host: the copy must be there first.
         block = under_way.result()
     if dst == "disk":
         assert pool is not None

@@ -49,6 +49,7 @@ class UseOrder:
             for phase, units in enumerate(self.phases):
                 moves = []
                 for pos in range(len(units)):
+                    # As `Gatherer` would work it out: at one position it holds what was ahead at the one before.
                     ahead = self.window(phase, pos, sizes, limit)
                     moves.append(Turn.between(held, ahead))
                     held = ahead

@@ -37,6 +37,7 @@ def disk_of(plan: Plan) -> Pool | None:
     if disk is None:
         return None
     if disk.directory not in pools:
+        # One for all steps on the mesh: a directory has one owner.
         pools[disk.directory] = Pool(_place(disk, plan.mesh), checksum=disk.checksum)
     return pools[disk.directory]
 
@@ -81,6 +82,7 @@ def begin(plan: Plan, state: TrainState, control: AnyControl) -> None:
     if lost:
         where = plan.zero.directory
         log.warning("states under %s cannot be resumed; these are kept in memory only: %s", where, ", ".join(lost))
+    # Rank 0's word, so that parts of different runs are told apart when they are put together.
     _runs(plan)[plan.zero.directory] = str(control.gather(secrets.token_hex(4))[0])
     commit(plan, state)
 
@@ -138,6 +140,7 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
     told = Pool.about(place)
     check_origins(plan.mesh, control, place, told if Pool.steps(place) else None)
     steps: list[Any] = control.gather(Pool.steps(place))
+    # Ranks are at most one commit apart, and keep the one before.
     common = set(steps[0]).intersection(*steps[1:])
     if not common:
         had = [f"rank {r}: {f'numbers {list(own)}' if own else 'none'}" for r, own in enumerate(steps)]

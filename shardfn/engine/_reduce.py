@@ -108,6 +108,7 @@ class Reducer:
 
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
         mark(grad, "gradient_to", self._leaves[leaf].entry)
         if self._sums is not None:
@@ -115,6 +116,7 @@ class Reducer:
             if not self._send:
                 return
         else:
+            # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
             before = self._local.pop(leaf, None)
             if before is not None or not self._send:
                 grad = grad.to(self._leaves[leaf].dtypes.accum)
@@ -129,6 +131,7 @@ class Reducer:
         if self._missing[unit] == 0:
             self._see(unit)
             self._send_ready()
+        # At each chance, so that messages go as they come.
         self._collect(block=False)
         self._hold_back()
 
@@ -144,6 +147,7 @@ class Reducer:
                 self._see(u)
         self._send_ready()
         self._collect(block=True)
+        # Along the remaining axes once a step, when its microbatches have been added up.
         if self._last:
             for u in self._parts:
                 if not self._cut[u]:
@@ -238,10 +242,13 @@ class Reducer:
     def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         channel, packing = self._scatter[unit], self._units[unit].packing
         flat = packing.lay([grad for _, grad in members])
+        # The message has them: each gradient goes now, and not after the transfer.
         members.clear()
         if self._in_one(unit):
+            # It is summed in place; what somebody else shows is copied first.
             return channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
         if not self._cut[unit] and self._last and channel.size > 1:
+            # The sum is made whole in it: by then its own summands have been sent.
             self._flats[unit] = flat
         sizes = packing.sizes if self._cut[unit] else dealt(flat.numel(), channel.size)
         return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
@@ -277,6 +284,7 @@ class Reducer:
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
+        # The same when it is sent and when it is collected: nothing is added to this unit in between.
         alone = self._last and unit not in self._parts and unit not in self._late and self._sums is None
         return alone and self._overlap_gather and not self._cut[unit] and self._scatter[unit].sums_in_one
 
@@ -287,6 +295,7 @@ class Reducer:
             self._in_flight -= self._units[unit].nbytes
             if self._in_one(unit):
                 self._whole[unit] = (part, None)
+                # A half each, so that a norm counts every element once.
                 own = dealt(part.numel(), 2)
                 self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index], last=True)
                 continue

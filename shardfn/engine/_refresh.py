@@ -67,11 +67,13 @@ def _send_home(
 ) -> None:
     """Makes leaves whole on the device that are kept elsewhere and sends them there, unit by unit."""
     where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
+    # To new files: those of the old leaf belong to a commit.
     writers: dict[int, Any] = {}
     for unit in units:
         for i, x in _made_whole(plan, channels, unit, rows).items():
             block, (leaf, layer) = layered[i], where[i]
             if isinstance(block, Tensor):
+                # Unit by unit: the device has room for one whole unit, and not for all.
                 to_host(x, block).result()
                 continue
             assert pool is not None
@@ -115,6 +117,7 @@ def _start(
     channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
     assert block is not None and len(pieces) == len(unit.leaves)
+    # The rows of all ranks, one after another, are the leaf as it lies in memory.
     if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
         return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
     return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False

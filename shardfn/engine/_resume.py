@@ -113,5 +113,6 @@ def _whole(
         if leaf.path in casts:
             rows[i], blocks[i] = blocks[i], torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
         else:
+            # All ranks refresh the same units: what was committed whole takes part with its rows.
             rows[i] = own_rows(plan, leaf, loaded(blocks[i]))
     return refresh(plan, channels, blocks, rows, pool_of(plan))

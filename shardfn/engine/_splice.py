@@ -62,6 +62,7 @@ def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTr
     last = None
     for i, x in enumerate(layers):
         looks = [_look(t) for t in (*tree_leaves(carry), *tree_leaves(x))]
+        # The first layers may see another carry: its dtype, or whether it needs a gradient, may change once.
         if looks == last:
             return _copied(run, carry, layers[i:], ys, notes)
         last = looks
@@ -79,6 +80,7 @@ def _copied(
         return tree_leaves(run(tree_unflatten(carry_def, given), tree_unflatten(x_def, x), ys[:1]))
 
     try:
+        # The last layer's only to be compared: a function that treats layers unlike is refused, and not copied wrongly.
         template, other = (Template(body, flat, tree_leaves(x), notes) for x in (layers[0], layers[-1]))
     except Unfit as reason:
         torch.clear_autocast_cache()  # it may hold what was taken out of the graph again
@@ -108,6 +110,7 @@ class Splice:
 
     def __call__(self, carry: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
         """What the body returns for a layer."""
+        # So that autograd knows whose gradient a layer makes; the whole leaf is fetched inside.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
         values: Any = _Layer.apply(self, x, *carry, *ends)
         kinds = {"carry": carry, "x": x, "value": values}
@@ -163,7 +166,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, splice: Splice, x: Sequence[Tensor], *given: Tensor) -> Any:
         values, saved = splice.forward(x, given)
+        # Not saved as tensors: lazy leaves have no memory, and handles are looked up by identity.
         ctx.splice, ctx.x, ctx.ends = splice, x, given[len(given) - len(x) :]
+        # A cotangent that is missing stays so: a template has a backward for each set of them.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(v for v, d in zip(values, splice.differentiable, strict=True) if not d))
         ctx.save_for_backward(*saved)
@@ -205,6 +210,7 @@ def _used_once(root: Tensor) -> set[int]:
             continue
         seen.add(fn)
         for g, _ in fn.next_functions if fn is not None else ():
+            # An edge for each use: a handle that two layers or two ops use gets the sum of both, which autograd makes.
             if hasattr(g, "variable"):
                 counts[id(g.variable)] = counts.get(id(g.variable), 0) + 1
             elif g is not None:

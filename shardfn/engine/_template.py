@@ -81,6 +81,7 @@ class Template:
         self._recorder, self._tracer, self._mode = recorder, recorder.tracer, _fake_mode([*carry, *x])
         self._positions = {t.number: j for j, t in enumerate(x) if type(t) is LazyLeaf}
         self._num_carry = len(carry)
+        # What a gradient arrives at, for either kind of leaf.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
         if any(get_proxy_slot(t, self._tracer, None) is None for t in (*carry, *ends)):
             raise Unfit("an argument is not a value of the captured program")
@@ -90,6 +91,7 @@ class Template:
             xs = [t.with_handle(h) if type(t) is LazyLeaf else h for t, h in zip(x, handles, strict=True)]
             for j, handle in enumerate(handles):
                 if handle.requires_grad:
+                    # As the engine hears of a gradient in eager steps: when autograd has summed the uses in this layer.
                     handle.register_hook(lambda grad, j=j: self._arrive(j, grad))
             self._given += handles
             self.inputs = [self._node(t) for t in self._given]
@@ -101,6 +103,7 @@ class Template:
         self.steps = [s for s in steps if s.target is not stand_in]
         self.differentiable = [t.requires_grad for t in self._values]
         self._refuse_outside_gradients()
+        # Stand-ins are new, so that any write shows.
         if any(t._version for t in self._given):
             raise Unfit("it writes to its arguments")
         given = {storage_of(t) for t in self._given}
@@ -108,6 +111,7 @@ class Template:
         if any(storage_of(s.meta["val"]) in given for s in strided):
             raise Unfit("it uses as_strided on an argument, whose place in memory differs from layer to layer")
         self._backwards: dict[Layouts, Backward] = {}
+        # With all cotangents: what this backward needs of the forward, those with fewer do, too.
         full = self.backward(self.layouts)
         mine = {s.node for s in self.steps} | set(self.inputs)
         theirs = {s.node for s in full.steps} | {n for n in full.cotangents if n is not None}
@@ -138,6 +142,7 @@ class Template:
             seeds = [None if stride is None else self._stand_in(t, stride) for t, stride in pairs]
             outs = [t for t, stride in pairs if stride is not None]
             into = [s for s in seeds if s is not None]
+            # Kept: cotangents with other strides, or fewer of them, run the backward again.
             got = iter(torch.autograd.grad(outs, wanted, into, allow_unused=True, retain_graph=True))
             grads = [next(got) if t.requires_grad else None for t in self._given]
             mine = grads[: self._num_carry]
@@ -154,6 +159,7 @@ class Template:
         with fetching(self._fetch):
             yield steps
         steps += steps_after(last, self._recorder)
+        # The last first: a node goes when nothing uses it any more.
         for step in reversed(steps):
             graph.erase_node(step.node)
 
@@ -171,6 +177,7 @@ class Template:
         layout, position = book.leaves[leaf], self._positions.get(leaf, -1)
         whole = without_data(self._mode, layout.dtypes.compute, layout.block, self._given[0].device)
         self._write(fetched, (position, -1 if position >= 0 else leaf), whole).meta["book"] = book
+        # So that what autograd saves of it is a (leaf, geometry), and a step of the backward that fetches.
         book.note(leaf, whole)
         return whole
 
@@ -212,6 +219,7 @@ class Template:
             if fn is None or fn in seen:
                 continue
             seen.add(fn)
+            # Its gradient would arrive once, where each copy of the layer owes one.
             if hasattr(fn, "variable") and id(fn.variable) not in inside:
                 raise Unfit("it uses a tensor that requires a gradient and is neither in the carry nor in xs")
             stack += [g for g, _ in fn.next_functions]
@@ -237,6 +245,7 @@ def check_same(one: Template, other: Template) -> None:
     Raises:
         CaptureError: they differ; names the first op that does, by line.
     """
+    # Nodes of the one, and what does the same in the other; a node of neither, outside, must be the same.
     pairs: dict[Any, Any] = dict(zip(one.inputs, other.inputs, strict=True))
     a, b = one.backward(one.layouts), other.backward(other.layouts)
     pairs |= zip(a.cotangents, b.cotangents, strict=False)

@@ -51,6 +51,7 @@ def update(
         scale: what gradients are multiplied by first; None for nothing.
         ahead: what has stepped some of the leaves already.
     """
+    # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
     with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
         held, rule = tree_leaves(params), parts.optimizer
@@ -94,6 +95,7 @@ def update_blocks(
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
+        # In place: by now gradients are nobody else's.
         torch._foreach_mul_([g for g in own if g is not None], scale)
     new, opt_state = inplace(rule_of(plan, optimizer))(
         tree_unflatten(plan.treedef, own),

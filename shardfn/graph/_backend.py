@@ -127,6 +127,7 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
 
 def _guarded(function: Callable[..., Any], steps: Sequence[Node | Region]) -> Callable[..., Any]:
     """Compiled code trusts strides, so those of the arguments that it reads are compared first."""
+    # Ops that are called one by one look at strides themselves.
     read = {node for step in steps if isinstance(step, Region) for node in step.inputs}
     given = [step for step in steps if isinstance(step, Node) and step.op == "placeholder"]
     expected = [(i, *_layout(n.meta["val"])) for i, n in enumerate(given) if n in read]

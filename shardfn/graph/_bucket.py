@@ -66,6 +66,7 @@ def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node
     ready = ready_after(memory.order, before, memory)
 
     def joins(start: Node, members: Sequence[Node]) -> bool:
+        # The message leaves where the first member did: every other one must be there by then.
         return ready[start] < memory.position[members[0]]
 
     groups = _groups(memory, which, gathered_bytes, joins, limit)
@@ -86,6 +87,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     needed = _needed_at(memory, before)
 
     def joins(start: Node, members: Sequence[Node]) -> bool:
+        # The message leaves with its last member: nobody may have needed another one's sum before that.
         return memory.position[start] < min(needed[m] for m in members)
 
     groups = _groups(memory, {n for n in memory.order if n.target is PSUM_SCATTER}, reduced_bytes, joins, limit)
@@ -143,11 +145,13 @@ def _groups(
             continue
         key, nbytes = _key(node), size(node)
         total += nbytes
+        # By a key that all ranks have in common, in the order of the graph: so all ranks merge the same.
         group = filling.get(key)
         fits = group is not None and group.nbytes + nbytes <= limit and total - group.passed <= 4 * limit
         if group is not None and fits and joins(node, group.members):
             group.members.append(node)
             group.nbytes += nbytes
+        # The bucket before of this key is closed: a later member would jump over this one.
         elif nbytes < limit:
             filling[key] = _Open([node], nbytes, total)
             filled.append(filling[key])

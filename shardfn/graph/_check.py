@@ -83,6 +83,7 @@ def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[st
     channels = dict.fromkeys(c for s in split for c in s)
     for channel in channels:
         for group in _groups(channel.split(" ")[-1], mesh_shape, len(sequences)):
+            # Each with the first of its group: if all agree with one, they agree with each other.
             for rank in group[1:]:
                 _compare(channel, group[0], split[group[0]].get(channel, []), rank, split[rank].get(channel, []))
 
@@ -184,6 +185,7 @@ def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> N
     """
     compare_sequences([e.lines for e in events], mesh_shape)
     first = events[0].text
+    # Ranks that run one program cannot wait for one another: each start comes before its wait on all of them.
     if any(e is not events[0] and e.text != first for e in events):
         _Simulation([e.program for e in events], mesh_shape).run()
 
@@ -260,6 +262,7 @@ class _Simulation:
         self._group = {c: self._group_of_rank(c, shape) for c in sorted(self._axes)}
         self._started: dict[tuple[str, int, int], int] = collections.Counter()
         self._opened: dict[str, set[int]] = collections.defaultdict(set)
+        # By what they wait for: a rank is looked at again only when that has happened.
         self._blocked: dict[tuple[str, int, int], list[int]] = collections.defaultdict(list)
 
     def run(self) -> None:
@@ -280,6 +283,7 @@ class _Simulation:
         program, woken = self._programs[rank], list[int]()
         while self._at[rank] < len(program):
             event = program[self._at[rank]]
+            # Before it may block here: the others may be waiting for this rank to come to the channel.
             woken += self._open(rank, event.channel)
             need = self._need(rank, event)
             if need is not None:

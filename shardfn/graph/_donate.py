@@ -79,6 +79,7 @@ class _Owners:
 
     def __init__(self, memory: Memory, donated: set[str], temporaries: bool) -> None:
         self._memory, self._temporaries = memory, temporaries
+        # By memory as it is now known; two that are joined take the later of the two.
         self._last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
         # A program that stops leaves the state as it was.
         self._stop = max((i for i, n in enumerate(memory.order) if is_stop(n)), default=-1)

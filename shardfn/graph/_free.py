@@ -51,6 +51,7 @@ def free_at_last_use(gm: GraphModule) -> GraphModule:
 def _alive(memory: Memory) -> list[Node]:
     alive: set[Node] = set()
     for node in reversed(memory.order):
+        # Backwards: a node's users have been decided when its turn comes.
         if node in alive or node.op == "output" or keeps_its_place(node):
             alive.update((node, *node.all_input_nodes))
     return [n for n in memory.order if n in alive]

@@ -53,6 +53,7 @@ class Memory:
             if is_wait(node) or (node.target is operator.getitem and is_wait_input(node)):
                 self._tie(node)
         self._shown = {n: tuple(dict.fromkeys(map(self.find, raw))) for n, raw in self._raw.items()}
+        # From here on all memories that are the same have been united.
         self._view = {n: self._is_view(n) for n in self.order}
         self._waits = {n: start_of(n) for n in self.order if is_wait(n)}
         self._writes = {n: self._of(written_by(n)) for n in self.order}
@@ -105,6 +106,7 @@ class Memory:
     def _numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
+        # By the memory of the abstract value, of which aliases share one, as tensors do.
         if "val" in node.meta:
             return tuple(self._new(storage_of(t), t.untyped_storage().nbytes()) for t in tensors_of(node))
         if node.op != "call_function":
@@ -187,6 +189,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
             last[m] = node
         for m in reads:
             readers.setdefault(m, []).append(node)
+        # It may read what it writes.
         before.pop(node, None)
         out[node] = sorted(before, key=memory.position.__getitem__)
     return out
@@ -194,6 +197,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
 
 def _stopped(node: Node, memory: Memory) -> tuple[int, ...]:
     """What is not to happen if the program stops before it, nor to be missing if it stops after it."""
+    # Also a transfer: a rank that stops must have started all that others wait for, and no more.
     acts = memory.writes(node) or is_start(node) or _RANDOM in _turns(node)
     return (_EFFECT,) if acts else ()
 
@@ -263,6 +267,7 @@ def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: se
     first = [n for n in order if n.op == "placeholder"]
     busy = [n for n in order if n not in eager and n.op != "placeholder"]
     late = [n for n in order if n in eager]
+    # The same problem, read from the end.
     after = {n: later[::-1] for n, later in dependents(before).items()}
     out = legal_order([*reversed(busy), *reversed(late), *reversed(first)], after)
     return [*first, *(n for n in reversed(out) if n.op != "placeholder")]

@@ -231,6 +231,7 @@ def _compiler() -> Iterator[None]:
     under_way: list[tuple[AsyncCompile, dict[str, Any]]] = []
     wait = AsyncCompile.wait
     with config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
+        # A region's code is waited for after the last one has been lowered. Inside `_compiler` on one thread at a time.
         AsyncCompile.wait = lambda self, scope: under_way.append((self, scope))
         try:
             yield

@@ -69,6 +69,7 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     values: list[Node] = []
     for i, wait in enumerate(waits):
         with graph.inserting_before(wait):
+            # Views of one message, which lives as long as any of them; what leaves the step must not keep the others.
             value = call(graph, _aten.slice.Tensor, (whole, 0, ends[i], ends[i + 1]), like=wait)
             values.append(call(graph, _aten.clone.default, (value,), like=wait) if alone[i] else value)
     return _replace(starts, waits, values)

@@ -53,6 +53,7 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
         raise ValueError(f"overlap_reductions(limit={limit}): a limit of bytes must not be negative.")
     memory = Memory(gm)
     before = dependences(memory)
+    # Starts first go up as far as they may; from there on only waits move.
     order = put_forward(memory.order, before, _eager(memory, dependents(before)))
     leaving = _leaving(memory)
     lazy = {*waits_and_views(memory, lambda n: is_wait(n) and is_reduction(start_of(n))), *_flat(leaving)}
@@ -70,6 +71,7 @@ def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
     """The starts, and the copies and views that only they need."""
     eager: set[Node] = set()
     for node in reversed(memory.order):
+        # What packs a message goes up with it; used by anything else, it stays, as it would live longer.
         packs = (is_copy(node) or memory.is_view(node)) and bool(after[node])
         if is_reduction(node) or (packs and all(n in eager for n in after[node])):
             eager.add(node)
@@ -110,6 +112,7 @@ def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[N
         if is_reduction(node):
             yield from leaving.get(before, ())
             before, nbytes = node, reduced_bytes(node)
+            # The oldest first: reductions of one channel end in the order in which they began.
             while flying and total + nbytes > limit:
                 oldest, freed = flying.popleft()
                 total -= freed

@@ -60,6 +60,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
         raise ValueError(f"prefetch(budget={budget}): a budget of bytes must not be negative.")
     memory, phases = Memory(gm), phases_of(gm)
     before = dependences(memory)
+    # When a gather could run asks for its inputs alone; the order among gathers is kept by `before`, and by the queue.
     free = dependences(memory, channels=False)
 
     def used(node: Node) -> bool:  # the update bounds by its own order what is under way
@@ -73,6 +74,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     if any(map(is_fetch, memory.order)):
         stages += [(lambda n: n.target is TO_DEVICE and used(n), budget)]
         stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]
+    # One stage after another, the nearest first: what feeds a gather is placed by where that has come to stand.
     for which, limit in stages:
         ready = ready_after(order, free, memory)
         order = legal_order(_Starter(order, ready, limit, which).wish(), before)
@@ -110,6 +112,7 @@ class _Starter:
                 continue
             if is_wait(node) and start_of(node) in self._chosen:
                 out += self._land(start_of(node))
+            # Nothing starts among the arguments: a graph has them first.
             if node.op != "placeholder":
                 out += self._admit(i)
             out.append(node)
@@ -130,6 +133,7 @@ class _Starter:
         return out
 
     def _fits(self, nbytes: int) -> bool:
+        # One at least, whatever its size: else a leaf above the budget would never be gathered ahead.
         return self._bytes == 0 or self._bytes + nbytes <= self._budget
 
     def _take(self) -> Node:

@@ -76,6 +76,7 @@ def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> lis
         >>> [len(s.nodes) if isinstance(s, Region) else s.name for s in cut(gm, min_bytes=0)]
         ['x_1', 2, 'mm', 2, 'output']
     """
+    # One pass, in the graph's order: a group may be joined until something that stays at its place needs it.
     groups = _Groups(gm)
     for node in gm.graph.nodes:
         groups.take(node)
@@ -155,6 +156,7 @@ class _LiveValues:
         for i, node in enumerate(nodes):
             for value in tensors_of(node):
                 key = storage_of(value)
+                # The caller's memory is there whatever is done.
                 given = nodes[born.setdefault(key, i)].op == "placeholder"
                 self.size[key] = 0 if given else value.untyped_storage().nbytes()
             for used in (node, *node.all_input_nodes):
@@ -250,6 +252,7 @@ class _Groups:
         self.unknown = at if unknown else self.unknown
         self.written.update(dict.fromkeys(storages, at))
         for group in list(self.open):
+            # What it reads is about to be written, or its values are needed: it runs directly before.
             if unknown or id(group) in needed or not storages.isdisjoint(group.reads):
                 self._close(group, at)
         growth = [max(0, self._growth(group, at)) for group in self.open]
@@ -281,6 +284,7 @@ def _in_order(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | Re
             continue
         if _num_ops(region) >= min_nodes and region.num_bytes >= min_bytes:
             assert group.slot is not None
+            # Between two nodes of the graph, before the one that closed it.
             timed.append((group.slot - 0.5, region))
         else:
             timed += [(groups.index[node], node) for node in group.nodes]
@@ -292,6 +296,7 @@ def _in_order(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | Re
 
 
 def _append_with_views(step: Node | Region, steps: list[Node | Region], seen: set[Node]) -> None:
+    # Views are made where they are first read; inside a region, and after it, again.
     for given in step.inputs if isinstance(step, Region) else step.all_input_nodes:
         if is_view(given) and given not in seen:
             seen.add(given)

@@ -117,6 +117,7 @@ class Replay:
             return None
         if all(m in self.memory.given or m in self.activations or self._last.get(m, -1) >= i for m in shown):
             return node
+        # The backward computes or gathers the same value for itself: taken from there, it costs nothing more.
         twins = self._twins.get(self._number[node], ())
         twin = next((t for t in twins if any(self._last.get(m, -1) >= i for m in self.memory.shown(t))), None)
         return twin or (None if self._can_run_again(node) else node)
@@ -139,6 +140,7 @@ class Replay:
                 taken = self.stand_in(a, i, {m})
                 if taken is None:
                     stack.append(a)
+                # It is read later than before: what is written in between would be read instead.
                 elif not self._steady(a, node):
                     return None
                 elif taken is a:
@@ -161,6 +163,7 @@ class Replay:
 
     def _can_run_again(self, node: Node) -> bool:
         memory, shown = self.memory, self.memory.shown(node)
+        # What other ranks take part in runs once; random numbers would be others; a write would be done twice.
         if node.op != "call_function" or self.phases[node] != "forward" or not shown:
             return False
         if is_start(node) or is_wait(node) or is_random(node) or memory.mutates(node):
@@ -223,6 +226,7 @@ class ReplayPlan:
 
     def _emit(self, target: Node) -> None:
         """Runs the node, after what must come before it."""
+        # By hand and not by recursion: chains are as long as a model is deep.
         stack = [target]
         while stack:
             node = stack[-1]
@@ -259,6 +263,7 @@ class ReplayPlan:
         return self._again[root]
 
     def _append_again(self, node: Node, inputs: Mapping[Node, Node | None]) -> None:
+        # What is taken from elsewhere may come later in the graph: it runs now.
         for taken in inputs.values():
             if taken is not None:
                 self._emit(taken)
@@ -296,6 +301,7 @@ def _held(memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]],
     for m in memory.shown(node):
         own[m] = next((named[m] for named in shown if m in named), m)
         if isinstance(value, Again) and not memory.is_view(node):
+            # A value that is made again is memory of its own, beside that of the first.
             own[m] = len(sizes)
             sizes.append(sizes[m])
     names[value] = own

@@ -58,6 +58,7 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     out, new = reordered(gm, memory.order)
     for again, first in stands.items():
         new[again].replace_all_uses_with(new[first])
+    # Waits before their starts: a node that has users cannot be erased.
     for node in reversed(memory.order):
         if node in dropped:
             out.graph.erase_node(new.pop(node))
@@ -94,6 +95,7 @@ class _Recent:
     def _gather(self, start: Node, wait: Node) -> None:
         leaf, m = self._number[start], self._memory.shown(wait)[0]
         first = self._first.get(leaf)
+        # The dropped value's uses are the first one's from here on.
         if first is not None and (leaf in self._recent or self._alive(first, start)):
             self.stands[wait] = first
             kept = self._memory.shown(first)[0]

@@ -66,6 +66,7 @@ def check_types(gm: GraphModule) -> None:
 
 def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:
     """Collectives of what needs none."""
+    # A transpose has the number of what it transposes: what is not among these has no gradient to be wrong.
     differentiated = {a.applied.transposes for a in types.applications}
     for found in types.applications:
         applied = found.applied
@@ -74,6 +75,7 @@ def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:
                 continue
             if applied.transposes:
                 yield from _never_summed(types, found, axis, sizes[axis])
+            # A needless one that nothing is differentiated through changes no value but its own, which may be meant.
             elif applied.number in differentiated:
                 yield from _needless(types, found, axis, sizes[axis])
 

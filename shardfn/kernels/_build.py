@@ -63,6 +63,7 @@ def _passed(arg: Any) -> Any:
 
 
 def _built(compiler: str) -> pathlib.Path:
+    # All that decides the machine code: a library built otherwise has another name.
     key = "\0".join([_SOURCE.read_text(), compiler, *_FLAGS, platform.machine(), *platform.libc_ver()])
     path = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not path.exists():
@@ -70,6 +71,7 @@ def _built(compiler: str) -> pathlib.Path:
             fresh = pathlib.Path(folder) / path.name
             run = [compiler, *_FLAGS, "-o", str(fresh), str(_SOURCE)]
             subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
+            # In one go: other ranks build, too, and must never load half a file.
             fresh.replace(path)
     return path
 

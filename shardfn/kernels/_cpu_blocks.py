@@ -88,6 +88,7 @@ class Squares:
             self._spans.append(self._lanes)
             np.add.reduce(wide, axis=0, out=self._lanes)
         else:
+            # Added in front of the new rows, lane by lane: one sum in one order, however it is cut in blocks.
             np.copyto(self._wide[0], self._lanes)
             np.add.reduce(self._wide[: 1 + rows], axis=0, out=self._lanes)
         self._count += y.size

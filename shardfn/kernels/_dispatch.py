@@ -43,6 +43,7 @@ def implemented_by(kind: str) -> Iterator[None]:
         raise ValueError(f"kernels are implemented by {', '.join(map(repr, _KINDS))}, not by {kind!r}")
     if kind == "native" and library() is None:
         raise ValueError("there is no C++ compiler for 'native' kernels; ask for 'cpu'")
+    # For all threads: a backward may run on another one.
     _ASKED.append(kind)
     try:
         yield

@@ -202,6 +202,7 @@ class LeafLayout:
 
     def left_to(self, axes: tuple[str, ...]) -> "LeafLayout":
         """The layout in a step whose optimizer averages over `axes` itself."""
+        # Units are made of layers: these must say what the leaf does.
         layers = tuple(layer.left_to(axes) for layer in self.layers)
         return dataclasses.replace(self, manner=self.manner._replace(left=axes), layers=layers)
 
@@ -232,6 +233,7 @@ def leaf_layout(
     One dtype stands for all of its dtypes; `home` overrides the rule's memory for the parameter.
     """
     shard = zero_spec(tuple(shape), compute, zero.axis, mesh) if zero.stage >= 1 else compute
+    # By the global shape, and not by blocks, whose sizes differ between ranks.
     large = shape.numel() > zero.persist_elements
     param = shard if zero.stage == 3 and large else compute
     dtypes = dtype if isinstance(dtype, Dtypes) else Dtypes.plain(dtype)
@@ -266,6 +268,7 @@ def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, manner:
     compute, shard = places.compute, places.shard
     dim = next((d for d in range(len(shape)) if shard.dim_axes(d) != compute.dim_axes(d)), None)
     zero_axes = tuple(a for a in shard.axes if a not in compute.axes)
+    # This rank's block, and that of rank 0, which is the largest where a size does not divide.
     slices = block_slices(tuple(shape), compute, mesh.shape, mesh.coords)
     block = torch.Size(s.stop - s.start for s in slices)
     largest = block_slices(tuple(shape), compute, mesh.shape, {})
@@ -278,6 +281,7 @@ def _leaf(path: str, shape: torch.Size, trainable: bool, places: Places, manner:
 @functools.lru_cache(maxsize=1024)
 def _bounds(rows: int, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
     sizes = dict(axes)
+    # By the rule that cuts global tensors: a rank's piece of a block is its block under the storage spec.
     cuts = [block_slices((rows,), P(tuple(sizes)), sizes, coords)[0] for coords in all_coords(sizes)]
     return tuple((c.start, c.stop) for c in cuts)
 

@@ -64,10 +64,12 @@ class LeafBook:
         """The whole tensor of a leaf, as a fresh alias."""
         if (fetch := _FETCH.innermost()) is not None:
             return fetch(self, leaf)
+        # No op of the loss: remat's policy must not number it, as a recomputation may find the leaf still there.
         with plumbing():
             whole = self._source(leaf)
         self.note(leaf, whole)
         mark(whole, "whole_of", self.leaves[leaf].entry)
+        # Autograd makes the tensor that a Function returns its result; this one the source may give to other uses.
         return alias(whole)
 
     def note(self, leaf: int, whole: Tensor) -> None:
@@ -79,6 +81,7 @@ class LeafBook:
             self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
             self.look_after(self.leaves[leaf].path, whole)
         else:
+            # Asked for again while it is alive, it comes in the same memory.
             self._check(known, whole)
 
     def look_after(self, path: str, whole: Tensor) -> None:
@@ -107,6 +110,7 @@ class LeafBook:
         if known is None:
             return x
         self._check(known, x)
+        # No reference to the memory: so a whole leaf may die before the backward.
         return known[0], x.size(), x.stride(), x.storage_offset()
 
     def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
@@ -118,6 +122,7 @@ class LeafBook:
 
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is _SavedLeaf:
+            # Not by `whole`: what is saved needs no link to its handle.
             layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
             return torch.stack(layers) if saved.stacked else layers[0]
         if type(saved) is not tuple:
@@ -161,6 +166,7 @@ class LazyLeaf(torch.Tensor):
     def make(index: int, path: str, handle: Tensor, book: LeafBook) -> "LazyLeaf":
         """The lazy leaf of `handle`'s shape, dtype and device."""
         leaf = _linked(handle)
+        # Weakly: a lazy leaf that escapes from a loss must not keep the step's gatherer alive.
         leaf.number, leaf._path, leaf.handle, leaf._book = index, path, handle, weakref.proxy(book)
         leaf._layers = ()
         return leaf
@@ -187,6 +193,7 @@ class LazyLeaf(torch.Tensor):
             self._book.look_after(self._path, out)
             return out
         book, index = self._book, self.number
+        # One node of autograd a use: what they send back is summed at the handle, whose hook sees the sum.
         if self.handle.requires_grad and torch.is_grad_enabled():
             return _FetchedLeaf.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
         return book.fetch(index)
@@ -212,6 +219,7 @@ class LazyLeaf(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Below autograd it is too late to open it: the way of its gradient would be lost.
         raise RuntimeError(f"a lazy leaf reached {func} unopened: this op bypasses __torch_function__.")
 
 

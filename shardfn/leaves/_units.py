@@ -87,6 +87,7 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, pieces)
     alone = {i for i, leaf in enumerate(leaves) if leaf.lazy} - set(members)
     units += [Unit.of(leaves, (i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize, pieces) for i in alone]
+    # Nothing but the layout has been looked at: so all ranks have the same units, by the same numbers.
     return sorted(units, key=lambda u: u.leaves[0])
 
 

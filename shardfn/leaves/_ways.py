@@ -95,6 +95,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
         manner: how it travels.
         sizes: the axes of the mesh.
     """
+    # Without coordinates: a route is the same on all ranks.
     mesh, dtypes = Mesh(dict(sizes), torch.device("cpu"), abstract=True), places.dtypes
     kept = Placement(places.param, (), places.memories.param, dtypes.param, stacked=places.stacked)
     used = Placement(places.compute, dtype=dtypes.compute, stacked=places.stacked)
@@ -102,6 +103,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     grad = used.cotangent(places.batch_axes)
     sent = grad.with_(dtype=dtypes.reduce)
     summed = _summed(places, manner, sent, state)
+    # Hops follow from the dims alone, so that leaves of all shapes share what is cached.
     shape = (2,) * ndim
     use = route(shape, kept, used, mesh, via=_way_in(kept, used, manner))
     reduce = route(shape, grad, summed, mesh, via=_way_out(sent, summed, state, manner))

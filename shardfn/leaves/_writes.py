@@ -51,10 +51,12 @@ class Watch:
             x: the tensor.
             kept: whether it is the state's own memory.
         """
+        # A detached alias has the count of `x`, and once emptied holds none of its memory.
         witness = torch.Tensor._make_subclass(torch.Tensor, x.detach())
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(witness):
             witness.set_()  # pyright: ignore[reportCallIssue]  # empty; the version is still that of `x`
         self._seen.append(_WatchedTensor(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
+        # Not of whole leaves: these are dropped and made again, and what was written to one goes with it.
         if kept and self._bits is not None:
             self._bits.append((path, x, _sum_of_bits(x)))
 
@@ -87,6 +89,7 @@ class Watch:
         """The leaves whose bits are others than at `add`."""
         if not self._bits or where in self._compared:
             return []
+        # Once, as it reads every parameter: what a loss writes past the count, it writes the first time, too.
         self._compared.add(where)
         same = torch.stack([_sum_of_bits(x).eq(total).cpu() for _, x, total in self._bits]).tolist()
         return [path for (path, *_), is_same in zip(self._bits, same, strict=True) if not is_same]
@@ -133,6 +136,7 @@ def check_graph(
     found: dict[str, None] = {}
     for node in graph.nodes:
         for x in _written(node):
+            # By memory: a write through any view counts.
             if storage_of(x) in leaves:
                 where = node.meta.get("where", "a line outside of " + name + "'s own")
                 found[f"{leaves[storage_of(x)]} is written to inside {name}: {where} ({node.target})"] = None

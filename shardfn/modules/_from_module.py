@@ -28,6 +28,7 @@ class ModuleFunction:
     def __init__(self, module: nn.Module, keep_dtype: Sequence[str], axis: Axes = None) -> None:
         self.module, self._keep_dtype, self._axis = module, tuple(keep_dtype), axis
         self._firsts = first_names(module)
+        # By the dtypes that were given: a module's structure does not change.
         self._casts: dict[Any, Casts] = {}
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +91,7 @@ class ModuleFunction:
     ) -> tuple[Any, dict[str, Tensor]]:
         """The forward, and what it has made of the buffers in `state`; it may change these, and no others."""
         check_cache()
+        # At each call: between calls the module is its owner's, who may have moved or replaced what is in it.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
@@ -173,6 +175,7 @@ class _ModuleCall:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
         self._state, self._axis = state, axis
         self._placed: Placed | None = None  # while it runs
+        # What runs again may run on autograd's thread, for this one: `one_thread` is told.
         self._caller = threading.get_ident()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -183,6 +186,7 @@ class _ModuleCall:
         """`f`, with the draws that it would make here, and the buffers that the forward has assigned up to here."""
         assert self._placed is not None
         count, overrides = self._draws.count, self._placed.overrides()
+        # Copies, as the forward goes on to write to its own.
         state = {name: x.clone() for name, x in self._now().items()}
 
         @functools.wraps(f)
@@ -233,6 +237,7 @@ class _ModuleCall:
             slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
             mode = ModuleMode(placed, self._draws, slots, self._axis)
             placed.override(overrides)
+            # After `override`, which puts back what the forward had assigned: a buffer of the state is this run's own.
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
             with running_module(self), shadowed(forwards(self._parts, self._found)), mode:
@@ -242,6 +247,7 @@ class _ModuleCall:
                     f"the forward of the module assigns its parameters {', '.join(assigned)}, which the step keeps and"
                     " trains; give what it computes another name, or convert the module before from_module."
                 )
+            # Only where nothing was raised: the first error is the one to tell.
             mode.check()
 
     @contextlib.contextmanager

@@ -37,6 +37,7 @@ class Buffers:
         self._placed = placed
         buffers = {n: s for n, s in placed.parts.buffers.items() if s not in state}
         self._tensors = {n: x for n, s in buffers.items() if (x := s.owner._buffers[s.name]) is not None}
+        # By identity: equal values in other memory are the forward's own.
         self._known = {id(x): name for name, x in self._tensors.items()}
         self._storages = {x.untyped_storage()._cdata: name for name, x in self._tensors.items() if has_storage(x)}
         self._versions = {name: _version(x) for name, x in self._tensors.items()}
@@ -102,6 +103,7 @@ class Buffers:
         if path in self._read:
             raise ValueError(self._refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})"))
         slot = self._placed.parts.buffers[path]
+        # Not of `x`: written whole, it needs none of the old values, and the module keeps its own.
         new = func(torch.empty_like(x), *args, **kwargs)
         slot.owner._buffers[slot.name] = new
         return new

@@ -63,6 +63,7 @@ class ModuleMode(TorchFunctionMode):
         if kwargs.get("out") is not None or writes(name):
             written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # those of nn.init come by name
             self._buffers.check_write(name, (written, kwargs.get("out", ())))
+        # Asked for what it is, a lazy leaf need not be gathered.
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
         handler = None if func is F.batch_norm and self._is_of_params(args) else self._handler(func)
@@ -71,6 +72,7 @@ class ModuleMode(TorchFunctionMode):
         if args:
             self._buffers.converted(name, args[0], out)
             if name in _VIEWS and self._is_of_params(args):
+                # By identity and weakly: an id that is used again is told apart, and no whole leaf is kept.
                 self._of_params[id(out)] = weakref.ref(out)
         return out
 

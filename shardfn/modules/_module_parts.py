@@ -139,6 +139,7 @@ class Placed:
 
     def __enter__(self) -> "Placed":
         """Puts the given tensors in their places."""
+        # The dicts themselves stay, since others may hold them; what is in them is copied.
         self._before = [
             _Before(path, sub, sub.__dict__.copy(), sub._parameters.copy(), sub._buffers.copy())
             for path, sub in self.parts.unique
@@ -197,6 +198,7 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     if (now or before) and not _same(now, before):
+        # In one go, so that the order of names is that of before, too.
         now.clear()
         now.update(before)
 

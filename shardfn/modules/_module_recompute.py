@@ -22,6 +22,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 _CALLS = Ambient["Running"]("calls of modules", by_thread=True)
 _LOCK = threading.Lock()
 _PATCHED: list[Callable[[], None]] = []
+# Names of torch are replaced while this is above 0, for all threads; each looks for calls of its own, `_CALLS`.
 _num_running = 0
 
 
@@ -73,6 +74,7 @@ def _unpatch() -> None:
     with _LOCK:
         _num_running -= 1
         while not _num_running and _PATCHED:
+            # The last first, so that each finds what it has replaced.
             _PATCHED.pop()()
 
 
@@ -88,6 +90,7 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The innermost first: it wraps `f`, and those around wrap that, as in the forward.
         for run in reversed(_CALLS.all):
             f = run.again(f)
         return original(f, *args, **kwargs)
@@ -106,6 +109,7 @@ def _reentrant(original: Any) -> Any:
     class CheckpointFunction(original):
         @classmethod
         def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            # Another thread, with no module of ours.
             if not _CALLS:
                 return original.apply(f, preserve_rng_state, *args)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}

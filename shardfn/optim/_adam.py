@@ -218,8 +218,10 @@ def _fused(
         ps, treedef = tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
+        # The kernel wants rows of one dtype; what is staged for it is written back by `unstage`.
         columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
         on = zip(flags(params, ps, treedef, specs), [g.dtype for g in columns[-1]], strict=True)
+        # The rule's counter and the rate's: each rule of the chain has its own, advanced once a step.
         step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
         for ((decays, _), device, _), (p, mu, nu, g) in grouped(columns, list(on)).items():
             decay = number(weight_decay) if decays else 0.0

@@ -69,6 +69,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
 
+    # A chain's state is the tuple of its rules' states, in their order.
     needs = join_needs(txs, chain, states=lambda state: state)
     if speaks is None:
         return GradientTransformation(init, update, apply, needs)
@@ -131,6 +132,7 @@ def _check_early(states: Sequence[OptState]) -> None:
     Raises:
         ValueError: which they are.
     """
+    # Counters are the same on all ranks, whatever their gradients.
     keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in tree_leaves(state))]
     if keeping:
         raise ValueError(
@@ -162,6 +164,7 @@ def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
     """Whether a rule asks for more of parameters than their shape and dtype. Tried with zeros that take no memory."""
     zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
+        # With a tensor that refuses every function of torch but those of its shape.
         tx.update(zeros, tx.init(zeros), tree_map(lambda x: x.as_subclass(_NotLookedAt), zeros))
     except _LookedAtError:
         return True

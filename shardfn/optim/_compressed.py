@@ -74,6 +74,7 @@ class Averaging:
         mesh, n = whole.mesh, 1
         for dim, size in enumerate(whole.shape):
             for axis in mesh.axes(whole.spec.dim_axes(dim)):
+                # Along the axes of the mean all ranks have all of it; along others the first has the most.
                 size = size if axis in self.over else -(-size // mesh.axis_size(axis))
             n *= size
         axes = mesh.axes(whole.spec.axes)
@@ -104,6 +105,7 @@ class Averaging:
             shares: one each.
             donate: whether all of these may be overwritten.
         """
+        # Ranks have blocks of unlike sizes, and messages of one; what pads the smaller ones is cut off again.
         flat = [padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
         options: dict[str, Any] = {"outer": self.outer, "donate": donate}
         if any(s.cut for s in shares):

@@ -111,6 +111,7 @@ class _Shape(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # It has no memory: an answer from here would be made up.
         raise AssertionError(f"{func} got past __torch_function__")
 
 

@@ -1,5 +1,7 @@
 """`delayed`: the update of the step before, so that it may run beside the gradients of this one."""
 
+import functools
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,40 +77,73 @@ def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTrans
         raise ValueError(f"delayed: warmup={warmup!r} must be an int >= 0.")
     rule = as_transformation(tx)
     refuse_phases("delayed", rule)
-    return _delayed(rule, warmup)
+    return _Delayed(rule, warmup).rule()
 
 
-def _delayed(
-    tx: GradientTransformation, warmup: int, whole: Params = None, stats: Tensor | None = None
-) -> GradientTransformation:
-    """The rule; for parts of the tree `whole`, if that is given, in a step whose measures are `stats`."""
-    measure = tx.needs.measure if tx.needs.measure is not None and tx.needs.measure.additive else None
-    own = tx if whole is None else given(tx, whole)
+@dataclass(frozen=True, eq=False)
+class _Delayed:
+    """The rule; for parts of the tree `whole`, if that is given, in a step whose measures are `stats`.
 
-    def rule(like: PyTree, total: Any) -> GradientTransformation:
-        """`tx` for gradients whose measures add up to `total`."""
-        return given(tx, like if whole is None else whole, total.view(1)) if measure else own
+    Compared by identity: a tree of params has no equality.
+    """
 
-    def total(updates: Updates, specs: Specs) -> Tensor | None:
+    tx: GradientTransformation
+    warmup: int
+    whole: Params = None
+    stats: Tensor | None = None
+
+    def rule(self) -> GradientTransformation:
+        """As an optimizer."""
+        tx, measure = self.tx, self.measure
+        needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())._replace(given=self.given)
+        if measure is not None:
+            ahead = measure._replace(ahead=lambda state: int(state.count) >= self.warmup)
+            return GradientTransformation(self.init, self.update, self.apply, needs._replace(measure=ahead))
+        grain = "tree" if tx.needs.measure is not None else needs.grain  # measures that do not add up are not kept
+        return GradientTransformation(self.init, self.update, self.apply, needs._replace(grain=grain, measure=None))
+
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+        del phase
+        return replace(self, whole=params, stats=stats).rule()
+
+    @functools.cached_property
+    def measure(self) -> Measure | None:
+        """The measure that the inner rule takes, if the sum over leaves says all of it."""
+        measure = self.tx.needs.measure
+        return measure if measure is not None and measure.additive else None
+
+    @functools.cached_property
+    def own(self) -> GradientTransformation:
+        """The inner rule, whatever has been measured."""
+        return self.tx if self.whole is None else given(self.tx, self.whole)
+
+    def by(self, like: PyTree, total: Any) -> GradientTransformation:
+        """The inner rule for gradients whose measures add up to `total`."""
+        if self.measure is None:
+            return self.own
+        return given(self.tx, like if self.whole is None else self.whole, total.view(1))
+
+    def total(self, updates: Updates, specs: Specs) -> Tensor | None:
         """The sum of the measures; None where it is not known yet, or nobody asks."""
-        if measure is None or (whole is not None and stats is None):
+        if self.measure is None or (self.whole is not None and self.stats is None):
             return None
-        return _sum_measures(measure, updates, specs) if stats is None else stats.sum()
+        return _sum_measures(self.measure, updates, specs) if self.stats is None else self.stats.sum()
 
-    def init(params: Params) -> DelayedState:
+    def init(self, params: Params) -> DelayedState:
         wide = dtype_of_squares(tree_leaves(params))
-        kept = torch.zeros((), dtype=wide, device=zero_count(params).device) if measure else ()
-        return DelayedState(zeros_like(params), zero_count(params), own.init(params), kept)
+        kept = torch.zeros((), dtype=wide, device=zero_count(params).device) if self.measure else ()
+        return DelayedState(zeros_like(params), zero_count(params), self.own.init(params), kept)
 
     def update(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         gs, waiting = _columns(updates, state, "updates")
-        plain, moves, now = state.count < warmup, state.count != warmup, total(updates, specs)
+        # Both outcomes of each branch are computed: under a transform nobody can read the counter.
+        plain, moves, now = state.count < self.warmup, state.count != self.warmup, self.total(updates, specs)
         used = [torch.where(plain, g.to(w.dtype), w) for g, w in zip(gs, waiting, strict=True)]
         norm = state.measured if now is None else torch.where(plain, now, state.measured)
         like = tree_flatten(updates)[1]
-        us, inner = rule(updates, norm).update(tree_unflatten(like, used), state.inner, params, specs=specs)
+        us, inner = self.by(updates, norm).update(tree_unflatten(like, used), state.inner, params, specs=specs)
         us = tree_map(lambda u: torch.where(moves, u, 0.0).to(u.dtype), us)
         inner = tree_map(lambda new, old: torch.where(moves, new, old), inner, state.inner)
         kept = [torch.where(plain, 0.0, g).to(w.dtype) for g, w in zip(gs, waiting, strict=True)]
@@ -116,32 +151,21 @@ def _delayed(
         return us, DelayedState(tree_unflatten(like, kept), state.count + 1, inner, after)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
-            return _through(update, grads, state, params, specs)  # nobody can read the counter
+            return _through(self.update, grads, state, params, specs)  # nobody can read the counter
         # The rule spends what waits before this step's gradients take its place.
         gs, waiting = _columns(grads, state, "grads")
-        inner, count, now = state.inner, int(state.count), total(grads, specs)
-        if count < warmup:
-            params, inner = inplace(rule(grads, now))(grads, inner, params, specs=specs)
-        elif count > warmup:
-            params, inner = inplace(rule(grads, state.measured))(state.pending, inner, params, specs=specs)
-        if count >= warmup and gs:
+        inner, count, now = state.inner, int(state.count), self.total(grads, specs)
+        if count < self.warmup:
+            params, inner = inplace(self.by(grads, now))(grads, inner, params, specs=specs)
+        elif count > self.warmup:
+            params, inner = inplace(self.by(grads, state.measured))(state.pending, inner, params, specs=specs)
+        if count >= self.warmup and gs:
             foreach_copy_(waiting, gs)
-        if count >= warmup and now is not None:
+        if count >= self.warmup and now is not None:
             state.measured.copy_(now)
         return params, DelayedState(state.pending, state.count.add_(1), inner, state.measured)
-
-    def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
-        del phase
-        return _delayed(tx, warmup, params, stats)
-
-    needs = join_needs([tx], lambda rule: _delayed(rule, warmup))._replace(given=on)
-    if measure is not None:
-        ahead = measure._replace(ahead=lambda state: int(state.count) >= warmup)
-        return GradientTransformation(init, update, apply, needs._replace(measure=ahead))
-    grain = "tree" if tx.needs.measure is not None else needs.grain  # measures that do not add up are not kept
-    return GradientTransformation(init, update, apply, needs._replace(grain=grain, measure=None))
 
 
 def _sum_measures(measure: Measure, updates: Updates, specs: Specs) -> Tensor:

@@ -54,6 +54,7 @@ def _even(columns: Columns) -> Iterator[Columns]:
     ends = [[end for _, end in column if end.numel()] for column in pairs]
     joined = [_join(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
+    # The bodies are views, written where they stand; ends were copied into one, and go back from there.
     for end, join in zip(ends[:-1], joined, strict=False):
         foreach_copy_(end, _split(join, end))
 

@@ -84,6 +84,7 @@ class Freeze:
     def phase(self, state: FreezeState, *, switches: bool) -> Phase:
         """Of the next step; reads the state on the host. `switches`: whether the first compressed step is special."""
         count, frozen = int(state.count), int(state.frozen)
+        # By the number asked for now, which may differ from the one of the steps before a resume.
         learned = count >= self.step if isinstance(self.step, int) else frozen > 0
         if not learned:
             probes = not isinstance(self.step, int) and (count + 1) % self.interval == 0
@@ -108,6 +109,7 @@ class Freeze:
     @staticmethod
     def frozen(state: FreezeState) -> FreezeState:
         """After a compressed step."""
+        # Without a test nothing was noted while it learnt: the first compressed step comes after the last of those.
         since = torch.where(state.frozen > 0, state.frozen, state.count)
         return FreezeState(state.count + 1, since, torch.ones_like(state.begun), state.norm)
 

@@ -105,6 +105,7 @@ def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """
     if not transforming():
         return x.sqrt()
+    # Twice: the derivative of the branch that is not taken is infinite at 0, and infinity times 0 is nan.
     return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)
 
 

@@ -253,6 +253,7 @@ def lamb_in_place(
         check_shapes(treedef, ps, grads=gs)
         (p, mu, nu, g), copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=everywhere)
         on = flags(params, ps, treedef, specs)
+        # Counters advance here: the moments' rule keeps none, correction and rate one each.
         rate = next_rate(learning_rate, state[-1])
         rate = rate * bias_factor(state[3].count.add_(1), b1, b2) if corrected else rate
         ratios = torch.zeros(0)
@@ -312,6 +313,7 @@ def _direction(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: N
 
 def _directions(mu: list[Tensor], nu: list[Tensor], g: list[Tensor], b1: float, b2: float, eps: float) -> list[Tensor]:
     u = [torch.empty_like(x) for x in mu]
+    # Piece by piece: the temporaries of a chain of kernels stay in the cache.
     for m, v, d, out in blocks([mu, nu, g, u]):
         foreach_mul_(m, b1)
         foreach_add_(m, d, alpha=1 - b1)

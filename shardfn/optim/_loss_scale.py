@@ -144,9 +144,11 @@ def dynamic_loss_scale(
         scale, i, last, left, _ = state
         clean = finite.to(scale.device)
         falls = ~clean & (left == 1)
+        # Finite steps since the last overflow, this one not counted.
         stable = i - last - 1
         grows = clean & (stable > 0) & (stable % window == 0)
         refills = (clean & consecutive) | grows
+        # An infinite scale would make every gradient overflow from then on.
         grown = torch.where((scale * factor).isfinite(), scale * factor, scale)
         return DynamicScaleState(
             torch.where(falls, (scale / factor).clamp(min=min_scale), torch.where(grows, grown, scale)),

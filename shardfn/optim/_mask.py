@@ -4,7 +4,9 @@ A leaf that a rule is not to see is `None` to it, which is the tree's word for a
 state for it and needs no case of its own.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +86,7 @@ def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransfor
         >>> tx.update(params, tx.init(params))[0]
         {'a': tensor([0.]), 'b': tensor([1.])}
     """
-    return _partition({True: as_transformation(inner)}, mask, bool, "mask")
+    return _ByLabel({True: as_transformation(inner)}, mask, bool, "mask").rule()
 
 
 def freeze(mask: Mask) -> GradientTransformation:
@@ -122,71 +124,89 @@ def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], lab
         >>> tx.update(params, tx.init(params))[0]
         {'a': tensor([-1.]), 'b': tensor([-0.1000])}
     """
-    return _partition({k: as_transformation(tx) for k, tx in transforms.items()}, labels, str, "labels")
+    return _ByLabel({k: as_transformation(tx) for k, tx in transforms.items()}, labels, str, "labels").rule()
 
 
-def _partition(rules: dict[Any, GradientTransformation], labels: Mask, kind: type, name: str) -> GradientTransformation:
-    resolve = per_leaf(labels, kind, name)
-    refuse_phases(name, *rules.values())
+@dataclass(frozen=True, eq=False)
+class _ByLabel:
+    """Rules by label, each applied to the leaves that have it; leaves of a label without a rule take `u = g`.
 
-    def labelled(tree: PyTree, specs: Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    Compared by identity, as labels may be a tree.
+    """
+
+    rules: dict[Any, GradientTransformation]
+    labels: Mask
+    kind: type
+    name: str
+
+    def rule(self) -> GradientTransformation:
+        """As an optimizer."""
+        refuse_phases(self.name, *self.rules.values())
+        needs = join_needs(
+            self.rules.values(),
+            lambda *inner: replace(self, rules=dict(zip(self.rules, inner, strict=True))).rule(),
+            sees=self.sees,
+            own=None if isinstance(self.labels, Resolved) else self.decided,
+            in_turn=False,
+        )
+        return GradientTransformation(self.init, self.update, self.apply, needs)
+
+    def decided(self, params: Params) -> GradientTransformation:
+        return replace(self, labels=resolved(self.labels, params, self.kind, self.name)).rule()
+
+    def sees(self, params: Params, stats: Tensor | None) -> Views:
+        leaves, treedef, names = self.labelled(params)
+        rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in self.rules}
+        return [(_select(leaves, treedef, names, k), rows[k]) for k in self.rules]
+
+    @functools.cached_property
+    def resolve(self) -> Callable[..., tuple[Any, ...]]:
+        """From a tree to a label a leaf."""
+        return per_leaf(self.labels, self.kind, self.name)
+
+    def labelled(self, tree: PyTree, specs: Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
+        """The leaves, their structure, and their labels."""
         leaves, treedef = tree_flatten(tree)
-        names = resolve(tree, leaves, treedef, specs)
-        if kind is str:
-            _check_labels(tree, names, rules)
+        names = self.resolve(tree, leaves, treedef, specs)
+        if self.kind is str:
+            _check_labels(tree, names, self.rules)
         return leaves, treedef, names
 
-    def init(params: Params) -> MultiTransformState:
-        leaves, treedef, names = labelled(params)
-        return MultiTransformState({str(k): rule.init(_select(leaves, treedef, names, k)) for k, rule in rules.items()})
+    def init(self, params: Params) -> MultiTransformState:
+        leaves, treedef, names = self.labelled(params)
+        inner = {str(k): rule.init(_select(leaves, treedef, names, k)) for k, rule in self.rules.items()}
+        return MultiTransformState(inner)
 
     def update(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
-        check_state(name, state, MultiTransformState)
-        us, treedef, names = labelled(updates, specs)
+        check_state(self.name, state, MultiTransformState)
+        us, treedef, names = self.labelled(updates, specs)
         ps = None if params is None else leaves_like(params, treedef, "params", "updates")
         ss = None if specs is None else spec_leaves(specs, updates)
         out, states = list(us), {}
-        for k, rule in rules.items():
+        for k, rule in self.rules.items():
             u, p, s = (_select(x, treedef, names, k) for x in (us, ps, ss))
             new, states[str(k)] = rule.update(u, state.inner[str(k)], p, specs=s)
             _merge(out, tree_leaves(new), names, k)
         return tree_unflatten(treedef, out), MultiTransformState(states)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        check_state(name, state, MultiTransformState)
-        ps, treedef, names = labelled(params, specs)
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        check_state(self.name, state, MultiTransformState)
+        ps, treedef, names = self.labelled(params, specs)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
         ss = None if specs is None else spec_leaves(specs, params)
         out, states = list(ps), {}
-        for k, rule in rules.items():
+        for k, rule in self.rules.items():
             g, p, s = (_select(x, treedef, names, k) for x in (gs, ps, ss))
             new, states[str(k)] = inplace(rule)(g, state.inner[str(k)], p, specs=s)
             _merge(out, tree_leaves(new), names, k)
-        rest = [(p, g) for p, g, k in zip(ps, gs, names, strict=True) if k not in rules]
+        rest = [(p, g) for p, g, k in zip(ps, gs, names, strict=True) if k not in self.rules]
         for p, g in rest:
             p.add_(g)
         return tree_unflatten(treedef, out), MultiTransformState(states)
-
-    def sees(params: Params, stats: Tensor | None) -> Views:
-        leaves, treedef, names = labelled(params)
-        rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in rules}
-        return [(_select(leaves, treedef, names, k), rows[k]) for k in rules]
-
-    def fixed(params: Params) -> GradientTransformation:
-        return _partition(rules, resolved(labels, params, kind, name), kind, name)
-
-    needs = join_needs(
-        rules.values(),
-        lambda *inner: _partition(dict(zip(rules, inner, strict=True)), labels, kind, name),
-        sees=sees,
-        own=None if isinstance(labels, Resolved) else fixed,
-        in_turn=False,
-    )
-    return GradientTransformation(init, update, apply, needs)
 
 
 def _select(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:

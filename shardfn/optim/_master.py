@@ -5,7 +5,9 @@ optimizer's state collects such updates until they show. Micikevicius et al., Mi
 https://arxiv.org/abs/1710.03740
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,37 +71,75 @@ def master_weights(
     References:
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
-    resolve, tx = per_leaf(kept, torch.dtype, "kept"), as_transformation(inner)
+    return _MasterWeights(as_transformation(inner), dtype, kept).rule()
 
-    def dtypes(params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
-        return [p.dtype for p in ps] if kept is None else resolve(params, ps, treedef)
 
-    def init(params: Params) -> MasterState:
+@dataclass(frozen=True, eq=False)
+class _MasterWeights:
+    """The rule. Compared by identity, as `kept` may be a tree."""
+
+    tx: GradientTransformation
+    dtype: torch.dtype
+    kept: PyTree
+
+    def rule(self) -> GradientTransformation:
+        """As an optimizer."""
+        needs = join_needs(
+            [self.tx],
+            lambda rule: replace(self, tx=rule).rule(),
+            states=lambda state: (state.inner,),
+            sees=self.sees,
+            own=None if self.kept is None or isinstance(self.kept, Resolved) else self.decided,
+        )
+        return GradientTransformation(self.init, self.update, self.apply, needs)
+
+    def decided(self, params: Params) -> GradientTransformation:
+        return replace(self, kept=resolved(self.kept, params, torch.dtype, "kept")).rule()
+
+    def sees(self, params: Params, stats: Tensor | None) -> Views:
+        """The tree as the inner rule sees it: wide."""
         ps, treedef = tree_flatten(params)
-        own = dtypes(params, ps, treedef)
-        narrow = [d.itemsize < dtype.itemsize for d in own]
-        seen = [p.to(dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
-        masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
-        return MasterState(tree_unflatten(treedef, masters), tx.init(tree_unflatten(treedef, seen)))
+        own = [self.dtype if self._is_narrow(d) else d for d in self._dtypes(params, ps, treedef)]
+        return [(tree_unflatten(treedef, [_abstract(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
 
-    def columns(state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
+    @functools.cached_property
+    def _resolve(self) -> Callable[..., Sequence[torch.dtype]]:
+        return per_leaf(self.kept, torch.dtype, "kept")
+
+    def _is_narrow(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize < self.dtype.itemsize
+
+    def _dtypes(self, params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
+        return [p.dtype for p in ps] if self.kept is None else self._resolve(params, ps, treedef)
+
+    def init(self, params: Params) -> MasterState:
+        ps, treedef = tree_flatten(params)
+        own = self._dtypes(params, ps, treedef)
+        narrow = [self._is_narrow(d) for d in own]
+        # A copy even of what is wide already: it must not share the memory of a parameter that is written.
+        seen = [p.to(self.dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
+        masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
+        return MasterState(tree_unflatten(treedef, masters), self.tx.init(tree_unflatten(treedef, seen)))
+
+    def _columns(self, state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
         """By leaf, the copy or None; and what the inner rule sees."""
         check_state("master_weights", state, MasterState)
-        narrow = [p.dtype.itemsize < dtype.itemsize for p in ps]
+        narrow = [self._is_narrow(p.dtype) for p in ps]
         like = tree_structure(tree_unflatten(treedef, [0 if n else None for n in narrow]))
         copies = iter(leaves_like(state.master, like, "state.master", "params"))
         masters = [next(copies) if n else None for n in narrow]
         return masters, [p if m is None else m for p, m in zip(ps, masters, strict=True)]
 
     def update(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         check_params("master_weights", params)
         ps, treedef = tree_flatten(params)
-        masters, seen = columns(state, ps, treedef)
+        masters, seen = self._columns(state, ps, treedef)
         old = tree_unflatten(treedef, seen)
-        us, inside = tx.update(updates, state.inner, old, specs=specs)
+        us, inside = self.tx.update(updates, state.inner, old, specs=specs)
         new = tree_leaves(apply_updates(old, us))
+        # In float64 the difference of two narrow numbers is exact, and so is the sum that gives p' back.
         out = [
             u if m is None else x.to(p.dtype).double() - p.double()
             for u, m, x, p in zip(leaves_like(us, treedef, "updates", "params"), masters, new, ps, strict=True)
@@ -107,13 +147,15 @@ def master_weights(
         wides = [None if m is None else x for m, x in zip(masters, new, strict=True)]
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
 
-    step = inplace(tx)
+    @functools.cached_property
+    def _step(self) -> Callable[..., tuple[Params, OptState]]:
+        return inplace(self.tx)
 
     @torch.no_grad()
-    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         ps, treedef = tree_flatten(params)
-        masters, seen = columns(state, ps, treedef)
-        new, inside = step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
+        masters, seen = self._columns(state, ps, treedef)
+        new, inside = self._step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
         rows = list(zip(ps, masters, leaves_like(new, treedef, "params", "params"), strict=True))
         narrow = [(p, x) for p, m, x in rows if m is not None]
         if narrow:
@@ -121,24 +163,6 @@ def master_weights(
         out = [x if m is None else p for p, m, x in rows]
         wides = [None if m is None else x for _, m, x in rows]
         return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
-
-    def sees(params: Params, stats: Tensor | None) -> Views:
-        """The tree as the inner rule sees it: wide."""
-        ps, treedef = tree_flatten(params)
-        own = [dtype if d.itemsize < dtype.itemsize else d for d in dtypes(params, ps, treedef)]
-        return [(tree_unflatten(treedef, [_abstract(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
-
-    def fixed(params: Params) -> GradientTransformation:
-        return master_weights(tx, dtype, kept=resolved(kept, params, torch.dtype, "kept"))
-
-    needs = join_needs(
-        [tx],
-        lambda rule: master_weights(rule, dtype, kept=kept),
-        states=lambda state: (state.inner,),
-        sees=sees,
-        own=None if kept is None or isinstance(kept, Resolved) else fixed,
-    )
-    return GradientTransformation(init, update, apply, needs)
 
 
 def _abstract(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:

@@ -104,12 +104,14 @@ def join_needs(
     rules = tuple(rules)
 
     def views(params: Params, stats: Tensor | None) -> Views:
+        # Only the first sees gradients as they were measured; the next gets what that has made of them.
         return [(params, stats if i == 0 else None) for i in range(len(rules))]
 
     look = sees or views
 
     def decide(params: Params) -> GradientTransformation:
         if own is not None:
+            # First its own functions, then those of the rules inside: `own` gives a rule that has no more of its own.
             return decided(own(params), params)
         return rebuild(*(decided(rule, p) for rule, (p, _) in zip(rules, look(params, None), strict=True)))
 
@@ -134,6 +136,7 @@ def _in_turn(
 
 def _side_by_side(rules: Sequence[GradientTransformation]) -> tuple[Measure | None, bool]:
     """What they measure, and whether it is one thing: a leaf is measured before anyone asks whose it is."""
+    # By the function: rules that take the same measure share it.
     kinds = dict.fromkeys(rule.needs.measure.of for rule in rules if rule.needs.measure is not None)
     return next((Measure(of) for of in kinds), None), len(kinds) < 2
 

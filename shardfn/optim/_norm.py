@@ -147,6 +147,7 @@ def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
 def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # which has no rule for the kernel below, and no derivative of a norm at 0
+        # By what torch can differentiate and map over.
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
     norms = iter(_norms([wide(x) for x in small if x is not None]))
@@ -177,6 +178,7 @@ def over_blocks(
 ) -> Shaped[Tensor, "num_leaves *rest"]:
     """The sum over blocks of one number a leaf, or a few, (or what `reduce` takes): one call for each set of axes."""
     mesh = current_mesh()
+    # By axes in the mesh's order, so that specs which name them in another order share a call.
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         axes = mesh.axes(spec.axes)

@@ -213,6 +213,7 @@ class _OneBitAdam(Phased):
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
             return params, self._learnt(state, adam, specs, now)
         leaves, mus, nus, step = self._local(grads, state, params, specs)
+        # Advances the counters, too, so whatever depends on them has been read before.
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
         ms, residual, codes = self._average(leaves, mus, state, now, donate=True)
         ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]

@@ -16,7 +16,7 @@ from ._apart import Apart, add_, apart, blend, purely
 from ._base import GradientTransformation, Phase
 from ._chain import chain
 from ._checks import decay_rate, not_negative
-from ._compressed import Share, averaging, written
+from ._compressed import averaging, written
 from ._decay import add_decayed_weights
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
 from ._hyper import rounded_root
@@ -33,6 +33,7 @@ from ._learning_rate import scale_by_learning_rate
 from ._leaves import spec_leaves, wide, zeros_like
 from ._norm import over_blocks, sum_squares
 from ._onebit_adam import SIGN, StepNumbers
+from ._onebit_messages import messages_of, split
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
@@ -200,7 +201,7 @@ class _OneBitLamb(Phased):
         coeff, weight, factor, scaling = (_everywhere(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
         moments, trust = self.before.init(params), scale_by_trust_ratio().init(params)
         fresh = zeros_like(leaves.merged([None] * sum(leaves.exact), leaves.pick(leaves.ps)))
-        made = [self.averaging.init(m.share, zero.device) for m in _messages(leaves)]
+        made = [self.averaging.init(m.share, zero.device) for m in messages_of(leaves)]
         residual, codes = ([row[i] for row in made] for i in (0, 1))
         lamb = (*moments, trust, *self.after.init(params))
         return OneBitLambState(freeze, lamb, coeff, weight, factor, scaling, fresh, residual, codes)
@@ -227,6 +228,7 @@ class _OneBitLamb(Phased):
             return params, self._learnt(state, lamb, ratios, specs, now)
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.lamb[0], leaves.ps, leaves.treedef, "params")
+        # Before `exactly`, which advances the counters.
         rate = self._corrected_rate(state)
         _, lamb = leaves.exactly(lambda *args, **kwargs: self.in_place(*args, **kwargs)[:2], state.lamb, mus, nus)
         mus, nus = leaves.pick(mus), leaves.pick(nus)
@@ -237,7 +239,10 @@ class _OneBitLamb(Phased):
             g = (m - self.b1 * wide(mu)).div_(1 - self.b1)
             fresh.copy_(self.b2 * wide(fresh) + (1 - self.b2) * g.square_())
         ms = [written(mu, m) for mu, m in zip(mus, ms, strict=True)]
-        factor = self._descend(leaves, ms, nus, freshs, rate, state, params, specs)
+        factor = state.factor
+        if ms:
+            us, f = self._directions(leaves, ms, nus, freshs, params, specs)
+            factor = self._descend(leaves, us, f, rate, state)
         state = state._replace(lamb=leaves.joined(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
         return params, state._replace(freeze=self.freeze.frozen(state.freeze))
 
@@ -246,6 +251,7 @@ class _OneBitLamb(Phased):
     ) -> OneBitLambState:
         """After a step of the warm-up. What the compressed steps keep starts anew."""
         beta, c = self.coeff_beta, ratios.to(state.coeff)
+        # A ratio of 1 says that LAMB did not scale the leaf, and is no part of the mean.
         coeff, weight = (
             torch.where(c == 1, x, beta * x + (1 - beta) * y) for x, y in ((state.coeff, c), (state.weight, 1.0))
         )
@@ -282,7 +288,8 @@ class _OneBitLamb(Phased):
     ) -> tuple[list[Tensor], PyTree, PyTree]:
         """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
         gs, specs, shares, scales = map(leaves.pick, (leaves.gs, leaves.specs, leaves.shares, state.scaling.unbind()))
-        messages = _messages(leaves)
+        messages = messages_of(leaves)
+        # Whole leaves, as they were sent: gathered at the switch, when there is no code yet; then decoded.
         old: list[Any] = list(mus)
         for message, codes in zip(messages, state.codes, strict=True):
             like = [gs[i] for i in message.leaves]
@@ -292,46 +299,50 @@ class _OneBitLamb(Phased):
             else:
                 flat = torch.empty(sum(g.numel() for g in like), device=gs[message.leaves[0]].device)
                 for i, m in zip(
-                    message.leaves, _split(self.averaging.decode(codes, message.share, flat), like), strict=True
+                    message.leaves, split(self.averaging.decode(codes, message.share, flat), like), strict=True
                 ):
                     old[i] = (m / scales[i]).to(mus[i].dtype) if shares[i].cut else mus[i]
         xs = [blend(m, g, self.b1, donate=False).mul_(s) for m, g, s in zip(old, gs, scales, strict=True)]
         flats = [torch.cat([xs[i].reshape(-1) for i in message.leaves]) for message in messages]
+        # Wholes of all leaves: they must not live beside the messages.
         del old
         means, residual, codes = self.averaging.mean(flats, state.residual, [m.share for m in messages], donate=True)
         for message, mean in zip(messages, means, strict=True):
-            for i, m in zip(message.leaves, _split(mean, [gs[i] for i in message.leaves]), strict=True):
+            for i, m in zip(message.leaves, split(mean, [gs[i] for i in message.leaves]), strict=True):
                 xs[i] = self.averaging.rows(m / scales[i], specs[i])
         return xs, residual, codes
 
-    def _descend(
-        self, leaves: Apart, ms: list[Tensor], nus: list[Tensor], freshs: list[Tensor], rate: Any,
-        state: OneBitLambState, params: Params, specs: Specs,
-    ) -> Tensor:  # fmt: skip
-        """Steps the compressed leaves; their new factors."""
+    def _directions(
+        self, leaves: Apart, ms: list[Tensor], nus: list[Tensor], freshs: list[Tensor], params: Params, specs: Specs
+    ) -> tuple[list[Tensor], Tensor]:
+        """Of the compressed leaves, u, and f before it is bounded."""
         ps, decays = leaves.pick(leaves.ps), leaves.pick(self.decays(leaves, params))
         cuts = None if specs is None else leaves.pick(leaves.specs)
-        if not ps:
-            return state.factor
         step = StepNumbers(1.0, None, None, self.eps, 0.0, decays)
         ds = [step.root(nu) for nu in nus]
         # Roots of one kind: where fresh is still nu, their ratio is 1.
         pairs = zip(ds, freshs, strict=True)
         ratios = torch.stack([_largest(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
-        f = (ratios if cuts is None else over_blocks(ratios, cuts, pmax)).to(state.factor.device)
+        f = ratios if cuts is None else over_blocks(ratios, cuts, pmax)
         us = [wide(m) / d for m, d in zip(ms, ds, strict=True)]
-        if any(decays):
-            ws = us
-            us = [w + self.weight_decay * wide(p) if on else w for w, p, on in zip(ws, ps, decays, strict=True)]
-            squares = sum_squares([ws, us], None if cuts is None else [cuts, cuts]).to(f.device)
-            w, u = squares[: len(ws)].sqrt(), squares[len(ws) :].sqrt()
-            r = torch.where(u > 0, w / torch.where(u > 0, u, 1.0), 1.0).clamp(max=1.0)
-            f = f * r + (1 - r)
+        if not any(decays):
+            return us, f
+        ws = us
+        us = [w + self.weight_decay * wide(p) if on else w for w, p, on in zip(ws, ps, decays, strict=True)]
+        squares = sum_squares([ws, us], None if cuts is None else [cuts, cuts]).to(f.device)
+        w, u = squares[: len(ws)].sqrt(), squares[len(ws) :].sqrt()
+        r = torch.where(u > 0, w / torch.where(u > 0, u, 1.0), 1.0).clamp(max=1.0)
+        return us, f * r + (1 - r)
+
+    def _descend(
+        self, leaves: Apart, us: list[Tensor], f: Tensor, rate: float | Tensor, state: OneBitLambState
+    ) -> Tensor:
+        """Steps the compressed leaves along u; their new factors."""
         least, most, threshold = self.factors
         last = torch.stack(leaves.pick(state.factor.unbind()))
-        f = f.clamp(least, most).clamp(last * (1 - threshold), last * (1 + threshold))
+        f = f.to(last.device).clamp(least, most).clamp(last * (1 - threshold), last * (1 + threshold))
         coeff = torch.stack(leaves.pick(self._coeff(state).unbind()))
-        for p, u, c in zip(ps, us, (rate * coeff * f).unbind(), strict=True):
+        for p, u, c in zip(leaves.pick(leaves.ps), us, (rate * coeff * f).unbind(), strict=True):
             add_(p, u.mul_(-c.to(u.device)))
         return self._vector(leaves, f, state.factor)
 
@@ -348,30 +359,6 @@ class _OneBitLamb(Phased):
             return values.to(others.device)
         these = iter(values.to(others.device).unbind())
         return torch.stack([x if on else next(these) for x, on in zip(others.unbind(), leaves.exact, strict=True)])
-
-
-class _Message(NamedTuple):
-    """Leaves that travel together: indices among the compressed ones, and what of them is averaged."""
-
-    leaves: list[int]
-    share: Share
-
-
-def _messages(leaves: Apart) -> list[_Message]:
-    """One message for all leaves that are cut along the same axes: others would not agree on its scale."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    shares = leaves.pick(leaves.shares)
-    for i, share in enumerate(shares):
-        groups.setdefault(share.own, []).append(i)
-    return [
-        _Message(index, Share(sum(shares[i].n for i in index), own, any(shares[i].cut for i in index)))
-        for own, index in groups.items()
-    ]
-
-
-def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    parts = flat[: sum(x.numel() for x in like)].split([x.numel() for x in like])
-    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def _largest(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:

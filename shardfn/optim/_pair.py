@@ -71,6 +71,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
             f"an optimizer is a pair of functions (init, update), but this is a {type(tx).__name__}; use one of"
             " shardfn.optim, or write optim.GradientTransformation(init, update)."
         )
+    # A block is as good as the leaf.
     if tx.needs.grain == "element":
         return tx._replace(update=_without_specs(tx.update), apply=tx.apply and _without_specs(tx.apply))
     return _OnWholes(tx).rule()
@@ -182,6 +183,7 @@ class _OnWholes:
     ) -> tuple[Updates, OptState]:
         mesh = current_mesh()
         cuts = [] if specs is None else spec_leaves(specs, updates)
+        # Blocks are the leaves: nothing is sent.
         if not any(mesh.axis_size(mesh.axes(spec.axes)) > 1 for spec in cuts):
             return self.inner.update(updates, state, params)
         if self.leaves is None:
@@ -196,6 +198,7 @@ class _OnWholes:
             rows = zip(wholes, leaves, cuts, strict=True)
             return tree_unflatten(treedef, [leaf.join(x, spec) for leaf, x, spec in rows])
 
+        # In the order of the tree: each is a collective, and all ranks make the same ones.
         full = [x if i is None else wholes[i].join(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
         ps = None if params is None else joined(leaves_like(params, treedef, "params", "updates"))
         new, after = self.inner.update(joined(gs), tree_unflatten(of, full), ps)

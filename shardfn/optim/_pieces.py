@@ -114,6 +114,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     check = _checker(whole, grain)
     if grain == "tree":
         return _uncut(tx, check)
+    # Of a tree without leaves: what is in its state is counters, as `Needs.grain` demands.
     entries, skeleton = _counters(given(tx, whole), whole)
 
     @torch.no_grad()
@@ -122,6 +123,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
             raise ValueError("begin was given no measures, but the rule needs those of this step's gradients.")
         rule = given(tx, whole, _together(whole, stats, specs) if measure else None)
         old = tuple(c.clone() for c in _read(state, entries))
+        # A step of no leaves: it advances the counters as the whole step would, and does nothing else.
         nothing = tree_map(lambda p: None, whole)
         advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
         return Token(rule, old, None if measure is not None and stats is None else _read(advanced, entries))
@@ -131,6 +133,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
         token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
     ) -> tuple[Params, OptState]:
         check(params)
+        # Each part steps from the counters before the step, in copies, since a rule advances those that it is given.
         own = _read(state, entries)
         state = _write(state, entries, [c.clone() for c in token.old])
         params, state = inplace(token.rule)(grads, state, params, specs=specs)

@@ -90,6 +90,7 @@ def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
         )
     rest, other = state._replace(residual=()), like._replace(residual=())
     if not isinstance(state, ZeroOneAdamState):
+        # Codes are of another cut: the next compressed step gathers, as the first one did.
         freeze = state.freeze._replace(begun=torch.zeros_like(state.freeze.begun))
         none = tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), like.codes)
         rest = rest._replace(freeze=freeze, codes=none)
@@ -102,6 +103,7 @@ def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
 def _recut(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
     if not isinstance(residual.worker, Tensor):
         return like
+    # Rows of the first dim are ranks; blocks lie along the second.
     ranks, blocks = like.worker.shape[0], 1
     if isinstance(like.worker, GlobalTensor):
         blocks = like.worker.mesh.axis_size(like.worker.spec.dim_axes(1))

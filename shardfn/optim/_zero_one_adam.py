@@ -183,6 +183,7 @@ class _ZeroOneAdam(Phased):
         num_steps(self.who, local_step_clipper=self.local_clipper)
 
     def next_phase(self, state: ZeroOneAdamState) -> Phase:
+        # From counters alone, which are the same on all ranks: so all ranks are in one phase.
         now, t = self.freeze.phase(state.freeze, switches=True), int(state.freeze.count) + 1
         if now == SWITCH:
             return now
@@ -221,6 +222,7 @@ class _ZeroOneAdam(Phased):
             return params, self._learnt(state, adam, specs, now)
         leaves = self._apart(grads, params, specs)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
+        # Before `exactly`, which advances the counters of the chain.
         step = self._step(state, leaves, params, now)
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus, averaged=not now.local)
         state = state._replace(adam=leaves.joined(adam, leaves.pick(mus), leaves.pick(nus)))
@@ -282,12 +284,14 @@ class _ZeroOneAdam(Phased):
     def _alone(
         self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
     ) -> ZeroOneAdamState:
+        # Here ranks still have the same parameters: this is where they start from.
         state = self._fresh(rows, leaves, state) if now == SWITCH else state
         rate = step.lr if step.c1 is None else step.lr / step.c1
         state = state._replace(rates=state.rates + rate, decays=state.decays + step.lr)
         starts, drifts = (leaves.pick(leaves.treedef.flatten_up_to(x)) for x in (state.start, state.drift))
         for p, g, mu, nu, drift in pieces(rows.ps, rows.gs, rows.mus, rows.nus, drifts):
             m = rate * wide(written(mu, blend(mu, g, self.b1, donate=True)))
+            # Linear in the gradients, and nu stays: so the mean of drifts, preconditioned, is the mean of ranks' steps.
             drift.add_(m)
             if now.name == "local":
                 add_(p, m.div_(step.root(nu)).neg_())
@@ -312,6 +316,7 @@ class _ZeroOneAdam(Phased):
             # A rate that was 0 all along has left no trace of the momentum.
             mu.copy_(torch.where(state.rates > 0, total / state.rates, wide(mu)))
             p.copy_(wide(start) * (shrink if decays else 1.0) - total / step.root(nu))
+            # All ranks have it of the same mean, so with the same bits: they are one again.
             start.copy_(p)
             drift.zero_()
         return state._replace(

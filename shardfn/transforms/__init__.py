@@ -21,5 +21,6 @@ from ._eval_shape import eval_shape as eval_shape
 from ._lower import Lowered as Lowered
 from ._jit import jit as jit
 from ._sharded import Sharded as Sharded, sharded as sharded
-from ._sharded_step import ShardedStep as ShardedStep, sharded_step as sharded_step
+from ._training_step import ShardedStep as ShardedStep
+from ._sharded_step import sharded_step as sharded_step
 from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

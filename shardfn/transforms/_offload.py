@@ -110,6 +110,7 @@ def _held(args: Any) -> list[Tensor]:
     out = []
     for x in tree_leaves(args):
         if is_plain(x):
+            # A leaf of autograd, or what has no gradient: it outlives the backward, so to move it would free nothing.
             base = x if x._base is None else x._base
             if base.grad_fn is None:
                 out.append(x)

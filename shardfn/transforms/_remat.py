@@ -78,8 +78,10 @@ def remat(
         # Tensors in trees are saved as inputs, too. A leaf that a step gathers is no tensor that could be saved.
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]
         tensors = [leaves[i] for i in at]
+        # Whoever holds `run` must not hold the tensors: checkpoint saves them as inputs, where hooks may move them.
         for i in at:
             leaves[i] = None
+        # Empty in the forward alone: every later call is a recomputation.
         ran: list[None] = []
 
         def run(*tensors: Tensor) -> Any:

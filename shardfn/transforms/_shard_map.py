@@ -78,6 +78,7 @@ def _leave(x: Any, spec: P, mesh: Mesh) -> Any:
     if not isinstance(x, Tensor):
         return x
     for dim in range(len(spec)):
+        # The minor axis first: it cut what the major one had left.
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):
             x = all_gather_invariant(x, axis, dim=dim, size=size_along(x.shape[dim], axis, mesh))
     return x

@@ -237,6 +237,7 @@ class Sharded(Transform):
             if a.spec is None:
                 return a.given
             block = varying(a.seen, plan.batch_axes, a.spec)
+            # It may be written to, and a pure function leaves its arguments as they are.
             return block.clone() if a.donated else block
 
         given = tree_unflatten(tree_structure(args), map(entered, arguments))
@@ -292,6 +293,7 @@ class Sharded(Transform):
                 )
         agree_on_step(comms.control, self._what, constant=constant)
         with bind_mesh(self.mesh), losing_no_peer(comms):
+            # Before anything runs: what may not be written is known by its version then.
             blocks = Blocks(params, arguments)
             with taken([a.given for a in arguments if a.donated], donate=True):
                 out = run(plan, comms, params, arguments, treedef)
@@ -300,6 +302,7 @@ class Sharded(Transform):
 
     def _run(self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
         key = self._what, self._f
+        # A rank may have forgotten an order that others have learnt: then all learn it anew.
         if not all(comms.control.exchange(int(key in plan.use_orders))):
             plan.use_orders.pop(key, None)
         args = tree_unflatten(treedef, [a.seen for a in arguments])

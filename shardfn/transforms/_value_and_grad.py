@@ -95,6 +95,7 @@ def _added(a: _Totals, b: _Totals) -> _Totals:
 
 
 def _gradients(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:
+    # torch.autograd.grad would raise; a loss of no parameter has no gradient, as a parameter without a use has none.
     if not total.requires_grad:
         return [None] * len(handles)
     return list(torch.autograd.grad(total, handles, allow_unused=True))

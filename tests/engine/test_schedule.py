@@ -13,8 +13,7 @@ from shardfn import Zero, optim
 from shardfn.engine._schedule import accumulation, check_schedule
 from shardfn.schedules import Action, as_text
 from shardfn.testing import RTOL, distributed
-from shardfn.transforms import policies
-from shardfn.transforms._sharded_step import ShardedStep
+from shardfn.transforms import ShardedStep, policies
 
 LISTS = {
     "one by one": "F0 B0 F1 B1 F2 B2",

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shardfn import memory
+from shardfn.memory import _owner, _pool
 
 X = torch.arange(5000.0)
 
@@ -301,3 +302,32 @@ def _refuse(flags: int) -> int:
     if flags & os.O_DIRECT:
         raise OSError(22, "Invalid argument")
     return flags
+
+
+def test_an_opening_that_fails_gives_the_directory_back_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that was given back twice could take another file with it, which has its number by then."""
+    with memory.Pool(tmp_path) as pool:
+        pool.commit({"w": pool.write(X).result()}, 1)
+    given_back: list[int] = []
+    unlock = _pool.unlock
+
+    def note(fd: int) -> None:
+        given_back.append(fd)
+        unlock(fd)
+
+    def fail(*_: object) -> None:
+        raise OSError("no manifest can be renamed")
+
+    monkeypatch.setattr(_pool, "unlock", note)
+    monkeypatch.setattr(_owner, "unlock", note)
+    with monkeypatch.context() as broken:
+        broken.setattr(_pool.manifest, "settle", fail)
+        with pytest.raises(OSError, match="no manifest"):
+            memory.Pool.open(tmp_path)
+        gc.collect()
+    assert len(given_back) == 1
+    found = memory.Pool.open(tmp_path)
+    with found.pool:
+        assert found.step == 1 and torch.equal(found.values["w"].load(), X)

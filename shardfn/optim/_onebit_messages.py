@@ -1,0 +1,33 @@
+"""The messages in which `onebit_lamb`'s momenta travel: leaves that are cut alike share one, and its scale."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ._apart import Apart
+from ._compressed import Share
+
+
+class Message(NamedTuple):
+    """Leaves that travel together: indices among the compressed ones, and what of them is averaged."""
+
+    leaves: list[int]
+    share: Share
+
+
+def messages_of(leaves: Apart) -> list[Message]:
+    """One message for all leaves that are cut along the same axes: others would not agree on its scale."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    shares = leaves.pick(leaves.shares)
+    for i, share in enumerate(shares):
+        groups.setdefault(share.own, []).append(i)
+    return [
+        Message(index, Share(sum(shares[i].n for i in index), own, any(shares[i].cut for i in index)))
+        for own, index in groups.items()
+    ]
+
+
+def split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The parts of a message that are of the leaves `like`, as views; a message may end in padding."""
+    parts = flat[: sum(x.numel() for x in like)].split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]

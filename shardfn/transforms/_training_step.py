@@ -1,0 +1,374 @@
+"""`ShardedStep`: the training step that `sharded_step` builds.
+
+A call that is collective agrees before its first transfer on what it is; whatever fails after that closes the step's
+communicators, so that no rank waits.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import bind_mesh, transforming
+from shardfn.core import (
+    P,
+    PyTree,
+    chunk_bounds,
+    fold_in,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+)
+from shardfn.engine import (
+    OF_A_STATE,
+    Agreement,
+    CacheInfo,
+    CapturedSteps,
+    Chunks,
+    Interface,
+    Jitted,
+    Plan,
+    Planner,
+    StepParts,
+    Unwrapped,
+    abstract_leaves,
+    abstract_state,
+    agree_on_step,
+    begin,
+    bind,
+    check_alike,
+    check_kept,
+    check_phases,
+    check_pure,
+    check_replicas,
+    check_scale,
+    check_schedule,
+    close_pool,
+    commit,
+    comms_of,
+    compare_first_batch,
+    compare_first_step,
+    describe_batch,
+    drawn,
+    first_model_state,
+    first_state,
+    forget,
+    global_mean,
+    in_phase,
+    is_abstract,
+    losing_no_peer,
+    num_microbatches,
+    own_blocks,
+    pure_step,
+    rescaled,
+    resumed,
+    run_eager,
+    shapes_of,
+    signature,
+    step_lines,
+    together,
+    told_before,
+    unwrap,
+)
+from shardfn.optim import Phase
+from shardfn.state import TrainState, check_alive
+
+from ._lower import Lowered
+from ._sharded import MAX_APPLIED, Sharded, kept_as
+
+
+class ShardedStep:
+    """A training step. Build one with `sharded_step`, which documents it."""
+
+    def __init__(
+        self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None, state_specs: PyTree = P()
+    ) -> None:
+        check_schedule(parts.schedule, num_microbatches(parts.loss))
+        self.mesh = planner.mesh
+        self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
+        self._state_specs = state_specs
+        self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
+        self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
+        self._jitted = unwrapped.jitted
+        mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
+        self._loss = self._over_params(
+            Unwrapped(mean), "the loss of a step", *([state_specs] if parts.has_state else [])
+        )
+        self._applied: dict[Any, Sharded] = {}
+        self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
+
+    def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
+        """The first state: every rank keeps its own blocks only.
+
+        Args:
+            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
+                Inside such a function `shardfn`'s own draws are deferred, so that each rank draws its own blocks and no
+                others.
+            *args: what such a function is called with.
+            model_state: with `has_state`, the first one: a tree of tensors, the same on all ranks.
+
+        Raises:
+            TypeError: a leaf is no tensor.
+            ValueError: the tree does not fit the specs.
+            RankError: ranks pass different trees or different values.
+        """
+        leaves, plan = drawn(self._planner, params, args)
+        check_phases(plan, self._optimizer)
+        kept = first_model_state(model_state, self._state_specs, self.mesh)
+        check_kept(kept, self._state_specs, has_state=self._parts.has_state)
+        if self.mesh.abstract or is_abstract(leaves):
+            return self._abstract_state(plan)._replace(model_state=kept)
+        comms = comms_of(self.mesh)
+        self._agreement.agree(comms, "init", plan)
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
+        if self._parts.has_state:
+            check_alike(model_state, comms.control)
+            check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
+        del params, model_state
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            state = first_state(plan, self._optimizer, own_blocks(plan, leaves), self._key, self._first_scale())
+            state = state._replace(model_state=kept)
+            begin(plan, state, comms.control)
+            together(plan, comms.control)
+        return state
+
+    def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
+        """The state of the last step that all ranks finished, from what they left on disk. Collective.
+
+        After each step the state is committed under `Zero(disk=Disk(...))`, unless parts of it are kept in memory only
+        (persistent small leaves, counters, and 16-bit parameters whose master copies are on disk, do not count). So it
+        outlives the processes, however they end.
+
+        Args:
+            params: as for `init`; only shapes and dtypes count.
+            *args: as for `init`.
+            model_state: as for `init`; only shapes and dtypes count.
+
+        Raises:
+            FileNotFoundError: the ranks have no commit in common.
+            ValueError: nothing is kept on disk; or the commit is another model's, listed leaf by leaf.
+            DamagedError: files are missing, too short or changed.
+
+        Example:
+            >>> import tempfile
+            >>> from shardfn import core, optim
+            >>> loss = lambda w, x: (w * x).square().mean()
+            >>> def make(directory):
+            ...     zero = core.Zero(persist_elements=0, params="disk", optimizer="disk", disk=core.Disk(directory))
+            ...     return sharded_step(loss, optim.sgd(0.1), mesh=core.make_mesh({"dp": 1}), zero=zero)
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     step = make(directory)
+            ...     state, _ = step(step.init(torch.ones(2)), torch.ones(2))
+            ...     step.close()
+            ...     make(directory).resume(torch.ones(2)).step
+            tensor(1)
+        """
+        _, plan = drawn(self._planner, params, args)
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            kept = first_model_state(model_state, self._state_specs, self.mesh)
+            check_kept(kept, self._state_specs, has_state=self._parts.has_state)
+        self._agreement.agree(comms, "resume", plan)
+        if self._parts.has_state:
+            check_alike(model_state, comms.control)
+        like = self._abstract_state(plan)._replace(model_state=kept)
+        with losing_no_peer(comms):
+            state = resumed(plan, comms.channels, comms.control, like)
+            together(plan, comms.control)
+        return state
+
+    def close(self) -> None:
+        """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
+        close_pool(self._planner)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
+        if transforming():
+            return self._pure(state, batch)
+        run = functools.partial(run_eager, self._parts) if self._jitted is None else self._steps.run
+        return self._step(run, None, state, batch)
+
+    def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
+        """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
+
+        Nothing is allocated and nothing is sent, so the mesh may be abstract and the state larger than any machine.
+
+        Args:
+            state: a state, or a tree of parameters. Of all tensors only shapes and dtypes count, so what `eval_shape`
+                returns will do, and so will tensors on the device "meta".
+            batch: this rank's rows, abstract or not.
+            phase: of an optimizer that has phases; needed where the state has no values that would say it.
+
+        Raises:
+            CaptureError: the loss depends on the value of a tensor; names the line.
+            ValueError: under `jit(cluster=...)` no schedule fits the memory.
+
+        Example:
+            >>> from shardfn import optim
+            >>> step = sharded_step(lambda w, x: ((w * x) ** 2).mean(), optim.sgd(0.5))
+            >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
+            0
+        """
+        plan, given, args = self._abstract(state, batch, phase)
+        program, schedule = self._steps.lower(plan, given, args)
+        key = signature(plan, args), shapes_of(given.model_state)
+
+        def compile(backend: str | None) -> Callable[..., Any]:
+            return functools.partial(self._step, self._steps.compile(program, backend, comms_of(self.mesh)), key)
+
+        return Lowered(program.gm, self.mesh, schedule, compile)
+
+    def _abstract(self, state: PyTree, batch: PyTree, phase: Phase | None) -> tuple[Plan, TrainState, tuple[Any, ...]]:
+        given = state
+        if not isinstance(state, TrainState):
+            leaves, treedef = tree_flatten(state)
+            given = self._abstract_state(self._planner.plan(treedef, leaves))
+        check_kept(given.model_state, self._state_specs, has_state=self._parts.has_state)
+        plan = in_phase(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
+        check_scale(given, self._loss_scale)
+        describe_batch(batch, self._planner.batch, self.mesh)
+        keys = () if self._key is None else (self._key,)
+        return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
+
+    def _step(
+        self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """One step by `run`, which may be made for one signature `only`."""
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            check_alive(state)
+            plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
+            number, described = int(state.step), plan.by_chunk(describe_batch(batch, self._planner.batch, self.mesh))
+            kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
+            constant = self._agreement.constant(plan, kept)
+            args = self._args_of(state, batch)
+            check_scale(state, self._loss_scale)
+            check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
+            if only is not None and (signature(plan, args), shapes_of(state.model_state)) != only:
+                raise ValueError(
+                    "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
+                    " loss."
+                )
+        what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
+        even = agree_on_step(comms.control, what, described, constant)
+        # All ranks have begun this step, and so have committed the one before.
+        forget(plan)
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            compare_first_batch(plan, batch, comms.control)
+            new, metrics = run(plan, comms, state, args, even)
+        if self._loss_scale is not None:
+            # After the step, as it reads whether that was skipped: on all ranks the same.
+            new = rescaled(new, state, self._loss_scale, metrics)
+            self._loss_scale.check(new.loss_scale)
+        with losing_no_peer(comms):
+            commit(plan, new)
+            together(plan, comms.control)
+            compare_first_step(plan, new, metrics, comms.control)
+        return new, metrics
+
+    def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        check_pure(self._parts)
+        check_scale(state, self._loss_scale)
+        check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
+        plan, args = self._planner.plan_of(state), self._args_of(state, batch)
+        self._agreement.agree_once(plan, "a step in a transform")
+        with bind_mesh(self.mesh):
+            return pure_step(plan, state, self._parts, args)
+
+    def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
+        """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
+
+        `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it; a gradient is a tree of `GlobalTensor`
+        with the specs of `params`. Collective: every rank calls it, with as many members or examples under a `vmap`.
+
+        Args:
+            params: a state's params.
+            batch: this rank's rows.
+            *key: the key that the loss takes, if it does; used as it is.
+            model_state: with `has_state`, a state's; what the loss makes of it is dropped.
+
+        Returns:
+            A 0-d tensor.
+
+        Example:
+            >>> from shardfn import optim
+            >>> step = sharded_step(lambda w, x: (w * x).mean(), optim.sgd(0.1))
+            >>> state = step.init(torch.tensor(2.0))
+            >>> torch.func.grad(step.loss)(state.params, torch.tensor([1.0, 3.0])).full_tensor()
+            tensor(2.)
+        """
+        return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
+
+    def rows(self, num: int) -> slice:
+        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+
+        Raises:
+            ValueError: with canonical sums, the chunks do not divide `num`.
+
+        Example:
+            >>> import shardfn as sf
+            >>> sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1)).rows(6)
+            slice(0, 6, None)
+        """
+        axes, zero = self._planner.batch_axes, self._planner.zero
+        if not zero.is_canonical:
+            return slice(*chunk_bounds(num, self.mesh.axis_size(axes), self.mesh.axis_index(axes)))
+        if num % zero.reduction_chunks:
+            raise ValueError(f"rows({num}): {zero.reduction_chunks} chunks do not divide {num} rows.")
+        start, stop = Chunks.of(zero.reduction_chunks, self.mesh, axes).bounds
+        rows = num // zero.reduction_chunks
+        return slice(start * rows, stop * rows)
+
+    def cache_info(self) -> CacheInfo:
+        """What the step remembers of its captures, those of `lower` included."""
+        return self._steps.cache_info()
+
+    def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
+        """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
+
+        It is `sharded(f)` of the step's annotations. Collective: every rank calls it. What `f` returns is returned as
+        it is, so a mean over this rank's rows is this rank's. Passing the same function again reuses the order of
+        gathers learnt the first time; of a jitted one, the graph.
+        """
+        if not isinstance(state, TrainState):
+            with told_before(comms_of(self.mesh).control):
+                self._planner.plan_of(state)
+        g = self._function(f)
+        with contextlib.nullcontext() if transforming() else torch.no_grad():
+            return g(state.params, *args)
+
+    def _function(self, f: Callable[..., Any]) -> Sharded:
+        """`f` over this step's parameters, as it was made for an earlier call, or anew."""
+        unwrapped = bind(unwrap(f), self._planner)
+        found = self._applied.pop(unwrapped.loss, None)
+        if found is None or found.jitted != unwrapped.jitted:
+            found = self._over_params(unwrapped, "apply")
+        self._applied[unwrapped.loss] = found  # the newest last
+        if len(self._applied) > MAX_APPLIED:
+            del self._applied[next(iter(self._applied))]
+        return found
+
+    def _over_params(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
+        return Sharded(f, self._planner, Interface(self.mesh, in_specs), self._agreement, what, OF_A_STATE)
+
+    def specs(self, params: PyTree) -> PyTree:
+        """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
+        return kept_as(self._planner, params)
+
+    def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
+        """What the loss takes besides the parameters."""
+        if self._key is None:
+            return (batch,)
+        if not isinstance(state.key, Tensor):
+            raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
+        return batch, fold_in(state.key, state.step)
+
+    def _abstract_state(self, plan: Plan) -> TrainState:
+        """A first state as shapes, but for the model state."""
+        return abstract_state(plan, self._optimizer, self._key, self._first_scale())
+
+    def _first_scale(self) -> PyTree:
+        return () if self._loss_scale is None else self._loss_scale.init()
