@@ -62,7 +62,7 @@ class Copy:
         self._nodes[node] = copied
         # A layer's leaf may be a view into a stack, which begins elsewhere than the template's.
         for old, new in zip(tensors_in(node.meta["val"]), tensors_in(copied.meta["val"]), strict=True):
-            shift = new.storage_offset() - old.storage_offset()
+            shift = (new.storage_offset() - old.storage_offset()) * new.element_size()  # of another dtype too
             self._storages[storage_of(old)] = new.untyped_storage(), shift
             self._counters[storage_of(new)] = _empty_view(given)
 
@@ -187,7 +187,7 @@ def _alias(like: FakeTensor, storage: Any, shift: int, counter: Tensor | None = 
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         meta = torch.empty(0, dtype=like.dtype, device="meta") if counter is None else counter.view(like.dtype)
         with torch.autograd._unsafe_preserve_version_counter(meta):  # this is no write
-            meta.set_(storage, like.storage_offset() + shift, like.shape, like.stride())
+            meta.set_(storage, like.storage_offset() + shift // like.element_size(), like.shape, like.stride())
         return FakeTensor(like.fake_mode, meta, like.fake_device)
 
 

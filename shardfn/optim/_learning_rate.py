@@ -76,6 +76,7 @@ def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Flo
         return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
     check_state("scale_by_learning_rate", state, ScaleByScheduleState)
     lr = learning_rate(state.count)
+    lr = lr.clone() if lr is state.count else lr  # a schedule may return what it is given
     state.count.add_(1)
     return lr
 
