@@ -3,8 +3,6 @@
 Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
 """
 
-import contextlib
-import fcntl
 import logging
 import math
 import os
@@ -12,7 +10,7 @@ import pathlib
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,15 +25,14 @@ from ._disk import DiskTensor, DiskWriter
 from ._errors import PoolInUseError
 from ._host import PAGE
 from ._io import Checksums, Io, check_sizes, why_not_direct
+from ._lock import locked, unlock
 from ._slots import Slot, Slots
 from ._traced import TracedPool
 
 _LOG = logging.getLogger("shardfn.memory")
 _SUMMED_GRAIN = 64 << 10
 _PIECE = 2 << 20
-_LOCK = "owner"
-# Descriptors by which this process owns directories, for a forked child to close.
-_LOCKS: set[int] = set()
+_USE = "a pool", "One directory serves one process: give each rank its own, or end that process."
 
 Value = DiskTensor | Tensor | int | float | str | bool | None
 
@@ -135,7 +132,7 @@ class Pool:
         place = pathlib.Path(directory)
         options = _Options(threads, direct, checksum, max_staging)
         place.mkdir(parents=True, exist_ok=True)
-        with _locked(place) as lock:
+        with locked(place, *_USE, PoolInUseError) as lock:
             if manifest.commits(place):
                 raise ValueError(
                     f"{place} holds a commit. `Pool.open(directory)` continues from it; to start anew, remove the"
@@ -167,7 +164,7 @@ class Pool:
         if not place.is_dir():
             raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
         pool, chosen = cls.__new__(cls), _Options(**options)
-        with _locked(place) as lock:
+        with locked(place, *_USE, PoolInUseError) as lock:
             path, step, entries = _chosen(place, step)
             pool._start(place, lock, chosen)
             manifest.settle(place, path)
@@ -387,46 +384,6 @@ def _entry(x: Value) -> dict[str, Any]:
     return manifest.inline_entry(x) if isinstance(x, Tensor) else {"value": x}
 
 
-@contextlib.contextmanager
-def _locked(directory: pathlib.Path) -> Iterator[int]:
-    """Takes the directory, and gives it back if the body raises.
-
-    The kernel gives it back when the process ends, however it ends.
-    """
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.pwrite(fd, f"{os.getpid():<16}".encode(), 0)
-        _LOCKS.add(fd)
-        yield fd
-    except BlockingIOError as problem:
-        owner = os.pread(fd, 16, 0).decode().strip() or "?"
-        os.close(fd)
-        raise PoolInUseError(
-            problem.errno,
-            f"{directory} belongs to a pool of process {owner}, which is alive. One directory serves one process: give"
-            " each rank its own, or end that process.",
-        ) from None
-    except BaseException:
-        _unlock(fd)
-        raise
-
-
-def _unlock(fd: int) -> None:
-    _LOCKS.discard(fd)
-    fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked just now, and has not closed its copy yet
-    os.close(fd)
-
-
-def _forget_locks() -> None:
-    """A forked child is no owner, and must not keep the directory when its parent has gone."""
-    while _LOCKS:
-        os.close(_LOCKS.pop())
-
-
-os.register_at_fork(after_in_child=_forget_locks)
-
-
 def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child has neither the threads nor a claim to the files
@@ -436,7 +393,7 @@ def _shut(io: Io, directory: pathlib.Path, lock: int, owner: int) -> None:
         if named is not None:
             _remove_strangers(directory, named, quiet=True)
     finally:
-        _unlock(lock)
+        unlock(lock)
 
 
 def _named(directory: pathlib.Path) -> set[str] | None:

@@ -1,0 +1,59 @@
+"""Directories that one process owns at a time. The kernel gives one back when the process ends, however it ends."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+from collections.abc import Iterator
+
+from ._errors import InUseError
+
+_NAME = "owner"
+# Descriptors by which this process owns directories, for a forked child to close.
+_LOCKS: set[int] = set()
+
+
+@contextlib.contextmanager
+def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseError] = InUseError) -> Iterator[int]:
+    """Takes a directory, and gives it back if the body raises; else it is kept until `unlock`.
+
+    Args:
+        directory: which; it must be there.
+        what: what it would belong to, for the error.
+        remedy: what to do if somebody else has it.
+        kind: the error then.
+
+    Raises:
+        InUseError: another process has it, or another owner of this process.
+    """
+    fd = os.open(directory / _NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(fd, f"{os.getpid():<16}".encode(), 0)
+        _LOCKS.add(fd)
+        yield fd
+    except BlockingIOError as problem:
+        owner = os.pread(fd, 16, 0).decode().strip() or "?"
+        os.close(fd)
+        raise kind(
+            problem.errno, f"{directory} belongs to {what} of process {owner}, which is alive. {remedy}"
+        ) from None
+    except BaseException:
+        unlock(fd)
+        raise
+
+
+def unlock(fd: int) -> None:
+    """Gives a directory back."""
+    _LOCKS.discard(fd)
+    fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked just now, and has not closed its copy yet
+    os.close(fd)
+
+
+def _forget_locks() -> None:
+    """A forked child is no owner, and must not keep the directory when its parent has gone."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)
