@@ -2,5 +2,8 @@
 
 from ._save import save as save
 from ._restore import Restored as Restored, restore as restore
+from ._manager import Manager as Manager, latest as latest
 from ._directory import steps as steps
 from ._job import Saved as Saved
+from ._inspect import Difference as Difference, Verified as Verified
+from ._inspect import diff as diff, inspect as inspect, verify as verify

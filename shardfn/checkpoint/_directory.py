@@ -64,8 +64,8 @@ def located(directory: str | os.PathLike[str], step: int | None = None) -> pathl
             f"{place} is a checkpoint that is being written, or whose job ended meanwhile; take a complete one from"
             f" {place.parent}: steps {steps(place.parent)}."
         )
-    what = "no directory" if not place.is_dir() else f"has checkpoints of steps {found}" if found else "has none"
-    raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {place}: it {what}.")
+    what = "is no directory" if not place.is_dir() else f"has checkpoints of steps {found}" if found else "has none"
+    raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {place}, which {what}.")
 
 
 def read_manifest(place: pathlib.Path) -> Manifest:

@@ -123,7 +123,8 @@ def restore(
         targets = _targets(like, at)
         recuts = recut(like, targets, manifest, rename)
         sources, problems = matched(targets, manifest, at, rename, partial=partial, cast=cast, but=recuts)
-        problems += recuts.problems + _nowhere(targets, leaves, sources, pool, recuts.at)
+        problems += recuts.problems
+        problems = problems or _nowhere(targets, leaves, sources, pool, recuts.at)
         raise_all(ValueError, f"the checkpoint {place} does not fit:", problems)
     agree_on_step(comms.control, "checkpoint.restore", (f"{place.name}, step {manifest.step}", ()))
     with losing_no_peer(comms), torch.no_grad(), Reader(place, manifest) as reader:

@@ -14,6 +14,7 @@ import shardfn as sf
 from shardfn import checkpoint
 from shardfn.collectives import GlobalTensor, blocks_of
 from shardfn.core import Mesh, P, RankError, tree_leaves
+from shardfn.memory import as_bytes
 from shardfn.testing import distributed
 
 DTYPES = [
@@ -76,9 +77,7 @@ def assert_same(tree: dict[str, Any], want: dict[str, Tensor]) -> None:
     for name, x in want.items():
         got = tree[name].full_tensor() if isinstance(tree[name], GlobalTensor) else tree[name]
         assert got.dtype == x.dtype and got.shape == x.shape, name
-        assert torch.equal(
-            got.view(torch.uint8) if x.dtype.itemsize == 1 else got, x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-        ), name
+        assert (as_bytes(got.contiguous()) == as_bytes(x)).all(), name
 
 
 @distributed(world=[1, 2, 3, 4])
@@ -116,7 +115,7 @@ def _read(directory: pathlib.Path, worlds: list[int], seeds: range, world: int) 
 
 
 def test_any_tree_from_any_world_to_any_other(tmp_path: pathlib.Path) -> None:
-    for world, other in ((1, 4), (3, 2), (4, 3), (2, 1)):
+    for world, other in ((3, 2), (2, 3)):
         _write(tmp_path, range(3), world=world)
         _read(tmp_path, [world], range(3), world=other)
     for place in tmp_path.glob("from*/step_*"):
@@ -125,7 +124,7 @@ def test_any_tree_from_any_world_to_any_other(tmp_path: pathlib.Path) -> None:
         elements = 0
         for name in files:
             with safe_open(place / name, "pt") as f:  # another tool opens them
-                elements += sum(f.get_tensor(key).numel() for key in f.keys() if "[128]" not in key)  # noqa: SIM118
+                elements += sum(f.get_tensor(key).numel() for key in f.keys() if "[128]" not in key)
         seed = int(place.name[5:])
         wide = sum(15 * x.numel() for x in wholes(seed).values() if x.dtype == torch.complex128)  # as bytes
         assert elements == sum(x.numel() for x in wholes(seed).values()) + 2 + wide, "each element is written once"
@@ -218,9 +217,9 @@ def test_what_is_not_saved(tmp_path: pathlib.Path) -> None:
         checkpoint.save(tmp_path, {"w": torch.zeros(1)}, step=0)
     checkpoint.save(tmp_path, {"w": torch.full((1,), 2.0)}, step=0, replace=True)
     assert checkpoint.restore(tmp_path, {"w": torch.zeros(1)}).tree["w"].item() == 2
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*: it has checkpoints of steps \[0\]"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*, which has checkpoints of steps \[0\]"):
         checkpoint.restore(tmp_path, {"w": torch.zeros(1)}, step=5)
-    with pytest.raises(FileNotFoundError, match="it no directory|no directory"):
+    with pytest.raises(FileNotFoundError, match="which is no directory"):
         checkpoint.restore(tmp_path / "nowhere", {"w": torch.zeros(1)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000000"]
 
@@ -233,7 +232,7 @@ def test_ranks_that_differ_are_told(tmp_path: pathlib.Path) -> None:
         checkpoint.save(tmp_path, {"w": leaf, "n": torch.tensor(mesh.rank)}, step=0)
     with pytest.raises(RankError, match="user="):
         checkpoint.save(tmp_path, {"w": leaf}, step=0, user=mesh.rank)
-    with pytest.raises((ValueError, RankError), match="local to a machine|does not|is not the one"):
+    with pytest.raises((ValueError, RankError), match="is local to a machine"):
         checkpoint.save(tmp_path / f"node{mesh.rank}", {"w": leaf}, step=0)
     assert not list(tmp_path.glob("node*/step_*"))
     checkpoint.save(tmp_path, {"w": leaf}, step=0)
