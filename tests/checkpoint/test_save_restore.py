@@ -103,7 +103,9 @@ def _read(directory: pathlib.Path, worlds: list[int], seeds: range, world: int) 
         for source in worlds:
             for seed in seeds:
                 want, place = wholes(seed), directory / f"from{source}"
-                like = placed(zeros(want), random.Random(seed + 7), mesh, pool) | {"plain": torch.zeros(2).long()}
+                like: dict[str, Any] = placed(zeros(want), random.Random(seed + 7), mesh, pool) | {
+                    "plain": torch.zeros(2).long()
+                }
                 like["tied"] = like["x0"]
                 restored = checkpoint.restore(place, like, step=seed)
                 assert restored.step == seed and restored.user == {"seed": seed}
