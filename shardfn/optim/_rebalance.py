@@ -123,7 +123,7 @@ def compresses(x: Any) -> bool:
 
     Example:
         >>> from shardfn.optim import onebit_adam, sgd
-        >>> [compresses(tx(0.1).init([torch.ones(3)])) for tx in (sgd, onebit_adam)]
+        >>> [compresses(tx.init([torch.ones(3)])) for tx in (sgd(0.1), onebit_adam(0.1, freeze_step=1))]
         [False, True]
     """
     return isinstance(x, _KINDS)
