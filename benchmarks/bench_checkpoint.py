@@ -56,7 +56,7 @@ def raw(where: pathlib.Path, tree: dict[str, torch.Tensor]) -> float:
     where.mkdir()
     fd = os.open(where / "raw", os.O_WRONLY | os.O_CREAT)
     for x in tree.values():
-        data = memoryview(x.numpy()).cast("B")
+        data = x.numpy().data.cast("B")
         for lo in range(0, len(data), 8 << 20):
             os.write(fd, data[lo : lo + (8 << 20)])
     os.fsync(fd)
