@@ -4,11 +4,13 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --zero 3 --sample 400
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh dp=2,tp=2 --sequence
     torchrun --nproc-per-node 8 examples/train_gpt.py --mesh dp=2,tp=2,pp=2 --accumulate 4 --sample 0
+    torchrun --nproc-per-node 2 examples/train_gpt.py --save-every 100 --resume
     torchrun --nproc-per-node 2 examples/train_gpt.py --data a.txt b.txt --tokenizer bpe --optimizer lamb
 
 It learns Python from the sources of the standard library unless --data says otherwise. Ctrl-C ends it after the current
 step with all that the last step would have written (torchrun then adds a traceback of its own, about the signal). What
-it leaves in --out: tokens.bin, metrics.jsonl, TensorBoard events, loss.png and sample.txt.
+it leaves in --out: tokens.bin, metrics.jsonl, TensorBoard events, loss.png and sample.txt; with --save-every also
+checkpoints, from which --resume goes on: on as many ranks bit for bit as if nothing had happened, else to rounding.
 """
 
 import argparse
@@ -117,25 +119,32 @@ def main() -> None:
     )
     state = step.init(functools.partial(gpt.init, config), sf.key(args.seed))
 
-    log = Log(args, enabled=mesh.rank == 0)
+    # Checkpoints: written behind the steps. The newest one is read into whatever mesh and stage this run has.
+    keep = {"mesh": mesh, "save_every": args.save_every or 1}
+    checkpoints = sf.checkpoint.Manager(args.out / "checkpoints", **keep) if args.save_every or args.resume else None
+    if args.resume and checkpoints.steps():
+        state = checkpoints.restore(state).tree
+    start = int(state.step)
+
+    log = Log(args, enabled=mesh.rank == 0, start=start)
     log.say(f"{gpt.num_params(config):,} parameters, {source.num_tokens:,} tokens")
     sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
     log.say(
         f"ZeRO-{args.zero} over {world} x {mesh.device.type}" + (f" in a mesh of {sizes}" if mesh.size > world else "")
     )
-    batches = sf.data.prefetch(train.iterate(0, args.steps, rank=rank, world=world))
+    batches = sf.data.prefetch(train.iterate(start, args.steps, rank=rank, world=world))
     begin = time.monotonic()
     # `disable=None` draws no bar where stderr is no terminal; there the log says a line every few seconds.
     off = None if mesh.rank == 0 else True
-    with closing(batches), tqdm(total=args.steps, disable=off, unit="step", dynamic_ncols=True) as bar:
-        for n, batch in enumerate(batches):
+    with closing(batches), tqdm(total=args.steps, initial=start, disable=off, dynamic_ncols=True) as bar:
+        for n, batch in enumerate(batches, start):
             late = args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
             batch["stop"] = torch.full((len(batch["tokens"]),), float(stop.is_set() or late))
             state, metrics = step(state, to_device(batch, mesh))
 
             # A rank that was told to stop says so through the step's own mean, so all ranks leave after the same step.
             last = n + 1 == args.steps or metrics["stop"] > 0
-            rate = (n + 1) * args.batch * args.length / (time.monotonic() - begin)
+            rate = (n + 1 - start) * args.batch * args.length / (time.monotonic() - begin)
             row = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": schedule(n), "tokens_per_s": rate}
             if last or (n + 1) % args.eval_every == 0:
                 held_out = (to_device(validation(i, rank=rank, world=world), mesh) for i in range(args.eval_batches))
@@ -145,8 +154,12 @@ def main() -> None:
             bar.update()
             if bar.disable:
                 log.progress(n + 1)
+            if args.save_every:
+                checkpoints.save(state, now=bool(last))
             if last:
                 break
+    if checkpoints is not None:
+        checkpoints.close()
     log.close()
 
     if args.sample:
@@ -182,13 +195,18 @@ def to_device(batch, mesh):
 class Log:
     """metrics.jsonl, TensorBoard events, a curve and the terminal; on other ranks than the first it does nothing."""
 
-    def __init__(self, args, enabled):
+    def __init__(self, args, enabled, start=0):
         self.out, self.enabled, self.rows, self.said = args.out, enabled, [], 0.0
+        path = self.out / "metrics.jsonl"
+        if enabled and start and path.exists():  # what the run before did after its last checkpoint is done again
+            rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            self.rows = [row for row in rows if row["step"] <= start]
         if enabled:
             for old in self.out.glob("events.out.tfevents.*"):  # TensorBoard would join two runs in one curve
                 old.unlink()
             self.events = SummaryWriter(str(self.out))
-            self.lines = (self.out / "metrics.jsonl").open("w")
+            self.lines = path.open("w")
+            self.lines.writelines(json.dumps(row) + "\n" for row in self.rows)
 
     def write(self, step, row):
         if self.enabled:
@@ -211,9 +229,12 @@ class Log:
             return
         self.lines.close()
         self.events.close()
+        if not self.rows:
+            return
         self.draw()
         held_out = [row["validation_loss"] for row in self.rows if "validation_loss" in row]
-        self.say(f"step {self.rows[-1]['step']}: loss {self.rows[-1]['loss']:.3f}, validation {held_out[-1]:.3f}")
+        validation = f", validation {held_out[-1]:.3f}" if held_out else ""
+        self.say(f"step {self.rows[-1]['step']}: loss {self.rows[-1]['loss']:.3f}{validation}")
         self.say(f"wrote {self.out}/metrics.jsonl, loss.png and TensorBoard events")
 
     def draw(self):
@@ -282,6 +303,8 @@ def arguments():
     add("--jit", choices=("graph", "inductor"), help="capture the step as one graph, and run or compile it")
     add("--eval-every", type=positive, default=100, help="steps (%(default)s)")
     add("--eval-batches", type=positive, default=8, help="%(default)s")
+    add("--save-every", type=positive, metavar="N", help="steps between checkpoints (none)")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
     add("--sample", type=int, default=300, metavar="N", help="tokens to sample at the end (%(default)s)")
     add("--prompt", default="def ", help="how the sample begins (%(default)r)")
     add("--temperature", type=float, default=0.8, help="%(default)s")

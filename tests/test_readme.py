@@ -34,6 +34,8 @@ DESIGN = [
     "docs/design/0014-zero.md",
     "docs/design/0015-pipeline.md",
     "docs/design/0016-partition.md",
+    "docs/design/0017-tensor-layers.md",
+    "docs/design/0018-checkpoints.md",
     "docs/design/0021-canonical-sums.md",
 ]
 DOCS = [
@@ -58,6 +60,7 @@ DOCS = [
     "docs/compression.md",
     "docs/reshard.md",
     "docs/reproducible.md",
+    "docs/checkpoints.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]

@@ -1,4 +1,4 @@
-"""The command line: text to public calls. `shardfn plan` says what a run needs before anybody has the machines."""
+"""The command line: text to public calls. `plan`: what a run needs. `checkpoint`: what one has left."""
 
 from ._main import main as main
 from ._models import PRESETS as PRESETS, Preset as Preset, parse_model as parse_model

@@ -5,8 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardfn.memory import DamagedError
+
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._chart import write_chart
+from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._exact import exact
 from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
@@ -24,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; default those of the process.
 
     Returns:
-        The exit status: 0; 1 if the run (with `--search`: every run) does not fit; 2 for arguments that make no sense.
+        The exit status: 0; 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, or if
+        two differ; 2 for arguments that make no sense.
 
     Example:
         >>> main(["plan", "--model", "gpt3", "--json"])
@@ -34,12 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     about = "Says what a run needs: memory by kind, traffic, time. Exit status 1 if it does not fit."
     add_plan_arguments(commands.add_parser("plan", help=about, description=about))
+    about = "Looks at checkpoints: what they hold, whether they are intact, what differs."
+    add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
     args = parser.parse_args(argv)
     try:
-        return _plan_command(args)
+        return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
     except (ValueError, OSError) as e:
-        print(f"shardfn plan: error: {e}", file=sys.stderr)
-        return 2
+        print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
+        return 1 if isinstance(e, DamagedError) else 2
 
 
 def _plan_command(args: argparse.Namespace) -> int:

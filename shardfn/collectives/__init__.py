@@ -13,7 +13,7 @@ from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumS
 from ._route import Route as Route, route as route
 from ._packing import EvenPacking as EvenPacking, Packing as Packing, Cuts as Cuts, Stretch as Stretch, dealt as dealt
 from ._carry import carry as carry, carry_all as carry_all
-from ._overlaps import Box as Box, Overlap as Overlap, overlaps as overlaps, pieces as pieces
+from ._overlaps import Box as Box, blocks_of as blocks_of, Overlap as Overlap, overlaps as overlaps, pieces as pieces
 from ._cross import LeafCrossing as LeafCrossing, cross as cross
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
@@ -43,6 +43,7 @@ from ._wire_ops import Sizes as Sizes, with_sizes as with_sizes
 from ._summed import is_summed as is_summed
 from ._where import Applied as Applied, current_application as current_application
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
+from ._rounds import Rounds as Rounds
 from ._control import Constant as Constant, Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
 from ._global_tensor import absent as absent, member as member, stack as stack, transforming as transforming

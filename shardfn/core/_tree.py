@@ -32,6 +32,16 @@ def tree_paths(tree: PyTree, root: str = "", is_leaf: Callable[[Any], bool] | No
     return [a.codify(root) for a in optree.tree_accessors(tree, is_leaf=is_leaf)]
 
 
+def tree_path_parts(tree: PyTree) -> list[tuple[str, ...]]:
+    """The path of each leaf, entry by entry, as Python; joined they are what `tree_paths` gives.
+
+    Example:
+        >>> tree_path_parts({"w": [1, 2]})
+        [("['w']", '[0]'), ("['w']", '[1]')]
+    """
+    return [tuple(entry.codify("") for entry in a) for a in optree.tree_accessors(tree)]
+
+
 def tree_entries(tree: PyTree) -> list[tuple[Any, ...]]:
     """The keys, indices and field positions that lead to each leaf."""
     return list(optree.tree_paths(tree))

@@ -3,11 +3,20 @@
 from ._transfer import to_device as to_device, to_host as to_host
 from ._threads import background as background
 from ._put import put as put
-from ._host import host_empty as host_empty, return_freed_pages as return_freed_pages
+from ._host import (
+    Bytes as Bytes,
+    as_bytes as as_bytes,
+    host_empty as host_empty,
+    return_freed_pages as return_freed_pages,
+)
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
 from ._pool import AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
 from ._traced import TracedPool as TracedPool, TracedStored as TracedStored
 from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of
-from ._errors import DamagedError as DamagedError, DiskFullError as DiskFullError, PoolInUseError as PoolInUseError
+from ._errors import DamagedError as DamagedError, DiskFullError as DiskFullError
+from ._errors import InUseError as InUseError, PoolInUseError as PoolInUseError
+from ._lock import locked as locked, unlock as unlock
+from ._manifest import sync as sync
+from ._slots import FULL as FULL
 from ._fetch import Fetch as Fetch

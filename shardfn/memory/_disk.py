@@ -56,6 +56,11 @@ class DiskTensor:
         return "disk"
 
     @property
+    def pool(self) -> Any:
+        """The pool that it is kept in."""
+        return self._pool
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the value; its file is rounded up to grains."""
         return math.prod(self.shape) * self.dtype.itemsize

@@ -9,5 +9,9 @@ class DamagedError(OSError):
     """A file is not what was written: truncated, changed, or gone."""
 
 
-class PoolInUseError(OSError):
+class InUseError(OSError):
+    """Another process owns a directory that only one may write to."""
+
+
+class PoolInUseError(InUseError):
     """Another pool, of this process or of another, owns the directory."""

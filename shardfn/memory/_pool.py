@@ -22,15 +22,17 @@ from shardfn.core import Pending
 
 from . import _manifest as manifest
 from ._disk import DiskTensor, DiskWriter
+from ._errors import PoolInUseError
 from ._host import PAGE
 from ._io import Checksums, Io, check_sizes, why_not_direct
-from ._owner import locked, unlock
+from ._lock import locked, unlock
 from ._slots import Slot, Slots
 from ._traced import TracedPool
 
 _LOG = logging.getLogger("shardfn.memory")
 _SUMMED_GRAIN = 64 << 10
 _PIECE = 2 << 20
+_USE = "a pool", "One directory serves one process: give each rank its own, or end that process."
 
 Value = DiskTensor | Tensor | int | float | str | bool | None
 
@@ -130,7 +132,7 @@ class Pool:
         place = pathlib.Path(directory)
         options = _Options(threads, direct, checksum, max_staging)
         place.mkdir(parents=True, exist_ok=True)
-        with locked(place) as lock:
+        with locked(place, *_USE, PoolInUseError) as lock:
             if manifest.commits(place):
                 raise ValueError(
                     f"{place} holds a commit. `Pool.open(directory)` continues from it; to start anew, remove the"
@@ -162,7 +164,7 @@ class Pool:
         if not place.is_dir():
             raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
         pool, chosen = cls.__new__(cls), _Options(**options)
-        with locked(place) as lock:
+        with locked(place, *_USE, PoolInUseError) as lock:
             path, step, entries = _chosen(place, step)
             pool._start(place, lock, chosen)
         # The lock is the pool's from here on: what fails closes the pool, and gives it back that way alone.

@@ -41,7 +41,7 @@ from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pair import as_transformation as as_transformation
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
-from ._rebalance import rebalanced as rebalanced
+from ._rebalance import check_in_round as check_in_round, compresses as compresses, rebalanced as rebalanced
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
 from ._schedules import warmup_constant_schedule as warmup_constant_schedule

@@ -55,7 +55,7 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
         https://arxiv.org/abs/2102.02888
     """
     _check_blocks(opt_state, like)
-    states, treedef = tree_flatten(unshard(opt_state), is_leaf=_compresses)
+    states, treedef = tree_flatten(unshard(opt_state), is_leaf=compresses)
     fitting = compressor if compressor.remembers else error_feedback(compressor)
     likes = treedef.flatten_up_to(like)
     return tree_unflatten(treedef, [_moved(x, y, fitting) for x, y in zip(states, likes, strict=True)])
@@ -81,13 +81,9 @@ def _num_blocks(worker: Any) -> int | None:
 
 
 def _moved(state: Any, like: Any, compressor: Compressor) -> Any:
-    if not _compresses(state):
+    if not compresses(state):
         return _placed(state, like)
-    if isinstance(state, ZeroOneAdamState) and not in_round(state):
-        raise ValueError(
-            "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of its"
-            " own, of which it holds one rank's; save after a step that leaves optim.in_round(opt_state) true."
-        )
+    check_in_round(state)
     rest, other = state._replace(residual=()), like._replace(residual=())
     if not isinstance(state, ZeroOneAdamState):
         # Codes are of another cut: the next compressed step gathers, as the first one did.
@@ -124,8 +120,29 @@ def _placed(state: PyTree, like: PyTree) -> PyTree:
     return tree_unflatten(treedef, placed)
 
 
-def _compresses(x: Any) -> bool:
+def compresses(x: Any) -> bool:
+    """Whether a part of a state is that of an optimizer that compresses, whose errors `rebalanced` cuts anew.
+
+    Example:
+        >>> from shardfn.optim import onebit_adam, sgd
+        >>> [compresses(tx.init([torch.ones(3)])) for tx in (sgd(0.1), onebit_adam(0.1, freeze_step=1))]
+        [False, True]
+    """
     return isinstance(x, _KINDS)
+
+
+def check_in_round(tree: PyTree) -> None:
+    """Refuses a state in which each rank has parameters of its own, which its leaves do not show.
+
+    Raises:
+        ValueError: it is from between two rounds of `zero_one_adam`.
+    """
+    for state in tree_leaves(tree, is_leaf=compresses):
+        if isinstance(state, ZeroOneAdamState) and not in_round(state):
+            raise ValueError(
+                "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of"
+                " its own, of which it holds one rank's; save after a step that leaves optim.in_round(opt_state) true."
+            )
 
 
 def _is_residual(x: Any) -> bool:

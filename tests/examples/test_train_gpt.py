@@ -143,3 +143,33 @@ def test_missing_data_is_named(tmp_path: pathlib.Path) -> None:
     code, said = finish(start(PLAIN, tmp_path / "gone.txt", tmp_path / "x"))
     assert code != 0
     assert "gone.txt" in said
+
+
+def weights(out: pathlib.Path) -> list[bytes]:
+    """The bytes of the newest checkpoint."""
+    newest = max((out / "checkpoints").glob("step_*"))
+    return [path.read_bytes() for path in sorted(newest.glob("*.safetensors"))]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["python", "torchrun"])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(
+    text: pathlib.Path, tmp_path: pathlib.Path, launcher: list[str]
+) -> None:
+    given = ("--steps", "30", "--save-every", "7", "--sample", "0")
+    code, said = finish(start(launcher, text, tmp_path / "whole", *given))
+    assert code == 0, said
+    process = start(launcher, text, tmp_path / "killed", *given)
+    deadline = time.monotonic() + PATIENCE
+    while len(rows(tmp_path / "killed")) < 16 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL if launcher is PLAIN else signal.SIGTERM)
+    finish(process)
+    code, said = finish(start(launcher, text, tmp_path / "killed", *given, "--resume"))
+    assert code == 0, said
+    one, other = rows(tmp_path / "whole"), rows(tmp_path / "killed")
+    assert [r["step"] for r in other] == [r["step"] for r in one] == list(range(1, 31))
+    assert [(r["loss"], r["grad_norm"]) for r in other] == [(r["loss"], r["grad_norm"]) for r in one]
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    code, said = finish(start(PLAIN, text, tmp_path / "killed", *given[2:], "--steps", "32", "--resume"))  # elsewhere
+    assert code == 0 and rows(tmp_path / "killed")[-1]["step"] == 32, said

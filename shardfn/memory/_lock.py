@@ -1,4 +1,4 @@
-"""Who owns a directory: one pool of one process, told by a lock that the kernel gives back however that ends."""
+"""Directories that one process owns at a time. The kernel gives one back when the process ends, however it ends."""
 
 import contextlib
 import fcntl
@@ -6,21 +6,27 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from ._errors import PoolInUseError
+from ._errors import InUseError
 
-_LOCK = "owner"
+_NAME = "owner"
 # Descriptors by which this process owns directories, for a forked child to close.
 _LOCKS: set[int] = set()
 
 
 @contextlib.contextmanager
-def locked(directory: pathlib.Path) -> Iterator[int]:
-    """Takes a directory: its descriptor, for `unlock`. Given back if the body raises; else by whoever was given it.
+def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseError] = InUseError) -> Iterator[int]:
+    """Takes a directory, and gives it back if the body raises; else it is kept until `unlock`.
+
+    Args:
+        directory: which; it must be there.
+        what: what it would belong to, for the error.
+        remedy: what to do if somebody else has it.
+        kind: the error then.
 
     Raises:
-        PoolInUseError: another pool owns it, of this process or another.
+        InUseError: another process has it, or another owner of this process.
     """
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(directory / _NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.pwrite(fd, f"{os.getpid():<16}".encode(), 0)
@@ -29,10 +35,8 @@ def locked(directory: pathlib.Path) -> Iterator[int]:
     except BlockingIOError as problem:
         owner = os.pread(fd, 16, 0).decode().strip() or "?"
         os.close(fd)
-        raise PoolInUseError(
-            problem.errno,
-            f"{directory} belongs to a pool of process {owner}, which is alive. One directory serves one process: give"
-            " each rank its own, or end that process.",
+        raise kind(
+            problem.errno, f"{directory} belongs to {what} of process {owner}, which is alive. {remedy}"
         ) from None
     except BaseException:
         unlock(fd)

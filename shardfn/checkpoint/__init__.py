@@ -1,0 +1,9 @@
+"""Trees of sharded leaves as files, and back under any other mesh: one format, written by all ranks, opened by any."""
+
+from ._save import save as save
+from ._restore import Restored as Restored, restore as restore
+from ._manager import Manager as Manager, latest as latest
+from ._directory import steps as steps
+from ._job import Saved as Saved
+from ._inspect import Difference as Difference, Verified as Verified
+from ._inspect import diff as diff, inspect as inspect, verify as verify

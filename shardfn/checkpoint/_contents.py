@@ -1,0 +1,213 @@
+"""What of a tree is saved: leaves by path, with this rank's blocks; and in which files each rank writes its part."""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Box, GlobalTensor, blocks_of
+from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, raise_all, tree_leaves, tree_paths
+from shardfn.memory import Bytes, as_bytes
+from shardfn.optim import check_in_round
+
+from ._header import header
+from ._manifest import Chunk, File, Leaf, Manifest
+from ._owners import Owned
+
+# Bytes that are read, hashed and written at a time.
+_PIECE = 8 << 20
+# What a group of files begins with: the field of a state.
+_GROUP = re.compile(r"[a-z][a-z_]{0,40}")
+
+
+class Content(NamedTuple):
+    """A leaf to be saved.
+
+    Attributes:
+        path: of the leaf.
+        shape: global.
+        dtype: of its elements.
+        spec: how it is cut.
+        held: this rank's block.
+        start: where that begins in the leaf.
+        same_as: the number of a leaf before it that has the same block, of which it is another name.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: P
+    held: Tensor | Stored
+    start: tuple[int, ...]
+    same_as: int | None
+
+
+class Part(NamedTuple):
+    """A box of a leaf in a file, from a byte on."""
+
+    leaf: int
+    box: Box
+    start: int
+
+
+class FilePlan(NamedTuple):
+    """A file to be written."""
+
+    name: str
+    header: bytes
+    parts: tuple[Part, ...]
+    bytes: int
+
+
+def named_leaves(tree: PyTree, at: str) -> list[tuple[str, Any]]:
+    """The leaves of a tree by path: `params['w']` of a state, `['w']` of a dict, `{at}['w']` below a path.
+
+    Example:
+        >>> named_leaves({"w": 1}, "params")
+        [("params['w']", 1)]
+    """
+    return [(p.removeprefix("."), x) for p, x in zip(tree_paths(tree, at), tree_leaves(tree), strict=True)]
+
+
+def mesh_of(tree: PyTree) -> Mesh:
+    """The mesh that the leaves of a tree are on; of plain tensors, one device.
+
+    Raises:
+        ValueError: there are several, or none in a program of several ranks.
+    """
+    meshes = {id(x.mesh): x.mesh for x in tree_leaves(tree) if isinstance(x, GlobalTensor)}
+    first = next(iter(meshes.values()), None)
+    odd = [repr(m) for m in meshes.values() if first is not None and not m.is_like(first)]
+    raise_all(ValueError, f"leaves are on other meshes than {first!r}; checkpoint what is on each by itself:", odd)
+    return as_mesh(None) if first is None else first
+
+
+def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
+    """The leaves of a tree.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        ValueError: a leaf cannot be saved; lists them.
+    """
+    named = named_leaves(tree, at)
+    odd = [f"{p or 'the tree'} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor | Tensor)]
+    raise_all(TypeError, "a checkpoint has tensors; pass what JSON can hold as user=:", odd)
+    check_in_round(tree)
+    stacks = [f"{p} has a block for each member" for p, x in named if isinstance(x, GlobalTensor) and x.stacked]
+    raise_all(ValueError, "the state of a population is saved member by member, member(state, i):", stacks)
+    out: list[Content] = []
+    seen: dict[int, int] = {}
+    for i, (path, x) in enumerate(named):
+        spec, held = (x.spec, x.held) if isinstance(x, GlobalTensor) else (P(), x)
+        box = blocks_of(tuple(x.shape), spec, mesh)[mesh.rank]
+        first = seen.setdefault(id(held), i)
+        same = first if first != i and out[first].spec == spec and math.prod(x.shape) else None
+        out.append(Content(path, tuple(x.shape), x.dtype, spec, held, tuple(lo for lo, _ in box), same))
+    return out
+
+
+def describe(leaves: Sequence[Content]) -> str:
+    """What ranks must have in common, one line a leaf; of what all hold as plain tensors, the values too."""
+    lines = []
+    for x in leaves:
+        small = x.spec == P() and isinstance(x.held, Tensor) and x.held.numel() <= 1024
+        value = hashlib.sha256(b"".join(map(bytes, windows(x.held, ())))).hexdigest()[:16] if small else ""
+        lines.append(f"{x.path} {x.shape} {x.dtype} {x.spec!r} {x.same_as or ''} {value}".rstrip())
+    return "\n".join(lines)
+
+
+def files_of(rank: int, boxes: Sequence[Owned], leaves: Sequence[Content], file_bytes: int) -> list[FilePlan]:
+    """The files of a rank: leaves in order, until a file is full; leaves of different fields in different files."""
+    groups: dict[str, list[list[Owned]]] = {}
+    sizes: dict[str, int] = {}
+    for x in boxes:
+        if x.owner != rank:
+            continue
+        found = _GROUP.match(leaves[x.leaf].path)
+        group, size = found[0] if found else "leaves", _nbytes(x.box, leaves[x.leaf].dtype)
+        files = groups.setdefault(group, [[]])
+        if files[-1] and sizes[group] + size > file_bytes:
+            files.append([])
+        sizes[group] = size + (sizes[group] if files[-1] else 0)
+        files[-1].append(x)
+    return [
+        _file(f"{group}-{rank:05d}-{k:04d}.safetensors", own, leaves)
+        for group, files in groups.items()
+        for k, own in enumerate(files)
+    ]
+
+
+def manifest_of(
+    step: int, user: Any, mesh: Mesh, leaves: Sequence[Content], written: Sequence[tuple[FilePlan, Sequence[str]]]
+) -> Manifest:
+    """The manifest of files that are written, with the digests of their parts."""
+    chunks: list[list[Chunk]] = [[] for _ in leaves]
+    files = {}
+    for plan, digests in written:
+        files[plan.name] = File(plan.bytes, len(plan.header), hashlib.sha256(plan.header).hexdigest())
+        for part, digest in zip(plan.parts, digests, strict=True):
+            offset, shape = tuple(lo for lo, _ in part.box), tuple(hi - lo for lo, hi in part.box)
+            chunks[part.leaf].append(Chunk(offset, shape, plan.name, part.start, digest))
+    own = [chunks[i if x.same_as is None else x.same_as] for i, x in enumerate(leaves)]
+    named = {
+        x.path: Leaf(x.shape, str(x.dtype).removeprefix("torch."), _axes(x.spec), tuple(sorted(c)))
+        for x, c in zip(leaves, own, strict=True)
+    }
+    return Manifest(step, user, dict(mesh.shape), named, files)
+
+
+def local_slices(leaf: Content, box: Box) -> tuple[slice, ...]:
+    """A box of a leaf as slices of this rank's block."""
+    return tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(box, leaf.start, strict=True))
+
+
+def windows(held: Tensor | Stored, where: tuple[slice, ...]) -> Iterator[Bytes]:
+    """The bytes of a part of a block, row-major, a few megabytes at a time, from whatever memory it is in."""
+    if isinstance(held, Tensor):
+        x = held.detach().resolve_conj().resolve_neg()[where]
+        if x.device.type == "cpu" and x.is_contiguous():
+            data = as_bytes(x)
+            yield from (data[i : i + _PIECE] for i in range(0, len(data), _PIECE))
+            return
+        first, count = 0, len(x) if x.ndim else 1
+    else:
+        x, (first, last) = held, (where[0].start, where[0].stop) if where else (0, held.shape[0] if held.shape else 1)
+        count = last - first
+    row = math.prod(x.shape[1:]) * x.dtype.itemsize
+    step = max(1, _PIECE // max(row, 1))
+    for lo in range(first, first + count, step):
+        hi = min(lo + step, first + count)
+        if isinstance(x, Tensor):
+            yield as_bytes((x[lo:hi] if x.ndim else x).cpu().contiguous())
+        else:
+            yield as_bytes(x.read(lo, hi).result()[(slice(None), *where[1:]) if x.shape else ()].contiguous())
+
+
+def _file(name: str, own: Sequence[Owned], leaves: Sequence[Content]) -> FilePlan:
+    # The widest elements first, so that each stands at a multiple of its size.
+    order = sorted(own, key=lambda x: -leaves[x.leaf].dtype.itemsize)
+    entries = [(_name(leaves[x.leaf], x.box), leaves[x.leaf].dtype, tuple(hi - lo for lo, hi in x.box)) for x in order]
+    head = header(entries)
+    parts, at = [], len(head)
+    for x in order:
+        parts.append(Part(x.leaf, x.box, at))
+        at += _nbytes(x.box, leaves[x.leaf].dtype)
+    return FilePlan(name, head, tuple(parts), at)
+
+
+def _axes(spec: P) -> tuple[tuple[str, ...], ...]:
+    return tuple(spec.dim_axes(dim) for dim in range(len(spec)))
+
+
+def _name(leaf: Content, box: Box) -> str:
+    """What other tools see: the path, and of a part which."""
+    whole = all(hi - lo == size for (lo, hi), size in zip(box, leaf.shape, strict=True))
+    return leaf.path + ("" if whole else f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]")
+
+
+def _nbytes(box: Box, dtype: torch.dtype) -> int:
+    return math.prod(hi - lo for lo, hi in box) * dtype.itemsize

@@ -1,0 +1,198 @@
+"""Checkpoints looked at from outside: is every byte what was written, what is there, what differs."""
+
+import hashlib
+import math
+import os
+from typing import NamedTuple
+
+import torch
+
+from shardfn.collectives import pieces
+from shardfn.memory import DamagedError, host_empty
+
+from ._directory import located, read_manifest
+from ._manifest import Leaf, Manifest, nbytes
+from ._read import Reader, dtype_of
+
+_PIECE = 8 << 20
+
+
+class Verified(NamedTuple):
+    """What was found to be as it was written: files, and their bytes."""
+
+    step: int
+    files: int
+    bytes: int
+
+
+class Difference(NamedTuple):
+    """A leaf that two checkpoints have otherwise.
+
+    Attributes:
+        path: of the leaf.
+        what: how it differs.
+        largest: the largest difference of an element; None where there is none to tell.
+    """
+
+    path: str
+    what: str
+    largest: float | None = None
+
+
+def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verified:
+    """Reads a checkpoint from the first byte to the last, and compares all of it with what was written.
+
+    Args:
+        directory: a run's checkpoints, or one of them.
+        step: which of a run's; default the newest.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedError: lists every part that has changed, or is gone.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardfn.checkpoint import save
+        >>> directory = tempfile.mkdtemp()
+        >>> _ = save(directory, {"w": torch.ones(3)}, step=7)
+        >>> verify(directory).step
+        7
+    """
+    place = located(directory, step)
+    manifest = read_manifest(place)
+    problems: list[str] = []
+    with Reader(place, manifest) as reader:
+        for name, file in manifest.files.items():
+            try:
+                head = _digest(reader, name, 0, file.header)
+            except DamagedError as problem:
+                problems.append(str(problem))
+                continue
+            if head != file.sha256:
+                problems.append(f"{place / name}: its header has changed")
+            problems += _chunks(reader, manifest, name)
+    if problems:
+        lines = "\n".join(f"  - {p}" for p in problems)
+        raise DamagedError(f"{place} is not what was written; take another checkpoint:\n{lines}")
+    return Verified(manifest.step, len(manifest.files), sum(f.bytes for f in manifest.files.values()))
+
+
+def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
+    """What a checkpoint holds, as text: a line a leaf.
+
+    Args:
+        directory: a run's checkpoints, or one of them.
+        step: which of a run's; default the newest.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedError: its manifest is not what was written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardfn.checkpoint import save
+        >>> directory = tempfile.mkdtemp()
+        >>> _ = save(directory, {"w": torch.ones(3, 2)}, step=7)
+        >>> print(inspect(directory).splitlines()[-1])
+        ['w']  (3, 2)  float32  24  1 chunk
+    """
+    place = located(directory, step)
+    manifest = read_manifest(place)
+    total = sum(nbytes(x.shape, x.itemsize) for x in manifest.leaves.values())
+    mesh = ", ".join(f"{axis} {size}" for axis, size in manifest.mesh.items()) or "one device"
+    lines = [
+        f"{place}: step {manifest.step}, saved on a mesh of {mesh}",
+        f"{len(manifest.leaves)} leaves of {total:,} bytes, in {len(manifest.files)} files",
+        f"user: {manifest.user!r}",
+    ]
+    for path, x in manifest.leaves.items():
+        spec = "" if not any(x.spec) else f"  cut by {', '.join('*'.join(axes) or '-' for axes in x.spec)}"
+        size, count = nbytes(x.shape, x.itemsize), len(x.chunks)
+        lines.append(f"{path}  {x.shape}  {x.dtype}  {size:,}  {count} chunk{'s' * (count != 1)}{spec}")
+    return "\n".join(lines)
+
+
+def diff(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    steps: tuple[int | None, int | None] = (None, None),
+) -> list[Difference]:
+    """The leaves in which two checkpoints differ, however each was cut. Bits are compared.
+
+    Args:
+        first: a run's checkpoints, or one of them.
+        second: the same.
+        steps: which of each run's; default the newest.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedError: files are not what was written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardfn.checkpoint import save
+        >>> directory = tempfile.mkdtemp()
+        >>> for step in (1, 2):
+        ...     _ = save(directory, {"w": torch.ones(3), "n": torch.tensor(step)}, step)
+        >>> diff(directory, directory, steps=(1, 2))
+        [Difference(path="['n']", what='1 of 1 elements differ', largest=1.0)]
+    """
+    places = located(first, steps[0]), located(second, steps[1])
+    a, b = (read_manifest(p) for p in places)
+    out: list[Difference] = []
+    with Reader(places[0], a) as one, Reader(places[1], b) as other:
+        for path in sorted({*a.leaves, *b.leaves}):
+            x, y = a.leaves.get(path), b.leaves.get(path)
+            if x is None or y is None:
+                out.append(Difference(path, f"only the {'second' if x is None else 'first'} has it"))
+            elif (x.shape, x.dtype) != (y.shape, y.dtype):
+                out.append(Difference(path, f"{x.shape} {x.dtype} became {y.shape} {y.dtype}"))
+            elif [c._replace(file="", start=0) for c in x.chunks] != [c._replace(file="", start=0) for c in y.chunks]:
+                out += _values(path, (one, x), (other, y))
+    return out
+
+
+def _values(path: str, first: tuple[Reader, Leaf], second: tuple[Reader, Leaf]) -> list[Difference]:
+    leaf = first[1]
+    differing, largest = 0, 0.0
+    for box in pieces(tuple((0, n) for n in leaf.shape), max(1, _PIECE // leaf.itemsize)):
+        shape = tuple(hi - lo for lo, hi in box)
+        x, y = (host_empty(shape, dtype_of(leaf)) for _ in range(2))
+        first[0].box(first[1], box, x)
+        second[0].box(second[1], box, y)
+        bits = (t.reshape(-1, 1).view(torch.uint8) for t in (x, y))
+        unequal = torch.ne(*bits).any(1)
+        differing += int(unequal.sum())
+        if unequal.any():
+            off = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (x, y)]
+            apart = (off[0] - off[1]).abs().nan_to_num(math.inf)
+            largest = max(largest, float(apart.max()))
+    total = math.prod(leaf.shape)
+    return [Difference(path, f"{differing} of {total} elements differ", largest)] if differing else []
+
+
+def _chunks(reader: Reader, manifest: Manifest, name: str) -> list[str]:
+    """The parts of a file that have changed, each once; those of tied leaves are named by the first."""
+    out: dict[int, str] = {}
+    seen: set[tuple[int, int, str]] = set()
+    for path, leaf in manifest.leaves.items():
+        for chunk in leaf.chunks:
+            size = nbytes(chunk.shape, leaf.itemsize)
+            if chunk.file != name or (chunk.start, size, chunk.sha256) in seen:
+                continue
+            seen.add((chunk.start, size, chunk.sha256))
+            if _digest(reader, name, chunk.start, size) != chunk.sha256:
+                end = chunk.start + size
+                out[chunk.start] = f"{reader.place / name}: bytes {chunk.start} to {end}, of {path}, have changed"
+    return list(out.values())
+
+
+def _digest(reader: Reader, name: str, start: int, size: int) -> str:
+    digest = hashlib.sha256()
+    buffer = host_empty((min(size, _PIECE),), torch.uint8).numpy()
+    for lo in range(0, size, _PIECE):
+        part = buffer[: min(_PIECE, size - lo)]
+        reader.into(name, start + lo, part)
+        digest.update(part.data)
+    return digest.hexdigest()

@@ -1,0 +1,238 @@
+"""One checkpoint, from the state to its name in the directory: what all ranks do in turn.
+
+    prepare    agree on what is saved; rank 0 makes a temporary directory, and all see it
+    write      each rank its files (here, or behind the next steps from a snapshot)
+    finish     all have written: rank 0 writes the manifest and gives the directory its name
+
+Each of the last two ends with a round in which ranks tell each other how it went, so they fail together or not at all.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Mesh, PyTree, RankError, Stored
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
+from shardfn.memory import DamagedError, DiskFullError, InUseError
+
+from ._contents import Content, FilePlan, Part, contents, describe, files_of, local_slices, manifest_of, windows
+from ._directory import explained, located, path_of, publish, read_manifest, steps
+from ._owners import Owned, owned
+from ._write import Before, Written, write_files
+
+# All ranks' picklable values, in rank order.
+Meet = Callable[[object], Sequence[Any]]
+# How long another rank's directory may take to be seen: network file systems look up names now and then only.
+_SEEN_SECONDS = 5.0
+_KINDS: dict[str, type[Exception]] = {
+    k.__name__: k for k in (DiskFullError, InUseError, PermissionError, FileExistsError, DamagedError, ValueError)
+}
+
+
+class Options(NamedTuple):
+    """How checkpoints are written; see `save`."""
+
+    durable: bool
+    replace: bool
+    file_bytes: int
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was written.
+
+    Attributes:
+        path: its directory.
+        bytes: that this rank has written.
+        linked: bytes of this rank's files that were linked from the checkpoint before, as nothing in them had changed.
+    """
+
+    path: pathlib.Path
+    bytes: int
+    linked: int
+
+
+class Job(NamedTuple):
+    """A checkpoint that is under way.
+
+    Attributes:
+        mesh: whose ranks write it.
+        step: its number.
+        user: what the caller gave.
+        leaves: what is saved.
+        boxes: who writes what.
+        place: its directory, later.
+        tmp: its directory, now.
+        options: how it is written.
+    """
+
+    mesh: Mesh
+    step: int
+    user: Any
+    leaves: list[Content]
+    boxes: list[Owned]
+    place: pathlib.Path
+    tmp: pathlib.Path
+    options: Options
+
+    def without_tensors(self) -> "Job":
+        """The same, holding none of the state's memory; what is on disk is held, so that it stays."""
+        nothing = torch.empty(0)
+        return self._replace(
+            leaves=[x._replace(held=nothing) if isinstance(x.held, Tensor) else x for x in self.leaves]
+        )
+
+    def files(self, rank: int) -> list[FilePlan]:
+        """The files of a rank."""
+        return files_of(rank, self.boxes, self.leaves, self.options.file_bytes)
+
+
+class _Told(NamedTuple):
+    """How something went on a rank, as others are told: the name and the text of its error, or what came of it."""
+
+    error: tuple[str, str] | None
+    value: Any = None
+
+
+def prepare(directory: pathlib.Path, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: Options) -> Job:
+    """Agrees on what is saved, and makes the temporary directory. Collective; rank 0 owns the directory."""
+    comms = comms_of(mesh)
+    with told_before(comms.control):
+        if step < 0:
+            raise ValueError(f"step={step}: checkpoints are numbered from 0 on.")
+        leaves = contents(tree, at, mesh)
+        text = json.dumps(user, allow_nan=False, sort_keys=True)
+        said = describe(leaves)
+    agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}", ()))
+    place, token = path_of(directory, step), os.urandom(4).hex()
+    with losing_no_peer(comms):
+        mine, own = (None, None) if mesh.rank else _attempt(directory, _make, place, token, options)
+        made: list[Any] = comms.control.gather(mine)
+    _raise_told(made, own)
+    tmp = place.with_name(made[0].value)
+    with losing_no_peer(comms):
+        seen = comms.control.gather(_sees(tmp))
+    if not all(seen):
+        if mesh.rank == 0:
+            shutil.rmtree(tmp, ignore_errors=True)
+        blind = [str(rank) for rank, own in enumerate(seen) if not own]
+        raise ValueError(
+            f"{directory} of rank 0 is not the one that ranks {', '.join(blind)} see: it is local to a machine. All"
+            " ranks write into one checkpoint; give them a directory on a file system that they share."
+        )
+    boxes = owned([(x.shape, x.dtype.itemsize if x.same_as is None else 0, x.spec) for x in leaves], mesh)
+    boxes = [b for b in boxes if leaves[b.leaf].same_as is None]
+    return Job(mesh, step, user, leaves, boxes, place, tmp, options)
+
+
+def finish(job: Job, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Saved | Exception:
+    """Writes this rank's files; when all have, gives the checkpoint its name. Collective.
+
+    Args:
+        job: what `prepare` gave.
+        snapshot: this rank's parts, copied; None = they are read from the state.
+        meet: how ranks talk.
+
+    Returns:
+        What was written; or the error that all ranks are to raise, when the temporary directory is gone.
+
+    Raises:
+        RankError: another rank died.
+    """
+
+    def read(part: Part) -> Any:
+        copy = None if snapshot is None else snapshot.get(part)
+        if copy is not None:
+            return windows(copy, ())
+        leaf = job.leaves[part.leaf]
+        held: Tensor | Stored = leaf.held
+        return windows(held, local_slices(leaf, part.box))
+
+    def write() -> Written:
+        return write_files(job.tmp, job.files(job.mesh.rank), read, _before(job), durable=job.options.durable)
+
+    mine, own = _attempt(job.tmp.parent, write)
+    wrote = meet(mine)
+    named, failed = _Told(None), None
+    if job.mesh.rank == 0:
+        named, failed = _attempt(job.tmp.parent, _named, job, wrote)
+    told = meet(named)
+    try:
+        _raise_told(wrote, own)
+        _raise_told(told, failed)
+    except Exception as error:
+        return error
+    return Saved(job.place, mine.value.bytes, mine.value.linked)
+
+
+def _named(job: Job, wrote: Sequence[_Told]) -> None:
+    """Gives a checkpoint its name if all ranks have written; else removes what they have."""
+    try:
+        if all(told.error is None for told in wrote):
+            _publish(job, [told.value.digests for told in wrote])
+    finally:
+        shutil.rmtree(job.tmp, ignore_errors=True)
+
+
+def _publish(job: Job, digests: Sequence[Sequence[Sequence[str]]]) -> None:
+    written = [pair for rank, own in enumerate(digests) for pair in zip(job.files(rank), own, strict=True)]
+    manifest = manifest_of(job.step, job.user, job.mesh, job.leaves, written)
+    publish(job.tmp, job.place, manifest, durable=job.options.durable, replace=job.options.replace)
+
+
+def _make(place: pathlib.Path, token: str, options: Options) -> str:
+    if place.exists() and not options.replace:
+        raise FileExistsError(
+            f"{place} is there already: step numbers name checkpoints. Save under another step, with replace=True, or"
+            " remove it."
+        )
+    tmp = place.with_name(f"{place.name}.tmp-{token}")
+    tmp.mkdir()
+    return tmp.name
+
+
+def _before(job: Job) -> Before | None:
+    """The newest checkpoint of the directory, if it is whole."""
+    if not steps(job.place.parent):
+        return None
+    try:
+        place = located(job.place.parent)
+        return Before(place, read_manifest(place))
+    except (OSError, ValueError):
+        return None  # nothing to link from; whoever restores it is told
+
+
+def _sees(tmp: pathlib.Path) -> bool:
+    end = time.monotonic() + _SEEN_SECONDS
+    while not tmp.is_dir():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _attempt(at: pathlib.Path, work: Callable[..., Any], *args: Any) -> tuple[_Told, Exception | None]:
+    """Runs a function whose error all ranks are to raise; gives what to tell them, and this rank's own error."""
+    try:
+        return _Told(None, work(*args)), None
+    except Exception as problem:
+        own = explained(problem, at) if isinstance(problem, OSError) else problem
+        if own is not problem:
+            own.__cause__ = problem
+        return _Told((type(own).__name__, str(own))), own
+
+
+def _raise_told(outcomes: Sequence[Any], own: Exception | None) -> None:
+    """Raises this rank's error, or one of the kind that another rank has told of."""
+    if own is not None:
+        raise own
+    for rank, told in enumerate(outcomes):
+        if told is not None and told.error is not None:
+            name, text = told.error
+            raise _KINDS[name](f"rank {rank}: {text}") if name in _KINDS else RankError(f"rank {rank}: {name}: {text}")

@@ -1,0 +1,242 @@
+"""`Manager`: the checkpoints of a run. They are written behind the steps, and old ones are removed.
+
+A save is a copy of this rank's part to the host; a thread writes it while the next steps run. Ranks talk about it on
+a communicator of its own, so that nothing of it comes between the messages of steps. At most one save is under way.
+"""
+
+import contextlib
+import logging
+import os
+import pathlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Rounds
+from shardfn.core import Mesh, PyTree, RankError
+from shardfn.engine import comms_of, losing_no_peer, told_before
+from shardfn.memory import host_empty, on_host
+from shardfn.state import check_alive
+
+from ._contents import Part, local_slices, mesh_of
+from ._directory import owning, path_of, remove, steps
+from ._job import Job, Options, Saved, finish, prepare
+from ._restore import Restored, restore
+from ._save import FILE_BYTES, step_of
+
+_LOG = logging.getLogger("shardfn.checkpoint")
+
+
+class Manager:
+    """Saves every so many steps, keeps the newest checkpoints, and finds the one to go on from.
+
+    All its methods but `steps` are collective over the mesh. It owns the directory until `close`, or the end of a
+    `with`.
+
+    Args:
+        directory: of the run's checkpoints, which all ranks see. Made if missing.
+        mesh: whose ranks save; default one device.
+        save_every: `save` does something at multiples of so many steps.
+        keep_last: how many of the newest checkpoints stay.
+        keep_every: checkpoints at multiples of so many steps stay as well; None = no others.
+        background: whether files are written while the next steps run.
+        durable: whether to wait, in the background, until the disk has them.
+        file_bytes: as for `save`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        InUseError: another process writes checkpoints there.
+        PermissionError: the directory cannot be written to.
+
+    Example:
+        >>> import tempfile
+        >>> with Manager(tempfile.mkdtemp(), save_every=2, keep_last=2) as manager:
+        ...     for step in range(9):
+        ...         _ = manager.save({"w": torch.full((2,), float(step))}, step)
+        ...     manager.restore({"w": torch.zeros(2)}).tree, manager.steps()
+        ({'w': tensor([8., 8.])}, [6, 8])
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        mesh: Mesh | None = None,
+        save_every: int = 1,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        background: bool = True,
+        durable: bool = True,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        if min(save_every, keep_last, keep_every or 1, file_bytes) < 1:
+            raise ValueError(
+                f"save_every={save_every}, keep_last={keep_last}, keep_every={keep_every}, file_bytes={file_bytes}: all"
+                " must be at least 1."
+            )
+        self._place, self._mesh = pathlib.Path(directory), mesh_of(()) if mesh is None else mesh
+        self._every, self._last, self._keep_every = save_every, keep_last, keep_every
+        self._background, self._options = background, Options(durable, False, file_bytes)
+        self._stack = contextlib.ExitStack()
+        control = comms_of(self._mesh).control
+        with told_before(control):
+            if self._mesh.rank == 0:
+                self._stack.enter_context(owning(self._place))
+        control.agree("what to run", f"checkpoint.Manager, every {save_every} steps")
+        group = self._mesh.new_group(self._mesh.axis_names, backend="gloo") if self._mesh.size > 1 else None
+        self._rounds = Rounds(group, self._mesh.rank, _lost)
+        # What the thread has come to; read after it has ended only.
+        self._thread: threading.Thread | None = None
+        self._done: Saved | Exception | None = None
+        # The host memory of snapshots, by part: that of the last one is filled again.
+        self._buffers: dict[Part, Tensor] = {}
+
+    def save(self, tree: PyTree, step: int | None = None, *, user: Any = None, now: bool = False, at: str = "") -> bool:
+        """Saves a state, if its step is one of those to be saved.
+
+        It returns when the state is copied, and may be given to the next step. The checkpoint is there some time later.
+
+        Args:
+            tree: as for `save`.
+            step: its number; default that of the state.
+            user: as for `save`.
+            now: whether to save whatever the number is.
+            at: as for `save`.
+
+        Returns:
+            Whether it is one of those.
+
+        Raises:
+            Exception: what the last save, which was under way, has come to; and what `save` raises.
+        """
+        number = step_of(tree, step)
+        if not now and number % self._every:
+            return False
+        self.wait()
+        check_alive(tree)
+        job = prepare(self._place, tree, at, number, user, self._mesh, self._options)
+        comms = comms_of(self._mesh)
+        if not self._background:
+            with losing_no_peer(comms):
+                self._done = self._finished(job, None, comms.control.gather)
+            self.wait()
+            return True
+        with losing_no_peer(comms):
+            copies = self._copied(job)
+        light = job.without_tensors()
+        self._thread = threading.Thread(target=self._write, args=(light, copies), name="shardfn-checkpoint")
+        self._thread.start()
+        return True
+
+    def wait(self) -> Saved | None:
+        """Waits for the save that is under way.
+
+        Returns:
+            What it has written; None if there was none.
+
+        Raises:
+            Exception: what went wrong: of another rank, too. It is raised once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        done, self._done = self._done, None
+        if isinstance(done, Exception):
+            raise done
+        return done
+
+    def restore(self, like: PyTree, **options: Any) -> Restored:
+        """The newest checkpoint, or another one, as `checkpoint.restore` gives it."""
+        self.wait()
+        return restore(self._place, like, **options)
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in order."""
+        return steps(self._place)
+
+    def close(self) -> None:
+        """Waits for the save that is under way, and gives the directory up.
+
+        Raises:
+            Exception: what went wrong in it.
+        """
+        try:
+            self.wait()
+        finally:
+            self._stack.close()
+            self._rounds.close()
+
+    def __enter__(self) -> "Manager":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return self.close()
+        try:
+            self.close()
+        except Exception:  # the error of the body is the one to be seen
+            _LOG.exception("%s: the last checkpoint was not written", self._place)
+
+    def _write(self, job: Job, copies: dict[Part, Tensor]) -> None:
+        try:
+            self._done = self._finished(job, copies, self._rounds.gather)
+        except Exception as error:
+            self._done = error
+
+    def _finished(self, job: Job, copies: dict[Part, Tensor] | None, meet: Any) -> Saved | Exception:
+        done = finish(job, copies, meet)
+        if isinstance(done, Saved) and self._mesh.rank == 0:
+            self._prune()
+        return done
+
+    def _prune(self) -> None:
+        for number in to_remove(steps(self._place), self._last, self._keep_every):
+            remove(path_of(self._place, number))
+
+    def _copied(self, job: Job) -> dict[Part, Tensor]:
+        """This rank's parts of what is in memory, copied; what is on disk does not change."""
+        out: dict[Part, Tensor] = {}
+        with torch.no_grad(), on_host():
+            for part in (p for plan in job.files(job.mesh.rank) for p in plan.parts):
+                leaf = job.leaves[part.leaf]
+                if isinstance(leaf.held, Tensor):
+                    x = leaf.held.detach()[local_slices(leaf, part.box)]
+                    had = self._buffers.get(part)
+                    fits = had is not None and had.shape == x.shape and had.dtype == x.dtype
+                    out[part] = had if fits and had is not None else host_empty(x.shape, x.dtype)
+                    out[part].copy_(x)
+        self._buffers = out
+        return out
+
+
+def to_remove(found: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """Which checkpoints go.
+
+    Example:
+        >>> to_remove([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
+        [10, 30]
+    """
+    old = sorted(found)[:-keep_last]
+    return [n for n in old if keep_every is None or n % keep_every]
+
+
+def latest(directory: str | os.PathLike[str]) -> int | None:
+    """The step of the newest complete checkpoint of a directory; None if there is none.
+
+    Example:
+        >>> import tempfile
+        >>> latest(tempfile.mkdtemp()) is None
+        True
+    """
+    found = steps(directory)
+    return found[-1] if found else None
+
+
+def _lost(error: BaseException) -> RankError:
+    return RankError(
+        f"another rank failed while a checkpoint was written ({type(error).__name__}). It has no name, so it does not"
+        " count; those before it do."
+    )

@@ -1,0 +1,270 @@
+"""The manifest of a checkpoint: each leaf by path, as chunks of a logical tensor in safetensors files.
+
+A manifest that `decoded` has admitted is consistent: chunks lie inside their leaf, do not overlap and cover it; byte
+ranges lie inside their file and have the bytes of their shapes. So what reads by it never asks for more bytes than
+the files have. Files are named, not reached: a name is one component, without a slash.
+"""
+
+import hashlib
+import json
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardfn.memory import DamagedError
+
+FORMAT = 1
+_KIND = "shardfn.checkpoint"
+# A file is one component of a path, of letters that mean nothing to a shell or a file system.
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,120}\.safetensors", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_MAX_DIMS = 64
+
+DTYPES: dict[str, torch.dtype] = {
+    str(d).removeprefix("torch."): d
+    for d in vars(torch).values()
+    if isinstance(d, torch.dtype) and not str(d).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))
+} | {"int16": torch.int16, "uint16": torch.uint16}
+
+
+class Chunk(NamedTuple):
+    """A box of a leaf, row-major in a range of a file.
+
+    Attributes:
+        offset: where it begins in the leaf, along each dim.
+        shape: its shape.
+        file: the file's name, in the checkpoint's directory.
+        start: its first byte in the file.
+        sha256: of its bytes.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    sha256: str
+
+
+class Leaf(NamedTuple):
+    """A logical tensor: what all ranks together have of a leaf of the tree.
+
+    Attributes:
+        shape: global.
+        dtype: as torch calls it.
+        spec: the axes along which each dim was cut when it was saved. Chunks say where its bytes are.
+        chunks: boxes that cover it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[tuple[str, ...], ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+
+class File(NamedTuple):
+    """A safetensors file: its bytes, those of its header, and the digest of the header."""
+
+    bytes: int
+    header: int
+    sha256: str
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        step: the number under which it was saved.
+        user: what the caller gave, of JSON's types.
+        mesh: axes and sizes of the mesh that saved it.
+        leaves: by path.
+        files: by name.
+    """
+
+    step: int
+    user: Any
+    mesh: dict[str, int]
+    leaves: dict[str, Leaf]
+    files: dict[str, File]
+
+
+def encoded(manifest: Manifest) -> str:
+    """The text of a manifest: JSON whose last entry is the digest of the others.
+
+    Raises:
+        TypeError: `user` is nothing that JSON has.
+        ValueError: it has numbers that JSON has not.
+    """
+    body = {
+        "kind": _KIND,
+        "format": FORMAT,
+        "step": manifest.step,
+        "user": manifest.user,
+        "mesh": manifest.mesh,
+        "leaves": {p: x._asdict() | {"chunks": [c._asdict() for c in x.chunks]} for p, x in manifest.leaves.items()},
+        "files": {name: f._asdict() for name, f in manifest.files.items()},
+    }
+    return _sealed(body)
+
+
+def decoded(text: str, where: str) -> Manifest:
+    """The manifest of a text that may be anything.
+
+    Args:
+        text: the file.
+        where: its name, for errors.
+
+    Raises:
+        DamagedError: it is not what was written, or contradicts itself; lists what is wrong.
+        ValueError: it is of a newer version.
+    """
+    try:
+        body = json.loads(text)
+        if not isinstance(body, dict) or body.get("kind") != _KIND:
+            raise DamagedError(f"{where} is no manifest of a checkpoint.")
+        number = body.get("format")
+        if isinstance(number, int) and number > FORMAT:
+            raise ValueError(
+                f"{where} has format {number}, and this version of shardfn reads up to {FORMAT}; install a newer one."
+            )
+        seal = body.pop("sha256", None)
+        # The text too: a byte that JSON reads as the same thing has changed all the same.
+        intact = isinstance(seal, str) and _sealed(body) == text
+    except (json.JSONDecodeError, RecursionError, TypeError, UnicodeError) as problem:
+        raise DamagedError(f"{where} is not what was written ({problem}). Take another checkpoint.") from None
+    if not intact:
+        raise DamagedError(f"{where} has changed since it was written. Take another checkpoint.")
+    try:
+        manifest = Manifest(
+            _count(body["step"]),
+            body["user"],
+            {_axis(axis): _count(size) for axis, size in body["mesh"].items()},
+            {p: _leaf(x) for p, x in body["leaves"].items()},
+            _files(body["files"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise DamagedError(f"{where} is not in the form of format {FORMAT}: {problem!r}.") from None
+    problems = [*_misplaced(manifest), *_clashes(manifest)]
+    if problems:
+        raise DamagedError("\n".join([f"{where} contradicts itself:", *(f"  - {p}" for p in problems[:20])]))
+    return manifest
+
+
+def nbytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * itemsize
+
+
+def _sealed(body: dict[str, Any]) -> str:
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text[:-1]},"sha256":"{digest}"}}\n'
+
+
+def _leaf(x: Any) -> Leaf:
+    if x["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {x['dtype']!r} is not known")
+    spec = tuple(tuple(_axis(axis) for axis in axes) for axes in x["spec"])
+    return Leaf(_counts(x["shape"]), x["dtype"], spec, tuple(_chunk(c) for c in x["chunks"]))
+
+
+def _chunk(x: Any) -> Chunk:
+    return Chunk(_counts(x["offset"]), _counts(x["shape"]), _name(x["file"]), _count(x["start"]), _digest(x["sha256"]))
+
+
+def _files(x: Any) -> dict[str, File]:
+    return {_name(n): File(_count(f["bytes"]), _count(f["header"]), _digest(f["sha256"])) for n, f in x.items()}
+
+
+def _count(x: Any) -> int:
+    if type(x) is not int or not 0 <= x < 1 << 63:
+        raise ValueError(f"{x!r} is no count")
+    return x
+
+
+def _counts(x: Any) -> tuple[int, ...]:
+    if not isinstance(x, list) or len(x) > _MAX_DIMS:
+        raise ValueError(f"{str(x)[:80]} is no shape")
+    return tuple(map(_count, x))
+
+
+def _axis(x: Any) -> str:
+    if not isinstance(x, str):
+        raise ValueError(f"{str(x)[:80]} is no axis")
+    return x
+
+
+def _name(x: Any) -> str:
+    if not isinstance(x, str) or not _FILE.fullmatch(x):
+        raise ValueError(f"{str(x)[:80]!r} is no name of a file of a checkpoint")
+    return x
+
+
+def _digest(x: Any) -> str:
+    if not isinstance(x, str) or not _DIGEST.fullmatch(x):
+        raise ValueError(f"{str(x)[:80]!r} is no digest")
+    return x
+
+
+def _misplaced(manifest: Manifest) -> list[str]:
+    """Chunks that are outside of their leaf or file, and leaves that are not covered once."""
+    out: list[str] = []
+    for path, leaf in manifest.leaves.items():
+        before = len(out)
+        for c in leaf.chunks:
+            if len(c.offset) != len(leaf.shape) or len(c.shape) != len(leaf.shape):
+                out.append(f"{path} of shape {leaf.shape} has a chunk at {c.offset} of shape {c.shape}")
+            elif any(o + n > size for o, n, size in zip(c.offset, c.shape, leaf.shape, strict=True)):
+                out.append(f"{path} of shape {leaf.shape}: the chunk at {c.offset} of shape {c.shape} is outside")
+            elif c.file not in manifest.files:
+                out.append(f"{path}: {c.file} is not among the files")
+            elif not _inside(c, leaf.itemsize, manifest.files[c.file]):
+                out.append(f"{path}: bytes from {c.start} on are outside of {c.file}")
+        if len(out) == before and not _covers(leaf):
+            out.append(f"{path} of shape {leaf.shape}: its chunks overlap or leave a part out")
+    return out
+
+
+def _inside(chunk: Chunk, itemsize: int, file: File) -> bool:
+    return file.header <= chunk.start and chunk.start + nbytes(chunk.shape, itemsize) <= file.bytes
+
+
+def _covers(leaf: Leaf) -> bool:
+    """Whether the chunks are side by side and leave nothing out."""
+    if sum(math.prod(c.shape) for c in leaf.chunks) != math.prod(leaf.shape):
+        return False
+    full = [c for c in leaf.chunks if math.prod(c.shape)]
+    if len(full) < 2:
+        return True
+    starts = np.array([c.offset for c in full], dtype=np.int64)
+    stops = starts + np.array([c.shape for c in full], dtype=np.int64)
+    for i in range(len(full) - 1):
+        if ((starts[i + 1 :] < stops[i]) & (starts[i] < stops[i + 1 :])).all(1).any():
+            return False
+    return True
+
+
+def _clashes(manifest: Manifest) -> list[str]:
+    """Ranges of a file that overlap, and bytes that are nobody's; tied leaves have the same range."""
+    spans: dict[str, set[tuple[int, int]]] = {name: set() for name in manifest.files}
+    for leaf in manifest.leaves.values():
+        for c in leaf.chunks:
+            if c.file in spans:
+                spans[c.file].add((c.start, c.start + nbytes(c.shape, leaf.itemsize)))
+    out = []
+    for name, ranges in spans.items():
+        at, file = manifest.files[name].header, manifest.files[name]
+        for lo, hi in sorted(ranges):
+            if lo != at:
+                out.append(f"{name}: bytes {min(lo, at)} to {max(lo, at)} are in two ranges or in none")
+            at = max(hi, at)
+        if at != file.bytes:
+            out.append(f"{name}: bytes {at} to {file.bytes} are nobody's")
+    return out

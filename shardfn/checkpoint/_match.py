@@ -1,0 +1,202 @@
+"""Which leaves of a checkpoint a leaf of a tree is read from: by path, or layer by layer where one side is stacked.
+
+the tree has                          the checkpoint has
+params['blocks']['w']    [L, a, b]    params['blocks'][0]['w'], ... of shape [a, b]: a pile of them
+params['blocks'][3]['w'] [a, b]       params['blocks']['w'] of shape [L, a, b]: row 3
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Box
+from shardfn.core import did_you_mean
+
+from ._manifest import Leaf, Manifest
+from ._read import Reader, dtype_of
+
+# From the path of a leaf of the tree to its path in the checkpoint; None = it is not read, and stays as it is.
+Rename = Callable[[str], str | None]
+_INDEX = re.compile(r"\[(\d+)\]", re.ASCII)
+
+
+class Recuts(Protocol):
+    """Leaves that are not read as they are."""
+
+    @property
+    def at(self) -> frozenset[int]:
+        """Which leaves of the tree."""
+        ...
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Which of the checkpoint they are made of."""
+        ...
+
+
+class Target(NamedTuple):
+    """A leaf of the tree: its path, entry by entry, shape and dtype."""
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def path(self) -> str:
+        """The path as errors show it."""
+        return "".join(self.parts).removeprefix(".")
+
+
+class Source(NamedTuple):
+    """Where a leaf is read from.
+
+    Attributes:
+        paths: of leaves of the checkpoint.
+        leaves: them; several are layers, piled.
+        row: of a single one, which row of dim 0 it is; None = all of it.
+        piled: whether the leaves are the rows of dim 0.
+    """
+
+    paths: tuple[str, ...]
+    leaves: tuple[Leaf, ...]
+    row: int | None = None
+    piled: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the leaf has."""
+        one = self.leaves[0].shape
+        return (len(self.leaves), *one) if self.piled else one if self.row is None else one[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it has in the checkpoint."""
+        return dtype_of(self.leaves[0])
+
+    def read(self, reader: Reader, box: Box, out: Tensor, *, check: bool = True) -> None:
+        """Fills `out`, a host tensor, with a box of the leaf."""
+        if self.piled:
+            (first, last), rest = box[0], box[1:]
+            for i in range(first, last):
+                reader.box(self.leaves[i], rest, out[i - first], check=check)
+        elif self.row is not None:
+            reader.box(self.leaves[0], ((self.row, self.row + 1), *box), out.unsqueeze(0), check=check)
+        else:
+            reader.box(self.leaves[0], box, out, check=check)
+
+
+def matched(
+    targets: Sequence[Target],
+    manifest: Manifest,
+    at: str,
+    rename: Rename | None,
+    *,
+    partial: bool,
+    cast: bool,
+    but: Recuts,
+) -> tuple[list[Source | None], list[str]]:
+    """The source of each leaf of the tree, None for those that stay as they are; and what does not fit.
+
+    Args:
+        targets: the leaves of the tree.
+        manifest: of the checkpoint.
+        at: what the paths of the tree begin with.
+        rename: paths of the tree -> paths of the checkpoint.
+        partial: whether leaves that only one side has are passed over.
+        cast: whether values may be rounded.
+        but: leaves that are none of its business.
+    """
+    problems: list[str] = []
+    sources = [None if i in but.at else _source(t, manifest, rename) for i, t in enumerate(targets)]
+    used = but.paths.union(path for x in sources if isinstance(x, Source) for path in x.paths)
+    free = [p for p in manifest.leaves if p not in used]
+    out: list[Source | None] = []
+    for target, found in zip(targets, sources, strict=True):
+        out.append(None if isinstance(found, str) else found)
+        if isinstance(found, str):
+            if not partial:
+                problems.append(f"{target.path} is not in the checkpoint, as {found}.{did_you_mean(found, free)}")
+        elif found is not None:
+            problems += _unlike(target, found, cast)
+    extra = [p for p in free if p.startswith(at)]
+    if not partial:
+        problems += [f"{p} of the checkpoint has no place in the tree" for p in extra]
+    return out, problems
+
+
+def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
+    """Whether every value of a dtype is one of another, of the same sort.
+
+    Example:
+        >>> pairs = (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.int32, torch.float64)
+        >>> [is_lossless(*pair) for pair in pairs]
+        [True, False, False]
+    """
+    sort = [(d.is_floating_point, d.is_complex, d == torch.bool) for d in (src, dst)]
+    if src == dst or sort[0] != sort[1]:
+        return src == dst
+    try:
+        return torch.promote_types(src, dst) == dst
+    except RuntimeError:  # of 8-bit floats torch knows no common type
+        return src.itemsize == 1 and dst in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _source(target: Target, manifest: Manifest, rename: Rename | None) -> Source | str | None:
+    """The source of a leaf; None if it is to be left out; or the path at which nothing was found."""
+    path = asked(target.parts, rename)
+    if path is None:
+        return None
+    if path in manifest.leaves:
+        return Source((path,), (manifest.leaves[path],))
+    for row, layer in _without_index(target.parts):
+        found = asked(layer, rename)
+        leaf = None if found is None else manifest.leaves.get(found)
+        if found is not None and leaf is not None and leaf.shape[1:] == target.shape and row < (*leaf.shape, 0)[0]:
+            return Source((found,), (leaf,), row=row)
+    for k in range(len(target.parts), 0, -1):
+        found = _layers(target, k, manifest, rename)
+        if found is not None:
+            return found
+    return path
+
+
+def asked(parts: Sequence[str], rename: Rename | None) -> str | None:
+    """The path in the checkpoint of a leaf of the tree; None if it is to be left out."""
+    path = "".join(parts).removeprefix(".")
+    return path if rename is None else rename(path)
+
+
+def _without_index(parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The path of the stack that a path may be a layer of, and which layer."""
+    for k, part in enumerate(parts):
+        if index := _INDEX.fullmatch(part):
+            yield int(index[1]), (*parts[:k], *parts[k + 1 :])
+
+
+def _layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -> Source | None:
+    """The layers of a stack, if the checkpoint has all of them, and no more, with an index before entry `k`."""
+    if not target.shape:
+        return None
+    paths = []
+    for i in range(target.shape[0] + 1):
+        path = asked((*target.parts[:k], f"[{i}]", *target.parts[k:]), rename)
+        if path is None or path not in manifest.leaves:
+            break
+        paths.append(path)
+    leaves = tuple(manifest.leaves[p] for p in paths)
+    alike = len({(x.shape, x.dtype) for x in leaves}) == 1 and leaves[0].shape == target.shape[1:]
+    return Source(tuple(paths), leaves, piled=True) if alike and len(paths) == target.shape[0] else None
+
+
+def _unlike(target: Target, found: Source, cast: bool) -> list[str]:
+    if found.shape != target.shape:
+        return [f"{target.path} is {target.shape} here, but {found.shape} in the checkpoint ({found.paths[0]})"]
+    if not cast and not is_lossless(found.dtype, target.dtype):
+        return [
+            f"{target.path} is {target.dtype} here, but {found.dtype} in the checkpoint, whose values it would round;"
+            " pass cast=True to have that"
+        ]
+    return []

@@ -1,0 +1,199 @@
+"""Boxes of leaves from a checkpoint's files: each rank reads the byte ranges that it needs, and no others.
+
+Every file is checked against the manifest when it is opened: a plain file, of that many bytes. A chunk that is read as
+a whole is checked against its digest.
+"""
+
+import hashlib
+import math
+import os
+import pathlib
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Box
+from shardfn.memory import Bytes, DamagedError, as_bytes, on_host
+
+from ._manifest import DTYPES, Chunk, Leaf, Manifest, nbytes
+
+_PIECE = 8 << 20
+# Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
+_PAGE = 4096
+_REMEDY = "Take another checkpoint, and have the disk checked."
+
+
+class Reader:
+    """The files of one checkpoint.
+
+    Args:
+        place: its directory.
+        manifest: what it has.
+
+    Attributes:
+        read_bytes: that were read so far.
+    """
+
+    def __init__(self, place: pathlib.Path, manifest: Manifest) -> None:
+        self.place, self.manifest, self.read_bytes = place, manifest, 0
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def box(self, leaf: Leaf, box: Box, out: Tensor, *, check: bool = True) -> None:
+        """Fills `out` with a box of a leaf.
+
+        Args:
+            leaf: of the manifest.
+            box: where in it.
+            out: host tensor of the box's shape and the leaf's dtype, of any strides.
+            check: whether chunks that are read whole are compared with their digests.
+
+        Raises:
+            DamagedError: a file is not what was written.
+        """
+        for chunk in leaf.chunks:
+            both = _overlap(box, chunk)
+            if both is None:
+                continue
+            target = out[tuple(slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(both, box, strict=True))]
+            inner = tuple((lo - o, hi - o) for (lo, hi), o in zip(both, chunk.offset, strict=True))
+            if all(hi - lo == n for (lo, hi), n in zip(inner, chunk.shape, strict=True)):
+                self._whole(chunk, target, check)
+            else:
+                self._part(chunk, inner, target)
+
+    def file(self, name: str) -> int:
+        """The descriptor of a file, which is open as long as the reader is.
+
+        Raises:
+            DamagedError: it is gone, no plain file, or of another size.
+        """
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = self._opened(name)
+            return self._open[name]
+
+    def into(self, name: str, start: int, data: Bytes) -> None:
+        """Reads bytes of a file from `start` on."""
+        fd, done = self.file(name), 0
+        while done < len(data):
+            got = os.preadv(fd, [data[done : done + _PIECE].data], start + done)
+            if not got:
+                raise DamagedError(f"{self.place / name} was cut short while it was read. {_REMEDY}")
+            done += got
+        self.read_bytes += len(data)
+
+    def _opened(self, name: str) -> int:
+        path = self.place / name
+        try:
+            # A link could lead out of the directory, and a pipe would be waited for.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as problem:
+            raise DamagedError(f"{path} cannot be read ({problem.strerror}). {_REMEDY}") from problem
+        about, size = os.fstat(fd), self.manifest.files[name].bytes
+        if not stat.S_ISREG(about.st_mode) or about.st_size != size:
+            os.close(fd)
+            what = f"has {about.st_size} bytes, {size} were written" if stat.S_ISREG(about.st_mode) else "is no file"
+            raise DamagedError(f"{path} {what}. {_REMEDY}")
+        return fd
+
+    def _whole(self, chunk: Chunk, target: Tensor, check: bool) -> None:
+        here = target if target.is_contiguous() and target.device.type == "cpu" else _staging(chunk.shape, target.dtype)
+        data = as_bytes(here)
+        digest = hashlib.sha256()
+        for lo in range(0, len(data), _PIECE):
+            self.into(chunk.file, chunk.start + lo, data[lo : lo + _PIECE])
+            if check:
+                digest.update(data[lo : lo + _PIECE].data)
+        if check and digest.hexdigest() != chunk.sha256:
+            raise DamagedError(
+                f"{self.place / chunk.file}: bytes {chunk.start} to {chunk.start + len(data)} have changed since they"
+                f" were written. {_REMEDY}"
+            )
+        if here is not target:
+            target.copy_(here)
+
+    def _part(self, chunk: Chunk, inner: Box, target: Tensor) -> None:
+        """A box of a chunk: runs of bytes that lie together, or, where little is between them, bands of rows."""
+        itemsize = target.dtype.itemsize
+        for corner, box in _bands(chunk.shape, inner, itemsize):
+            # `box` is whole along all dims but one, so that its bytes lie together.
+            here = _staging(tuple(hi - lo for lo, hi in box), target.dtype)
+            begin = 0
+            for (lo, _), size in zip(box, chunk.shape, strict=True):
+                begin = begin * size + lo
+            self.into(chunk.file, chunk.start + begin * itemsize, as_bytes(here))
+            wanted = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(inner, box, strict=True)]
+            cut = here[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(wanted, box, strict=True))]
+            target[tuple(slice(a - c, b - c) for (a, b), c in zip(wanted, corner, strict=True))].copy_(cut)
+
+
+def _overlap(box: Box, chunk: Chunk) -> Box | None:
+    both = tuple((max(lo, o), min(hi, o + n)) for (lo, hi), o, n in zip(box, chunk.offset, chunk.shape, strict=True))
+    return both if all(lo < hi for lo, hi in both) else None
+
+
+def _bands(shape: Sequence[int], inner: Box, itemsize: int) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """Boxes whose bytes lie together in a row-major chunk, and which together have `inner`; its corner with each.
+
+    The last dims that are wanted whole, or from whose rows little is left out, belong to every band.
+    """
+    corner = tuple(lo for lo, _ in inner)
+    dim, row = len(shape), itemsize
+    while dim and (shape[dim - 1] - (inner[dim - 1][1] - inner[dim - 1][0])) * row <= _PAGE:
+        # All of this dim is read, if what lies around it is.
+        row *= shape[dim - 1]
+        dim -= 1
+    tail = tuple((0, n) for n in shape[dim:])
+    if dim == 0:
+        first, last = inner[0] if inner else (0, 1)
+        dim, tail, row = 1, tail[1:], row // max(shape[0], 1)
+    else:
+        first, last = inner[dim - 1]
+    step = max(1, _PIECE // max(row, 1))
+    outer = [range(lo, hi) for lo, hi in inner[: dim - 1]]
+    for at in _product(outer):
+        for lo in range(first, last, step):
+            yield corner, (*((i, i + 1) for i in at), (lo, min(lo + step, last)), *tail)
+
+
+def _product(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    if not ranges:
+        yield ()
+        return
+    for i in ranges[0]:
+        for rest in _product(ranges[1:]):
+            yield (i, *rest)
+
+
+def _staging(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    with on_host():
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+def dtype_of(leaf: Leaf) -> torch.dtype:
+    """The dtype of a leaf's elements."""
+    return DTYPES[leaf.dtype]
+
+
+def numel_of(box: Box) -> int:
+    """Elements of a box."""
+    return math.prod(hi - lo for lo, hi in box)
+
+
+def leaf_nbytes(leaf: Leaf) -> int:
+    """Bytes of a leaf."""
+    return nbytes(leaf.shape, leaf.itemsize)

@@ -1,0 +1,168 @@
+"""States of optimizers that compress: what ranks owe one another is cut by ranks, and does not fit others as it is.
+
+Where the number of ranks is the same, errors are read as they are, and only codes of the last momentum, which depend on
+the ZeRO stage, are left out: the next step gathers the rows of it instead, once. Else `optim.rebalanced` shares
+out what the old ranks owe; it takes whole leaves.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor, Residual
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.optim import compresses
+
+from ._manifest import Leaf, Manifest
+from ._match import Rename, Target, asked
+from ._read import Reader, dtype_of
+
+Rebalance = Callable[[PyTree, PyTree], PyTree]
+
+
+class _Node(NamedTuple):
+    """A state whose errors are those of other ranks.
+
+    Attributes:
+        like: the state.
+        first: the number of its first leaf.
+        index: the state, with numbers of leaves in the place of leaves.
+        found: the checkpoint's leaf of each.
+    """
+
+    like: Any
+    first: int
+    index: Any
+    found: list[Leaf | None]
+
+
+class Recut(NamedTuple):
+    """What of a tree is made of states of other ranks.
+
+    Attributes:
+        at: the numbers of its leaves.
+        paths: the leaves of the checkpoint that they are made of.
+        nodes: the states.
+        zeros: the numbers of leaves that begin at 0.
+        problems: what cannot be.
+    """
+
+    at: frozenset[int]
+    paths: frozenset[str]
+    nodes: list[_Node]
+    zeros: list[int]
+    problems: list[str]
+
+    def apply(self, leaves: Sequence[Any], reader: Reader, rebalance: Rebalance) -> list[Any]:
+        """The leaves of the tree, with those of the states in their places."""
+        out = list(leaves)
+        for i in self.zeros:
+            out[i] = _zeros(out[i])
+        for node in self.nodes:
+            new = _rebalanced(node, reader, rebalance)
+            out[node.first : node.first + len(new)] = new
+        return out
+
+
+def recut(like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None) -> Recut:
+    """The states of a tree that the checkpoint has for other ranks, or with other codes."""
+    out = Recut(frozenset(), frozenset(), [], [], [])
+    first = 0
+    for state in tree_flatten(like, is_leaf=compresses)[0]:
+        count = len(tree_leaves(state))
+        if compresses(state):
+            out = _with(out, state, first, targets[first : first + count], manifest, rename)
+        first += count
+    return out
+
+
+def _with(
+    out: Recut, state: Any, first: int, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
+) -> Recut:
+    here = range(first, first + len(targets))
+    names = [asked(t.parts, rename) for t in targets]
+    found = [None if name is None else manifest.leaves.get(name) for name in names]
+    node = _Node(state, first, tree_unflatten(tree_flatten(state)[1], here), found)
+    codes, residual = ({*tree_leaves(getattr(node.index, f, ()))} for f in ("codes", "residual"))
+    prefix = "".join(_common([t.parts for t in targets])).removeprefix(".")
+    old_codes = {p for p in manifest.leaves if p.startswith(f"{prefix}.codes")}
+    if any(found[i - first] is None for i in here if i not in codes):
+        return out  # another optimizer, whose leaves are listed one by one
+    same = [i for i, leaf, t in zip(here, found, targets, strict=True) if leaf is not None and leaf.shape == t.shape]
+    wrong = _cut_otherwise(node, targets, manifest)
+    if wrong or residual - {*same}:
+        return out._replace(
+            at=out.at.union(here),
+            paths=out.paths.union(old_codes, (n for n in names if n)),
+            nodes=[*out.nodes, node],
+            problems=[*out.problems, *wrong],
+        )
+    if codes <= {*same} and old_codes <= {*names}:
+        return out
+    begun = [node.index.freeze.begun] if codes and hasattr(node.index, "freeze") else []
+    fresh = [*sorted(codes), *begun]
+    used = {names[i - first] for i in begun}
+    return out._replace(
+        at=out.at.union(fresh),
+        paths=out.paths.union(old_codes, (n for n in used if n)),
+        zeros=[*out.zeros, *fresh],
+    )
+
+
+def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    out = []
+    for entries in zip(*paths, strict=False):
+        if len({*entries}) > 1:
+            break
+        out.append(entries[0])
+    return tuple(out)
+
+
+def _cut_otherwise(node: _Node, targets: Sequence[Target], manifest: Manifest) -> list[str]:
+    """Leaves that are no errors and have another shape; errors of leaves that other axes cut into other blocks."""
+    loose = {*tree_leaves(getattr(node.index, "codes", ())), *tree_leaves(node.index.residual)}
+    out = [
+        f"{t.path} is {t.shape} here, but {leaf.shape} in the checkpoint"
+        for i, (t, leaf) in enumerate(zip(targets, node.found, strict=True), node.first)
+        if leaf is not None and i not in loose and leaf.shape != t.shape
+    ]
+    flat = (tree_leaves(tree.residual, is_leaf=_is_residual) for tree in (node.like, node.index))
+    for like, index in zip(*flat, strict=True):
+        if _is_residual(like) and isinstance(like.worker, GlobalTensor):
+            leaf = node.found[index.worker - node.first]
+            assert leaf is not None
+            old = math.prod(manifest.mesh.get(a, 1) for axes in leaf.spec[1:2] for a in axes)
+            new = like.worker.mesh.axis_size(like.worker.spec.dim_axes(1))
+            if old != new:
+                out.append(
+                    f"{targets[index.worker - node.first].path}: errors of a leaf that other axes than the mean's cut"
+                    f" into {old} blocks, and cut into {new} here; keep those axes as they were"
+                )
+    return out
+
+
+def _zeros(like: Any) -> Any:
+    if not isinstance(like, GlobalTensor):
+        return torch.zeros(like.shape, dtype=like.dtype)
+    block = torch.zeros(like.held.shape, dtype=like.dtype, device=like.mesh.device)
+    return GlobalTensor(block, like.shape, like.spec, like.mesh)
+
+
+def _rebalanced(node: _Node, reader: Reader, rebalance: Rebalance) -> list[Any]:
+    old = [_whole(x, leaf, reader) for x, leaf in zip(tree_leaves(node.like), node.found, strict=True)]
+    return tree_leaves(rebalance(tree_unflatten(tree_flatten(node.like)[1], old), node.like))
+
+
+def _whole(like: Any, leaf: Leaf | None, reader: Reader) -> Tensor:
+    if leaf is None:  # codes, which are dropped
+        return torch.zeros(tuple(like.shape), dtype=like.dtype)
+    out = torch.empty(leaf.shape, dtype=dtype_of(leaf))
+    reader.box(leaf, tuple((0, n) for n in leaf.shape), out)
+    return out
+
+
+def _is_residual(x: Any) -> bool:
+    return isinstance(x, Residual)

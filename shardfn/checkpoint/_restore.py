@@ -1,0 +1,242 @@
+"""`restore`: a checkpoint into a tree of any other mesh, memory and dtype; each rank reads what it is to hold."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Box, GlobalTensor, blocks_of
+from shardfn.core import (
+    Mesh,
+    PyTree,
+    Stored,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_path_parts,
+    tree_unflatten,
+)
+from shardfn.engine import agree_on_step, comms_of, is_abstract, losing_no_peer, told_before
+from shardfn.memory import DiskTensor, Pool, host_empty
+from shardfn.optim import rebalanced
+from shardfn.state import check_alive
+
+from ._contents import mesh_of
+from ._directory import located, read_manifest
+from ._match import Rename, Source, Target, matched
+from ._read import Reader
+from ._recut import recut
+
+# Bytes of a leaf that goes to the disk, or to a device, that are in memory at a time.
+_PIECE = 32 << 20
+
+
+class Restored(NamedTuple):
+    """What a checkpoint had.
+
+    Attributes:
+        tree: the state, or whatever was to be like.
+        step: the checkpoint's number.
+        user: what was saved beside it.
+        read: bytes that this rank has read.
+    """
+
+    tree: Any
+    step: int
+    user: Any
+    read: int
+
+
+class _Task(NamedTuple):
+    """A leaf to be filled."""
+
+    like: Any
+    source: Source | None
+    mesh: Mesh
+    pool: Pool | None
+    donate: bool
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    step: int | None = None,
+    at: str = "",
+    rename: Rename | None = None,
+    partial: bool = False,
+    cast: bool = False,
+    donate: bool = True,
+    check: bool = True,
+    pool: Pool | None = None,
+    rebalance: Callable[[PyTree, PyTree], PyTree] = rebalanced,
+) -> Restored:
+    """Reads a checkpoint into a tree like this one. Collective over the mesh of its leaves.
+
+    The tree may be of any other mesh, ZeRO stage, memory, and dtype than the one that was saved, and its layers may be
+    stacked or in a list. Each rank reads the bytes of its own blocks. Nothing is written before all leaves fit.
+
+    Args:
+        directory: a run's checkpoints, or one of them.
+        like: what `step.init(params)` gives; or an abstract tree, which `step.init` of abstract parameters gives, and
+            which takes no memory. `at` a part of a state, a part of one.
+        step: which checkpoint of a run; default the newest.
+        at: what the tree's paths begin with: "params" of `state.params`.
+        rename: from a path of the tree to the path in the checkpoint; None = the leaf stays as it is.
+        partial: whether leaves that only one side has are passed over; those of `like` stay as they are.
+        cast: whether values may be rounded to a leaf's dtype; to one that has them all they always are.
+        donate: whether the memory of `like` is filled, which then cannot be touched again. Else the result has memory
+            of its own.
+        check: whether chunks that are read as a whole are compared with their digests; `verify` compares all.
+        pool: for leaves on disk of an abstract tree; others stay in their own.
+        rebalance: what an optimizer that compresses makes of its state where the number of ranks has changed:
+            `partial(optim.rebalanced, compressor=...)` if it has another compressor than `sign`. It takes whole leaves.
+
+    Returns:
+        The tree, and what was saved beside it.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint; says which there are.
+        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values; lists all.
+            Or the checkpoint is of a newer version.
+        DamagedError: files are not what was written.
+        DonatedError: a step has consumed `like`.
+        RankError: another rank failed, or they read different checkpoints.
+
+    Example:
+        >>> import tempfile
+        >>> from shardfn.checkpoint import save
+        >>> directory = tempfile.mkdtemp()
+        >>> _ = save(directory, {"a": torch.ones(2), "b": torch.zeros(2)}, step=1, user={"epoch": 3})
+        >>> restore(directory, torch.zeros(2), rename=lambda path: "['a']", partial=True)
+        Restored(tree=tensor([1., 1.]), step=1, user={'epoch': 3}, read=8)
+    """
+    check_alive(like)
+    mesh = mesh_of(like)
+    comms = comms_of(mesh)
+    with told_before(comms.control):
+        place = located(directory, step)
+        manifest = read_manifest(place)
+        leaves, treedef = tree_flatten(like)
+        targets = _targets(like, at)
+        recuts = recut(like, targets, manifest, rename)
+        sources, problems = matched(targets, manifest, at, rename, partial=partial, cast=cast, but=recuts)
+        problems += recuts.problems
+        problems = problems or _nowhere(targets, leaves, sources, pool, recuts.at)
+        raise_all(ValueError, f"the checkpoint {place} does not fit:", problems)
+    agree_on_step(comms.control, "checkpoint.restore", (f"{place.name}, step {manifest.step}", ()))
+    with losing_no_peer(comms), torch.no_grad(), Reader(place, manifest) as reader:
+        out = _read_all(
+            [_Task(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)], recuts.at, reader, check
+        )
+        out = recuts.apply(out, reader, rebalance)
+        if donate:
+            _donate(leaves, out)
+        comms.control.exchange(0)  # all ranks have it, or none has
+        return Restored(tree_unflatten(treedef, out), manifest.step, manifest.user, reader.read_bytes)
+
+
+def _read_all(tasks: Sequence[_Task], but: frozenset[int], reader: Reader, check: bool) -> list[Any]:
+    """The leaves with their values, but some. Tied leaves stay tied where they are in the checkpoint."""
+    # Before any is donated: the blocks as they are kept, which all live.
+    blocks = [id(t.like.held if isinstance(t.like, GlobalTensor) else t.like) for t in tasks]
+    seen: dict[Any, Any] = {}
+    written: set[int] = set()
+    out = []
+    for i, (task, block) in enumerate(zip(tasks, blocks, strict=True)):
+        if i in but:
+            out.append(task.like)
+            continue
+        key = block, None if task.source is None else task.source._replace(paths=())
+        if key not in seen:
+            seen[key] = _filled(task._replace(donate=task.donate and block not in written), reader, check)
+            written.add(block)
+        out.append(seen[key])
+    return out
+
+
+def _targets(like: PyTree, at: str) -> list[Target]:
+    pairs = zip(tree_path_parts(like), tree_leaves(like), strict=True)
+    return [Target((at, *parts), tuple(x.shape), x.dtype) for parts, x in pairs]
+
+
+def _nowhere(
+    targets: Sequence[Target], leaves: Sequence[Any], sources: Sequence[Source | None], pool: Pool | None, but: Any
+) -> list[str]:
+    """Leaves that would have no value, or no place."""
+    out = []
+    for i, (target, x, source) in enumerate(zip(targets, leaves, sources, strict=True)):
+        if i in but:
+            continue
+        if source is None and _is_empty(x):
+            out.append(f"{target.path} is to stay as it is, but the tree is abstract, and has no values")
+        on_disk = isinstance(x, GlobalTensor) and x.memory_kind == "disk"
+        if source is not None and on_disk and not isinstance(x.held, DiskTensor) and pool is None:
+            out.append(f"{target.path} is to be on disk; pass pool=, or a tree from step.init that has its values")
+    return out
+
+
+def _is_empty(x: Any) -> bool:
+    held = x.held if isinstance(x, GlobalTensor) else x
+    return isinstance(held, Tensor) and is_abstract([held])
+
+
+def _filled(task: _Task, reader: Reader, check: bool) -> Any:
+    """A leaf with the values of its source."""
+    x, source = task.like, task.source
+    if source is None:
+        return x
+    if not isinstance(x, GlobalTensor):
+        out = torch.empty(x.shape, dtype=x.dtype, device=task.mesh.device if _is_empty(x) else x.device)
+        _fill(reader, source, tuple((0, n) for n in x.shape), out, check)
+        return out
+    box = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank]
+    held: Tensor | Stored | None = None if x.donated else x.held
+    if x.memory_kind == "disk":
+        pool = held.pool if isinstance(held, DiskTensor) else task.pool
+        block: Tensor | Stored = _on_disk(reader, source, box, x.dtype, pool, check)
+    elif task.donate and isinstance(held, Tensor) and not _is_empty(x):
+        block = x.donate()  # from here on half of it may be written
+        _fill(reader, source, box, block, check)
+    else:
+        shape = tuple(hi - lo for lo, hi in box)
+        on_host = x.memory_kind == "host"
+        block = host_empty(shape, x.dtype) if on_host else torch.empty(shape, dtype=x.dtype, device=x.mesh.device)
+        _fill(reader, source, box, block, check)
+    return GlobalTensor(block, x.shape, x.spec, x.mesh, x.memory_kind)
+
+
+def _fill(reader: Reader, source: Source, box: Box, out: Any, check: bool) -> None:
+    """Reads into a tensor: at once, or by way of one of the checkpoint's dtype on the host."""
+    if out.device.type == "cpu" and out.dtype == source.dtype:
+        source.read(reader, box, out, check=check)
+        return
+    staging = host_empty(tuple(out.shape), source.dtype)
+    source.read(reader, box, staging, check=check)
+    out.copy_(staging)
+
+
+def _on_disk(reader: Reader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
+    """Reads a block to the disk, a few rows at a time."""
+    shape = tuple(hi - lo for lo, hi in box)
+    if not shape or not torch.Size(shape).numel():
+        out = host_empty(shape, dtype)
+        _fill(reader, source, box, out, check)
+        return pool.write(out).result()
+    writer = pool.writer(shape, dtype)
+    rows = max(1, _PIECE // (torch.Size(shape[1:]).numel() * source.dtype.itemsize))
+    for lo in range(0, shape[0], rows):
+        hi = min(lo + rows, shape[0])
+        out = host_empty((hi - lo, *shape[1:]), dtype)
+        _fill(reader, source, ((box[0][0] + lo, box[0][0] + hi), *box[1:]), out, check)
+        writer.write(lo, out).result()
+    return writer.finish()
+
+
+def _donate(leaves: Sequence[Any], out: Sequence[Any]) -> None:
+    """Consumes the leaves that others stand for now."""
+    for x, new in zip(leaves, out, strict=True):
+        if isinstance(x, GlobalTensor) and x is not new and not x.donated:
+            x.donate()

@@ -1,0 +1,95 @@
+"""`save`: a tree of sharded leaves as one checkpoint, written by all ranks together."""
+
+import contextlib
+import operator
+import os
+import pathlib
+from typing import Any
+
+from shardfn.core import PyTree
+from shardfn.engine import comms_of, losing_no_peer, told_before
+from shardfn.state import TrainState, check_alive
+
+from ._contents import mesh_of
+from ._directory import owning
+from ._job import Options, Saved, finish, prepare
+
+FILE_BYTES = 256 << 20
+
+
+def save(
+    directory: str | os.PathLike[str],
+    tree: PyTree,
+    step: int | None = None,
+    *,
+    user: Any = None,
+    at: str = "",
+    durable: bool = True,
+    replace: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> Saved:
+    """Saves a state, or any tree of tensors, as `directory/step_000100`. Collective over the mesh of its leaves.
+
+    Each element is written once, by a rank that holds it, and ranks write about equally much. The checkpoint appears
+    under its name when all of it is there: whatever ends the processes meanwhile, earlier ones are untouched. Leaves
+    are kept as logical tensors, so it restores under any other mesh.
+
+    Args:
+        directory: of the run's checkpoints, on a file system that all ranks see. Made if missing.
+        tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; in any memory.
+            It is read only.
+        step: the checkpoint's number; default that of the state.
+        user: what JSON can hold, the same on all ranks: where the data is, say.
+        at: what paths begin with, where the tree is a part of what is to be restored: "params".
+        durable: whether to wait until the disk has it, so that it outlives a loss of power as well.
+        replace: whether a checkpoint of that step gives way.
+        file_bytes: from when on a rank begins another file. Files in which nothing has changed since the newest
+            checkpoint of the directory are linked, not written.
+
+    Returns:
+        Where it is, and the bytes of this rank.
+
+    Raises:
+        TypeError: a leaf is no tensor, or `user` nothing that JSON has.
+        ValueError: leaves are on different meshes; or ranks do not share the directory.
+        DonatedError: a step has consumed the state.
+        FileExistsError: the step has a checkpoint already.
+        DiskFullError: there is no room; earlier checkpoints are untouched.
+        PermissionError: the directory cannot be written to.
+        InUseError: another process writes checkpoints there.
+        RankError: ranks save different things, or another one failed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> directory = tempfile.mkdtemp()
+        >>> save(directory, {"w": torch.ones(3)}, step=7).path.name
+        'step_000007'
+        >>> from shardfn.checkpoint import restore
+        >>> restore(directory, {"w": torch.zeros(3)}).tree
+        {'w': tensor([1., 1., 1.])}
+    """
+    check_alive(tree)
+    place, mesh, options = pathlib.Path(directory), mesh_of(tree), Options(durable, replace, file_bytes)
+    comms = comms_of(mesh)
+    with contextlib.ExitStack() as stack:
+        with told_before(comms.control):
+            number = step_of(tree, step)
+            if mesh.rank == 0:
+                stack.enter_context(owning(place))
+        job = prepare(place, tree, at, number, user, mesh, options)
+        with losing_no_peer(comms):
+            done = finish(job, None, comms.control.gather)
+    if isinstance(done, Exception):
+        raise done
+    return done
+
+
+def step_of(tree: PyTree, step: int | None) -> int:
+    """The number of a checkpoint: the one given, or the state's.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    if step is None and not isinstance(tree, TrainState):
+        raise ValueError("this tree is no TrainState, so it has no number of its own; pass step=.")
+    return int(tree.step) if step is None else operator.index(step)

@@ -1,0 +1,45 @@
+"""`shardfn checkpoint inspect | verify | diff`: what a checkpoint holds, whether it is intact, what two differ in."""
+
+import argparse
+
+from shardfn.checkpoint import diff, inspect, verify
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the commands of `shardfn checkpoint`."""
+    commands = parser.add_subparsers(dest="what", required=True)
+    for name, about in (
+        ("inspect", "Says what a checkpoint holds: a line a leaf."),
+        ("verify", "Reads a checkpoint from end to end. Exit status 1 if a byte is not what was written."),
+        ("diff", "Says in which leaves two checkpoints differ, however they were cut. Exit status 1 if they do."),
+    ):
+        command = commands.add_parser(name, help=about, description=about)
+        command.add_argument("path", help="a run's directory, or step_000100 in one")
+        command.add_argument("--step", type=int, help="which of a run's checkpoints (default: the newest)")
+        if name == "diff":
+            command.add_argument("other", help="the other one")
+            command.add_argument("--other-step", type=int, help="which of the other run's checkpoints")
+
+
+def checkpoint_command(args: argparse.Namespace) -> int:
+    """Runs one of the commands.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        OSError: there is no such checkpoint, or it is damaged.
+    """
+    if args.what == "inspect":
+        print(inspect(args.path, args.step))
+        return 0
+    if args.what == "verify":
+        found = verify(args.path, args.step)
+        print(f"step {found.step}: {found.files} files, {found.bytes:,} bytes, as they were written")
+        return 0
+    found = diff(args.path, args.other, steps=(args.step, args.other_step))
+    for x in found:
+        print(f"{x.path}: {x.what}" + ("" if x.largest is None else f", by {x.largest:g} at most"))
+    if not found:
+        print("no leaf differs")
+    return 1 if found else 0

@@ -1,0 +1,292 @@
+"""Covers `checkpoint.Manager`: behind the steps, kept and removed, linked, killed, without room, with two owners."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import checkpoint, optim
+from shardfn.checkpoint import Manager
+from shardfn.core import P, RankError
+from shardfn.memory import DamagedError, DiskFullError, InUseError
+from shardfn.testing import distributed
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def tree(step: int, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), float(step)), "b": torch.full((size // 2,), step), "frozen": torch.arange(size)}
+
+
+def assert_is(directory: pathlib.Path, step: int, size: int = 1000) -> None:
+    """The newest checkpoint is that of a step, in every byte."""
+    assert checkpoint.verify(directory).step == step
+    got = checkpoint.restore(directory, tree(0, size)).tree
+    assert all(torch.equal(got[name], x) for name, x in tree(step, size).items())
+
+
+def test_checkpoints_are_written_behind_the_steps_and_removed(tmp_path: pathlib.Path) -> None:
+    with Manager(tmp_path, save_every=10, keep_last=2, keep_every=40) as manager:
+        for step in range(1, 101):
+            state = tree(step)
+            assert manager.save(state, step, user={"next": step}) == (step % 10 == 0)
+            for x in state.values():
+                x.fill_(-1)  # as the next step does
+        assert manager.save(tree(101), 101, now=True)
+        saved = manager.wait()
+        assert saved is not None and saved.path.name == "step_000101" and manager.wait() is None
+        assert manager.steps() == [40, 80, 100, 101]
+    assert_is(tmp_path, 101)
+    assert checkpoint.latest(tmp_path) == 101 and checkpoint.restore(tmp_path, tree(0), step=80).user == {"next": 80}
+    with pytest.raises(ValueError, match="keep_last=0"):
+        Manager(tmp_path, keep_last=0)
+
+
+def test_files_in_which_nothing_changed_are_linked(tmp_path: pathlib.Path) -> None:
+    """A file of frozen leaves is written once, and outlives the checkpoints that had it before."""
+    state: Any = {"params": {"frozen": torch.randn(5000)}, "moving": torch.zeros(10)}
+
+    sizes = []
+    with Manager(tmp_path, keep_last=1, file_bytes=100, durable=False) as manager:
+        for step in range(4):
+            state["moving"] += 1
+            manager.save(state, step)
+            done = manager.wait()
+            assert done is not None
+            sizes.append((done.bytes, done.linked))
+    assert sizes[0][1] == 0 and all(linked > 20000 > written for written, linked in sizes[1:])
+    assert manager.steps() == [3] and checkpoint.verify(tmp_path).step == 3
+    state["params"]["frozen"][7] += 1  # one element, and it is written again
+    assert checkpoint.save(tmp_path, state, 4, file_bytes=100).bytes > 20000
+    got = checkpoint.restore(tmp_path, {"params": {"frozen": torch.zeros(5000)}, "moving": torch.zeros(10)}).tree
+    assert torch.equal(got["params"]["frozen"], state["params"]["frozen"])
+
+
+def test_a_state_on_disk_is_saved_while_steps_go_on(tmp_path: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": 1}, device="cpu")
+    zero = sf.Zero(params="disk", optimizer="disk", persist_elements=0, disk=sf.Disk(str(tmp_path / "pool")))
+    step = sf.sharded_step(lambda w, x: (x @ w["a"]).square().mean(), optim.adamw(0.1), mesh=mesh, zero=zero)
+    state = step.init({"a": torch.randn(64, 64)})
+    want = {}
+    with Manager(tmp_path / "ckpt", mesh=mesh, keep_last=10) as manager:
+        for n in range(6):
+            state, _ = step(state, torch.randn(4, 64))
+            want[n + 1] = state.params["a"].full_tensor().clone()
+            manager.save(state)  # and the next steps write into files that are free
+    for n, x in want.items():
+        checkpoint.verify(tmp_path / "ckpt", n)
+        got = checkpoint.restore(tmp_path / "ckpt", {"a": torch.zeros(64, 64)}, step=n, at="params").tree
+        assert torch.equal(got["a"], x)
+    step.close()
+    shutil.rmtree(tmp_path / "pool")
+    fresh = step.init({"a": torch.zeros(64, 64)})
+    back = checkpoint.restore(tmp_path / "ckpt", fresh).tree
+    assert back.params["a"].memory_kind == "disk" and torch.equal(back.params["a"].local, want[6])
+    assert int(back.step) == 6 and step(back, torch.randn(4, 64))[0].step == 7
+    step.close()
+
+
+@distributed(world=2, timeout=90)
+def test_an_error_of_one_rank_is_raised_by_all_at_the_next_save(tmp_path: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+
+    def leaf(step: int) -> dict[str, Any]:
+        return {"w": sf.shard(torch.full((8,), float(step)), P("dp"), mesh)}
+
+    with Manager(tmp_path, mesh=mesh) as manager:
+        manager.save(leaf(1), 1)
+        manager.wait()
+        write, failing = os.write, threading.Event()
+        if mesh.rank == 1:
+
+            def full(fd: int, data: Any) -> int:
+                if failing.is_set() and threading.current_thread().name == "shardfn-checkpoint":
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return write(fd, data)
+
+            os.write = full
+        try:
+            failing.set()
+            manager.save(leaf(2), 2)  # training goes on
+            with pytest.raises(DiskFullError, match="no room for a checkpoint") as error:
+                manager.save(leaf(3), 3)
+            assert ("rank 1" in str(error.value)) == (mesh.rank == 0)
+        finally:
+            os.write = write
+        assert manager.steps() == [1]
+        manager.save(leaf(4), 4)
+        manager.wait()
+        assert manager.steps()[-1] == 4 and checkpoint.verify(tmp_path).step == 4
+    with pytest.raises((InUseError, RankError), match="belongs to a checkpoint writer of process"):
+        with Manager(tmp_path, mesh=mesh):
+            Manager(tmp_path, mesh=mesh)
+    checkpoint.save(tmp_path, leaf(5), 5)  # given up with the block
+
+
+@pytest.fixture
+def tiny(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "tiny"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]).returncode:
+        pytest.skip("needs root, to mount a tmpfs")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_leaves_the_checkpoints_before(tiny: pathlib.Path) -> None:
+    with Manager(tiny, keep_last=3) as manager:
+        manager.save(tree(1, 20000), 1)
+        manager.wait()
+        manager.save(tree(2, 60000), 2)
+        with pytest.raises(DiskFullError, match=r"no room for a checkpoint in .*tiny.*keep fewer"):
+            manager.wait()
+        assert sorted(p.name for p in tiny.iterdir()) == ["owner", "step_000001"]
+        assert_is(tiny, 1, 20000)
+        manager.save(tree(3, 20000), 3)
+    assert_is(tiny, 3, 20000)
+
+
+def test_a_directory_that_cannot_be_written_to(tiny: pathlib.Path) -> None:
+    checkpoint.save(tiny, tree(1), 1)
+    subprocess.run(["mount", "-o", "remount,ro", tiny], check=True)
+    with pytest.raises(PermissionError, match=r"cannot be written to .*Read-only"):
+        checkpoint.save(tiny, tree(2), 2)
+    with pytest.raises(PermissionError, match="cannot be written to"):
+        Manager(tiny)
+    assert_is(tiny, 1)
+
+
+# kill -9
+
+LOOP = """
+import os, sys, random, signal, time
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, os.environ["TESTS"])
+from test_manager import tree
+from shardfn.checkpoint import Manager, latest
+
+def work(directory):
+    with Manager(directory, keep_last=2, keep_every=7, file_bytes=3000) as manager:
+        step = (latest(directory) or 0) + 1
+        while True:
+            manager.save(tree(step), step)
+            os.write(1, b".")
+            step += 1
+
+draw = random.Random(int(sys.argv[3]))
+for n in range(int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        try:
+            work(sys.argv[1])
+        finally:
+            os._exit(1)
+    time.sleep(draw.uniform(0.0, 0.4))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.write(1, f"killed {n}\\n".encode())
+    sys.stdin.readline()
+"""
+
+
+def killed(directory: pathlib.Path, times: int, seed: int) -> int:
+    """Kills a process that saves, so many times; after each the newest checkpoint is whole."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TESTS": str(pathlib.Path(__file__).parent)}
+    command = [sys.executable, "-c", LOOP, str(directory), str(times), str(seed)]
+    halves, newest = 0, 0
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for n in range(times):
+            assert f"killed {n}" in process.stdout.readline()
+            halves += any(".tmp-" in p.name or ".old-" in p.name for p in directory.glob("step_*"))
+            found = checkpoint.latest(directory)
+            assert found is None or found >= newest
+            if found is not None:
+                newest = found
+                assert_is(directory, found)
+                for step in checkpoint.steps(directory):
+                    checkpoint.verify(directory, step)
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert newest > times // 4
+    return halves
+
+
+def test_killed_at_any_instant_the_newest_checkpoint_is_whole(tmp_path: pathlib.Path) -> None:
+    assert killed(tmp_path, 8, seed=0) > 0  # some of these instants were in the middle of a save
+
+
+@pytest.mark.nightly
+def test_killed_at_fifty_instants(tmp_path: pathlib.Path) -> None:
+    assert killed(tmp_path, 50, seed=1) > 5
+
+
+@distributed(world=2, timeout=60)
+def _one_dies(directory: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+    leaf = {"w": sf.shard(torch.ones(1 << 16), P("dp"), mesh)}
+    manager = Manager(directory, mesh=mesh)
+    manager.save(leaf, 1)
+    manager.wait()
+    if mesh.rank == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with contextlib.suppress(RankError):
+        for step in range(2, 10000):
+            manager.save(leaf, step)
+    time.sleep(5)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_leaves_whole_checkpoints(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RankError):
+        _one_dies(tmp_path)
+    for step in checkpoint.steps(tmp_path):
+        checkpoint.verify(tmp_path, step)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest >= 1
+    checkpoint.save(tmp_path, tree(1), newest + 1)  # the directory is free, and what was left is gone
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_every_flipped_byte_is_found(tmp_path: pathlib.Path) -> None:
+    place = checkpoint.save(tmp_path, {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.bool)}, 1).path
+    files = sorted(place.iterdir())
+    count = 0
+    for path in files:
+        data = path.read_bytes()
+        for i in range(len(data)):
+            path.write_bytes(data[:i] + bytes([data[i] ^ (1 << i % 8)]) + data[i + 1 :])
+            with pytest.raises((DamagedError, ValueError)):
+                checkpoint.verify(tmp_path)
+            count += 1
+        for worse in (data[:-1], data + b"\0", b""):
+            path.write_bytes(worse)
+            with pytest.raises(DamagedError):
+                checkpoint.verify(tmp_path)
+        path.unlink()
+        with pytest.raises((DamagedError, FileNotFoundError)):
+            checkpoint.verify(tmp_path)
+        path.write_bytes(data)
+    assert count > 500 and checkpoint.verify(tmp_path).files == len(files) - 1
+    victim = next(p for p in files if p.suffix == ".safetensors")
+    victim.write_bytes(random.Random(0).randbytes(victim.stat().st_size))
+    with pytest.raises(DamagedError, match="have changed since they were written"):
+        checkpoint.restore(tmp_path, {"a": torch.zeros(5), "b": torch.zeros(3, dtype=torch.bool)})
