@@ -56,6 +56,7 @@ from shardfn.transforms import (
     offload as offload,
     partition as partition,
     pipeline as pipeline,
+    pipeline_module as pipeline_module,
     policies as policies,
     remat as remat,
     reshard as reshard,

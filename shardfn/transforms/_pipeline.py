@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardfn.core import PyTree, did_you_mean
-from shardfn.engine import Accumulated, Pipelined, check_order
+from shardfn.engine import Accumulated, Pipelined, PipelinedLayers, check_order
 from shardfn.schedules import PipelineSchedule, gpipe, interleaved, one_f_one_b
 
 _NAMED: dict[str, Callable[..., PipelineSchedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
@@ -75,15 +75,20 @@ def pipeline(
         check_order("pipeline", f)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
-    table, turns = _made(schedule, num_chunks), False
+    table, turns = schedule_of(schedule, num_chunks), False
     if isinstance(schedule, PipelineSchedule):
         turns = schedule.num_chunks > 1 and schedule.num_ranks > 1 and schedule.stages[0][1] > schedule.stages[1][1]
     found = blocks if callable(blocks) else lambda params: params[blocks]
-    loss = Pipelined(first, block, last, found, axis, table, num_chunks, turns)
+    loss = PipelinedLayers(found, axis, table, num_chunks, turns, first, block, last)
     return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 
-def _made(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[int, int], PipelineSchedule]:
+def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[int, int], PipelineSchedule]:
+    """From the numbers of ranks and microbatches to a schedule.
+
+    Raises:
+        ValueError: there is none of that name, or it is not of so many chunks.
+    """
     if isinstance(schedule, PipelineSchedule):
         if schedule.num_chunks != num_chunks:
             raise ValueError(f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}.")
