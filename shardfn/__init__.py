@@ -54,6 +54,7 @@ from shardfn.transforms import (
     jit as jit,
     mixed_precision as mixed_precision,
     offload as offload,
+    pad_layers as pad_layers,
     partition as partition,
     pipeline as pipeline,
     pipeline_module as pipeline_module,
@@ -63,6 +64,7 @@ from shardfn.transforms import (
     shard_map as shard_map,
     sharded as sharded,
     sharded_step as sharded_step,
+    unpad_layers as unpad_layers,
     value_and_grad as value_and_grad,
 )
 

@@ -64,6 +64,8 @@ class Pipelined(Transform):
         schedule: from the numbers of ranks and microbatches to what each rank does in a step.
         num_chunks: how many stacks there are.
         turns: whether the stages go down the ranks and up again.
+        per_stage: how many layers each rank has of a stack with unused rows, as many a rank as the most of them; None =
+            every row is a layer, cut evenly.
     """
 
     transform: ClassVar[str] = "pipeline"
@@ -73,6 +75,7 @@ class Pipelined(Transform):
     schedule: Callable[[int, int], PipelineSchedule]
     num_chunks: int
     turns: bool
+    per_stage: tuple[int, ...] | None
 
     @abc.abstractmethod
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
@@ -102,8 +105,8 @@ class Pipelined(Transform):
         """The loss: stage after stage, of which all ranks wait for each. A step runs stages side by side instead."""
         h = self.enter(params, batch, *key)
         if axis_size(self.axis) == 1:
-            stacks = self.stacks(params)
-            for chunk, row in enumerate(self.firsts([[_length(s)] for s in stacks], 0)):
+            lengths = [[_length(self.filled(s))] for s in self.stacks(params)]
+            for chunk, row in enumerate(self.firsts(lengths, 0)):
                 h = self.between(params, batch, h, Place(chunk, row, False, False), key)
         else:
             h = self._stage_by_stage(params, batch, h, key)
@@ -125,6 +128,15 @@ class Pipelined(Transform):
                 f" {told}; cut the stack in that many along dim 0."
             )
         return found
+
+    def filled(self, stack: PyTree) -> PyTree:
+        """A stack, or this rank's block of it, without unused rows."""
+        if self.per_stage is None:
+            return stack
+        if axis_size(self.axis) > 1:
+            own = self.per_stage[axis_index(self.axis)]
+            return tree_map(lambda x: x.narrow(0, 0, own), stack)
+        return unpadded(stack, self.per_stage)
 
     def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
         """By chunk, the number of the layer in the first row of a rank's block.
@@ -151,7 +163,7 @@ class Pipelined(Transform):
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
         """What the layers of all ranks make of `h`, on all ranks; a rank computes where its stages are."""
         num, rank, stacks = axis_size(self.axis), axis_index(self.axis), self.stacks(params)
-        rows = [_rows_of_all(s, self.axis) for s in stacks]
+        rows = [list(self.per_stage or _rows_of_all(s, self.axis)) for s in stacks]
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
         # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
@@ -192,7 +204,7 @@ class PipelinedLayers(Pipelined):
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """The layers."""
         del batch
-        return self.through(self.stacks(params)[place.chunk], place.chunk, h, place.row, key)
+        return self.through(self.filled(self.stacks(params)[place.chunk]), place.chunk, h, place.row, key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """`last`."""
@@ -299,8 +311,45 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time:",
         [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
     )
+    if of.per_stage is not None:
+        _check_padded(plan, list(inside), of.per_stage, num)
+        return [list(of.per_stage)]
     firsts = [next(i for i, c in inside.items() if c == chunk) for chunk in range(len(stacks))]
     return [_cut(plan.leaves[i].shape[0], num) for i in firsts]
+
+
+def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
+    """A stack with unused rows, zeros, so that stages have as many rows as the most of their layers."""
+    most = max(per_stage)
+
+    def pad(x: Tensor) -> Tensor:
+        parts = x.split(list(per_stage))
+        return torch.cat([torch.cat([p, p.new_zeros((most - len(p), *p.shape[1:]))]) for p in parts])
+
+    return tree_map(pad, stack)
+
+
+def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
+    """The layers of a stack that `padded` has made."""
+    most = max(per_stage)
+    used = [stage * most + i for stage, num in enumerate(per_stage) for i in range(num)]
+    return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
+
+
+def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
+    """Refuses stacks that are not of so many layers a stage.
+
+    Raises:
+        ValueError: lists every leaf.
+    """
+    if num not in (1, len(per_stage)):
+        raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
+    want = len(per_stage) * max(per_stage)
+    raise_all(
+        ValueError,
+        f"layers_per_stage={per_stage} wants stacks of {want} rows, as pad_layers makes them:",
+        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] != want],
+    )
 
 
 def _cut(rows: int, ranks: int) -> list[int]:

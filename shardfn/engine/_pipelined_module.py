@@ -28,7 +28,7 @@ class PipelinedModule(Pipelined):
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """The loss."""
         if axis_size(self.axis) == 1:
-            return self.loss(params, batch, *key)
+            return self.loss(self._filled(params), batch, *key)
         return super().__call__(params, batch, *key)
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
@@ -53,7 +53,10 @@ class PipelinedModule(Pipelined):
         return self._run(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
 
     def _num_rows(self, params: PyTree) -> int:
-        return tree_leaves(self.blocks(params))[0].shape[0]
+        return tree_leaves(self.filled(self.blocks(params)))[0].shape[0]
+
+    def _filled(self, params: PyTree) -> PyTree:
+        return {**params, self.function.path: self.filled(params[self.function.path])}
 
     def _run(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
-        return self.function.within(span, self.loss, params, batch, *key)
+        return self.function.within(span, self.loss, self._filled(params), batch, *key)

@@ -1,13 +1,13 @@
 """`pipeline_module`: a loss of an unmodified module, whose layers lie on the ranks along an axis."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardfn.engine import Accumulated, PipelinedModule, check_order
 from shardfn.modules import LayeredFunction
 from shardfn.schedules import PipelineSchedule
 
-from ._pipeline import schedule_of
+from ._pipeline import per_stage_of, schedule_of
 
 
 def pipeline_module(
@@ -17,6 +17,7 @@ def pipeline_module(
     axis: str = "pp",
     num_microbatches: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
+    layers_per_stage: Sequence[int] | None = None,
 ) -> Accumulated | PipelinedModule:
     """A loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
 
@@ -39,6 +40,7 @@ def pipeline_module(
         axis: the axis along which the stages lie.
         num_microbatches: into how many pieces the batch is cut; must divide its rows.
         schedule: "gpipe" or "1f1b"; or one of `shardfn.schedules`.
+        layers_per_stage: as of `pipeline`, of a padded `params["model.layers"]`.
 
     Raises:
         TypeError: `function` was made without naming the layers.
@@ -75,6 +77,6 @@ def pipeline_module(
         )
     if num_microbatches < 1:
         raise ValueError(f"pipeline_module needs a microbatch, got num_microbatches={num_microbatches}.")
-    table, path = schedule_of(schedule, 1), function.path
-    made = PipelinedModule(lambda params: params[path], axis, table, 1, False, loss, function)
+    table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
+    made = PipelinedModule(lambda params: params[path], axis, table, 1, False, per_stage, loss, function)
     return Accumulated(made, num_microbatches) if num_microbatches > 1 else made

@@ -163,6 +163,24 @@ def test_evaluation_runs_stage_after_stage() -> None:
     torch.testing.assert_close(step.apply(piped, state, batch), plain(params, batch), rtol=1e-12, atol=0)
 
 
+@distributed(world=2)
+def test_unequal_numbers_of_layers() -> None:
+    params, (loss, apply), plain, path = _made("llama", 5, True, torch.float64)
+    mesh, per_stage = sf.make_mesh({"pp": 2}, device="cpu"), (4, 1)
+    params = {**params, path: sf.pad_layers(params[path], per_stage)}
+    piped = sf.pipeline_module(loss, apply, num_microbatches=2, layers_per_stage=per_stage)
+    specs = {key: P("pp") if key == path else P() for key in params}
+
+    def unpadded(params: Any, batch: Any) -> Tensor:
+        return plain({**params, path: sf.unpad_layers(params[path], per_stage)}, batch)
+
+    how: Any = {"params": params, "batches": _batches(False), "specs": specs, "batch": P(), "reference": unpadded}
+    assert_parity(piped, optim.adamw(1e-2, weight_decay=0.1), mesh=mesh, **how)
+    assert_parity(
+        piped, optim.adamw(1e-2), mesh=sf.make_mesh({"dp": 2}, device="cpu"), **how | {"batch": P("dp"), "specs": P()}
+    )
+
+
 class _Net(nn.Module):
     """Layers, called in a way that `order` names."""
 
