@@ -54,14 +54,17 @@ from shardfn.transforms import (
     jit as jit,
     mixed_precision as mixed_precision,
     offload as offload,
+    pad_layers as pad_layers,
     partition as partition,
     pipeline as pipeline,
+    pipeline_module as pipeline_module,
     policies as policies,
     remat as remat,
     reshard as reshard,
     shard_map as shard_map,
     sharded as sharded,
     sharded_step as sharded_step,
+    unpad_layers as unpad_layers,
     value_and_grad as value_and_grad,
 )
 

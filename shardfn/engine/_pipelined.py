@@ -1,13 +1,14 @@
-"""What `pipeline` makes: a loss of a first function, equal layers and a last function; and how it is cut in stages.
+"""What `pipeline` and `pipeline_module` make: losses whose layers may lie on several ranks, and how they are cut.
 
 A stack is layers stacked along dim 0. With several chunks a rank has a piece of each of several stacks. In a schedule
 that goes down the ranks and up again the layers of every second stack come in reverse: the last one first. So what the
 plain loss computes does not depend on the number of ranks, and every rank has a block of each stack.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,42 +39,81 @@ from ._unwrap import Unwrapped
 _UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
 
 
-@dataclasses.dataclass(frozen=True)
-class Pipelined(Transform):
-    """A loss of stages: `last(params, h, batch)`, where h is what the layers make of `first(params, batch)`.
+class Place(NamedTuple):
+    """Where in the model a rank's chunk is.
 
     Attributes:
-        first: `first(params, batch[, key]) -> h`.
-        block: `block(p, h[, key]) -> h`, one layer.
-        last: `last(params, h, batch[, key]) -> loss`.
+        chunk: which stack its layers are of.
+        row: the number of the layer in the first row of its block.
+        begins: whether it is the first stage, which is given nothing.
+        ends: whether it is the last one, which returns the loss.
+    """
+
+    chunk: int
+    row: int
+    begins: bool
+    ends: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined(Transform):
+    """A loss whose layers may lie on several ranks.
+
+    What is cut, and how it runs, its kinds say: `PipelinedLayers` of three functions, `PipelinedModule` of a module.
+
+    Attributes:
         blocks: from params to the stack, or, with several chunks, to a sequence of stacks.
         axis: the axis along which stages lie.
         schedule: from the numbers of ranks and microbatches to what each rank does in a step.
         num_chunks: how many stacks there are.
         turns: whether the stages go down the ranks and up again.
+        per_stage: how many layers each rank has of a stack with unused rows, as many a rank as the most of them; None =
+            every row is a layer, cut evenly.
     """
 
     transform: ClassVar[str] = "pipeline"
 
-    first: Callable[..., PyTree]
-    block: Callable[..., PyTree]
-    last: Callable[..., Any]
     blocks: Callable[[PyTree], Any]
     axis: str
     schedule: Callable[[int, int], PipelineSchedule]
     num_chunks: int
     turns: bool
+    per_stage: tuple[int, ...] | None
+
+    @abc.abstractmethod
+    def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
+        """What the first layer is given."""
+
+    @abc.abstractmethod
+    def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
+        """What a stage hands on, or, the last one, the loss.
+
+        Args:
+            params: with this rank's blocks of the stacks.
+            batch: the microbatch.
+            given: what the stage before has handed on.
+            place: which stage.
+            key: the loss's, or none.
+        """
+
+    @abc.abstractmethod
+    def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
+        """What the layers of this rank's block make of `h`, at any stage."""
+
+    @abc.abstractmethod
+    def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """The loss, from what the last layer has made."""
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """The loss: stage after stage, of which all ranks wait for each. A step runs stages side by side instead."""
-        h = self.first(params, batch, *key)
-        stacks = self.stacks(params)
+        h = self.enter(params, batch, *key)
         if axis_size(self.axis) == 1:
-            for chunk, first in enumerate(self.firsts([[_length(s)] for s in stacks], 0)):
-                h = self.through(stacks[chunk], chunk, h, first, key)
+            lengths = [[_length(self.filled(s))] for s in self.stacks(params)]
+            for chunk, row in enumerate(self.firsts(lengths, 0)):
+                h = self.between(params, batch, h, Place(chunk, row, False, False), key)
         else:
-            h = self._stage_by_stage(stacks, h, key)
-        return self.last(params, h, batch, *key)
+            h = self._stage_by_stage(params, batch, h, key)
+        return self.leave(params, h, batch, *key)
 
     def stacks(self, params: PyTree) -> Sequence[PyTree]:
         """The stacks, or this rank's blocks of them.
@@ -91,6 +131,87 @@ class Pipelined(Transform):
                 f" {told}; cut the stack in that many along dim 0."
             )
         return found
+
+    def filled(self, stack: PyTree) -> PyTree:
+        """A stack, or this rank's block of it, without unused rows."""
+        if self.per_stage is None:
+            return stack
+        if axis_size(self.axis) > 1:
+            own = self.per_stage[axis_index(self.axis)]
+            return tree_map(lambda x: x.narrow(0, 0, own), stack)
+        return unpadded(stack, self.per_stage)
+
+    def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
+        """By chunk, the number of the layer in the first row of a rank's block.
+
+        Args:
+            rows: by chunk, how many layers each rank has.
+            rank: which.
+        """
+        out, before = [], 0
+        for chunk, by_rank in enumerate(rows):
+            own, num = sum(by_rank[:rank]), sum(by_rank)
+            out.append(before + (num - 1 - own if self.reverses(chunk) else own))
+            before += num
+        return out
+
+    def reverses(self, chunk: int) -> bool:
+        """Whether the layers of a stack come in reverse."""
+        return self.turns and chunk % 2 == 1
+
+    def stages(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+        """By rank and chunk, the stage."""
+        return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
+
+    def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
+        """What the layers of all ranks make of `h`, on all ranks; a rank computes where its stages are."""
+        num, rank, stacks = axis_size(self.axis), axis_index(self.axis), self.stacks(params)
+        rows = [list(self.per_stage or _rows_of_all(s, self.axis)) for s in stacks]
+        firsts = [self.firsts(rows, r) for r in range(num)]
+        homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
+        # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
+        tie = _tie(stacks) if torch.is_grad_enabled() or transforming() else None
+        for stage in range(num * self.num_chunks):
+            there, chunk = homes[stage]
+            mine = pvary(h, self.axis)
+            if there == rank:
+                mine = self.between(params, batch, mine, Place(chunk, firsts[rank][chunk], False, False), key)
+            h = tree_map(lambda x, on=there == rank: _from_one(x, on, self.axis, tie), mine)
+        return h
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedLayers(Pipelined):
+    """A loss of stages: `last(params, h, batch)`, where h is what the layers make of `first(params, batch)`.
+
+    Attributes:
+        first: `first(params, batch[, key]) -> h`.
+        block: `block(p, h[, key]) -> h`, one layer.
+        last: `last(params, h, batch[, key]) -> loss`.
+    """
+
+    first: Callable[..., PyTree]
+    block: Callable[..., PyTree]
+    last: Callable[..., Any]
+
+    def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
+        """`first`."""
+        return self.first(params, batch, *key)
+
+    def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
+        """`first` or what is given, the layers, and at the last stage `last`."""
+        h = self.first(params, batch, *key) if place.begins else given
+        h = self.between(params, batch, h, place, key)
+        return self.last(params, h, batch, *key) if place.ends else h
+
+    def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
+        """The layers."""
+        del batch
+        return self.through(self.filled(self.stacks(params)[place.chunk]), place.chunk, h, place.row, key)
+
+    def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """`last`."""
+        return self.last(params, h, batch, *key)
 
     def through(self, stack: PyTree, chunk: int, h: PyTree, first: int, key: tuple[Tensor, ...]) -> PyTree:
         """What the layers of this rank's block of a stack make of `h`.
@@ -116,44 +237,6 @@ class Pipelined(Transform):
         for i in reversed(range(num)):
             p, *own = tree_unflatten(treedef, [column[i] for column in columns])
             h = self.block(p, h, *own)
-        return h
-
-    def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
-        """By chunk, the number of the layer in the first row of a rank's block.
-
-        Args:
-            rows: by chunk, how many layers each rank has.
-            rank: which.
-        """
-        out, before = [], 0
-        for chunk, by_rank in enumerate(rows):
-            own, num = sum(by_rank[:rank]), sum(by_rank)
-            out.append(before + (num - 1 - own if self.reverses(chunk) else own))
-            before += num
-        return out
-
-    def reverses(self, chunk: int) -> bool:
-        """Whether the layers of a stack come in reverse."""
-        return self.turns and chunk % 2 == 1
-
-    def stages(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """By rank and chunk, the stage."""
-        return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
-
-    def _stage_by_stage(self, stacks: Sequence[PyTree], h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
-        """What the layers of all ranks make of `h`, on all ranks; a rank computes where its stages are."""
-        num, rank = axis_size(self.axis), axis_index(self.axis)
-        rows = [_rows_of_all(s, self.axis) if key else [0] * num for s in stacks]
-        firsts = [self.firsts(rows, r) for r in range(num)]
-        homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
-        # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
-        tie = _tie(stacks) if torch.is_grad_enabled() or transforming() else None
-        for stage in range(num * self.num_chunks):
-            there, chunk = homes[stage]
-            mine = pvary(h, self.axis)
-            if there == rank:
-                mine = self.through(stacks[chunk], chunk, mine, firsts[rank][chunk], key)
-            h = tree_map(lambda x, on=there == rank: _from_one(x, on, self.axis, tie), mine)
         return h
 
 
@@ -245,7 +328,44 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     )
     lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in tree_leaves(stack)} for stack in stacks]
     raise_all(ValueError, _UNLIKE, [_told(found) for found in lengths if len(set(found.values())) > 1])
+    if of.per_stage is not None:
+        _check_padded(plan, list(inside), of.per_stage, num)
+        return [list(of.per_stage)]
     return [_cut(next(iter(found.values())), num) for found in lengths]
+
+
+def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
+    """A stack with unused rows, zeros, so that stages have as many rows as the most of their layers."""
+    most = max(per_stage)
+
+    def pad(x: Tensor) -> Tensor:
+        parts = x.split(list(per_stage))
+        return torch.cat([torch.cat([p, p.new_zeros((most - len(p), *p.shape[1:]))]) for p in parts])
+
+    return tree_map(pad, stack)
+
+
+def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
+    """The layers of a stack that `padded` has made."""
+    most = max(per_stage)
+    used = [stage * most + i for stage, num in enumerate(per_stage) for i in range(num)]
+    return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
+
+
+def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
+    """Refuses stacks that are not of so many layers a stage.
+
+    Raises:
+        ValueError: lists every leaf.
+    """
+    if num not in (1, len(per_stage)):
+        raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
+    want = len(per_stage) * max(per_stage)
+    raise_all(
+        ValueError,
+        f"layers_per_stage={per_stage} wants stacks of {want} rows, as pad_layers makes them:",
+        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] != want],
+    )
 
 
 def _cut(rows: int, ranks: int) -> list[int]:

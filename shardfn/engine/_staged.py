@@ -32,7 +32,7 @@ from ._comms import Comms
 from ._course import Ends, Seed
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._mixed import Mixed
-from ._pipelined import Pipelined, check_stages, pipelined_in
+from ._pipelined import Pipelined, Place, check_stages, pipelined_in
 from ._plan import Plan
 
 # How many receives a rank has asked for ahead of their use.
@@ -195,9 +195,8 @@ class Staged:
         of, final = self._of, stage == self._table.num_stages - 1
 
         def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
-            h = of.first(params, batch, *key) if stage == 0 else given
-            h = of.through(of.stacks(params)[chunk], chunk, h, self._firsts[chunk], key)
-            return of.last(params, h, batch, *key) if final else _Passed(h)
+            out = of.stage(params, batch, given, Place(chunk, self._firsts[chunk], stage == 0, final), key)
+            return out if final else _Passed(out)
 
         return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
 
@@ -305,7 +304,7 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
     leaves, treedef = tree_flatten((batch, rest))
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
     if key not in plan.between:
-        first: Callable[..., Any] = lambda *args: _Passed(of.first(*args))  # noqa: E731
+        first: Callable[..., Any] = lambda *args: _Passed(of.enter(*args))  # noqa: E731
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
         blocks = [torch.empty(x.block, dtype=x.dtypes.compute, device="meta") for x in plan.leaves]
         abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)

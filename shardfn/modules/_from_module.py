@@ -17,6 +17,7 @@ from shardfn.leaves import LazyLeaf
 from ._module_checks import check_cache, check_keyed, check_module
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
+from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
 from ._module_parts import Given, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
@@ -88,15 +89,19 @@ class ModuleFunction:
         state: Mapping[str, Tensor] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The forward, and what it has made of the buffers in `state`; it may change these, and no others."""
+        """The forward, and what it has made of the buffers in `state`; it may change these, and no others.
+
+        `forward` runs in the place of the module, and calls it.
+        """
         check_cache()
         # At each call: between calls the module is its owner's, who may have moved or replaced what is in it.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
-        return _ModuleCall(parts, given, found, draws, state, self._axis).call(self.module, args, kwargs)
+        return _ModuleCall(parts, given, found, draws, state, self._axis).call(forward or self.module, args, kwargs)
 
     def _found(self, parts: ModuleParts, given: Given) -> Casts:
         own = {name: _own(parts, name).dtype for name in given.params}
@@ -178,9 +183,11 @@ class _ModuleCall:
         # What runs again may run on autograd's thread, for this one: `one_thread` is told.
         self._caller = threading.get_ident()
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    def call(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor]]:
         with self._running(self._state or {}):
-            return module(*args, **kwargs), self._now()
+            return forward(*args, **kwargs), self._now()
 
     def again(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, with the draws that it would make here, and the buffers that the forward has assigned up to here."""
@@ -267,8 +274,17 @@ def from_module(
 def from_module(
     module: nn.Module, *, keep_dtype: Sequence[str] = ..., has_state: Literal[True], axis: Axes = ...
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
+@overload
 def from_module(
-    module: nn.Module, *, keep_dtype: Sequence[str] = ("inv_freq",), has_state: bool = False, axis: Axes = "dp"
+    module: nn.Module, *, keep_dtype: Sequence[str] = ..., layers: str
+) -> tuple[dict[str, Any], LayeredFunction]: ...
+def from_module(
+    module: nn.Module,
+    *,
+    keep_dtype: Sequence[str] = ("inv_freq",),
+    has_state: bool = False,
+    axis: Axes = "dp",
+    layers: str | None = None,
 ) -> Any:
     """Splits a module into its parameters and a pure function of them.
 
@@ -290,16 +306,19 @@ def from_module(
             them: running statistics, counters.
         axis: with `has_state`, the mesh axes along which ranks hold other rows of the batch: `BatchNorm` in training
             normalises by the statistics of all their rows.
+        layers: the name of the list of layers, if these are to lie on several ranks (`pipeline_module`): an
+            `nn.ModuleList` of layers with the same leaves, each called once on what the one before has made. What they
+            compute may differ.
 
     Returns:
         `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
         `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
-        the new model state.
+        the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0.
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
             or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there is no
-            state to hand on.
+            state to hand on; or the layers are not alike; every leaf is listed.
 
     Example:
         >>> params, apply = from_module(nn.Linear(2, 1, bias=False))
@@ -308,6 +327,11 @@ def from_module(
     """
     check_module(module)
     params = {name: p.detach() for name, p in module.named_parameters()}
+    if layers is not None:
+        if has_state:
+            raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
+        stacked, names = layered(module, layers, params)
+        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype), layers, names)
     if not has_state:
         return params, ModuleFunction(module, keep_dtype)
     kept = module.state_dict().keys()

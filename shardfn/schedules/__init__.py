@@ -13,3 +13,4 @@ from ._chunked import dual_pipe_v as dual_pipe_v, interleaved as interleaved, ze
 from ._timeline import Costs as Costs, ScheduleError as ScheduleError, Span as Span, Timeline as Timeline
 from ._timeline import check_complete as check_complete, timeline as timeline
 from ._picture import as_picture as as_picture, as_svg as as_svg
+from ._balance import balance as balance

@@ -1,10 +1,10 @@
 """`pipeline`: a loss of equal layers, whose layers lie on the ranks along an axis."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardfn.core import PyTree, did_you_mean
-from shardfn.engine import Accumulated, Pipelined, check_order
+from shardfn.engine import Accumulated, Pipelined, PipelinedLayers, check_order
 from shardfn.schedules import PipelineSchedule, gpipe, interleaved, one_f_one_b
 
 _NAMED: dict[str, Callable[..., PipelineSchedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
@@ -20,6 +20,7 @@ def pipeline(
     num_microbatches: int = 1,
     num_chunks: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
+    layers_per_stage: Sequence[int] | None = None,
 ) -> Accumulated | Pipelined:
     """A loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
 
@@ -51,6 +52,8 @@ def pipeline(
         schedule: "gpipe", "1f1b", "interleaved" (of several chunks); or one of `shardfn.schedules`, for as many ranks
             as the axis has and as many microbatches. Where its stages go down the ranks and up again, the second stack
             has its layers in reverse order.
+        layers_per_stage: how many layers each rank has, of stacks with unused rows (`pad_layers`); None = every row is
+            a layer, cut evenly. `schedules.balance` finds it from what layers cost.
 
     Raises:
         ValueError: the schedule is unknown, or not of so many chunks. Also when a step is built or begins: the schedule
@@ -75,15 +78,37 @@ def pipeline(
         check_order("pipeline", f)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
-    table, turns = _made(schedule, num_chunks), False
+    table, turns = schedule_of(schedule, num_chunks), False
     if isinstance(schedule, PipelineSchedule):
         turns = schedule.num_chunks > 1 and schedule.num_ranks > 1 and schedule.stages[0][1] > schedule.stages[1][1]
+    per_stage = per_stage_of(layers_per_stage, num_chunks)
     found = blocks if callable(blocks) else lambda params: params[blocks]
-    loss = Pipelined(first, block, last, found, axis, table, num_chunks, turns)
+    loss = PipelinedLayers(found, axis, table, num_chunks, turns, per_stage, first, block, last)
     return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 
-def _made(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[int, int], PipelineSchedule]:
+def per_stage_of(layers_per_stage: Sequence[int] | None, num_chunks: int) -> tuple[int, ...] | None:
+    """The numbers of layers of each stage, if they are not even.
+
+    Raises:
+        ValueError: a stage has none, or ranks have several stages.
+    """
+    if layers_per_stage is None:
+        return None
+    if num_chunks > 1 or not layers_per_stage or min(layers_per_stage) < 1:
+        raise ValueError(
+            f"layers_per_stage={tuple(layers_per_stage)} with num_chunks={num_chunks}: every stage has a layer, and"
+            " every rank one stage."
+        )
+    return tuple(layers_per_stage)
+
+
+def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[int, int], PipelineSchedule]:
+    """From the numbers of ranks and microbatches to a schedule.
+
+    Raises:
+        ValueError: there is none of that name, or it is not of so many chunks.
+    """
     if isinstance(schedule, PipelineSchedule):
         if schedule.num_chunks != num_chunks:
             raise ValueError(f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}.")

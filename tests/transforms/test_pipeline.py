@@ -387,3 +387,59 @@ def test_down_the_ranks_and_up_again() -> None:
         (batch,) = _batches(1)
         torch.testing.assert_close(loss(params, batch), plain(params, batch))
         _parity(mesh, 7, loss, reference=plain, chunks=2)
+
+
+@pytest.mark.parametrize("per_stage", [(1, 4, 2), (3, 1, 3)])
+@distributed(world=3)
+def test_unequal_numbers_of_layers(per_stage: tuple[int, ...]) -> None:
+    mesh, params = sf.make_mesh({"pp": 3}, device="cpu"), _params(7)
+
+    def plain(p: Any, batch: Any) -> Tensor:
+        return _plain()({**p, "blocks": sf.unpad_layers(p["blocks"], per_stage)}, batch)
+
+    params = {**params, "blocks": sf.pad_layers(params["blocks"], per_stage)}
+    for dtype in (torch.float64, torch.float32):
+        cast = sf.core.tree_map(lambda x, dtype=dtype: x.to(dtype), params)
+        # By leaf and of all leaves, norms count unused rows as nothing.
+        lamb = optim.chain(optim.clip_by_global_norm(0.05), optim.lamb(1e-2, weight_decay=0.1))
+        optimizer = optim.adamw(1e-2, weight_decay=0.1) if dtype == torch.float64 else lamb
+        assert_parity(
+            _loss(m=3, layers_per_stage=per_stage),
+            optimizer,
+            cast,
+            _batches(),
+            mesh=mesh,
+            specs=_specs(params),
+            batch=P("dp"),
+            reference=plain,
+        )
+    step = sf.sharded_step(
+        _loss(m=3, layers_per_stage=per_stage), optim.sgd(0.1), mesh=mesh, specs=_specs(params), batch=P("dp")
+    )
+    (batch,) = _batches(1)
+    got = step.apply(_loss(m=3, layers_per_stage=per_stage), step.init(params), batch)
+    torch.testing.assert_close(got, plain(params, batch), rtol=1e-12, atol=0)
+
+
+def test_stacks_that_are_not_padded_are_refused() -> None:
+    stack = {"w": torch.zeros(5, 2), "b": torch.zeros(4)}
+    with pytest.raises(ValueError, match=r"is for 4 rows:\n.*stack\['w'\] has 5"):
+        sf.pad_layers(stack, (1, 3))
+    with pytest.raises(ValueError, match=r"is for 6 rows:"):
+        sf.unpad_layers(stack, (1, 3))
+    for wrong, chunks in (((), 1), ((2, 0), 1), ((2, 2), 2)):
+        with pytest.raises(ValueError, match="every stage has a layer"):
+            how = {"schedule": "interleaved", "num_chunks": 2} if chunks == 2 else {}
+            _loss(layers_per_stage=wrong, **how)
+
+
+@distributed(world=2)
+def test_numbers_of_layers_for_other_stages_are_refused() -> None:
+    mesh, params = sf.make_mesh({"pp": 2}, device="cpu"), _params(6)
+    for per_stage, said in (((2, 2, 2), "is for 3 stages; the axis has 2 ranks"), ((1, 5), "wants stacks of 10 rows")):
+        step = sf.sharded_step(
+            _loss(layers_per_stage=per_stage), optim.sgd(0.1), mesh=mesh, specs=_specs(params), batch=P("dp")
+        )
+        with pytest.raises(ValueError, match=said):
+            state = step.init(params)
+            step(state, _batches(1)[0])

@@ -1,0 +1,62 @@
+"""What `pipeline_module` makes: a loss of a module, whose layers may lie on several ranks."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.collectives import axis_size
+from shardfn.core import PyTree, tree_leaves
+from shardfn.modules import LayeredFunction, LayerSpan
+
+from ._pipelined import Pipelined, Place
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedModule(Pipelined):
+    """A loss that calls a module once. Each stage runs the whole of it, around its own layers.
+
+    Attributes:
+        loss: `loss(params, batch[, key])`.
+        function: what it calls.
+    """
+
+    loss: Callable[..., Any]
+    function: LayeredFunction
+
+    def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """The loss."""
+        if axis_size(self.axis) == 1:
+            return self.loss(self._filled(params), batch, *key)
+        return super().__call__(params, batch, *key)
+
+    def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
+        """What the first layer is called with."""
+        return self._run(params, batch, LayerSpan(0, 0, None, False), key)
+
+    def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
+        """The loss, as far as this stage goes."""
+        num = self._num_rows(params)
+        if not num and not place.ends:
+            return given
+        start = place.row if num else self.function.num_layers
+        return self._run(params, batch, LayerSpan(start, num, None if place.begins else given, place.ends), key)
+
+    def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
+        """The loss from its first own layer to the end of the last."""
+        num = self._num_rows(params)
+        return h if not num else self._run(params, batch, LayerSpan(place.row, num, h, False), key)
+
+    def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """The loss behind its layers."""
+        return self._run(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
+
+    def _num_rows(self, params: PyTree) -> int:
+        return tree_leaves(self.filled(self.blocks(params)))[0].shape[0]
+
+    def _filled(self, params: PyTree) -> PyTree:
+        return {**params, self.function.path: self.filled(params[self.function.path])}
+
+    def _run(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
+        return self.function.within(span, self.loss, self._filled(params), batch, *key)

@@ -1,0 +1,94 @@
+"""Values that are on another rank: of their shape and dtype, and computed without data.
+
+A stage of a pipeline runs the module's own forward. What other stages compute is absent there: functions of it give
+absent results, of the shapes that torch finds on its meta device, and cost no arithmetic and no gather.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ._module_buffers import writes
+
+_METADATA = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"}
+    | {"element_size", "storage_offset", "__len__", "__hash__", "get_device", "requires_grad_", "__format__"}
+)
+
+
+class NeedsValue(BaseException):
+    """What runs asks for the value of what is absent. No `Exception`, so that no forward catches it."""
+
+
+class Absent(torch.Tensor):
+    """A tensor without data, on the device that the value would be on.
+
+    Raises:
+        NeedsValue: its value is asked for, or written to a tensor that is here.
+    """
+
+    _meta: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> "Absent":
+        """One of the shape and dtype of a tensor, which is not used."""
+        return _wrapped(_as_meta(x), x.device)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function on tensors without data."""
+        del types
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _METADATA or (name == "__get__" and func not in _VIEWS):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        written = (args[:1] if writes(name) else (), kwargs.get("out"))
+        if any(isinstance(x, Tensor) and type(x) is not Absent for x in pytree.tree_leaves(written)):
+            raise NeedsValue(f"{name} writes it to a tensor")
+        device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is Absent)
+        on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                out = func(*on_meta[0], **on_meta[1])
+        except (RuntimeError, NotImplementedError) as error:  # what torch says of meta tensors without values
+            raise NeedsValue(f"{name}: {error}") from error
+        if writes(name):
+            return args[0]
+        return pytree.tree_map_only(Tensor, lambda x: _wrapped(x, device), out)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses what has not come through `__torch_function__`."""
+        del types, args, kwargs
+        raise NeedsValue(f"{func} takes it by another way than a function of torch")
+
+
+def is_absent(x: Any) -> bool:
+    """Whether anything in a tree, or in the attributes of what is no tree, is absent."""
+    for leaf in pytree.tree_leaves(x):
+        if type(leaf) is Absent:
+            return True
+    return False
+
+
+_VIEWS: Any = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
+
+
+def _wrapped(meta: Tensor, device: torch.device) -> Absent:
+    made: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        Absent, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+    )
+    made._meta = meta
+    return made
+
+
+def _converted(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x._meta if type(x) is Absent else _as_meta(x)
+    return torch.device("meta") if isinstance(x, torch.device) else x
+
+
+def _as_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

@@ -1,0 +1,214 @@
+"""A module whose list of layers may lie on several ranks: each runs the module's own forward, around its own layers.
+
+In place of each layer stands one that says what happens at its call. On a rank with layers [a, b):
+
+    layers before a    are not run; what they return is absent
+    layer a            is given what the rank before has made, in place of its first argument
+    a ... b - 1        run
+    layer b            is where it ends: its first argument is what the next rank is given
+    no layer b         the forward runs to its end
+
+What comes before the list runs on each rank for what layers are given besides (masks, rotary angles), of absent
+parameters, so that none is gathered for it. Where more than the first layer's first argument depends on a parameter,
+what comes before the list runs again with the parameters; they are then leaves that several stages use.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from shardfn.core import Ambient, raise_all
+
+from ._absent import NeedsValue, is_absent
+from ._layers_run import Ended, LayerSpan, LayersRun
+from ._module_draws import Draws
+
+_SPAN = Ambient[LayerSpan]("layers of a module on this rank", by_thread=True)
+
+
+class RunsModule(Protocol):
+    """What `from_module` makes of a module without naming its layers: `ModuleFunction`."""
+
+    module: nn.Module
+
+    def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
+        """Makes what gives one call its random numbers."""
+        ...
+
+    def run(
+        self,
+        draws: Draws,
+        params: Mapping[str, Tensor],
+        state: Mapping[str, Tensor] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The forward, and what it has made of the buffers in `state`."""
+        ...
+
+
+class LayeredFunction:
+    """A module's forward as a function of its parameters, of which those of its layers are stacked.
+
+    Made by `from_module(module, layers=...)`. It is an ordinary function; `pipeline_module` puts its layers on several
+    ranks.
+
+    Attributes:
+        module: the module.
+        path: the list of layers; in params, the key of the stacked leaves.
+        num_layers: how many there are.
+        needs_params: whether something besides the first layer's first argument is needed of what comes before it, and
+            depends on parameters; found when a stage runs.
+        returns: what a layer returns besides, and the structure; None until a stage has asked one.
+    """
+
+    def __init__(self, function: RunsModule, path: str, names: Iterable[str]) -> None:
+        self._function, self.module, self.path, self._names = function, function.module, path, frozenset(names)
+        self.num_layers = len(self.layers)
+        self.needs_params = False
+        self.returns: tuple[list[Any], Any] | None = None
+
+    def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward.
+
+        Args:
+            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape].
+            *args: what the module takes.
+            **kwargs: what it takes by name.
+
+        Raises:
+            ValueError: as of `ModuleFunction`; or the forward does not call the layers once each, one after another,
+                each on what the one before has made.
+        """
+        return self._run(Draws(self.module), params, args, kwargs)
+
+    def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
+        """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on which rank has a layer."""
+        draws = self._function.draws(key, index_B)
+
+        def f(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+            return self._run(draws(), params, args, kwargs)
+
+        return f
+
+    def within(self, span: LayerSpan, loss: Callable[..., Any], *args: Any) -> Any:
+        """What a loss of this function comes to on a rank that has some of the layers.
+
+        Args:
+            span: which.
+            loss: calls this function, once; the stack in its parameters has the rows of the span.
+            *args: its arguments.
+
+        Returns:
+            What the layer after the span is given; or, if the span ends the forward, what the loss returns.
+
+        Raises:
+            ValueError: the loss does not call this function once, or does what cannot be cut in stages.
+        """
+        while True:
+            span.calls = 0
+            try:
+                with _SPAN.bound(span):
+                    out = loss(*args)
+            except Ended as ended:
+                out = ended.h
+            except NeedsValue as needs:
+                self._with_params(str(needs))
+                continue
+            if not span.calls:
+                raise ValueError(f"the loss does not call the module, whose layers {self.path!r} are on several ranks.")
+            if not is_absent(out):
+                return out
+            self._with_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
+
+    def _with_params(self, why: str) -> None:
+        """From now on what comes before the layers runs with its parameters.
+
+        Raises:
+            ValueError: it does already, so what is needed is what a layer of another rank has made.
+        """
+        if self.needs_params:
+            raise ValueError(
+                f"{self.path!r} of this {type(self.module).__name__} cannot be cut in stages: something"
+                f" besides the next layer uses what a layer returns ({why}). Stages hand on one tensor, from each layer"
+                " to the next."
+            )
+        self.needs_params = True
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The list of layers."""
+        found = self.module.get_submodule(self.path)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def _run(self, draws: Draws, params: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stack, span = params[self.path], _SPAN.innermost()
+        if set(stack) != self._names:
+            raise ValueError(f"params[{self.path!r}] has {sorted(stack)}; the layers have {sorted(self._names)}.")
+        whole = span is None
+        span = LayerSpan(0, self.num_layers, None, True) if span is None else span
+        span.calls += 1
+        if span.calls > 1:
+            raise ValueError(
+                f"the loss calls the module twice, whose layers {self.path!r} are on several ranks: call it once, on"
+                " all rows."
+            )
+        wrong = {name: x.shape[0] for name, x in stack.items() if span.num and x.shape[0] != span.num}
+        if wrong:
+            hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
+            raise ValueError(f"params[{self.path!r}] should have {span.num} layers, and has {wrong}{hint}.")
+        flat = {name: x for name, x in params.items() if name != self.path}
+        for name, x in stack.items() if span.num else ():
+            flat.update({f"{self.path}.{span.start + i}.{name}": row for i, row in enumerate(x.unbind(0))})
+        run = LayersRun(self, span, draws)
+        return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
+
+
+def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
+    """The parameters of a module, with those of its list of layers stacked.
+
+    Returns:
+        The parameters, and the names of a layer's own within it.
+
+    Raises:
+        ValueError: there is no such list; or its layers have other leaves, shapes or dtypes than the first, or share
+            parameters; every leaf is listed.
+    """
+    try:
+        layers = module.get_submodule(path)
+    except AttributeError:
+        layers = None
+    if not isinstance(layers, nn.ModuleList) or not path or not len(layers):
+        found = [p for p, sub in module.named_modules() if isinstance(sub, nn.ModuleList) and len(sub)]
+        raise ValueError(f"layers={path!r} is no list of layers of this {type(module).__name__}; it has {found}.")
+    own = [dict(layer.named_parameters()) for layer in layers]
+    first = own[0]
+    problems = []
+    for i, leaves in enumerate(own):
+        problems += [f"{path}.{i} has no {name}, which {path}.0 has" for name in first.keys() - leaves.keys()]
+        problems += [f"{path}.0 has no {name}, which {path}.{i} has" for name in leaves.keys() - first.keys()]
+        problems += [
+            f"{path}.{i}.{name} is {tuple(x.shape)} {x.dtype}, {path}.0.{name} is {tuple(y.shape)} {y.dtype}"
+            for name, x in leaves.items()
+            if (y := first.get(name)) is not None and (x.shape, x.dtype) != (y.shape, y.dtype)
+        ]
+        problems += [
+            f"{path}.{i}.{name} is {other}, too; untie them"
+            for name, x in leaves.items()
+            if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
+        ]
+    raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they are not alike:", problems)
+    others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
+    stack = {name: torch.stack([leaves[name].detach() for leaves in own]) for name in first}
+    return {**others, path: stack}, list(first)
+
+
+def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
+    """Where a layer's parameter is in the module besides that layer."""
+    names = (name for name, y in module.named_parameters(remove_duplicate=False) if y is x)
+    return next((name for name in names if not name.startswith(f"{layer}.")), None)

@@ -1,0 +1,63 @@
+"""Which layers go to which stage, where layers, or what is in front of and behind them, cost unequally."""
+
+from collections.abc import Sequence
+
+
+def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """How many layers each stage has, in order, so that the most expensive stage costs least.
+
+    Of several such cuts, the one whose stages' costs have the least sum of squares: the most even one; of several of
+    these, the one with fewer layers in earlier stages. Every stage has a layer.
+
+    Args:
+        costs: of each layer: its number of parameters, or the seconds that it takes.
+        num_stages: how many stages there are.
+        first: what the first stage does besides: the embedding.
+        last: what the last stage does besides: the head.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or a cost is negative or not finite.
+
+    Example:
+        >>> balance([1.0] * 10, 4)
+        (2, 2, 3, 3)
+        >>> balance([1.0] * 10, 4, last=2.0)
+        (3, 3, 3, 1)
+        >>> balance([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2)
+        (1, 5)
+    """
+    if not 1 <= num_stages <= len(costs):
+        raise ValueError(f"{len(costs)} layers cannot be cut in {num_stages} stages, each with a layer.")
+    wrong = [c for c in (*costs, first, last) if not 0 <= c < float("inf")]
+    if wrong:
+        raise ValueError(f"costs are finite and not negative, got {wrong}.")
+    sums = [0.0]
+    for c in costs:
+        sums.append(sums[-1] + c)
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
+        return sums[stop] - sums[start] + extra
+
+    worst = _least(len(costs), num_stages, cost, max, float("inf"))[0]
+    return _least(len(costs), num_stages, cost, lambda a, b: a + b * b, worst)[1]
+
+
+def _least(num: int, num_stages: int, cost, join, limit: float) -> tuple[float, tuple[int, ...]]:  # pyright: ignore
+    """The cut of least cost, joined stage by stage, none of which costs more than `limit`; and that cost.
+
+    By the number of layers that the stages up to here have: the least cost and the cut.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(num_stages):
+        after: dict[int, tuple[float, tuple[int, ...]]] = {}
+        left = num_stages - stage - 1
+        for start, (so_far, cut) in best.items():
+            for stop in range(start + 1, num - left + 1):
+                one = cost(stage, start, stop)
+                if one > limit:
+                    break
+                made = join(so_far, one), (*cut, stop - start)
+                after[stop] = min(after.get(stop, made), made)
+        best = after
+    return best[num]

@@ -1,0 +1,59 @@
+"""Stacks of layers for stages that have unequal numbers of them."""
+
+from collections.abc import Sequence
+
+from shardfn.core import PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.engine import padded, unpadded
+
+
+def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
+    """A stack of layers with unused rows, so that each stage has as many rows as the most of their layers.
+
+    Ranks along an axis have equal blocks of a leaf. For stages of unequal numbers of layers, `pipeline` and
+    `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: of 2, 3 and 3 layers 9 rows, of
+    which the third is unused. Their gradients are zeros, and norms do not count them.
+
+    Args:
+        stack: a tree of tensors [L, ...].
+        layers_per_stage: how many layers each stage has, in order: of `schedules.balance`, say; they add up to L.
+
+    Raises:
+        ValueError: they do not; every leaf is listed.
+
+    Example:
+        >>> import torch
+        >>> pad_layers({"w": torch.tensor([1.0, 2.0, 3.0])}, (1, 2))
+        {'w': tensor([1., 0., 2., 3.])}
+    """
+    _check(stack, sum(layers_per_stage), layers_per_stage)
+    return padded(stack, layers_per_stage)
+
+
+def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
+    """The layers of a stack that `pad_layers` has made; for another number of stages, or a checkpoint.
+
+    Args:
+        stack: a tree of tensors.
+        layers_per_stage: as it was padded for.
+
+    Raises:
+        ValueError: it does not have so many rows; every leaf is listed.
+
+    Example:
+        >>> import torch
+        >>> unpad_layers(torch.tensor([1.0, 0.0, 2.0, 3.0]), (1, 2))
+        tensor([1., 2., 3.])
+    """
+    _check(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
+    return unpadded(stack, layers_per_stage)
+
+
+def _check(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
+    if not layers_per_stage or min(layers_per_stage) < 1:
+        raise ValueError(f"every stage has a layer, got layers_per_stage={tuple(layers_per_stage)}.")
+    pairs = zip(tree_paths(stack, "stack"), tree_leaves(stack), strict=True)
+    raise_all(
+        ValueError,
+        f"layers_per_stage={tuple(layers_per_stage)} is for {rows} rows:",
+        [f"{path} has {x.shape[0]}" for path, x in pairs if x.shape[0] != rows],
+    )

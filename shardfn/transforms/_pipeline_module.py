@@ -1,0 +1,82 @@
+"""`pipeline_module`: a loss of an unmodified module, whose layers lie on the ranks along an axis."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardfn.engine import Accumulated, PipelinedModule, check_order
+from shardfn.modules import LayeredFunction
+from shardfn.schedules import PipelineSchedule
+
+from ._pipeline import per_stage_of, schedule_of
+
+
+def pipeline_module(
+    loss: Callable[..., Any],
+    function: LayeredFunction,
+    *,
+    axis: str = "pp",
+    num_microbatches: int = 1,
+    schedule: str | PipelineSchedule = "1f1b",
+    layers_per_stage: Sequence[int] | None = None,
+) -> Accumulated | PipelinedModule:
+    """A loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
+
+        params, apply = from_module(module, layers="model.layers")
+        loss(params, batch)  is the mean of the loss over microbatches
+
+    That is what it computes. In a step on a mesh that has `axis` each rank along it keeps and runs a block of the
+    layers: the leaves in `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in its spec. Each
+    rank runs the module's own forward around its own layers: up to its first one without data, from there on with what
+    the rank before has made in place of the layer's first argument. So nothing of the model is written again, and one
+    tensor a microbatch goes from rank to rank. What else layers are given (masks, rotary angles) each rank makes for
+    itself; where it depends on parameters, with these, which are then tied.
+
+    Layers may differ in what they compute, but not in their leaves. The first and the last rank alone use what is in
+    front of and behind the layers.
+
+    Args:
+        loss: `loss(params, batch[, key])`, which calls `function` once, or a function that its `keyed` gives.
+        function: of `from_module(module, layers=...)`.
+        axis: the axis along which the stages lie.
+        num_microbatches: into how many pieces the batch is cut; must divide its rows.
+        schedule: "gpipe" or "1f1b"; or one of `shardfn.schedules`.
+        layers_per_stage: as of `pipeline`, of a padded `params["model.layers"]`.
+
+    Raises:
+        TypeError: `function` was made without naming the layers.
+        ValueError: as of `pipeline`. Also when a step runs: something besides the next layer uses what a layer returns;
+            or layers do not run once each, in order.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from shardfn.modules import from_module
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = torch.tanh(layer(x))
+        ...         return x
+        >>> params, apply = from_module(Net(), layers="layers")
+        >>> {name: tuple(x.shape) for name, x in params["layers"].items()}
+        {'weight': (4, 3, 3), 'bias': (4, 3)}
+        >>> loss = pipeline_module(lambda p, x: apply(p, x).square().mean(), apply, num_microbatches=2)
+        >>> loss(params, torch.zeros(4, 3)).shape
+        torch.Size([])
+
+    References:
+        Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965
+    """
+    check_order("pipeline", loss)
+    if not isinstance(function, LayeredFunction):
+        raise TypeError(
+            f"pipeline_module(loss, function): function is a {type(function).__name__}; make it by"
+            " from_module(module, layers=...), with the name of its list of layers."
+        )
+    if num_microbatches < 1:
+        raise ValueError(f"pipeline_module needs a microbatch, got num_microbatches={num_microbatches}.")
+    table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
+    made = PipelinedModule(lambda params: params[path], axis, table, 1, False, per_stage, loss, function)
+    return Accumulated(made, num_microbatches) if num_microbatches > 1 else made

@@ -1,0 +1,313 @@
+"""Covers `pipeline_module`: unmodified Hugging Face decoders in stages equal one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardfn as sf
+from shardfn import P, Zero, optim
+from shardfn.modules import from_module
+from shardfn.testing import assert_parity, distributed
+
+V, T, ROWS = 33, 6, 8
+_LLAMA: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _gpt2(layers: int, tied: bool) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=V, n_embd=16, n_layer=layers, n_head=4, n_positions=16, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=tied, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _bloom(layers: int, tied: bool) -> nn.Module:
+    config = transformers.BloomConfig(
+        vocab_size=V, hidden_size=16, n_layer=layers, n_head=4, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied
+    )
+    return transformers.BloomForCausalLM(config)
+
+
+def _of(name: str, **more: Any) -> Callable[[int, bool], nn.Module]:
+    def make(layers: int, tied: bool) -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(
+            **_LLAMA | more, num_hidden_layers=layers, tie_word_embeddings=tied
+        )
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    return make
+
+
+MODELS: dict[str, tuple[Callable[[int, bool], nn.Module], str]] = {
+    "gpt2": (_gpt2, "transformer.h"),
+    "llama": (_of("Llama"), "model.layers"),
+    "qwen2": (_of("Qwen2", use_sliding_window=True, sliding_window=3, max_window_layers=1), "model.layers"),
+    "mistral": (_of("Mistral", sliding_window=3), "model.layers"),
+    "bloom": (_bloom, "transformer.h"),
+    "gemma2": (_of("Gemma2", head_dim=4, sliding_window=3), "model.layers"),  # layers differ in what they compute
+}
+
+
+def _made(name: str, layers: int, tied: bool, dtype: torch.dtype) -> tuple[dict[str, Any], Any, Any, str]:
+    """Parameters, the pipelined module's loss, and the plain one: of torch's own call, parameter by parameter."""
+    make, path = MODELS[name]
+    torch.manual_seed(0)
+    module = make(layers, tied).to(dtype).eval()
+    params, apply = from_module(module, layers=path)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return apply(params, **batch, use_cache=False).loss
+
+    def plain(params: Any, batch: Any) -> Tensor:
+        flat = {k: v for k, v in params.items() if k != path}
+        for leaf, rows in params[path].items():
+            flat |= {f"{path}.{i}.{leaf}": row for i, row in enumerate(rows)}
+        return torch.func.functional_call(module, flat, kwargs={**batch, "use_cache": False}).loss
+
+    return params, (loss, apply), plain, path
+
+
+def _batches(mask: bool, num: int = 2) -> list[Any]:
+    g = torch.Generator().manual_seed(1)
+    out = []
+    for _ in range(num):
+        ids = torch.randint(3, V, (ROWS, T), generator=g)
+        out.append({"input_ids": ids, "labels": ids})
+        if mask:  # padding on the right
+            out[-1]["attention_mask"] = (torch.arange(T) < torch.arange(ROWS)[:, None] % 3 + T - 2).long()
+    return out
+
+
+def _parity(
+    name: str, mesh: sf.Mesh, *, layers: int = 4, tied: bool = True, dtype: Any, m: int = 2, **options: Any
+) -> None:
+    params, (loss, apply), plain, path = _made(name, layers, tied, dtype)
+    mask = options.pop("mask", False)
+    schedule = options.pop("schedule", "1f1b")
+    piped = sf.pipeline_module(loss, apply, num_microbatches=m, schedule=schedule)
+    specs = {key: P("pp") if key == path else P() for key in params}
+    # Adam magnifies the rounding of gradients near zero, of which such small models have many.
+    optimizer = optim.adamw(1e-2) if dtype == torch.float64 else optim.sgd(0.1, momentum=0.9)
+    assert_parity(
+        piped, optimizer, params, _batches(mask), mesh=mesh, reference=plain, specs=specs, batch=P("dp"),
+        **options,
+    )  # fmt: skip
+    assert not apply.needs_params
+
+
+IN_FLOAT32 = {"gemma2"}  # its norms multiply by their weights in float32, whatever the dtype
+DAILY = {"gpt2", "llama", "gemma2"}
+NAMES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@distributed(world=[2, 3])
+def test_stages_equal_one_device(world: int, name: str) -> None:
+    mesh = sf.make_mesh({"pp": world}, device="cpu")
+    if name not in IN_FLOAT32:
+        _parity(name, mesh, dtype=torch.float64)
+    _parity(name, mesh, dtype=torch.float32, tied=False, layers=5, schedule="gpipe", mask=True)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "llama" else pytest.mark.nightly) for n in MODELS])
+@distributed(world=4)
+def test_with_zero(name: str, stage: int) -> None:
+    mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
+    for tied, dtype in ((True, torch.float64), (False, torch.float32))[name in IN_FLOAT32 :]:
+        _parity(name, mesh, tied=tied, dtype=dtype, zero=Zero(stage=stage, persist_elements=0), layers=3)
+
+
+@distributed(world=2)
+def test_keys_give_the_masks_of_one_device() -> None:
+    params, (_, apply), _, path = _made("gpt2", 4, True, torch.float64)
+    apply.module.train()
+
+    def loss(params: Any, batch: Any, key: Tensor) -> Tensor:
+        run = apply.keyed(key, batch["rows"])
+        return run(params, input_ids=batch["ids"], labels=batch["ids"], use_cache=False).loss
+
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    batches = [{"ids": b["input_ids"], "rows": torch.arange(ROWS)} for b in _batches(False)]
+    specs = {key: P("pp") if key == path else P() for key in params}
+    piped = sf.pipeline_module(loss, apply, num_microbatches=2)
+    run = assert_parity(
+        piped, optim.sgd(0.1), params, batches, mesh=mesh, reference=loss, specs=specs, batch=P(), key=sf.key(3)
+    )
+    undropped = apply.module.eval()
+    assert run.metrics[0]["loss"] != undropped(input_ids=batches[0]["ids"], labels=batches[0]["ids"]).loss
+
+
+@distributed(world=4)
+def test_evaluation_runs_stage_after_stage() -> None:
+    params, (loss, apply), plain, path = _made("llama", 5, True, torch.float64)
+    mesh = sf.make_mesh({"pp": 4}, device="cpu")  # 2, 2, 1 and no layers
+    specs = {key: P("pp") if key == path else P() for key in params}
+    piped = sf.pipeline_module(loss, apply, num_microbatches=2)
+    step = sf.sharded_step(piped, optim.sgd(0.1), mesh=mesh, specs=specs, batch=P())
+    (batch,) = _batches(True, 1)
+    state = step.init(params)
+    torch.testing.assert_close(step.apply(piped, state, batch), plain(params, batch), rtol=1e-12, atol=0)
+
+
+@distributed(world=2)
+def test_unequal_numbers_of_layers() -> None:
+    params, (loss, apply), plain, path = _made("llama", 5, True, torch.float64)
+    mesh, per_stage = sf.make_mesh({"pp": 2}, device="cpu"), (4, 1)
+    params = {**params, path: sf.pad_layers(params[path], per_stage)}
+    piped = sf.pipeline_module(loss, apply, num_microbatches=2, layers_per_stage=per_stage)
+    specs = {key: P("pp") if key == path else P() for key in params}
+
+    def unpadded(params: Any, batch: Any) -> Tensor:
+        return plain({**params, path: sf.unpad_layers(params[path], per_stage)}, batch)
+
+    how: Any = {"params": params, "batches": _batches(False), "specs": specs, "batch": P(), "reference": unpadded}
+    assert_parity(piped, optim.adamw(1e-2, weight_decay=0.1), mesh=mesh, **how)
+    assert_parity(
+        piped, optim.adamw(1e-2), mesh=sf.make_mesh({"dp": 2}, device="cpu"), **how | {"batch": P("dp"), "specs": P()}
+    )
+
+
+class _Net(nn.Module):
+    """Layers, called in a way that `order` names."""
+
+    def __init__(self, order: str = "plain", layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.embed = nn.Linear(3, 5)
+        self.layers = nn.ModuleList(_Layer() for _ in range(layers))
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = h = self.embed(x)
+        layers = list(self.layers)
+        if self.order == "twice":
+            layers.insert(2, layers[1])
+        elif self.order == "reversed":
+            layers.reverse()
+        elif self.order == "some":
+            layers.pop()
+        seen = []
+        for layer in layers:
+            seen.append(h)
+            h = layer(
+                h, start if self.order == "of params" else seen[1] if self.order == "skips" and seen[1:] else None
+            )
+        if self.order == "branches":
+            return h if h.sum() > seen[2].sum() else -h
+        return self.head(h + seen[2] if self.order == "sums" else h + start if self.order == "resumes" else h)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, h: Tensor, more: Tensor | None = None) -> Tensor:
+        h = torch.tanh(self.linear(h))
+        return h if more is None else h + more
+
+
+def _net(order: str, mesh: sf.Mesh) -> Any:
+    params, apply = from_module(_Net(order).double(), layers="layers")
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return apply(params, x).square().mean()
+
+    specs = {key: P("pp") if key == "layers" else P() for key in params}
+    piped = sf.pipeline_module(loss, apply, num_microbatches=2)
+    batches = [torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
+    assert_parity(piped, optim.sgd(0.1), params, batches, mesh=mesh, specs=specs, batch=P())
+    return apply
+
+
+@distributed(world=2)
+def test_what_layers_are_given_of_parameters_is_computed_where_it_is_used() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    for order in ("plain", "of params", "resumes"):
+        apply = _net(order, mesh)
+        assert apply.needs_params == (order != "plain" and mesh.coords["pp"] == 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("skips", "something besides the next layer uses what a layer returns"),
+        ("sums", "something besides the next layer uses what a layer returns"),
+        ("branches", "something besides the next layer uses what a layer returns"),
+    ],
+)
+@distributed(world=2)
+def test_what_stages_cannot_hand_on_is_refused(order: str, said: str) -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    with pytest.raises((ValueError, sf.RankError), match=said):
+        _net(order, mesh)
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("twice", "calls layer 1 where layer 2 should be"),
+        ("reversed", "calls layer 3 where layer 0 should be"),
+        ("some", "calls 3 of 4 layers"),
+    ],
+)
+def test_layers_that_do_not_run_once_each_in_order_are_refused(order: str, said: str) -> None:
+    params, apply = from_module(_Net(order), layers="layers")
+    with pytest.raises(ValueError, match=said):
+        apply(params, torch.zeros(2, 3))
+
+
+def test_lists_that_cannot_be_stacked_are_refused() -> None:
+    net = _Net()
+    with pytest.raises(ValueError, match=r"layers='blocks' is no list of layers of this _Net; it has \['layers'\]"):
+        from_module(net, layers="blocks")
+    layers: Any = net.layers
+    layers[1].linear = nn.Linear(5, 5, bias=False)
+    layers[2].linear.weight = layers[3].linear.weight
+    with pytest.raises(
+        ValueError, match=r"(?s)layers\.1 has no linear\.bias.*layers\.2\.linear\.weight is layers\.3\.linear"
+    ):
+        from_module(net, layers="layers")
+    with pytest.raises(ValueError, match="has_state"):
+        from_module(_Net(), layers="layers", has_state=True)  # pyright: ignore[reportCallIssue]
+
+
+def test_losses_and_functions_that_do_not_fit_are_refused() -> None:
+    params, apply = from_module(_Net(), layers="layers")
+    x = torch.zeros(2, 3)
+    with pytest.raises(TypeError):
+        sf.pipeline_module(lambda p, x: x.sum(), from_module(_Net())[1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="should have 4 layers"):
+        apply({**params, "layers": {k: v[:2] for k, v in params["layers"].items()}}, x)
+    with pytest.raises(ValueError, match=r"params\['layers'\] has \['weight'\]; the layers have"):
+        apply({**params, "layers": {"weight": torch.zeros(4, 5, 5)}}, x)
+
+
+@distributed(world=2)
+def test_losses_that_call_the_module_otherwise_than_once_are_refused() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    params, apply = from_module(_Net(), layers="layers")
+    specs = {key: P("pp") if key == "layers" else P() for key in params}
+    losses = {
+        "calls the module twice": lambda p, x: (apply(p, x) - apply(p, -x)).sum(),
+        "does not call the module": lambda p, x: p["head.bias"].sum(),
+    }
+    for said, loss in losses.items():
+        step = sf.sharded_step(sf.pipeline_module(loss, apply), optim.sgd(0.1), mesh=mesh, specs=specs, batch=P())
+        with pytest.raises((ValueError, sf.RankError), match=said):
+            step(step.init(params), torch.zeros(2, 3))
