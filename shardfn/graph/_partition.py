@@ -20,7 +20,7 @@ from ._partition_values import Loop as LoopValues
 from ._partition_values import Scope, Value, is_look, scope_of
 
 # States that the search keeps.
-WIDTH = 1
+WIDTH = 16
 
 
 def partition_graph(

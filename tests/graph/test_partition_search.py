@@ -18,7 +18,9 @@ SIZE = 12
 
 def drawn_loss(r: random.Random, steps: int) -> Any:
     """Products, sums, softmax and views of what is there, in some order."""
-    moves = [(r.choice(["mm", "mm", "add", "t", "softmax", "relu", "sum"]), r.random(), r.random()) for _ in range(steps)]
+    moves = [
+        (r.choice(["mm", "mm", "add", "t", "softmax", "relu", "sum"]), r.random(), r.random()) for _ in range(steps)
+    ]
 
     def loss(*xs: torch.Tensor) -> list[torch.Tensor]:
         known = list(xs)
@@ -76,7 +78,7 @@ def cheapest(search: Search, scope: Scope, start: Any, ends: Any) -> float:
 @pytest.mark.parametrize("num", [2, 3])
 def test_small_programs_get_the_cheapest_plan(num: int) -> None:
     better = 0
-    for seed in range(40):
+    for seed in range(12):
         scope, start, ends = planned(seed, 3, num)
         search = Search(num, 64)
         found, greedy = search.best(scope, start, ends), Search(num, 1).best(scope, start, ends)
@@ -89,7 +91,7 @@ def test_small_programs_get_the_cheapest_plan(num: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_no_plan_is_dearer_than_that_of_greedy(width: int) -> None:
-    for seed, num in itertools.product(range(20), (2, 4)):
+    for seed, num in itertools.product(range(6), (2, 4)):
         scope, start, ends = planned(seed, 12, num)
         greedy = Search(num, 1)._searched(scope, start, ends, 1)
         assert Search(num, width).best(scope, start, ends).total <= greedy.total

@@ -59,7 +59,7 @@ def plain(jitted):
 def test_one_layer_is_planned_with_megatrons_collectives(jitted):
     sent = plain(jitted)[0]
     assert [x for x in sent if x[1] > 1] == [(name, LAYERS) for name in ("pvary", "psum") * 2]
-    assert len(sent) == 4 + 5  # the embedding's sum, and those of the logits
+    assert len(sent) == 4 + 4  # and a sum of embeddings, those of logits, and of the loss
 
 
 @distributed(world=2)
