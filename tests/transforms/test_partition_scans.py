@@ -62,18 +62,25 @@ def test_one_layer_is_planned_with_megatrons_collectives(jitted):
     assert len(sent) == 4 + 4  # and a sum of embeddings, those of logits, and of the loss
 
 
+DROPPED = gpt.Config(**TINY, stacked=True, dropout=0.3)
+OTHERS: dict[str, dict[str, Any]] = {
+    "remat of layers": {"wrap": sf.remat},
+    "remat of layers, captured": {"wrap": sf.remat, "jitted": True},
+    "remat of all": {"outer": sf.remat},
+    "keys and remat": {"config": DROPPED, "wrap": sf.remat, "key": sf.key(3)},
+    "keys, captured": {"config": DROPPED, "jitted": True, "key": sf.key(3)},
+}
+DAILY = "keys and remat", "remat of layers, captured"
+
+
 @distributed(world=2)
-def with_others():
-    check_gpt({"tp": 2}, wrap=sf.remat)
-    check_gpt({"tp": 2}, wrap=sf.remat, jitted=True)
-    check_gpt({"tp": 2}, outer=sf.remat)
-    dropped = gpt.Config(**TINY, stacked=True, dropout=0.3)
-    check_gpt({"tp": 2}, config=dropped, wrap=sf.remat, key=sf.key(3))
-    check_gpt({"tp": 2}, config=dropped, jitted=True, key=sf.key(3))
+def with_others(name):
+    check_gpt({"tp": 2}, **OTHERS[name])
 
 
-def test_recomputed_layers_and_keys():
-    with_others()
+@pytest.mark.parametrize("name", [x if x in DAILY else pytest.param(x, marks=pytest.mark.nightly) for x in OTHERS])
+def test_recomputed_layers_and_keys(name):
+    with_others(name)
 
 
 @distributed(world=4)
@@ -81,7 +88,7 @@ def with_zero(jitted):
     check_gpt({"dp": 2, "tp": 2}, stage=3, jitted=jitted)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_stacked_leaves_that_zero_has_cut(jitted):
     with_zero(jitted)
 
@@ -170,7 +177,7 @@ def small_losses(world):
                 assert_parity(around(sf.partition(loss)), optim.sgd(0.1), PARAMS, [drawn(4, 6)] * 2, **how)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_small_losses_compute_what_one_device_computes(world):
     small_losses(world=world)
 
