@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from shardfn.capture import Recorder, recorder
 from shardfn.core import raise_all
+from shardfn.graph import LoopMark
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,11 +31,22 @@ class Section:
 
 
 class Noting(Recorder):
-    """Notes of each op whether it is differentiated, and the outermost section that it is in."""
+    """Notes of each op whether it is differentiated, the loop that it is in, and the outermost section in that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sections: list[Section] = []
+        self._loop: LoopMark | None = None
+
+    @contextlib.contextmanager
+    def inside(self, loop: LoopMark) -> Iterator[None]:
+        """What runs is the body of a loop; sections that began around it are not its own."""
+        before = self._loop, self.sections
+        self._loop, self.sections = loop, []
+        try:
+            yield
+        finally:
+            self._loop, self.sections = before
 
     def note(self, node: Node) -> None:
         """Notes it.
@@ -50,6 +62,8 @@ class Noting(Recorder):
             )
         if not torch.is_grad_enabled():
             node.meta["no_grad"] = True
+        if self._loop is not None:
+            node.meta["loop"] = self._loop
         if self.sections:
             node.meta["section"] = self.sections[0]
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,8 +18,9 @@ from shardfn.collectives import (
     pvary,
     take_own_block,
 )
-from shardfn.graph import Compute, Convert, Form, PartitionProgram, Passage, Ranks
+from shardfn.graph import Compute, Convert, Form, Loop, PartitionProgram, Passage, Ranks
 from shardfn.leaves import LazyLeaf, opened
+from shardfn.nn import run_layers
 
 # What takes layers of a stacked leaf without opening it.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
@@ -32,7 +33,10 @@ def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
         program: made for the bound mesh.
         inputs: this rank's block of each leaf, and the other arguments.
     """
-    ranks = Ranks(program.axis)
+    return _results(program, inputs, Ranks(program.axis))
+
+
+def _results(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> list[Any]:
     slots: list[Any] = [None] * program.num_slots
     for slot, x in zip(program.inputs, inputs, strict=True):
         slots[slot] = x
@@ -52,6 +56,8 @@ def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[
         with at_line(step.line):
             if isinstance(step, Convert):
                 slots[step.dst] = _converted(slots[step.src], step, program.axis)
+            elif isinstance(step, Loop):
+                _loop(step, ranks, slots)
             else:
                 _compute(step, ranks, slots)
         for slot in program.last_use[i]:
@@ -74,6 +80,23 @@ def _run_section(program: PartitionProgram, passage: Passage, ranks: Ranks, slot
             slots[slot] = None
     for slot, x in zip(passage.outs, passage.section.around(run)(*given), strict=True):
         slots[slot] = x
+
+
+def _loop(step: Loop, ranks: Ranks, slots: list[Any]) -> None:
+    """As a scan of the body, which a capture writes down layer by layer, as it does with any other."""
+    outside = [slots[slot] for slot in step.outside]
+    num = len(step.carry)
+
+    def run(carry: list[Tensor], x: list[Any], first: Any) -> tuple[list[Tensor], list[Tensor]]:
+        del first
+        out = _results(step.body, [*carry, *x, *outside], ranks)
+        return out[:num], out[num:]
+
+    layers = [[slots[slot] for slot in x] for x in step.layers]
+    carry, ys = run_layers(run, [opened(slots[slot]) for slot in step.carry], layers)
+    results = [*carry, *(y for layer in ys for y in layer)]
+    for at, dst in step.dsts.items():
+        slots[dst] = results[at]
 
 
 def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:

@@ -20,13 +20,14 @@ from shardfn.collectives import axis_size
 from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
 from shardfn.graph import PartitionProgram, cut, partition_graph, prepare, program_text
 from shardfn.leaves import LeafLayout
-from shardfn.nn import looping, plain_loop
+from shardfn.nn import looping
 
 from ._accumulated import Accumulated
 from ._levels import Transform
 from ._loss import Loss
 from ._mixed import Mixed
 from ._partition_capture import Noting, apart, refuse_functions
+from ._partition_loop import noted_loop
 from ._partition_run import run_program
 from ._plan import Planner
 from ._unwrap import Unwrapped
@@ -152,7 +153,7 @@ def _made(
     tensors: Sequence[Tensor],
 ) -> _PreparedLoss:
     """Captures the forward and plans it. Reads no values, and sends nothing."""
-    with _disable_current_modes(), apart(), looping(plain_loop):
+    with _disable_current_modes(), apart(), looping(noted_loop):
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves), torch.device("cpu"))
         gm = prepare(capture(call, [*fakes(blank, device), *fakes(tensors)], Noting(), differentiable=True))

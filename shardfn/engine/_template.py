@@ -248,18 +248,40 @@ def check_same(one: Template, other: Template) -> None:
     # Nodes of the one, and what does the same in the other; a node of neither, outside, must be the same.
     pairs: dict[Any, Any] = dict(zip(one.inputs, other.inputs, strict=True))
     a, b = one.backward(one.layouts), other.backward(other.layouts)
+    differing(one.steps, other.steps, pairs, one.values, other.values)
     pairs |= zip(a.cotangents, b.cotangents, strict=False)
-    for first, second in ((one.steps, other.steps), (a.steps, b.steps)):
-        for s, t in zip(first, second, strict=False):
-            if not _alike(s, t, pairs):
-                raise CaptureError(_differ(s, t))
-            pairs[s.node] = t.node
-        if len(first) != len(second):
-            longer = max(first, second, key=len)
-            raise CaptureError(_differ(longer[min(len(first), len(second))], None))
-    same = one.outs == other.outs and one.differentiable == other.differentiable
-    ends = [(one.values, other.values), (a.grads, b.grads)]
-    if not same or any(pairs.get(x, x) is not y for xs, ys in ends for x, y in zip(xs, ys, strict=True)):
+    differing(a.steps, b.steps, pairs, a.grads, b.grads)
+    if not (one.outs == other.outs and one.differentiable == other.differentiable):
+        raise CaptureError(f"{_DIFFERS} They return different things.")
+
+
+def differing(
+    first: Sequence[Written],
+    second: Sequence[Written],
+    pairs: dict[Any, Any],
+    ends: Sequence[Any],
+    others: Sequence[Any],
+) -> None:
+    """Refuses two runs of a layer that do not do the same.
+
+    Args:
+        first: what one does.
+        second: what the other does.
+        pairs: by node of the one the node of the other, as far as they differ; what the runs made is added.
+        ends: the nodes that the one returns.
+        others: those that the other does.
+
+    Raises:
+        CaptureError: they differ; names the first op that does, by line.
+    """
+    for s, t in zip(first, second, strict=False):
+        if not _alike(s, t, pairs):
+            raise CaptureError(_differ(s, t))
+        pairs[s.node] = t.node
+    if len(first) != len(second):
+        longer = max(first, second, key=len)
+        raise CaptureError(_differ(longer[min(len(first), len(second))], None))
+    if len(ends) != len(others) or any(pairs.get(x, x) is not y for x, y in zip(ends, others, strict=True)):
         raise CaptureError(f"{_DIFFERS} They return different things.")
 
 

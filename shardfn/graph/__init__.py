@@ -40,9 +40,11 @@ from ._forms import (
     multiple_of as multiple_of,
     lengths as lengths,
 )
+from ._loops import LoopMark as LoopMark, loop_input as loop_input, looped as looped
 from ._partition_program import (
     Compute as Compute,
     Convert as Convert,
+    Loop as Loop,
     PartitionProgram as PartitionProgram,
     Passage as Passage,
 )

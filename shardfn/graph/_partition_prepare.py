@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardfn.core import raise_all
 
+from ._loops import loop_input
 from ._ops import known_op
 from ._values import where_of
 
@@ -49,8 +50,12 @@ def _refused(gm: GraphModule) -> Iterator[str]:
             yield f"{where}: {node.target} draws from torch's generator; draw by a key, sf.nn.dropout(key, ...)"
         elif op.effects and node.target is not _ATEN._assert_async.msg:
             yield f"{where}: {node.target}, which returns nothing; leave it out"
+        elif node.target is _ATEN.as_strided.default:
+            yield f"{where}: {node.target} says where elements lie, which is otherwise in a block; use views of dims"
         elif op.writes and _functional(node) is None:
             yield f"{where}: {node.target} writes to a value; use the operation that returns a new one"
+        elif op.writes and _of_another_loop(node):
+            yield f"{where}: {node.target} in a scan writes to a value from outside; return it in the carry"
         elif op.writes and _seen_otherwise(node):
             yield (
                 f"{where}: {node.target} writes to a value of which there are views; write to a clone(), or use the"
@@ -87,6 +92,11 @@ def _seen_otherwise(node: Node) -> bool:
     looks = [u for u in written.users if u is not node and known_op(u.target).views is not None]
     own = [u for u in looks if not known_op(u.target).writes]
     return (views is not None and not known_op(written.target).writes) or bool(own)
+
+
+def _of_another_loop(node: Node) -> bool:
+    written: Any = node.args[0]
+    return written.meta.get("loop") is not node.meta.get("loop") or written.target is loop_input
 
 
 def _without_write(graph: Graph, node: Node) -> None:

@@ -22,6 +22,7 @@ class Conversion(NamedTuple):
         backward: and in the backward, for its transpose.
         line: the user's line of the op that asks for it.
         because: the op, where it has no rule for what it was given; else "".
+        times: how often it is sent: once for each layer of a loop.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Conversion(NamedTuple):
     backward: float
     line: str
     because: str = ""
+    times: int = 1
 
 
 class Convert(NamedTuple):
@@ -62,6 +64,29 @@ class Compute(NamedTuple):
     strategy: Strategy
     single: bool
     line: str
+
+
+class Loop(NamedTuple):
+    """A step: a program that runs once for each layer, on a carry and the layer's values.
+
+    Attributes:
+        body: from the slots of the carry, of x, and of what is outside, to the next carry and y.
+        carry: the slots of the first carry.
+        layers: of each layer the slots of its x.
+        outside: slots of what all layers read.
+        dsts: of the last carry, and of the y of each layer, by position.
+        line: the user's.
+    """
+
+    body: "PartitionProgram"
+    carry: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
+    outside: tuple[int, ...]
+    dsts: dict[int, int]
+    line: str
+
+
+Step = Convert | Compute | Loop
 
 
 class Passage(NamedTuple):
@@ -102,7 +127,7 @@ class PartitionProgram:
     num: int
     inputs: list[int] = dataclasses.field(default_factory=list)
     constants: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    steps: list[Convert | Compute] = dataclasses.field(default_factory=list)
+    steps: list[Step] = dataclasses.field(default_factory=list)
     outputs: list[tuple[bool, Any]] = dataclasses.field(default_factory=list)
     num_slots: int = 0
     sections: list[Any] = dataclasses.field(default_factory=list)
@@ -111,11 +136,13 @@ class PartitionProgram:
     sent: list[Conversion] = dataclasses.field(default_factory=list)
 
 
-def _read(step: Convert | Compute) -> tuple[int, ...]:
+def _read(step: Step) -> tuple[int, ...]:
+    if isinstance(step, Loop):
+        return (*step.carry, *(slot for x in step.layers for slot in x), *step.outside)
     return (step.src,) if isinstance(step, Convert) else step.slots
 
 
-def _made(step: Convert | Compute) -> tuple[int, ...]:
+def _made(step: Step) -> tuple[int, ...]:
     return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
 
 

@@ -11,15 +11,17 @@ def program_text(program: PartitionProgram) -> str:
         along "tp", 2 ranks: 0 collectives, 0 bytes a rank in the forward and 0 in the backward
     """
     sent = program.sent
-    forward, backward = (int(sum(getattr(x, name) for x in sent)) for name in ("forward", "backward"))
+    forward, backward = (int(sum(x.times * getattr(x, name) for x in sent)) for name in ("forward", "backward"))
+    number = sum(x.times for x in sent)
     head = (
-        f'along "{program.axis}", {program.num} ranks: {len(sent)} collectives, {forward} bytes a rank in the forward'
+        f'along "{program.axis}", {program.num} ranks: {number} collectives, {forward} bytes a rank in the forward'
         f" and {backward} in the backward"
     )
     return "\n".join([head, *map(_line, sent)])
 
 
 def _line(x: object) -> str:
-    name, shape, forward, backward, line, because = x  # pyright: ignore[reportGeneralTypeIssues]
+    name, shape, forward, backward, line, because, times = x  # pyright: ignore[reportGeneralTypeIssues]
     why = f"; {because} takes it whole" if because else ""
-    return f"  {name} of {list(shape)}: {int(forward)} + {int(backward)} bytes, {line}{why}"
+    often = f"{times} x " if times > 1 else ""
+    return f"  {often}{name} of {list(shape)}: {int(forward)} + {int(backward)} bytes, {line}{why}"

@@ -79,6 +79,15 @@ def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], La
     return label
 
 
+def stacked(use: OpUse) -> Labels:
+    """`stack`: a new dim, along which the operands lie."""
+    own: Dims = tuple(range(use.operands[0].ndim))
+    order: list[object] = list(own)
+    order.insert(use.arg(1, "dim", 0) % use.outs[0].ndim, None)
+    every = tuple(range(len(use.operands)))
+    return Labels((own,) * len(every), (tuple(order),), together=every)
+
+
 def _untouched(use: OpUse, dim: int) -> bool:
     """Whether a slice takes all of its dim, whatever its length."""
     if use.target.__name__ != "slice.Tensor":

@@ -66,9 +66,14 @@ def scan(
     # unbind and not indices, whose transposes would each make a gradient of all layers.
     columns = [x.unbind(0) for x in x_leaves]
     layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
-    loop = _LOOP.innermost() or plain_loop
-    carry, ys = loop(functools.partial(_checked, f, init), init, layers)
+    carry, ys = run_layers(functools.partial(_checked, f, init), init, layers)
     return carry, _stacked(ys)
+
+
+def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+    """The loop of a `scan`, on layers that are apart already: the last carry, and the y of each."""
+    loop = _LOOP.innermost() or plain_loop
+    return loop(run, carry, layers)
 
 
 def looping(loop: Loop) -> AbstractContextManager[Any]:

@@ -182,6 +182,7 @@ CASES: dict[str, Any] = {
     "unbind": (aten.unbind.int, lambda r: (_x(r), r.randrange(3))),
     "split": (aten.split.Tensor, lambda r: (_x(r), 2, r.randrange(3))),
     "cat": (aten.cat.default, _cat),
+    "stack": (aten.stack.default, lambda r: (lambda x: ([x, x + 1, 2 * x], r.randrange(-4, 4)))(_x(r))),
     "pad": (aten.constant_pad_nd.default, lambda r: (_x(r), r.choice([[0, 1], [0, 0, 1, 2]]), r.choice([0.0, 1.0]))),
     "cumsum": (aten.cumsum.default, lambda r: (_x(r), r.randrange(3))),
     "embedding": (aten.embedding.default, _embedding),

@@ -64,7 +64,8 @@ def test_a_decoder_has_megatrons_collectives_and_computes_what_one_device_does(n
     assert names == ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of each is one too
 
 
-def test_a_fused_projection_goes_by_samples_and_back():
+def test_a_fused_projection_is_joined_and_its_values_cut_by_heads():
+    # An all_to_all to samples and a gather back, which greedy takes, sends an eighth more.
     names, _ = two_ranks("GPT2")[0]
-    attention, mlp = ["pvary", "all_to_all", "all_gather", "psum"], ["pvary", "psum"]
+    attention, mlp = ["pvary", "all_gather_invariant", "take_own_block", "psum"], ["pvary", "psum"]
     assert names == (attention + mlp) * 2

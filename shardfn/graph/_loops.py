@@ -1,0 +1,109 @@
+"""Loops over layers in the graph of a forward: the body stands in it once, and a node says how often it runs.
+
+    given ... = loop_input()                  stand in for the carry and for the layer's x
+    ...                                       the body; meta["loop"] of each node is the loop's mark
+    out = looped(carry, layers, given, ends)  the last carry, then the ys of each layer
+
+`ends` are the nodes of the body whose values are the carry and the y that it returns.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from ._values import where_of
+
+
+def loop_input() -> Any:
+    """Target of a node that stands in for an argument of a body."""
+
+
+def looped(carry: Any, layers: Any, given: Any, ends: Any) -> Any:
+    """Target of a node that runs a body, which its `meta["body"]` marks."""
+
+
+@dataclasses.dataclass(eq=False)
+class LoopMark:
+    """Which loop a node is a part of; nodes of a loop inside it have its own."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """What a loop runs for each layer.
+
+    Attributes:
+        nodes: its operations in order, those of loops inside it left out.
+        given: the nodes that stand in for the carry and for x.
+        num_carry: how many of them are the carry's.
+        ends: the nodes of the carry that it returns, then of y.
+        outside: the nodes of the graph around it that it uses, directly or in loops inside it.
+    """
+
+    nodes: list[Node]
+    given: list[Node]
+    num_carry: int
+    ends: list[Node]
+    outside: list[Node]
+
+
+def bodies_of(graph: Graph) -> tuple[list[Node], dict[Node, Body]]:
+    """The nodes outside of all loops, in order, and the body of each loop, by the node that runs it.
+
+    Raises:
+        ValueError: a value that a body makes is used outside of it; says where.
+    """
+    within: dict[LoopMark | None, list[Node]] = {None: []}
+    for node in graph.nodes:
+        # A constant is the same for all layers, and its node may serve several bodies.
+        mark = None if node.op == "get_attr" else node.meta.get("loop")
+        within.setdefault(mark, []).append(node)
+    bodies: dict[Node, Body] = {}
+    for node in graph.nodes:  # inner loops end before those around them
+        if node.target is looped:
+            bodies[node] = _body(node, within.get(node.meta["body"], []), bodies)
+    for nodes in within.values():
+        _check_scope(nodes, bodies)
+    return within[None], bodies
+
+
+def reads(node: Node, bodies: dict[Node, Body]) -> list[Node]:
+    """The nodes around it that a node needs."""
+    if node.target is not looped:
+        return node.all_input_nodes
+    args: Any = node.args
+    return list(dict.fromkeys([*args[0], *(n for x in args[1] for n in x), *bodies[node].outside]))
+
+
+def _body(node: Node, nodes: Sequence[Node], bodies: dict[Node, Body]) -> Body:
+    args: Any = node.args
+    carry, _, given, ends = args
+    own = {*nodes}
+    needed = dict.fromkeys(n for inner in nodes for n in reads(inner, bodies))
+    needed |= dict.fromkeys(ends)
+    kept = [n for n in nodes if n.target is not loop_input]
+    outside = [n for n in needed if n not in own]
+    return Body(kept, list(given), len(carry), list(ends), outside)
+
+
+def _check_scope(nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
+    """Refuses what a body has made and does not return, and somebody around it uses."""
+    for node in nodes:
+        mark = node.meta.get("loop") if node.op != "get_attr" else None
+        for n in reads(node, bodies):
+            made_in = None if n.op == "get_attr" else n.meta.get("loop")
+            if made_in is not None and made_in is not mark and not _around(made_in, node, bodies):
+                raise ValueError(
+                    f"{where_of(n) or 'a line unknown'}: a tensor that the function of a scan has made is used outside"
+                    " of it, and is neither in the carry nor in y; return it, since the function's Python runs for one"
+                    " layer only."
+                )
+
+
+def _around(mark: LoopMark, node: Node, bodies: dict[Node, Body]) -> bool:
+    """Whether a node is in a loop that is inside the one of this mark."""
+    here = node.meta.get("loop")
+    while here is not None and here is not mark:
+        here = next((n.meta.get("loop") for n in bodies if n.meta["body"] is here), None)
+    return here is mark

@@ -1,0 +1,96 @@
+"""How a value of a partitioned program gets into another form, and what that sends."""
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+from ._forms import VARYING, WHOLE, Form
+from ._partition_values import Value
+
+
+class Knows(Protocol):
+    """Which forms values have at one point of a program."""
+
+    def form_of(self, value: Value) -> Form:
+        """The form in which it is made."""
+        ...
+
+    def has(self, value: Value, form: Form) -> bool:
+        """Whether it is there in a form."""
+        ...
+
+
+class Move(NamedTuple):
+    """The last step towards a form.
+
+    Attributes:
+        kind: "there"; "made": it is made so; "look": made again as a look at `source`; "convert": from form `before`.
+        before: the form to convert from.
+        source: the value to look at.
+    """
+
+    kind: str
+    before: Form = WHOLE
+    source: Value | None = None
+
+
+def needed_form(value: Value, form: Form) -> Form:
+    """What gets no gradient needs no `pvary`."""
+    return WHOLE if form == VARYING and not value.differentiable else form
+
+
+def move_to(value: Value, form: Form, known: Knows) -> Move:
+    """How a value gets into a form, as `needed_form` says it."""
+    if known.has(value, form):
+        return Move("there")
+    own = known.form_of(value)
+    if form == own:
+        return Move("made")
+    source = value.look_at
+    if source is not None and form.kind in ("whole", "varying") and own.kind in ("whole", "partial"):
+        # Views cost nothing: what was sent for another look serves this one.
+        if known.form_of(source) == own and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
+            return Move("look", source=source)
+    return Move("convert", _from(value, own, form, known))
+
+
+def _from(value: Value, own: Form, form: Form, known: Knows) -> Form:
+    if form == VARYING and (own.kind == "partial" or known.has(value, WHOLE)):
+        return WHOLE
+    again = form.kind == own.kind == "cut"
+    if again and (form.dim == own.dim or form.multiple * own.multiple > 1):
+        return needed_form(value, VARYING)
+    if form.kind == "cut" and own.kind == "partial" and known.has(value, WHOLE):
+        return WHOLE
+    return own
+
+
+def conversion_bytes(
+    before: Form, after: Form, numel: int, itemsize: int, num: int, *, differentiable: bool
+) -> tuple[str, float, float]:
+    """The primitive that takes a value from form to form, and the bytes that a rank sends, forward and backward.
+
+    Example:
+        >>> conversion_bytes(WHOLE, VARYING, 8, 4, 2, differentiable=True)
+        ('pvary', 0.0, 32.0)
+    """
+    part = numel * itemsize * (num - 1) / num
+    if before == after:
+        return "", 0.0, 0.0
+    table: dict[Any, tuple[str, float, float]] = {
+        ("whole", "varying"): ("pvary", 0.0, 2 * part),
+        ("whole", "cut"): ("take_own_block", 0.0, part),
+        ("cut", "whole"): ("all_gather_invariant", part, 0.0),
+        ("cut", "varying"): ("all_gather", part, part),
+        ("cut", "cut"): ("all_to_all", part / num, part / num),
+        ("partial", "whole"): ("psum", 2 * part, 0.0),
+        ("partial", "cut"): ("psum_scatter", part, part),
+        ("varying", "cut"): ("take", 0.0, 0.0),
+    }
+    name, forward, backward = table[before.kind, after.kind]
+    return name, forward, backward if differentiable else 0.0
+
+
+def sent_by(value: Value, before: Form, after: Form, num: int) -> tuple[str, float, float]:
+    """`conversion_bytes` of a value."""
+    numel = math.prod(value.seen.shape)
+    return conversion_bytes(before, after, numel, value.seen.itemsize, num, differentiable=value.differentiable)

@@ -1,0 +1,232 @@
+"""The values of a program that is to be partitioned, as all plans of it see them: what they are, and for how long.
+
+A scope is the program outside of all loops, or the body of one. A loop is one operation of the scope around it.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ._forms import Operand
+from ._loops import Body, bodies_of, looped, reads
+
+_ATEN = torch.ops.aten
+# Other looks at the same elements: worth making twice, rather than sending twice.
+LOOKS = {
+    getattr(_ATEN, name)
+    for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze alias clone expand".split()
+}
+_PARTS_OF_LEAVES = {getattr(_ATEN, name) for name in "_to_copy unbind select slice split split_with_sizes".split()}
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """One tensor of a program.
+
+    Attributes:
+        node: what makes it.
+        at: which of its results it is.
+        seen: the whole.
+        differentiable: whether a gradient may arrive.
+        look_at: the value of which it is another look.
+        part_of: the value of which it is a part, a look, or a cast.
+        outer: in the body of a loop, the value around it that it is.
+        times: how often that body runs.
+    """
+
+    node: Node
+    at: int
+    seen: Operand
+    differentiable: bool
+    look_at: "Value | None" = None
+    part_of: "Value | None" = None
+    outer: "Value | None" = None
+    times: int = 1
+
+
+@dataclasses.dataclass(eq=False)
+class Loop:
+    """A loop, as the scope around it sees it.
+
+    Attributes:
+        scope: the body.
+        num: how often it runs.
+        given: the values of the body that stand in for the carry, then for x.
+        num_carry: how many are the carry's.
+        carry: the values around it that the carry begins with.
+        layers: those that are the x of each layer.
+        ends: the values of the body that are the next carry, then y.
+    """
+
+    scope: "Scope"
+    num: int
+    given: list[Value]
+    num_carry: int
+    carry: list[Value]
+    layers: list[list[Value]]
+    ends: list[Value]
+
+    @property
+    def outside(self) -> list[Value]:
+        """The values of the body that are values around it."""
+        return [v for v in self.scope.inputs if v.outer is not None]
+
+
+@dataclasses.dataclass(eq=False)
+class Scope:
+    """Operations in order, and the values that they read and make.
+
+    Attributes:
+        inputs: the values that it is given.
+        nodes: its operations, without those that only take one of several results.
+        made: the results of each operation; None of those that are no tensors.
+        operands: of each operation, in the order in which they stand.
+        loops: of the operations that are loops.
+        dead: by operation, the values that no later one needs.
+    """
+
+    inputs: list[Value] = dataclasses.field(default_factory=list)
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    made: dict[Node, list[Value | None]] = dataclasses.field(default_factory=dict)
+    operands: dict[Node, list[Value]] = dataclasses.field(default_factory=dict)
+    loops: dict[Node, Loop] = dataclasses.field(default_factory=dict)
+    dead: dict[Node, list[Value]] = dataclasses.field(default_factory=dict)
+
+    def one(self, node: Node) -> Value:
+        """The one result of a node."""
+        (value,) = self.made[node]
+        assert value is not None
+        return value
+
+
+def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[[Node], Tensor]) -> Scope:
+    """The program outside of all loops, which holds the others.
+
+    Args:
+        graph: a captured forward, without writes; each node's `meta["val"]` has the whole shape.
+        trained: whether a gradient may arrive at an input.
+        constants: the tensor of a `get_attr`.
+    """
+    nodes, bodies = bodies_of(graph)
+    scope = Scope()
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            x = constants(node) if node.op == "get_attr" else node.meta["val"]
+            able = x.requires_grad if node.op == "get_attr" else trained(node)
+            _enter(scope, node, x, able and _has_gradients(x))
+    _fill(scope, [n for n in nodes if n.op == "call_function"], bodies)
+    outputs: Any = nodes[-1].args[0]
+    ends = [scope.one(n) for n in outputs if isinstance(n, Node)]
+    _last_uses(scope, ends)
+    return scope
+
+
+def is_look(node: Node) -> bool:
+    """Whether an op is another look at its operand."""
+    look = node.op == "call_function" and getattr(node.target, "overloadpacket", None) in LOOKS
+    return look and node.target is not _ATEN.view.dtype  # which reads the bits as other numbers
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The tensors among the arguments, in the order in which they stand, each as often as it does."""
+    found: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def results(node: Node) -> list[Tensor | None]:
+    """What an op returns, flat."""
+    val = node.meta["val"]
+    return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
+
+
+def seen(x: Tensor) -> Operand:
+    """A tensor as a rule sees it."""
+    return Operand(tuple(x.shape), x.element_size())
+
+
+def _enter(scope: Scope, node: Node, x: Tensor, differentiable: bool) -> Value:
+    value = Value(node, 0, seen(x), differentiable)
+    scope.made[node] = [value]
+    scope.inputs.append(value)
+    return value
+
+
+def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
+    for node in nodes:
+        if node.target is operator.getitem:
+            source, at = node.args
+            scope.made[node] = [scope.made[source][at]]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportCallIssue]
+            continue
+        scope.nodes.append(node)
+        if node.target is looped:
+            loop = scope.loops[node] = _loop(scope, node, bodies)
+            scope.operands[node] = [scope.one(n) for n in reads(node, bodies)]
+            able = [v.differentiable for v in loop.ends]
+            num_ys = len(able) - loop.num_carry
+            flags = able[: loop.num_carry] + able[loop.num_carry :] * (loop.num if num_ys else 0)
+        else:
+            scope.operands[node] = [scope.one(n) for n in operands_of(node)]
+            able = any(v.differentiable for v in scope.operands[node]) and not node.meta.get("no_grad")
+            able = able and node.target is not _ATEN.detach.default
+            flags = [able and x is not None and _has_gradients(x) for x in results(node)]
+        first = scope.operands[node][0] if scope.operands[node] else None
+        look = first if is_look(node) else None
+        part = first if look or getattr(node.target, "overloadpacket", None) in _PARTS_OF_LEAVES else None
+        made = zip(results(node), flags, strict=True)
+        scope.made[node] = [
+            None if x is None else Value(node, k, seen(x), able, look, part) for k, (x, able) in enumerate(made)
+        ]
+
+
+def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> Loop:
+    body = bodies[node]
+    args: Any = node.args
+    carry, layers = [scope.one(n) for n in args[0]], [[scope.one(n) for n in x] for x in args[1]]
+    able = [v.differentiable for v in (*carry, *layers[0])]
+    while True:
+        inner = Scope()
+        for n, flag in zip(body.given, able, strict=True):
+            _enter(inner, n, n.meta["val"], flag)
+        for n in body.outside:
+            outer = scope.one(n)
+            value = Value(n, 0, outer.seen, outer.differentiable, outer=outer, times=len(layers))
+            inner.made[n] = [value]
+            inner.inputs.append(value)
+        _fill(inner, body.nodes, bodies)
+        ends = [inner.one(n) for n in body.ends]
+        more = [a or v.differentiable for a, v in zip(able, ends[: body.num_carry], strict=False)]
+        if more == able[: body.num_carry]:
+            break
+        able[: body.num_carry] = more
+    _last_uses(inner, ends)
+    given = inner.inputs[: len(body.given)]
+    return Loop(inner, len(layers), given, body.num_carry, carry, layers, ends)
+
+
+def _last_uses(scope: Scope, ends: Sequence[Value]) -> None:
+    """A look keeps alive what it looks at, of which it may be made again."""
+    alive = set(_with_sources(ends))
+    for node in reversed(scope.nodes):
+        used = dict.fromkeys(_with_sources([*scope.operands[node], *(v for v in scope.made[node] if v is not None)]))
+        scope.dead[node] = [v for v in used if v not in alive]
+        alive |= used.keys()
+
+
+def _with_sources(values: Sequence[Value]) -> list[Value]:
+    out: list[Value] = []
+    for value in values:
+        at: Value | None = value
+        while at is not None:
+            out.append(at)
+            at = at.look_at
+    return out
+
+
+def _has_gradients(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
