@@ -64,7 +64,14 @@ def test_a_schedule_of_other_numbers_is_refused() -> None:
         _step(_loss(schedules.zero_bubble_h1(2, 2)))
     with pytest.raises(ValueError, match="zb-v is of 2 chunks, not 1"):
         _loss(schedules.zero_bubble_v(2, 2))
-    with pytest.raises(ValueError, match="'1b1f' is none of gpipe, 1f1b, interleaved"):
+    for name, chunks in (("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)):
+        with pytest.raises(ValueError, match=f"{name} splits backwards into B and W"):
+            _step(_loss(name, 4, num_chunks=chunks))
+    with pytest.raises(ValueError, match="'zb-v' with num_chunks=3: it has num_chunks=2"):
+        _loss("zb-v", num_chunks=3)
+    with pytest.raises(ValueError, match="'interleaved' with num_chunks=1: it has two chunks or more"):
+        _loss("interleaved")
+    with pytest.raises(ValueError, match="'1b1f' is none of gpipe, 1f1b, interleaved, zb-h1"):
         _loss("1b1f")
     with pytest.raises(ValueError, match="several chunks are 'interleaved'"):
         _loss("1f1b", num_chunks=2)
