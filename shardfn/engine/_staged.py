@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from shardfn.capture import fakes
 from shardfn.collectives import Channels, TransportError, psum
@@ -225,7 +226,7 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
         abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
         params = tree_unflatten(plan.treedef, abstract[: len(blocks)])
         given, others = tree_unflatten(treedef, abstract[len(blocks) :])
-        with torch.no_grad(), abstract[0].fake_mode:
+        with torch.no_grad(), abstract[0].fake_mode, _without_data(of.first):
             out = first(params, given, *others).h
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
         raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
@@ -234,6 +235,27 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
         like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
         plan.stages.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"))
     return plan.stages.between[key]
+
+
+@contextlib.contextmanager
+def _without_data(first: Callable[..., Any]) -> Iterator[None]:
+    """Says of a `first` that asks for values that it runs without any.
+
+    Raises:
+        ValueError: it does.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # and sympy: not when imported
+
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        name = getattr(first, "__qualname__", type(first).__qualname__)
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"first={name} of a pipeline is run once without data, for the shapes that stages exchange, and"
+            f" asks for values of tensors ({why}). Leave out .item(), nonzero(), masks as indices and branches on"
+            " values: use torch.where, or compute them in the batch."
+        ) from error
 
 
 def _kinds(seen: list[Value]) -> Any:

@@ -211,3 +211,33 @@ def test_a_split_list_is_told_by_its_actions() -> None:
     plain = schedules.one_f_one_b(2, 2)
     assert not plain.splits
     assert dataclasses.replace(plain, ranks=(schedules.parse("F0 B0 W0"),)).splits
+
+
+@distributed(world=2)
+def test_a_first_that_asks_for_values_is_named() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+
+    def asks(p: Any, x: Tensor) -> Tensor:
+        return _first(p, x) * x.sum().item()
+
+    def selects(p: Any, x: Tensor) -> Tensor:
+        return _first(p, x)[x[:, 0].nonzero()[:, 0]]
+
+    def branches(p: Any, x: Tensor) -> Tensor:
+        return _first(p, x) if x.sum() > 0 else x
+
+    for first in (asks, selects, branches):
+        step = _step(sf.pipeline(first, _block, _last, num_microbatches=2), mesh=mesh)
+        state = step.init(_params())
+        with pytest.raises(ValueError, match=rf"first=.*{first.__name__} of a pipeline is run once without data"):
+            step(state, torch.ones(4, 3))
+
+
+def test_the_remedy_of_a_missing_axis_is_no_axis_of_stages() -> None:
+    with pytest.raises(
+        ValueError, match=r"axis='dp'\) has no effect.*Leave out zero=, or give the mesh an axis of data"
+    ):
+        _step(zero=Zero(stage=3))
+    mesh = sf.make_mesh({"pp": 4, "fsdp": 2}, abstract=True)
+    with pytest.raises(ValueError, match=r"has no effect.*pass Zero\(axis='fsdp'\)"):
+        _step(mesh=mesh, zero=Zero(stage=3))
