@@ -5,7 +5,7 @@ from ._models import PRESETS as PRESETS, Preset as Preset, parse_model as parse_
 from ._states import PRECISIONS as PRECISIONS, Precision as Precision, Setup as Setup, States as States
 from ._states import model_states as model_states
 from ._activations import Activations as Activations, activation_bytes as activation_bytes
-from ._pipeline import SCHEDULES as SCHEDULES, Pipeline as Pipeline, bubble as bubble, pipeline as pipeline
+from ._pipeline import Pipeline as Pipeline, bubble as bubble, pipeline as pipeline
 from ._exact import Exact as Exact, exact as exact
 from ._time import Cost as Cost, PlannedTransfer as PlannedTransfer, step_cost as step_cost
 from ._plan import JobPlan as JobPlan, plan as plan

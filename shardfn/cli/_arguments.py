@@ -4,9 +4,9 @@ import argparse
 
 from shardfn.core import HOUSE_AXES, Pace, Travel, Zero, did_you_mean, raise_all
 from shardfn.graph import DEVICES, cluster
+from shardfn.schedules import SCHEDULES
 
 from ._models import PRESETS, parse_model
-from ._pipeline import SCHEDULES
 from ._states import PRECISIONS, Setup
 
 _AXES = ("dp", "tp", "pp")

@@ -6,32 +6,12 @@ of many is that of a few, and a middle in which nothing is idle.
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shardfn.core import did_you_mean
-from shardfn.schedules import (
-    Costs,
-    PipelineSchedule,
-    dual_pipe_v,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    timeline,
-    zero_bubble_h1,
-    zero_bubble_v,
-)
+from shardfn.schedules import SCHEDULES, Costs, timeline
 
 from ._states import Setup
-
-SCHEDULES: Mapping[str, Callable[[int, int], PipelineSchedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zero_bubble_h1,
-    "zb-v": zero_bubble_v,
-    "dualpipe-v": dual_pipe_v,
-}
 
 
 class Pipeline(NamedTuple):

@@ -54,8 +54,8 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in axes if not _known(a, mesh)]
     if zero.stage and mesh.size > 1 and not any(a in mesh.shape for a in axes):
         problems.append(
-            f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}; pass"
-            f" Zero(axis={max(mesh.shape, key=lambda a: mesh.shape[a])!r}), say."
+            f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}; "
+            + _axis_for_zero(specs, mesh)
         )
     problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
     if zero.near and mesh.size > 1 and not 1 < mesh.axis_size(zero.near) < mesh.axis_size(zero.axis):
@@ -78,6 +78,15 @@ def check_cuts(batch: PyTree, zero: Zero) -> None:
         "Zero(reduction='canonical') cuts the batch in chunks of rows, so along dim 0 alone:",
         [f"{path} = {spec!r}" for path, spec in trees if zero.is_canonical and len(spec) > 1],
     )
+
+
+def _axis_for_zero(specs: PyTree, mesh: Mesh) -> str:
+    """The remedy where ZeRO's axis is not in the mesh: the largest axis that no leaf's spec names, if there is one."""
+    leaves = [s.spec if isinstance(s, Sharding) else s for s in tree_leaves(specs, is_leaf=is_spec) if is_spec(s)]
+    free = {a: num for a, num in mesh.shape.items() if not any(a in spec.axes for spec in leaves)}
+    if not free:
+        return "all of them are in specs of leaves. Leave out zero=, or give the mesh an axis of data, such as 'dp'."
+    return f"pass Zero(axis={max(free, key=lambda a: free[a])!r}), say."
 
 
 def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:

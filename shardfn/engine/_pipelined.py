@@ -84,6 +84,11 @@ class Pipelined(Transform):
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """What the first layer is given."""
 
+    @property
+    @abc.abstractmethod
+    def begins(self) -> tuple[str, Callable[..., Any]]:
+        """What `enter` runs, and how its user calls it."""
+
     @abc.abstractmethod
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """What a stage hands on, or, the last one, the loss.
@@ -193,6 +198,11 @@ class PipelinedLayers(Pipelined):
     first: Callable[..., PyTree]
     block: Callable[..., PyTree]
     last: Callable[..., Any]
+
+    @property
+    def begins(self) -> tuple[str, Callable[..., Any]]:
+        """`first`."""
+        return "first", self.first
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """`first`."""

@@ -31,6 +31,11 @@ class PipelinedModule(Pipelined):
             return self.loss(self._filled(params), batch, *key)
         return super().__call__(params, batch, *key)
 
+    @property
+    def begins(self) -> tuple[str, Callable[..., Any]]:
+        """The loss, up to the first layer."""
+        return "loss", self.loss
+
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """What the first layer is called with."""
         return self._run(params, batch, LayerSpan(0, 0, None, False), key)

@@ -41,6 +41,7 @@ from shardfn.state import TrainState, layers_of, piled
 from ._check import check_travel, is_spec
 from ._chunks import Chunks
 from ._order import UseOrder
+from ._stages_seen import StagesSeen
 
 
 class Words(NamedTuple):
@@ -82,8 +83,7 @@ class Plan:
         phase: what the optimizer does in the steps that the plan is for; None where it has no phases.
         left_axes: the axes of the batch over which gradients are not summed, but left to the optimizer.
         rules: by optimizer, the same decided on these leaves; shared by all plans of one layout.
-        ends: of a pipeline, what kinds of values its last stage returns; None until a step has run.
-        between: of a pipeline, by the shapes of a batch, what travels between its stages.
+        stages: what steps of a pipeline have found of its stages.
     """
 
     leaves: list[LeafLayout]
@@ -104,8 +104,7 @@ class Plan:
     phase: Phase | None = None
     left_axes: tuple[str, ...] = ()
     rules: dict[GradientTransformation, GradientTransformation] = dataclasses.field(default_factory=dict)
-    ends: Any = None
-    between: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    stages: StagesSeen = dataclasses.field(default_factory=StagesSeen)
     _phases: dict[Phase, "Plan"] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

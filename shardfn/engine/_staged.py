@@ -4,19 +4,18 @@ All ranks know beforehand what comes from whom: the schedule is one table, and w
 in shape and dtype, is found without computing it. A send never waits. What is received is asked for some actions ahead.
 """
 
-import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from shardfn.capture import fakes
-from shardfn.collectives import Channel, Channels, TransportError, psum
+from shardfn.collectives import Channels, TransportError, psum
 from shardfn.core import (
-    Pending,
     PyTree,
     RankError,
     raise_all,
@@ -26,7 +25,7 @@ from shardfn.core import (
     tree_structure,
     tree_unflatten,
 )
-from shardfn.schedules import Action, PipelineSchedule, StageAction
+from shardfn.schedules import Action, PipelineSchedule
 
 from ._comms import Comms
 from ._course import Ends, Seed
@@ -34,9 +33,8 @@ from ._loss import Loss, Value, WeightedMean, evaluate
 from ._mixed import Mixed
 from ._pipelined import Pipelined, Place, check_stages, pipelined_in
 from ._plan import Plan
-
-# How many receives a rank has asked for ahead of their use.
-AHEAD = 2
+from ._stage_link import StageLink
+from ._stages_seen import ActivationShapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +42,6 @@ class _Passed:
     """What a stage hands on; no loss, so that a policy leaves it as it is."""
 
     h: Any
-
-
-class ActivationShapes(NamedTuple):
-    """What travels between stages: a tree of tensors without data."""
-
-    treedef: Any
-    leaves: list[Tensor]
-    paths: list[str]
 
 
 @dataclasses.dataclass
@@ -97,7 +87,7 @@ class Staged:
         self._shape = _shape(plan, of, self._mixed, batches[0], rest)
         assert isinstance(comms.channels, Channels)  # others are of captures
         channel = comms.channels.between(self.late_axes)
-        self._line = _StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
+        self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
         self._arrived: list[Tensor] = []
         self._open: dict[tuple[int, int], _Underway] = {}
 
@@ -149,14 +139,15 @@ class Staged:
     def values(self, seen: list[Value]) -> list[Value]:
         """The sums that the last stage has, as one value, told to the others."""
         plan = self._plan
-        if plan.ends is None:
+        if plan.stages.ends is None:
             told = [x for x in self._comms.control.gather(_kinds(seen)) if x is not None]
-            plan.ends = told[0]
-        if seen and _kinds(seen) != plan.ends:
+            plan.stages.ends = told[0]
+        ends = plan.stages.ends
+        if seen and _kinds(seen) != ends:
             raise ValueError(
-                f"the loss returned {plan.ends} in the first step, and now {_kinds(seen)}; always return the same."
+                f"the loss returned {ends} in the first step, and now {_kinds(seen)}; return the same always."
             )
-        dtype, weight_dtype, names, device = plan.ends[0], plan.ends[1], plan.ends[2], plan.mesh.device
+        dtype, weight_dtype, names, device = *ends, plan.mesh.device
         width = 2 + 2 * len(names)
         row = torch.zeros(width, dtype=torch.float64, device=device)
         if seen:
@@ -223,102 +214,47 @@ class Staged:
         return leaves
 
 
-class _StageLink:
-    """What goes to and comes from other stages. Each message has a tag of its own within a step."""
-
-    def __init__(
-        self, channel: Channel, like: list[Tensor], table: PipelineSchedule, rank: int, device: torch.device
-    ) -> None:
-        self._channel, self._like, self._table, self._rank, self._device = channel, like, table, rank, device
-        self._floats = [x for x in like if x.is_floating_point()]
-        comes = [a for a in table.ranks[rank] if self._source(a) is not None]
-        self._next = collections.deque(comes)
-        self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}
-        self._sent: collections.deque[Pending[Tensor]] = collections.deque()
-        # What a stage sends to itself, where two of a rank's lie side by side.
-        self._here: dict[StageAction, list[Tensor]] = {}
-
-    def receive(self, action: Action) -> list[Tensor]:
-        """What an action waits for; nothing if that is nothing."""
-        source = self._source(action)
-        if source is None:
-            return []
-        if source[0] == self._rank:
-            return self._here.pop(source[1])
-        self._ask(AHEAD + 1)
-        got = [x.result() if isinstance(x, Pending) else x for x in self._coming.pop(action)]
-        self._ask(AHEAD)
-        return [x.to(self._device) for x in got]
-
-    def send(self, action: Action, tensors: list[Tensor]) -> None:
-        """Hands on what an action has made. They must not be written any more."""
-        step = 1 if action.kind == "forward" else -1
-        mine = self._table.place(self._rank, action)
-        to = mine._replace(stage=mine.stage + step)
-        rank, _ = self._table.home[to.stage]
-        if rank == self._rank:
-            self._here[to] = [x.detach() for x in tensors]
-            return
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()
-        for i, x in enumerate(tensors):
-            if x.numel():
-                self._sent.append(self._channel.send(x.detach().cpu().contiguous(), rank, self._tag(to, i)))
-
-    def close(self) -> None:
-        while self._sent:
-            self._sent.popleft().result()
-
-    def _ask(self, ahead: int) -> None:
-        """Lets so many receives be under way, in the order in which they are needed."""
-        while self._next and len(self._coming) < ahead:
-            action = self._next.popleft()
-            source = self._source(action)
-            assert source is not None
-            if source[0] == self._rank:
-                continue
-            like = self._like if action.kind == "forward" else self._floats
-            self._coming[action] = [self._start(x, source[0], self._tag(source[1], i)) for i, x in enumerate(like)]
-
-    def _start(self, like: Tensor, source: int, tag: int) -> Pending[Tensor] | Tensor:
-        into = torch.empty(like.shape, dtype=like.dtype)
-        if not into.numel():
-            return into
-        return self._channel.receive(into, source, tag)
-
-    def _source(self, action: Action) -> tuple[int, StageAction] | None:
-        """From which rank comes what an action waits for, under the name of its own place."""
-        place = self._table.place(self._rank, action)
-        before = place.stage + (-1 if action.kind == "forward" else 1)
-        if action.kind == "weights" or not 0 <= before < self._table.num_stages:
-            return None
-        return self._table.home[before][0], place
-
-    def _tag(self, to: StageAction, i: int) -> int:
-        number = (to.microbatch * self._table.num_stages + to.stage) * 2 + (to.kind == "forward")
-        return number * len(self._like) + i
-
-
 def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: tuple[Any, ...]) -> ActivationShapes:
     """What `first` returns, found once for batches of one shape."""
     leaves, treedef = tree_flatten((batch, rest))
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    if key not in plan.between:
+    if key not in plan.stages.between:
         first: Callable[..., Any] = lambda *args: _Passed(of.enter(*args))  # noqa: E731
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
         blocks = [torch.empty(x.block, dtype=x.dtypes.compute, device="meta") for x in plan.leaves]
         abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
         params = tree_unflatten(plan.treedef, abstract[: len(blocks)])
         given, others = tree_unflatten(treedef, abstract[len(blocks) :])
-        with torch.no_grad(), abstract[0].fake_mode:
+        with torch.no_grad(), abstract[0].fake_mode, _without_data(*of.begins):
             out = first(params, given, *others).h
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
         raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if x.is_complex()]
         raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
         like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
-        plan.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"))
-    return plan.between[key]
+        plan.stages.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"))
+    return plan.stages.between[key]
+
+
+@contextlib.contextmanager
+def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
+    """Says of a function, passed as `what`, that asks for values that it runs without any.
+
+    Raises:
+        ValueError: it does.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # and sympy: not when imported
+
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        name = getattr(first, "__qualname__", type(first).__qualname__)
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"{what}={name} of a pipeline is run once without data, for the shapes that stages exchange, and"
+            f" asks for values of tensors ({why}). Leave out .item(), nonzero(), masks as indices and branches on"
+            " values: use torch.where, or compute them in the batch."
+        ) from error
 
 
 def _kinds(seen: list[Value]) -> Any:

@@ -71,6 +71,11 @@ class PipelineSchedule:
         return len(self.stages[0])
 
     @property
+    def turns(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return self.num_chunks > 1 and self.num_ranks > 1 and self.stages[0][1] > self.stages[1][1]
+
+    @property
     def num_stages(self) -> int:
         """How many pieces the model is cut into."""
         return self.num_ranks * self.num_chunks

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfn.core import PyTree, did_you_mean
-from shardfn.engine import Accumulated, Pipelined, PipelinedLayers, check_order
-from shardfn.schedules import PipelineSchedule, gpipe, interleaved, one_f_one_b
-
-_NAMED: dict[str, Callable[..., PipelineSchedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+from shardfn.core import PyTree
+from shardfn.engine import Accumulated, PipelinedLayers, check_order
+from shardfn.schedules import PipelineSchedule, named_schedule
 
 
 def pipeline(
@@ -49,9 +47,10 @@ def pipeline(
         axis: the axis along which the stages lie.
         num_microbatches: into how many pieces the batch is cut; must divide its rows.
         num_chunks: how many pieces of the model a rank has.
-        schedule: "gpipe", "1f1b", "interleaved" (of several chunks); or one of `shardfn.schedules`, for as many ranks
-            as the axis has and as many microbatches. Where its stages go down the ranks and up again, the second stack
-            has its layers in reverse order.
+        schedule: a name of `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or one that
+            splits backwards, which a step refuses; or a schedule, for as many ranks as the axis has and as many
+            microbatches. Where its stages go down the ranks and up again, the second stack has its layers in reverse
+            order.
         layers_per_stage: how many layers each rank has, of stacks with unused rows (`pad_layers`); None = every row is
             a layer, cut evenly. `schedules.balance` finds it from what layers cost.
 
@@ -78,9 +77,8 @@ def pipeline(
         check_order("pipeline", f)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
-    table, turns = schedule_of(schedule, num_chunks), False
-    if isinstance(schedule, PipelineSchedule):
-        turns = schedule.num_chunks > 1 and schedule.num_ranks > 1 and schedule.stages[0][1] > schedule.stages[1][1]
+    table = schedule_of(schedule, num_chunks)
+    turns = (schedule if isinstance(schedule, PipelineSchedule) else table(2, 4)).turns
     per_stage = per_stage_of(layers_per_stage, num_chunks)
     found = blocks if callable(blocks) else lambda params: params[blocks]
     loss = PipelinedLayers(found, axis, table, num_chunks, turns, per_stage, first, block, last)
@@ -113,11 +111,4 @@ def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[
         if schedule.num_chunks != num_chunks:
             raise ValueError(f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}.")
         return lambda num_ranks, num_microbatches: schedule
-    if schedule not in _NAMED:
-        hint = did_you_mean(schedule, tuple(_NAMED))
-        raise ValueError(f"schedule={schedule!r} is none of {', '.join(_NAMED)}.{hint}")
-    if (schedule == "interleaved") != (num_chunks > 1):
-        raise ValueError(f"schedule={schedule!r} with num_chunks={num_chunks}: several chunks are 'interleaved'.")
-    if num_chunks > 1:
-        return lambda num_ranks, num_microbatches: interleaved(num_ranks, num_microbatches, num_chunks)
-    return _NAMED[schedule]
+    return named_schedule(schedule, num_chunks)

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from shardfn.cli import RECIPES, SCHEDULES, Setup, bubble, main, parse_model, pipeline, plan, recipe, search
+from shardfn.cli import RECIPES, Setup, bubble, main, parse_model, pipeline, plan, recipe, search
 from shardfn.core import Zero
 from shardfn.graph import cluster
-from shardfn.schedules import Costs, timeline
+from shardfn.schedules import SCHEDULES, Costs, timeline
 
 TINY = parse_model("gpt:num_layers=12,d_model=64,num_heads=4,vocab_size=128,max_len=32")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shardfn import memory
-from shardfn.memory import _owner, _pool
+from shardfn.memory import _lock, _pool
 
 X = torch.arange(5000.0)
 
@@ -95,7 +95,7 @@ def test_a_pool_does_not_write_over_a_commit(tmp_path: pathlib.Path) -> None:
     memory.Pool.open(tmp_path).pool.close()  # every failure above gave the directory up
 
 
-def test_a_directory_has_one_owner(tmp_path: pathlib.Path) -> None:
+def test_a_directory_has_one_lock(tmp_path: pathlib.Path) -> None:
     with memory.Pool(tmp_path) as pool:
         pool.commit({"x": X}, 0)
         for take in (memory.Pool, memory.Pool.open):
@@ -321,7 +321,7 @@ def test_an_opening_that_fails_gives_the_directory_back_once(
         raise OSError("no manifest can be renamed")
 
     monkeypatch.setattr(_pool, "unlock", note)
-    monkeypatch.setattr(_owner, "unlock", note)
+    monkeypatch.setattr(_lock, "unlock", note)
     with monkeypatch.context() as broken:
         broken.setattr(_pool.manifest, "settle", fail)
         with pytest.raises(OSError, match="no manifest"):

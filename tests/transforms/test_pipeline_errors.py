@@ -64,7 +64,14 @@ def test_a_schedule_of_other_numbers_is_refused() -> None:
         _step(_loss(schedules.zero_bubble_h1(2, 2)))
     with pytest.raises(ValueError, match="zb-v is of 2 chunks, not 1"):
         _loss(schedules.zero_bubble_v(2, 2))
-    with pytest.raises(ValueError, match="'1b1f' is none of gpipe, 1f1b, interleaved"):
+    for name, chunks in (("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)):
+        with pytest.raises(ValueError, match=f"{name} splits backwards into B and W"):
+            _step(_loss(name, 4, num_chunks=chunks))
+    with pytest.raises(ValueError, match="'zb-v' with num_chunks=3: it has num_chunks=2"):
+        _loss("zb-v", num_chunks=3)
+    with pytest.raises(ValueError, match="'interleaved' with num_chunks=1: it has two chunks or more"):
+        _loss("interleaved")
+    with pytest.raises(ValueError, match="'1b1f' is none of gpipe, 1f1b, interleaved, zb-h1"):
         _loss("1b1f")
     with pytest.raises(ValueError, match="several chunks are 'interleaved'"):
         _loss("1f1b", num_chunks=2)
@@ -226,3 +233,32 @@ def test_a_function_of_stages_is_given_stages() -> None:
         f(f.init(_params()), torch.ones(4, 3))
     g = sf.sharded(loss, mesh=mesh, specs=SPECS)
     torch.testing.assert_close(g(g.init(_params()), torch.ones(4, 3)), loss(_params(), torch.ones(4, 3)))
+
+
+def test_a_first_that_asks_for_values_is_named() -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+
+    def asks(p: Any, x: Tensor) -> Tensor:
+        return _first(p, x) * x.sum().item()
+
+    def selects(p: Any, x: Tensor) -> Tensor:
+        return _first(p, x)[x[:, 0].nonzero()[:, 0]]
+
+    def branches(p: Any, x: Tensor) -> Tensor:
+        return _first(p, x) if x.sum() > 0 else x
+
+    for first in (asks, selects, branches):
+        step = _step(sf.pipeline(first, _block, _last, num_microbatches=2), mesh=mesh)
+        state = step.init(_params())
+        with pytest.raises(ValueError, match=rf"first=.*{first.__name__} of a pipeline is run once without data"):
+            step(state, torch.ones(4, 3))
+
+
+def test_the_remedy_of_a_missing_axis_is_no_axis_of_stages() -> None:
+    with pytest.raises(
+        ValueError, match=r"axis='dp'\) has no effect.*Leave out zero=, or give the mesh an axis of data"
+    ):
+        _step(zero=Zero(stage=3))
+    mesh = sf.make_mesh({"pp": 4, "fsdp": 2}, abstract=True)
+    with pytest.raises(ValueError, match=r"has no effect.*pass Zero\(axis='fsdp'\)"):
+        _step(mesh=mesh, zero=Zero(stage=3))
