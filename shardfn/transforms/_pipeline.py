@@ -19,7 +19,7 @@ def pipeline(
     num_chunks: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
-) -> Accumulated | Pipelined:
+) -> Accumulated | PipelinedLayers:
     """A loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
 
         h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
