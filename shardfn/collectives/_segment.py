@@ -1,0 +1,118 @@
+"""A segment: memory of one process that others on its host can read, without a name in any file system.
+
+It is a memfd, opened by others through its owner's entry in /proc. It ends with the last process that holds it, however
+that ends, so there is nothing to clean up. Whether two ranks share memory is shown by reading: a host's name or a
+process's number may mean something else in another container, but a random word cannot be guessed.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+from typing import NamedTuple
+
+_WORD = 16
+# The first page holds the word, so that what follows begins at a page.
+_HEAD = mmap.PAGESIZE
+# Its size is then fixed for good: no reader can be killed by a page that its owner took away.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class NotSharedError(Exception):
+    """Two processes cannot share memory; the message says why."""
+
+
+class Offer(NamedTuple):
+    """What a process tells others so that they can read its segment.
+
+    Attributes:
+        pid: the owner.
+        descriptor: the segment's number among the owner's open files.
+        size: bytes that can be used, after the first page.
+        word: what stands at the start of the segment; drawn anew for each.
+    """
+
+    pid: int
+    descriptor: int
+    size: int
+    word: bytes
+
+
+class Segment:
+    """Memory that this process writes and others read. It lives until `close`, or the end of the process.
+
+    Attributes:
+        offer: what others need to read it.
+        view: its bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        word = secrets.token_bytes(_WORD)
+        fd = os.memfd_create("shardfn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, _HEAD + size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(fd, _HEAD + size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._map[:_WORD] = word
+        self._fd = fd
+        self.offer = Offer(os.getpid(), fd, size, word)
+        self.view = memoryview(self._map)[_HEAD:]
+
+    def close(self) -> None:
+        """Gives the memory back once its readers have closed theirs too. No view of it may be left."""
+        self.view.release()
+        self._map.close()
+        os.close(self._fd)
+
+
+class Reader:
+    """Another process's segment, which cannot be written here.
+
+    Attributes:
+        view: its bytes, as its owner writes them.
+
+    Raises:
+        NotSharedError: the offer leads to no segment, to one of another size or with another word, or is refused.
+    """
+
+    def __init__(self, offer: Offer) -> None:
+        path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+        try:
+            # Should the number mean another file here, a pipe say, opening it must not wait.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise NotSharedError(f"{path} cannot be opened: {error.strerror}") from error
+        try:
+            self._map = _mapped(fd, offer, path)
+        finally:
+            os.close(fd)
+        self.view = memoryview(self._map)[_HEAD:]
+
+    def close(self) -> None:
+        """Ends the reading. No view of it may be left."""
+        self.view.release()
+        self._map.close()
+
+
+def _mapped(fd: int, offer: Offer, path: str) -> mmap.mmap:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise NotSharedError(f"{path} is no memfd: {error.strerror}") from error
+    if seals & _SEALS != _SEALS:
+        raise NotSharedError(f"{path} may change its size: its seals are {seals}, not {_SEALS}")
+    size = os.fstat(fd).st_size - _HEAD
+    if size != offer.size:
+        raise NotSharedError(f"{path} has {size} bytes, its owner announced {offer.size}")
+    try:
+        pages = mmap.mmap(fd, _HEAD + size, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise NotSharedError(f"{path} cannot be mapped: {error.strerror}") from error
+    if pages[:_WORD] != offer.word:
+        pages.close()
+        raise NotSharedError(f"{path} is another process's memory: it holds another word than its owner announced")
+    return pages
