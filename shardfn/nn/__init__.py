@@ -1,6 +1,10 @@
 """Layers as mathematics: pure functions of explicit parameters, for one device or cut along a mesh axis."""
 
 from ._attention import alibi_slopes as alibi_slopes, attention as attention
+from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix
+from ._masks import Segments as Segments, segments as segments, BlockLayout as BlockLayout, Both as Both
+from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
+from ._bodies import own_positions as own_positions, own_rows as own_rows, sequence_order as sequence_order
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
 from ._dropout import dropout as dropout
