@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any, Literal
 
 from shardfn.core import did_you_mean, raise_all
+from shardfn.nn import Body, Dense
 
+DENSE = Dense()
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
 
 
@@ -32,6 +34,8 @@ class Config:
         per_head: the projections of attention have a dim of heads: wq [H, K, D], wk and wv [G, K, D], wo [D, H, K],
             biases [H, K] and [G, K]. A mesh axis then cuts between heads, also one that does not divide their number.
             Draws and values are the same.
+        attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, or on ranks that each have some tokens
+            `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -57,6 +61,7 @@ class Config:
     stacked: bool = False
     embedding_norm: bool = False
     per_head: bool = False
+    attention: Body = DENSE
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))

@@ -19,17 +19,17 @@ Fang, Zhao, USP: A Unified Sequence Parallelism Approach, 2024, https://arxiv.or
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.collectives import all_to_all, axis_index, axis_size
+from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
-from ._masks import Causal, Full
+from ._masks import Causal, Full, Mask
 from ._online import Rows, Scores
 from ._parallel import all_ranges, own_range
 from ._ring import course, num_rows, online
@@ -141,7 +141,7 @@ class Ulysses:
     def rows(self, length: int) -> Rows:
         """The positions of this rank's tokens of a sequence."""
         inner = self.inner.rows(length)
-        return _part(inner, *own_range(num_rows(inner), self.axis))
+        return part_of(inner, *own_range(num_rows(inner), self.axis))
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -159,6 +159,19 @@ class Ulysses:
 
 Body = Dense | Blockwise | Ulysses | Ring
 DENSE = Dense()
+CAUSAL = Causal()
+
+
+class Attending(NamedTuple):
+    """What a layer of attention does with its queries, keys and values.
+
+    Attributes:
+        mask: which pairs count, of all tokens and all heads.
+        impl: how it is computed.
+    """
+
+    mask: Mask = CAUSAL
+    impl: Body = DENSE
 
 
 def sequence_order(body: Body, length: int, num_ranks: int) -> Int64[Tensor, " t"]:
@@ -220,6 +233,29 @@ def own_positions(body: Body, num_tokens: int, device: torch.device | None = Non
         [0, 1, 2]
     """
     return torch.cat([torch.arange(a, b, device=device) for a, b in (*own_rows(body, num_tokens), (0, 0))])
+
+
+def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t2"]:
+    """Numbers of all tokens, in the order of positions, of which each rank has its own: what `Segments` takes.
+
+    Args:
+        x_BT: of this rank's tokens.
+        body: how attention is computed.
+
+    Raises:
+        ValueError: as `own_rows`.
+
+    Example:
+        >>> whole_sequence(torch.tensor([[1, 1, 2]]), Dense()).tolist()
+        [[1, 1, 2]]
+    """
+    own_rows(body, x_BT.shape[1])
+    if isinstance(body, Dense | Blockwise):
+        return x_BT
+    length = whole_length(body, x_BT.shape[1])
+    ring = body.inner if isinstance(body, Ulysses) else body
+    order = sequence_order(body, length, axis_size(ring.axis) if isinstance(ring, Ring) else 1)
+    return all_gather(x_BT, body.axes, dim=1, size=length)[:, order.argsort().to(x_BT.device)]
 
 
 def whole_length(body: Body, num_tokens: int) -> int:
@@ -287,7 +323,7 @@ def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:
     return tuple(out)
 
 
-def _part(rows: Rows, start: int, stop: int) -> Rows:
+def part_of(rows: Rows, start: int, stop: int) -> Rows:
     """Rows start .. stop of these, as positions."""
     out, at = [], 0
     for a, b in rows:

@@ -19,9 +19,11 @@ from shardfn.collectives import all_gather, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._attention import attention
-from ._bodies import evenly, keys_of
+from ._bodies import Attending, evenly, keys_of
 from ._parallel import affine, all_ranges, check_block, enter_parallel, own_range, row_linear
 from ._rope import rope
+
+ATTENDING = Attending()
 
 
 class Heads(NamedTuple):
@@ -69,7 +71,7 @@ def self_attention(
     *,
     table: tuple[Tensor, Tensor] | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
-    causal: bool = True,
+    how: Attending = ATTENDING,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "b t2 d"]:
@@ -81,7 +83,8 @@ def self_attention(
         heads: of the whole layer.
         table: cos and sin for `rope`, of all tokens; None = no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
-        causal: token t attends to tokens s <= t.
+        how: the mask, and how attention is computed; where `how.impl` cuts the tokens, x is of this rank's, and so is
+            the table.
         axis: mesh axes that cut the heads; None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
 
@@ -108,7 +111,8 @@ def self_attention(
     if not evenly(read, k_BTGK.shape[2]):
         k_BTGK, v_BTGK = k_BTGK[:, :, read], v_BTGK[:, :, read]
     slopes_H = None if slopes_H is None else slopes_H[start:stop]
-    y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=causal, slopes_H=slopes_H)
+    mask = how.mask.of_heads(start, stop)
+    y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, slopes_H=slopes_H, impl=how.impl)
     columns = heads.queries * heads.dim if w.wo.ndim == 2 else (heads.queries, heads.dim)
     return row_linear(y_BTHK.flatten(-2), w.wo, w.bo, features=columns, axis=axis, sequence=sequence)
 
