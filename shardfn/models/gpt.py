@@ -180,8 +180,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
     """`loss` as the parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
 
     What travels is the residual stream, the positions and documents of the tokens, and where dropout is on the samples'
-    numbers. A
-    pipeline gives each layer a key of its own, so its dropout masks are others than those of `loss`.
+    numbers. A pipeline gives each layer a key of its own, so its dropout masks are others than those of `loss`.
 
     Args:
         config: the shape; its blocks are stacked.

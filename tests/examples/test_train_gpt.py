@@ -80,7 +80,7 @@ def test_a_mesh_of_several_axes_computes_the_same(text: pathlib.Path, tmp_path: 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,dp=1", "ep=1", "dp=x"])
 def test_a_mesh_that_does_not_fit_is_refused(text: pathlib.Path, tmp_path: pathlib.Path, mesh: str) -> None:
     code, said = finish(start(PLAIN, text, tmp_path, "--mesh", mesh))
-    want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp, tp and pp"
+    want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp, tp, sp and pp"
     assert code == 2 and want in said, said
 
 
