@@ -36,6 +36,7 @@ class Config:
             Draws and values are the same.
         attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, or on ranks that each have some tokens
             `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
+        loss_tile: tokens whose logits are there at a time in the loss; None is all. Values are the same.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -62,6 +63,7 @@ class Config:
     embedding_norm: bool = False
     per_head: bool = False
     attention: Body = DENSE
+    loss_tile: int | None = None
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -121,7 +123,7 @@ class Config:
 
 def _problems(c: Config) -> list[str]:
     out = []
-    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len"):
+    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile"):
         value = getattr(c, name)
         if value is not None and value < 1:
             out.append(f"{name}={value} must be at least 1.")

@@ -107,7 +107,7 @@ def loss(
     given, batch = batch, shifted(batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
     x_BTD = _hidden(config, params, batch, key, wrap, along)
-    return _mean(config, _logits(config, params, x_BTD, along), batch, axis, weighted=_weighted(given))
+    return _mean(config, params, x_BTD, batch, along, weighted=_weighted(given))
 
 
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
@@ -226,8 +226,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         del key
         cut = along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
-        logits_BTV = _logits(config, params, x_BTD, cut)
-        return _mean(config, logits_BTV, shifted(batch), axis, weighted=_weighted(batch))
+        return _mean(config, params, x_BTD, shifted(batch), cut, weighted=_weighted(batch))
 
     return Stages(first, wrap(layer), last)
 
@@ -354,16 +353,23 @@ def _weighted(batch: dict[str, Any]) -> bool:
     return "targets" in batch or "segment_ids" in batch
 
 
-def _mean(config: Config, logits_BTV: Tensor, batch: dict[str, Any], axis: Axes, *, weighted: bool) -> Any:
-    options: dict[str, Any] = {"axis": axis, "vocab_size": config.vocab_size}
-    if not weighted:
-        return nn.cross_entropy(logits_BTV, batch["targets"], **options)
-    return WeightedMean(*nn.cross_entropy_sum(logits_BTV, batch["targets"], **options))
+def _mean(config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Along, *, weighted: bool) -> Any:
+    targets_BT = batch["targets"]
+    if config.loss_tile is None:
+        logits_BTV = _logits(config, params, x_BTD, along)
+        pair = nn.cross_entropy_sum(logits_BTV, targets_BT, axis=along.axis, vocab_size=config.vocab_size)
+    else:
+        options: dict[str, Any] = {"vocab_size": config.vocab_size, **along._asdict()}
+        pair = nn.tiled_cross_entropy(x_BTD, _head(config, params), targets_BT, tile=config.loss_tile, **options)
+    return WeightedMean(*pair) if weighted else pair[0] / pair[1].clamp(min=1)
+
+
+def _head(config: Config, params: Params) -> Any:
+    return params["embed" if config.tie_embeddings else "head"]
 
 
 def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
-    head_VD = params["embed" if config.tie_embeddings else "head"]
-    return nn.column_linear(x_BTD, head_VD, features=config.vocab_size, **along._asdict())
+    return nn.column_linear(x_BTD, _head(config, params), features=config.vocab_size, **along._asdict())
 
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:

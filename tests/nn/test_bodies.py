@@ -12,6 +12,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import nn
 from shardfn.collectives import bind_mesh
+from shardfn.nn import _bodies, _online
 from shardfn.testing import distributed
 
 TOL = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -227,3 +228,77 @@ def test_many_bodies_on_a_line(world: int) -> None:
 @distributed(world=6, timeout=900)
 def test_many_bodies_on_a_grid() -> None:
     many_ranks(sf.make_mesh({"r": 3, "u": 2}), grid, range(100, 200), 300)
+
+
+# What is sent, and what is computed.
+
+
+def sent(impl: nn.Body, mask: nn.Mask, tokens: int, heads: int, key_heads: int) -> tuple[list[int], list[int]]:
+    """Bytes of elements that this rank sends and its calls, forward and backward, in float64."""
+    sizes = (heads, key_heads, key_heads)
+    q, k, v = (torch.randn(1, tokens, n, 4, dtype=torch.float64, requires_grad=True) for n in sizes)
+    numbers, calls = [], []
+    with sf.collectives.count_traffic() as forward:
+        y = nn.attention(q, k, v, mask=mask, impl=impl)
+    with sf.collectives.count_traffic() as backward:
+        torch.autograd.grad(y.sum(), (q, k, v))
+    for traffic in (forward, backward):
+        numbers.append(sum(x for _, x in traffic.by_op.values()) // 8)
+        calls.append(sum(n for n, _ in traffic.by_op.values()))
+    return numbers, calls
+
+
+@distributed(world=[2, 4])
+def test_bytes_are_those_of_the_formulas(world: int) -> None:
+    torch.set_num_threads(1)
+    mesh, P, K = sf.make_mesh({"sp": world}), world, 4
+    for T, H, G in ((32, 4, 4), (64, 8, 4), (32, 4, 2)):
+        full, h, h_kv = nn.Full(), H * K, G * K
+        with bind_mesh(mesh):
+            (forward, backward), _ = sent(nn.Ulysses("sp", T), full, T // P, H, G)
+            # (2 + 2 kv / heads) N h / P a rank, of which it keeps 1 / P; fewer key heads than ranks are repeated.
+            wide = max(G, P) * K
+            assert forward == backward == (2 * h + 2 * wide) * T // P * (P - 1) // P
+            (forward, backward), calls = sent(nn.Ring("sp", T, block=16), full, T // P, H, G)
+            assert forward == 2 * T * h_kv * (P - 1) // P
+            assert backward == 2 * forward
+            # Keys P - 1 times each way; their gradients P - 2 times onward, and home once.
+            assert calls == [P - 1, (P - 1) + (P - 2) + 1]
+
+
+@distributed(world=4)
+def test_hops_without_pairs_are_not_sent() -> None:
+    """A causal ring sends half; a window of one block sends once; documents, which are data, do not change it."""
+    torch.set_num_threads(1)
+    mesh, T = sf.make_mesh({"sp": 4}), 32
+    one = 2 * 2 * 4 * (T // 4)  # keys and values of a rank: 2 heads of 4
+    with bind_mesh(mesh):
+        causal, _ = sent(nn.Ring("sp", T), nn.Causal(), T // 4, 2, 2)
+        window, calls = sent(nn.Ring("sp", T), nn.Window(8), T // 4, 2, 2)
+        packed, _ = sent(nn.Ring("sp", T), nn.Causal() & nn.Segments(torch.arange(T)[None]), T // 4, 2, 2)
+    # Rank r passes on the keys of ranks 0 .. r while there is a rank ahead; gradients go onward, and home.
+    onward = {0: 1, 1: 2, 2: 3, 3: 0}[mesh.rank]
+    assert causal[0] == packed[0] == one * onward
+    assert window[0] == one * (mesh.rank < 3)
+    assert calls[0] == 1
+    assert causal[1] <= 3 * one * 3
+
+
+def test_zigzag_is_balanced_and_sends_no_more() -> None:
+    """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice as many."""
+    for T, P in ((4096, 4), (4097, 3), (1000, 8)):
+        sizes = [len(x) for x in torch.arange(T).chunk(P)]
+        cuts = _bodies._zigzag(sizes)
+        work = [sum(nn.Causal().count(q, (0, T)) for q in rows) for rows in cuts]
+        assert sum(work) == T * (T + 1) // 2
+        assert max(work) <= 1.02 * sum(work) / P
+        assert [sum(b - a for a, b in rows) for rows in cuts] == sizes
+
+
+def test_tiles_without_pairs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    usual = _online._scores
+    monkeypatch.setattr(_online, "_scores", lambda *args: (seen.append(1), usual(*args))[1])
+    x = torch.randn(1, 64, 1, 2, requires_grad=True)
+    nn.attention(x, x, x, mask=nn.Causal() & nn.Window(7), impl=nn.Blockwise(8)).sum().backward()
+    assert len(seen) == 2 * (8 + 7)  # the diagonal and the one below it, forward and backward
