@@ -34,6 +34,7 @@ DESIGN = [
     "docs/design/0014-zero.md",
     "docs/design/0015-pipeline.md",
     "docs/design/0016-partition.md",
+    "docs/design/0019-attention.md",
 ]
 DOCS = [
     "docs/index.md",
@@ -56,6 +57,7 @@ DOCS = [
     "docs/plan.md",
     "docs/compression.md",
     "docs/reshard.md",
+    "docs/long_sequences.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
