@@ -81,7 +81,7 @@ def loss(
     wrap: Wrap = lambda inner: inner,
     axis: Axes = None,
     sequence: bool = False,
-) -> Float[Tensor, ""] | WeightedMean:
+) -> Any:
     """Mean cross entropy of each token given those before it.
 
     Sequences that are cut, packed or padded have unequal numbers of targets that count, so there it is a WeightedMean.
@@ -96,6 +96,9 @@ def loss(
         wrap: applied to the block function.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
+
+    Returns:
+        A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
 
     Example:
         >>> import shardfn.core as core
