@@ -3,6 +3,7 @@
     python examples/train_gpt.py
     torchrun --nproc-per-node 2 examples/train_gpt.py --zero 3 --sample 400
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh dp=2,tp=2 --sequence
+    torchrun --nproc-per-node 4 examples/train_gpt.py --mesh dp=2,sp=2 --attention ring
     torchrun --nproc-per-node 8 examples/train_gpt.py --mesh dp=2,tp=2,pp=2 --accumulate 4 --sample 0
     torchrun --nproc-per-node 2 examples/train_gpt.py --save-every 100 --resume
     torchrun --nproc-per-node 2 examples/train_gpt.py --data a.txt b.txt --tokenizer bpe --optimizer lamb
@@ -44,6 +45,13 @@ OPTIMIZERS = {  # name -> (optimizer of a learning rate, learning rate)
 
 SECONDS_BETWEEN_LINES = 5.0
 
+ATTENTION = {  # name -> how attention is computed, of the number of tokens
+    "dense": lambda length: sf.nn.Dense(),
+    "blockwise": lambda length: sf.nn.Blockwise(),
+    "ulysses": functools.partial(sf.nn.Ulysses, "sp"),
+    "ring": functools.partial(sf.nn.Ring, "sp"),
+}
+
 NORMS = {"norm": torch.float32}  # leaves whose path has "norm" in it
 PRECISIONS = {  # name -> (policy, loss scale)
     "fp32": None,
@@ -60,8 +68,8 @@ def main() -> None:
     if "LOCAL_RANK" in os.environ and not torch.cuda.is_available():
         torch.set_num_threads(1)
     mesh = sf.make_mesh(args.mesh)
-    rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")  # ranks along tp and pp get the same rows
-    deep = mesh.axis_size("pp") > 1
+    rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")  # ranks along tp, sp and pp get the same rows
+    deep, cut = mesh.axis_size("pp") > 1, mesh.axis_size("sp") > 1
 
     # The data: batch n is a function of (seed, n), the same for any number of ranks.
     tokenizer, source = read_tokens(args, mesh)
@@ -73,13 +81,15 @@ def main() -> None:
     if mesh.axis_size("tp") > 1:
         config = dataclasses.replace(config, per_head=True)  # tp then cuts between heads, whatever their number
     config = dataclasses.replace(config, stacked=deep)  # a pipeline cuts the stack of layers
+    config = dataclasses.replace(config, attention=ATTENTION[args.attention](args.length))
     wrap = sf.remat if args.remat else lambda inner: inner
     options = {"wrap": wrap, "axis": "tp", "sequence": args.sequence}
 
     def weighted(mean, batch):
         rows = len(batch["tokens"])
-        stop = sf.pmax(batch["stop"], "tp").sum()  # any rank of a row may have been told
-        return sf.WeightedMean(mean * rows, rows), {"stop": sf.WeightedMean(stop, rows)}
+        stop = sf.pmax(batch["stop"], ("tp", "sp")).sum()  # any rank of a row may have been told
+        mean = mean if cut else sf.WeightedMean(mean * rows, rows)
+        return mean, {"stop": sf.WeightedMean(stop, rows)}
 
     if deep:
         first, block, end = gpt.stages(config, **options)
@@ -97,7 +107,8 @@ def main() -> None:
 
     def evaluate(params, batch):
         rows, mean = len(batch["tokens"]), held(params, batch)
-        total, count = sf.psum(torch.stack([mean * rows, torch.full_like(mean, rows)]), "dp")
+        mean = mean if cut else sf.WeightedMean(mean * rows, torch.full_like(mean, rows))
+        total, count = sf.psum(torch.stack(mean), ("dp", "sp"))
         return total / count
 
     # The step: where the leaves live is said here and nowhere else.
@@ -108,13 +119,15 @@ def main() -> None:
     precision = PRECISIONS[args.precision]
     if precision is not None:
         loss = sf.mixed_precision(loss, *precision)
+    rows_and_tokens = dict.fromkeys(("index", "stop"), sf.P("dp"))
+    rows_and_tokens |= dict.fromkeys(("tokens", "targets"), sf.P("dp", "sp"))
     step = sf.sharded_step(
         jit(loss),
         sf.optim.chain(sf.optim.clip_by_global_norm(args.clip), optimizer(schedule)),
         mesh=mesh,
         specs=gpt.specs(config, tp="tp", pp="pp" if deep else None),
-        batch=sf.P("dp"),
-        zero=sf.Zero(stage=args.zero, axis="dp"),
+        batch=rows_and_tokens if cut else sf.P("dp"),
+        zero=sf.Zero(stage=args.zero, axis=("dp", "sp") if cut else "dp"),
         has_aux=True,
     )
     state = step.init(functools.partial(gpt.init, config), sf.key(args.seed))
@@ -129,6 +142,7 @@ def main() -> None:
     log = Log(args, enabled=mesh.rank == 0, start=start)
     log.say(f"{gpt.num_params(config):,} parameters, {source.num_tokens:,} tokens")
     sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
+    ours = functools.partial(gpt.cut_sequences, config, mesh=mesh) if cut else lambda batch: batch
     log.say(
         f"ZeRO-{args.zero} over {world} x {mesh.device.type}" + (f" in a mesh of {sizes}" if mesh.size > world else "")
     )
@@ -140,14 +154,16 @@ def main() -> None:
         for n, batch in enumerate(batches, start):
             late = args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
             batch["stop"] = torch.full((len(batch["tokens"]),), float(stop.is_set() or late))
-            state, metrics = step(state, to_device(batch, mesh))
+            state, metrics = step(state, to_device(ours(batch), mesh))
 
             # A rank that was told to stop says so through the step's own mean, so all ranks leave after the same step.
             last = n + 1 == args.steps or metrics["stop"] > 0
             rate = (n + 1 - start) * args.batch * args.length / (time.monotonic() - begin)
             row = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": schedule(n), "tokens_per_s": rate}
             if last or (n + 1) % args.eval_every == 0:
-                held_out = (to_device(validation(i, rank=rank, world=world), mesh) for i in range(args.eval_batches))
+                held_out = (
+                    to_device(ours(validation(i, rank=rank, world=world)), mesh) for i in range(args.eval_batches)
+                )
                 row["validation_loss"] = sum(step.apply(evaluate, state, b) for b in held_out) / args.eval_batches
             log.write(n + 1, row)
             bar.set_postfix(loss=f"{metrics['loss']:.3f}", tokens_per_s=f"{rate:,.0f}", refresh=False)
@@ -267,9 +283,9 @@ def arguments():
         sizes = {}
         for part in text.split(","):
             axis, _, size = part.partition("=")
-            if axis not in ("dp", "tp", "pp") or axis in sizes or not size.isdecimal() or int(size) < 1:
+            if axis not in ("dp", "tp", "sp", "pp") or axis in sizes or not size.isdecimal() or int(size) < 1:
                 raise argparse.ArgumentTypeError(
-                    f"{part!r} in {text!r}: write sizes of dp, tp and pp, such as dp=2,tp=2"
+                    f"{part!r} in {text!r}: write sizes of dp, tp, sp and pp, such as dp=2,tp=2"
                 )
             sizes[axis] = int(size)
         world = int(os.environ.get("WORLD_SIZE", 1))
@@ -284,8 +300,9 @@ def arguments():
     add("--tokenizer", choices=("bytes", "bpe"), default="bytes")
     add("--vocab-size", type=positive, default=2048, help="for bpe (%(default)s)")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (%(default)s)")
-    add("--mesh", type=axes, default={"dp": -1}, metavar="dp=N,tp=M,pp=K", help="ranks by axis (all along dp)")
+    add("--mesh", type=axes, default={"dp": -1}, metavar="dp=N,tp=M,...", help="ranks by axis (all along dp)")
     add("--sequence", action="store_true", help="between blocks each rank of tp has its own tokens")
+    add("--attention", choices=tuple(ATTENTION), default="dense", help="sp needs ulysses or ring (%(default)s)")
     add("--steps", type=positive, default=800, help="%(default)s")
     add("--minutes", type=float, help="stop after so many minutes, whatever --steps says")
     add("--batch", type=positive, default=16, help="rows of the global batch (%(default)s)")
@@ -313,6 +330,10 @@ def arguments():
     args = parser.parse_args()
     if args.mesh.get("pp", 1) > 1 and (args.sample or args.jit):
         parser.error("a pipeline (pp) neither samples nor is captured yet: add --sample 0, and leave out --jit")
+    if (args.mesh.get("sp", 1) > 1) != (args.attention in ("ulysses", "ring")):
+        parser.error(
+            "ranks along sp have some tokens of each row: --mesh sp=N and --attention ulysses or ring together"
+        )
     return args
 
 

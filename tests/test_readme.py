@@ -36,6 +36,8 @@ DESIGN = [
     "docs/design/0016-partition.md",
     "docs/design/0017-tensor-layers.md",
     "docs/design/0018-checkpoints.md",
+    "docs/design/0019-attention.md",
+    "docs/design/0020-shared-memory.md",
     "docs/design/0021-canonical-sums.md",
 ]
 DOCS = [
@@ -61,6 +63,7 @@ DOCS = [
     "docs/reshard.md",
     "docs/reproducible.md",
     "docs/checkpoints.md",
+    "docs/long_sequences.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]

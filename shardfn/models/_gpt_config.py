@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any, Literal
 
 from shardfn.core import did_you_mean, raise_all
+from shardfn.nn import Body, Dense
 
+DENSE = Dense()
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
 
 
@@ -32,6 +34,9 @@ class Config:
         per_head: the projections of attention have a dim of heads: wq [H, K, D], wk and wv [G, K, D], wo [D, H, K],
             biases [H, K] and [G, K]. A mesh axis then cuts between heads, also one that does not divide their number.
             Draws and values are the same.
+        attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, or on ranks that each have some tokens
+            `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
+        loss_tile: tokens whose logits are there at a time in the loss; None is all. Values are the same.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -57,6 +62,8 @@ class Config:
     stacked: bool = False
     embedding_norm: bool = False
     per_head: bool = False
+    attention: Body = DENSE
+    loss_tile: int | None = None
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -116,7 +123,7 @@ class Config:
 
 def _problems(c: Config) -> list[str]:
     out = []
-    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len"):
+    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile"):
         value = getattr(c, name)
         if value is not None and value < 1:
             out.append(f"{name}={value} must be at least 1.")

@@ -6,6 +6,7 @@ Radford et al., Language Models are Unsupervised Multitask Learners, 2019
 Touvron et al., LLaMA: Open and Efficient Foundation Language Models, 2023, https://arxiv.org/abs/2302.13971
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.collectives import all_gather_invariant, axis_size
-from shardfn.core import Axes, fold_in, split, uniform
+from shardfn.collectives import all_gather_invariant, axis_size, bind_mesh
+from shardfn.core import Axes, Mesh, fold_in, split, uniform
+from shardfn.engine import WeightedMean
 
 from ._gpt_config import Config as Config
 from ._gpt_leaves import Params as Params
@@ -46,7 +48,7 @@ def apply(
     Args:
         config: the shape.
         params: as from `init`.
-        tokens_BT: T <= max_len.
+        tokens_BT: T <= max_len; where `config.attention` cuts the sequence, this rank's.
         key: turns dropout on.
         index_B: global numbers of the samples; needed where dropout is on.
         wrap: applied to the block function, as in `wrap=remat`.
@@ -66,7 +68,7 @@ def apply(
         torch.Size([2, 5, 64])
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
-    x_BTD = _hidden(config, params, tokens_BT, key, index_B, wrap, along)
+    x_BTD = _hidden(config, params, {"tokens": tokens_BT, "index": index_B}, key, wrap, along)
     return _logits(config, params, x_BTD, along)
 
 
@@ -79,17 +81,24 @@ def loss(
     wrap: Wrap = lambda inner: inner,
     axis: Axes = None,
     sequence: bool = False,
-) -> Float[Tensor, ""]:
+) -> Any:
     """Mean cross entropy of each token given those before it.
+
+    Sequences that are cut, packed or padded have unequal numbers of targets that count, so there it is a WeightedMean.
 
     Args:
         config: the shape.
         params: as from `init`.
-        batch: {"tokens": int64 [B, T + 1]}, and where dropout is on "index": int64 [B], global sample numbers.
+        batch: {"tokens": int64 [B, T + 1]}, and where dropout is on "index": int64 [B], global sample numbers. With
+            "segment_ids", int64 [B, T + 1], tokens attend to those of their own document. Or as `shifted` and
+            `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens.
         key: turns dropout on.
         wrap: applied to the block function.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
+
+    Returns:
+        A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
 
     Example:
         >>> import shardfn.core as core
@@ -98,10 +107,62 @@ def loss(
         >>> loss(config, init(config, core.key(0)), batch).shape
         torch.Size([])
     """
-    tokens = batch["tokens"]
-    options: dict[str, Any] = {"key": key, "index_B": batch.get("index"), "wrap": wrap}
-    logits_BTV = apply(config, params, tokens[:, :-1], axis=axis, sequence=sequence, **options)
-    return nn.cross_entropy(logits_BTV, tokens[:, 1:], axis=axis, vocab_size=config.vocab_size)
+    given, batch = batch, shifted(batch)
+    along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
+    x_BTD = _hidden(config, params, batch, key, wrap, along)
+    return _mean(config, params, x_BTD, batch, along, weighted=_weighted(given))
+
+
+def shifted(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with each token's successor beside it, which is how sequences are cut; one that has them as it is.
+
+    The successor of a document's last token does not count.
+
+    Args:
+        batch: {"tokens": int64 [B, T + 1], "segment_ids"?: int64 [B, T + 1], ...}.
+
+    Returns:
+        {"tokens": [B, T], "targets": [B, T], "segment_ids"?: [B, T], ...}.
+
+    Example:
+        >>> shifted({"tokens": torch.tensor([[5, 6, 7]])})
+        {'tokens': tensor([[5, 6]]), 'targets': tensor([[6, 7]])}
+    """
+    if "targets" in batch:
+        return batch
+    out = batch | {"tokens": batch["tokens"][:, :-1], "targets": batch["tokens"][:, 1:]}
+    if (ids := batch.get("segment_ids")) is not None:
+        out["targets"] = out["targets"].masked_fill(ids[:, 1:] != ids[:, :-1], -100)
+        out["segment_ids"] = ids[:, :-1]
+    return out
+
+
+def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """This rank's tokens of whole rows, as `config.attention` cuts them: `shifted`, and then cut.
+
+    The step's spec for each is `P("dp", config.attention.axes)`.
+
+    Args:
+        config: the shape.
+        batch: whole rows, as `loss` takes them.
+        mesh: the mesh of the step.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, attention=nn.Ulysses("sp", 2))
+        >>> batch = {"tokens": torch.tensor([[5, 6, 7]])}
+        >>> cut_sequences(config, batch, core.make_mesh({"sp": 1}))["targets"].tolist()
+        [[6, 7]]
+    """
+    out = shifted(batch)
+    T = out["tokens"].shape[1]
+    with bind_mesh(mesh):
+        length = nn.whole_length(config.attention, T)
+        if length != T:
+            raise ValueError(f"cut_sequences: rows of {T} tokens for {config.attention}; length must be their number.")
+        rows = config.attention.rows(T)
+    at = torch.cat([torch.arange(a, b, device=out["tokens"].device) for a, b in (*rows, (0, 0))])
+    return out | {name: out[name][:, at] for name in ("tokens", "targets", "segment_ids") if name in out}
 
 
 class Stages(NamedTuple):
@@ -121,8 +182,8 @@ class Stages(NamedTuple):
 def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = None, sequence: bool = False) -> Stages:
     """`loss` as the parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
 
-    What travels is the residual stream, the positions of the tokens, and where dropout is on the samples' numbers. A
-    pipeline gives each layer a key of its own, so its dropout masks are others than those of `loss`.
+    What travels is the residual stream, the positions and documents of the tokens, and where dropout is on the samples'
+    numbers. A pipeline gives each layer a key of its own, so its dropout masks are others than those of `loss`.
 
     Args:
         config: the shape; its blocks are stacked.
@@ -151,23 +212,24 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         return _Along(axis, num_tokens if sequence else None)
 
     def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
-        tokens_BT, index_B = batch["tokens"][:, :-1], batch.get("index")
-        _check_length(config, tokens_BT.shape[1])
-        x_BTD = _embedded(config, params, tokens_BT, along(tokens_BT.shape[1]))
-        x_BTD = _dropout(config, along(tokens_BT.shape[1]), key, x_BTD, index_B)
-        h = {"x": x_BTD, "position": torch.arange(tokens_BT.shape[1], device=tokens_BT.device)}
+        batch = shifted(batch)
+        tokens_BT, index_B = batch["tokens"], batch.get("index")
+        cut, positions_T = along(tokens_BT.shape[1]), _positions(config, tokens_BT)
+        x_BTD = _embedded(config, params, tokens_BT, positions_T, cut)
+        x_BTD = _dropout(config, cut, key, x_BTD, index_B)
+        h = {"x": x_BTD, "position": positions_T}
+        h |= {"segment_ids": batch["segment_ids"]} if "segment_ids" in batch else {}
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
     def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
-        table = _table(config, h["position"], h["x"].dtype)
+        table = _table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
         return h | {"x": _block(config, along(len(h["position"])), p, h["x"], table, key, h.get("index"))}
 
-    def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Tensor:
+    def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
         del key
         cut = along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
-        logits_BTV = _logits(config, params, x_BTD, cut)
-        return nn.cross_entropy(logits_BTV, batch["tokens"][:, 1:], axis=axis, vocab_size=config.vocab_size)
+        return _mean(config, params, x_BTD, shifted(batch), cut, weighted=_weighted(batch))
 
     return Stages(first, wrap(layer), last)
 
@@ -214,9 +276,9 @@ def generate(
             f"generate: prompt of shape {tuple(prompt_BT.shape)}, temperature {temperature}: give at least one token"
             " (a start token, say) and a temperature of 0 or more."
         )
-    tokens_BT = prompt_BT
+    tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
-        x_BTD = _hidden(config, params, tokens_BT[:, -config.max_len :], along=_Along(axis))
+        x_BTD = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis))
         own_BV = _logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
         next_B = _sample(logits_BV.float(), fold_in(key, step), temperature)
@@ -240,17 +302,17 @@ _WHOLE = _Along()
 def _hidden(
     config: Config,
     params: Params,
-    tokens_BT: Tensor,
+    batch: dict[str, Any],
     key: Tensor | None = None,
-    index_B: Tensor | None = None,
     wrap: Wrap = lambda inner: inner,
     along: _Along = _WHOLE,
 ) -> Tensor:
-    _check_length(config, tokens_BT.shape[1])
+    tokens_BT, index_B = batch["tokens"], batch.get("index")
+    positions_T = _positions(config, tokens_BT)
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
-    x_BTD = _embedded(config, params, tokens_BT, along)
-    table = _table(config, torch.arange(tokens_BT.shape[1], device=tokens_BT.device), x_BTD.dtype)
+    x_BTD = _embedded(config, params, tokens_BT, positions_T, along)
+    table = _table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config, along))
@@ -263,35 +325,67 @@ def _hidden(
     return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b"))
 
 
-def _embedded(config: Config, params: Params, tokens_BT: Tensor, along: _Along) -> Tensor:
+def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
+    """The global positions of this rank's tokens.
+
+    Raises:
+        ValueError: the sequence is longer than the model's longest, or these are not this rank's tokens of it.
+    """
+    T = tokens_BT.shape[1]
+    length = nn.whole_length(config.attention, T)
+    if length > config.max_len:
+        raise ValueError(
+            f"a sequence of {length} tokens for Config(max_len={config.max_len}); cut it or raise max_len."
+        )
+    return nn.own_positions(config.attention, T, tokens_BT.device)
+
+
+def _embedded(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
     x_BTD = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
     if config.position == "learned":
-        x_BTD = x_BTD + nn.own_tokens(params["position"][: tokens_BT.shape[1]], *along)
+        whole = isinstance(config.attention, nn.Dense | nn.Blockwise)
+        table_TD = params["position"]
+        x_BTD = x_BTD + nn.own_tokens(table_TD[: len(positions_T)] if whole else table_TD[positions_T], *along)
     if config.embedding_norm:
         x_BTD = _norm(config, along, x_BTD, params["embed_norm_w"], params.get("embed_norm_b"))
     return x_BTD
 
 
+def _weighted(batch: dict[str, Any]) -> bool:
+    """Whether rows differ in how many targets count."""
+    return "targets" in batch or "segment_ids" in batch
+
+
+def _mean(config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Along, *, weighted: bool) -> Any:
+    targets_BT = batch["targets"]
+    if config.loss_tile is None:
+        logits_BTV = _logits(config, params, x_BTD, along)
+        pair = nn.cross_entropy_sum(logits_BTV, targets_BT, axis=along.axis, vocab_size=config.vocab_size)
+    else:
+        options: dict[str, Any] = {"vocab_size": config.vocab_size, **along._asdict()}
+        pair = nn.tiled_cross_entropy(x_BTD, _head(config, params), targets_BT, tile=config.loss_tile, **options)
+    return WeightedMean(*pair) if weighted else pair[0] / pair[1].clamp(min=1)
+
+
+def _head(config: Config, params: Params) -> Any:
+    return params["embed" if config.tie_embeddings else "head"]
+
+
 def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
-    head_VD = params["embed" if config.tie_embeddings else "head"]
-    return nn.column_linear(x_BTD, head_VD, features=config.vocab_size, **along._asdict())
+    return nn.column_linear(x_BTD, _head(config, params), features=config.vocab_size, **along._asdict())
 
 
-def _check_length(config: Config, num_tokens: int) -> None:
-    if num_tokens > config.max_len:
-        raise ValueError(
-            f"a sequence of {num_tokens} tokens for Config(max_len={config.max_len}); cut it or raise max_len."
-        )
-
-
-def _table(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """What attention is told of positions: of all tokens and all heads."""
+def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
+    """What attention is told of positions and documents: of this rank's tokens and all heads."""
+    mask = nn.Causal() if ids_BT is None else nn.Causal() & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
+    how: dict[str, Any] = {"how": nn.Attending(mask, config.attention)}
     if config.position == "rope":
-        return {"table": nn.rope_table(positions_T, config.head_dim, dtype=dtype)}
+        return how | {"table": nn.rope_table(positions_T, config.head_dim, dtype=dtype)}
     if config.position == "alibi":
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)}
-    return {}
+        slopes_H = torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)
+        return how | {"slopes_H": slopes_H}
+    return how
 
 
 def _block(
@@ -331,9 +425,15 @@ def _dropout(config: Config, along: _Along, key: Tensor | None, x_BTD: Tensor, i
             f"dropout {config.dropout} needs the samples' global numbers, or ranks would share masks: pass index_B"
             " (in the batch: 'index'), int64 [B]; on one device torch.arange(B) will do."
         )
-    T = along.sequence
-    rows = None if T is None else (nn.own_range(T, along.axis)[0], T)
-    return nn.dropout(key, x_BTD, config.dropout, index_B, rows=rows)
+    body, T = config.attention, x_BTD.shape[1] if along.sequence is None else along.sequence
+    own = nn.own_rows(body, T)
+    own = own if along.sequence is None else nn.part_of(own, *nn.own_range(T, along.axis))
+    length, parts, at = nn.whole_length(body, T), [], 0
+    for start, stop in own or ((0, 0),):
+        x = x_BTD[:, at : at + stop - start]
+        parts.append(nn.dropout(key, x, config.dropout, index_B, rows=(start, length)))
+        at += stop - start
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def _sample(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:

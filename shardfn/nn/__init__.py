@@ -1,8 +1,15 @@
 """Layers as mathematics: pure functions of explicit parameters, for one device or cut along a mesh axis."""
 
 from ._attention import alibi_slopes as alibi_slopes, attention as attention
+from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix
+from ._masks import Segments as Segments, segments as segments, BlockLayout as BlockLayout, Both as Both
+from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
+from ._bodies import Attending as Attending, part_of as part_of, whole_sequence as whole_sequence
+from ._bodies import whole_length as whole_length
+from ._bodies import own_positions as own_positions, own_rows as own_rows, sequence_order as sequence_order
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
+from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
 from ._dropout import dropout as dropout
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes

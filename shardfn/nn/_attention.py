@@ -5,12 +5,14 @@ Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.0376
 Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models, 2023, https://arxiv.org/abs/2305.13245
 """
 
-import math
-
-import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+from shardfn.core import raise_all
+
+from ._bodies import DENSE, Body, own_rows, whole_length
+from ._masks import Causal, Full, Mask
+from ._online import Scores
 
 
 def attention(
@@ -18,42 +20,59 @@ def attention(
     k_BSGK: Float[Tensor, "b s g k"],
     v_BSGK: Float[Tensor, "b s g k"],
     *,
-    causal: bool = True,
+    causal: bool | None = None,
+    mask: Mask | None = None,
     scale: float | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
+    impl: Body = DENSE,
 ) -> Float[Tensor, "b t h k"]:
-    """softmax(scale q k^T + mask) v; query head h reads key head h // (H / G).
+    """softmax(scale q k^T + mask) v; query head h reads key head h // (H / G). A query without keys gives 0.
 
     Args:
-        q_BTHK: queries.
+        q_BTHK: queries; where `impl` cuts the sequence, this rank's.
         k_BSGK: keys; G divides H.
         v_BSGK: values.
-        causal: token t attends to tokens s <= t.
+        causal: token t attends to tokens s <= t: True is `mask=Causal()`, False `mask=Full()`. Default True.
+        mask: in place of it: which pairs count, of the whole sequence.
         scale: default 1 / sqrt(K).
-        slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. Needs `causal`.
+        slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
+            look back only.
+        impl: how it is computed: `Dense()`, `Blockwise()`, `Ulysses(axis, length)` or `Ring(axis, length)`. All give
+            the same.
 
     Raises:
-        ValueError: G does not divide H, causal with T != S, or slopes without causal.
+        ValueError: G does not divide H, masks that look at other numbers of tokens or heads, slopes with a mask that
+            looks ahead, or tokens that are not this rank's part of the sequence.
 
     Example:
         >>> import torch
         >>> q, kv = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
         >>> attention(q, kv, kv).shape
         torch.Size([2, 5, 4, 8])
+        >>> from shardfn.nn import Blockwise, Causal, Window
+        >>> y = attention(q, kv, kv, mask=Causal() & Window(2), impl=Blockwise(4))
+        >>> torch.allclose(y, attention(q, kv, kv, mask=Window(2)), atol=1e-6)
+        True
     """
     (T, H), (S, G) = q_BTHK.shape[1:3], k_BSGK.shape[1:3]
     if H % max(G, 1):
         raise ValueError(f"attention: {H} query heads over {G} key heads; the latter must divide the former.")
-    if causal and T != S:
-        raise ValueError(f"causal attention of {T} queries over {S} keys: the counts must agree; use causal=False.")
-    if slopes_H is not None and not causal:
+    if mask is not None and causal is not None:
+        raise ValueError(
+            f"attention: both causal={causal} and mask={mask}; say causal in the mask, as Causal() & mask."
+        )
+    if mask is None:
+        mask = Full() if causal is False else Causal()
+    if slopes_H is not None and not mask.looks_back:
         raise ValueError("attention with slopes_H looks back only, since a distance has no sign; use causal.")
-    bias = None if slopes_H is None else _alibi(slopes_H, T).to(q_BTHK.dtype)
-    q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
-    y_BHTK = F.scaled_dot_product_attention(
-        q_BHTK, k_BGSK, v_BGSK, attn_mask=bias, is_causal=causal and bias is None, scale=scale, enable_gqa=H != G
-    )
-    return y_BHTK.transpose(1, 2)
+    length = whole_length(impl, T)
+    own_rows(impl, T)
+    if S != T and length != T:
+        raise ValueError(
+            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass as many of both."
+        )
+    raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
+    return impl.attend(q_BTHK, k_BSGK, v_BSGK, Scores(mask, scale, slopes_H), length)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -74,10 +93,3 @@ def alibi_slopes(num_heads: int) -> list[float]:
     c = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / c) for i in range(1, c + 1)]
     return slopes if c == num_heads else slopes + alibi_slopes(2 * c)[: 2 * (num_heads - c) : 2]
-
-
-def _alibi(slopes_H: Tensor, T: int) -> Tensor:
-    """[H, T, T]: -slope * distance, and -inf for what is to come. In the dtype of the slopes: 16 bits would round."""
-    at = torch.arange(T, device=slopes_H.device)
-    distance_TS = at[:, None] - at
-    return (-slopes_H[:, None, None] * distance_TS).masked_fill(distance_TS < 0, -math.inf)

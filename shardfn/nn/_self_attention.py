@@ -19,8 +19,11 @@ from shardfn.collectives import all_gather, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._attention import attention
+from ._bodies import Attending, evenly, keys_of
 from ._parallel import affine, all_ranges, check_block, enter_parallel, own_range, row_linear
 from ._rope import rope
+
+ATTENDING = Attending()
 
 
 class Heads(NamedTuple):
@@ -68,7 +71,7 @@ def self_attention(
     *,
     table: tuple[Tensor, Tensor] | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
-    causal: bool = True,
+    how: Attending = ATTENDING,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "b t2 d"]:
@@ -80,7 +83,8 @@ def self_attention(
         heads: of the whole layer.
         table: cos and sin for `rope`, of all tokens; None = no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
-        causal: token t attends to tokens s <= t.
+        how: the mask, and how attention is computed; where `how.impl` cuts the tokens, x is of this rank's, and so is
+            the table.
         axis: mesh axes that cut the heads; None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
 
@@ -104,10 +108,11 @@ def self_attention(
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
-    if not _evenly(read, k_BTGK.shape[2]):
+    if not evenly(read, k_BTGK.shape[2]):
         k_BTGK, v_BTGK = k_BTGK[:, :, read], v_BTGK[:, :, read]
     slopes_H = None if slopes_H is None else slopes_H[start:stop]
-    y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=causal, slopes_H=slopes_H)
+    mask = how.mask.of_heads(start, stop)
+    y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, slopes_H=slopes_H, impl=how.impl)
     columns = heads.queries * heads.dim if w.wo.ndim == 2 else (heads.queries, heads.dim)
     return row_linear(y_BTHK.flatten(-2), w.wo, w.bo, features=columns, axis=axis, sequence=sequence)
 
@@ -193,7 +198,7 @@ def _check_rows(name: str, w: Tensor, num: int, heads: Heads, axis: Axes, by_hea
 def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple[Any, ...]]:
     """The first key head that this rank needs; wk, wv, bk and bv of those it needs."""
     ratio = heads.queries // heads.keys
-    needed = [_keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
+    needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
     rows = 1 if w.wk.ndim == 3 else heads.dim
     for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
@@ -214,16 +219,6 @@ def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple
     return start, (wk, wv, bk, bv)
 
 
-def _keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
-    start, stop = queries
-    return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
-
-
 def _by_head(y: Tensor, heads: Heads) -> Tensor:
     """[B, T, heads of this rank, K]."""
     return y if y.ndim == 4 else y.unflatten(-1, (-1, heads.dim) if y.shape[-1] else (0, heads.dim))
-
-
-def _evenly(read: list[int], keys: int) -> bool:
-    """Whether query heads read `keys` key heads in runs of one length, as `attention` pairs them."""
-    return not read or (len(read) % keys == 0 and read == [h // (len(read) // keys) for h in range(len(read))])

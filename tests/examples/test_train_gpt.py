@@ -61,12 +61,13 @@ def assert_complete(out: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,tp=2,pp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,tp=2,pp=2", "dp=2,sp=2"])
 def test_a_mesh_of_several_axes_computes_the_same(text: pathlib.Path, tmp_path: pathlib.Path, mesh: str) -> None:
     many = [*TORCHRUN[:-1], str(2 ** len(mesh.split(",")))]
     given = ("--steps", "10", "--lr", "0.01", "--heads", "4", "--batch", "8", "--accumulate", "2", "--sample", "0")
     runs = {}
-    for name, launcher, options in (("one", PLAIN, ()), ("many", many, ("--mesh", mesh, "--sequence"))):
+    cut = ("--attention", "ring") if "sp" in mesh else ("--sequence",)
+    for name, launcher, options in (("one", PLAIN, ()), ("many", many, ("--mesh", mesh, *cut))):
         out = tmp_path / name
         code, said = finish(start(launcher, text, out, *given, *options))
         assert code == 0, said
@@ -80,7 +81,7 @@ def test_a_mesh_of_several_axes_computes_the_same(text: pathlib.Path, tmp_path: 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,dp=1", "ep=1", "dp=x"])
 def test_a_mesh_that_does_not_fit_is_refused(text: pathlib.Path, tmp_path: pathlib.Path, mesh: str) -> None:
     code, said = finish(start(PLAIN, text, tmp_path, "--mesh", mesh))
-    want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp, tp and pp"
+    want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp, tp, sp and pp"
     assert code == 2 and want in said, said
 
 

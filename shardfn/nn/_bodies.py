@@ -1,0 +1,345 @@
+"""The ways to compute attention, as values: on one device, and on ranks that each have some tokens of a sequence.
+
+    Dense()                                 torch's kernel
+    Blockwise(block)                        a tile of scores at a time
+    Ulysses(axis, length, inner)            tokens of some heads: heads are dealt to ranks and back by `all_to_all`
+    Ring(axis, length, zigzag)              keys and values go round
+    Ulysses("u", T, inner=Ring("r"))        both: the tokens are cut by r, and then by u
+
+All of them compute the same. A sequence of `length` tokens is cut as `torch.chunk` cuts it, by `axes` from major to
+minor; any length will do. With `zigzag` the tokens lie in `sequence_order` before they are cut: each rank then has one
+stretch from the front and one from the back, and of a causal mask as many pairs as any other.
+
+B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks.
+Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509
+Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
+Brandon et al., Striped Attention, 2023, https://arxiv.org/abs/2311.09431 (balance)
+Fang, Zhao, USP: A Unified Sequence Parallelism Approach, 2024, https://arxiv.org/abs/2405.07719 (both)
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int64
+from torch import Tensor
+
+from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
+from shardfn.core import Axes
+
+from ._masks import Causal, Full, Mask
+from ._online import Rows, Scores
+from ._parallel import all_ranges, own_range
+from ._ring import course, num_rows, online
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """`scaled_dot_product_attention`; masks other than causal and full ones are there whole, [T, S] or larger."""
+
+    def rows(self, length: int) -> Rows:
+        """The positions of this rank's tokens of a sequence."""
+        return ((0, length),)
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+        """Attention of this rank's queries over all keys."""
+        del length
+        q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
+        (H, T), (G, S) = q_BHTK.shape[1:3], k_BGSK.shape[1:3]
+        options: dict[str, Any] = {"scale": how.scale, "enable_gqa": H != G}
+        if how.slopes_H is None and isinstance(how.mask, Causal | Full):
+            causal = isinstance(how.mask, Causal)
+            return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
+        spans, device = ((0, T), (0, S)), q_BTHK.device
+        pairs, bias = how.mask.pairs(*spans, device), how.bias(*spans, device)
+        some = pairs.any(-1, keepdim=True)
+        # A row without keys attends to all, and is made 0: torch's gradient of a softmax over nothing is not.
+        open = pairs | ~some
+        told = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
+        return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blockwise:
+    """A tile of scores at a time, forward and backward: memory O(T), and no work for tiles that the mask leaves out.
+
+    Attributes:
+        block: queries, and keys, of a tile.
+    """
+
+    block: int = 512
+
+    def rows(self, length: int) -> Rows:
+        """The positions of this rank's tokens of a sequence."""
+        return ((0, length),)
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+        """Attention of this rank's queries over all keys."""
+        del length
+        return _online(None, (((0, k_BSGK.shape[1]),),), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Keys and values go round the ranks; see `shardfn/nn/_ring.py`.
+
+    Attributes:
+        axis: mesh axes that cut the tokens.
+        length: tokens of the whole sequence; needed where the axis has several ranks.
+        zigzag: the tokens lie in `sequence_order`.
+        block: queries, and keys, of a tile.
+    """
+
+    axis: Axes
+    length: int | None = None
+    zigzag: bool = False
+    block: int = 512
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that cut the tokens, major to minor."""
+        return _names(self.axis)
+
+    def rows(self, length: int) -> Rows:
+        """The positions of this rank's tokens of a sequence."""
+        return self._all_rows(length)[axis_index(self.axis)]
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+        """Attention of this rank's queries over all keys."""
+        return _online(self.axis, self._all_rows(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
+
+    def _all_rows(self, length: int) -> tuple[Rows, ...]:
+        cuts = all_ranges(length, self.axis)
+        return _zigzag([b - a for a, b in cuts]) if self.zigzag else tuple(((a, b),) if a < b else () for a, b in cuts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ulysses:
+    """Each rank has all tokens of some heads while it attends: `all_to_all` of q, k and v before, and of y behind.
+
+    Query heads are dealt as `torch.chunk` deals them, also where the ranks do not divide them, or are more. Each rank
+    gets the key heads that its query heads read; those that several need are sent several times.
+
+    Attributes:
+        axis: mesh axes that cut the tokens.
+        length: tokens of the whole sequence; needed where the axis has several ranks.
+        inner: how each rank attends; a `Ring` cuts the tokens by its axis first.
+    """
+
+    axis: Axes
+    length: int | None = None
+    inner: "Dense | Blockwise | Ring" = dataclasses.field(default_factory=Dense)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that cut the tokens, major to minor."""
+        return (self.inner.axes if isinstance(self.inner, Ring) else ()) + _names(self.axis)
+
+    def rows(self, length: int) -> Rows:
+        """The positions of this rank's tokens of a sequence."""
+        inner = self.inner.rows(length)
+        return part_of(inner, *own_range(num_rows(inner), self.axis))
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+        """Attention of this rank's queries over all keys."""
+        if axis_size(self.axis) == 1:
+            return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
+        (H, G), T = (q_BTHK.shape[2], k_BSGK.shape[2]), num_rows(self.inner.rows(length))
+        sent, read = _key_heads(H, G, self.axis)
+        k_BSGK, v_BSGK = (x if sent is None else x[:, :, sent] for x in (k_BSGK, v_BSGK))
+        q, k, v = (all_to_all(x, self.axis, split_dim=2, concat_dim=1, size=T) for x in (q_BTHK, k_BSGK, v_BSGK))
+        if not evenly(read, k.shape[2]):
+            k, v = k[:, :, read], v[:, :, read]
+        y = self.inner.attend(q, k, v, how.of_heads(*own_range(H, self.axis)), length)
+        return all_to_all(y, self.axis, split_dim=1, concat_dim=2, size=H)
+
+
+Body = Dense | Blockwise | Ulysses | Ring
+DENSE = Dense()
+CAUSAL = Causal()
+
+
+class Attending(NamedTuple):
+    """What a layer of attention does with its queries, keys and values.
+
+    Attributes:
+        mask: which pairs count, of all tokens and all heads.
+        impl: how it is computed.
+    """
+
+    mask: Mask = CAUSAL
+    impl: Body = DENSE
+
+
+def sequence_order(body: Body, length: int, num_ranks: int) -> Int64[Tensor, " t"]:
+    """The order in which tokens lie before they are cut: `x[:, order]`. That of positions, but for zigzag.
+
+    Args:
+        body: how attention is computed.
+        length: T.
+        num_ranks: ranks along the axis of the ring.
+
+    Example:
+        >>> sequence_order(Ring("sp", 8, zigzag=True), 8, num_ranks=2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    ring = body.inner if isinstance(body, Ulysses) else body
+    if not (isinstance(ring, Ring) and ring.zigzag):
+        return torch.arange(length)
+    sizes = [len(x) for x in torch.arange(length).chunk(num_ranks)]
+    return torch.cat([torch.arange(a, b) for rows in _zigzag(sizes) for a, b in rows])
+
+
+def own_rows(body: Body, num_tokens: int) -> Rows:
+    """The positions of this rank's tokens, as ranges (start, stop), one after the other.
+
+    Args:
+        body: how attention is computed.
+        num_tokens: that this rank has.
+
+    Raises:
+        ValueError: the body cuts the tokens and does not know of how many, or this rank has others.
+
+    Example:
+        >>> own_rows(Ulysses("sp", 8), 8)
+        ((0, 8),)
+    """
+    length = whole_length(body, num_tokens)
+    rows = body.rows(length)
+    if num_rows(rows) != num_tokens:
+        raise ValueError(
+            f"attention: this rank has {num_tokens} tokens, but of {length} over {_told(body)} its part is"
+            f" {num_rows(rows)}; cut the batch along {_axes(body)}, or correct length."
+        )
+    return rows
+
+
+def own_positions(body: Body, num_tokens: int, device: torch.device | None = None) -> Int64[Tensor, " t"]:
+    """The global positions of this rank's tokens: for rotary tables and learned positions.
+
+    Args:
+        body: how attention is computed.
+        num_tokens: that this rank has.
+        device: of the result.
+
+    Raises:
+        ValueError: as `own_rows`.
+
+    Example:
+        >>> own_positions(Dense(), 3).tolist()
+        [0, 1, 2]
+    """
+    return torch.cat([torch.arange(a, b, device=device) for a, b in (*own_rows(body, num_tokens), (0, 0))])
+
+
+def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t2"]:
+    """Numbers of all tokens, in the order of positions, of which each rank has its own: what `Segments` takes.
+
+    Args:
+        x_BT: of this rank's tokens.
+        body: how attention is computed.
+
+    Raises:
+        ValueError: as `own_rows`.
+
+    Example:
+        >>> whole_sequence(torch.tensor([[1, 1, 2]]), Dense()).tolist()
+        [[1, 1, 2]]
+    """
+    own_rows(body, x_BT.shape[1])
+    if isinstance(body, Dense | Blockwise):
+        return x_BT
+    length = whole_length(body, x_BT.shape[1])
+    ring = body.inner if isinstance(body, Ulysses) else body
+    order = sequence_order(body, length, axis_size(ring.axis) if isinstance(ring, Ring) else 1)
+    return all_gather(x_BT, body.axes, dim=1, size=length)[:, order.argsort().to(x_BT.device)]
+
+
+def whole_length(body: Body, num_tokens: int) -> int:
+    """The number of tokens of the whole sequence, of which this rank has some.
+
+    Raises:
+        ValueError: it is said nowhere, or twice.
+    """
+    if isinstance(body, Dense | Blockwise):
+        return num_tokens
+    inner = body.inner.length if isinstance(body, Ulysses) and isinstance(body.inner, Ring) else None
+    lengths = {x for x in (body.length, inner) if x is not None}
+    if len(lengths) > 1:
+        raise ValueError(f"attention: {body} says two lengths; leave out that of the inner one.")
+    if not lengths and math.prod(axis_size(a) for a in body.axes) > 1:
+        raise ValueError(
+            f"attention: {type(body).__name__} over {_told(body)} needs length=, the tokens of the whole sequence:"
+            f" from the {num_tokens} that this rank has it cannot be told."
+        )
+    return lengths.pop() if lengths else num_tokens
+
+
+def evenly(read: list[int], keys: int) -> bool:
+    """Whether query heads read `keys` key heads in runs of one length, as attention pairs them."""
+    return not read or (len(read) % keys == 0 and read == [h // (len(read) // keys) for h in range(len(read))])
+
+
+def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
+    """The key heads that a range of query heads reads."""
+    start, stop = queries
+    return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
+
+
+def _online(axis: Axes, rows: tuple[Rows, ...], qkv: tuple[Tensor, Tensor, Tensor], how: Scores, block: int) -> Tensor:
+    q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in qkv)
+    H, G = q_BHTK.shape[1], k_BGSK.shape[1]
+    if how.slopes_H is not None and how.slopes_H.requires_grad:
+        raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes; pass slopes_H.detach().")
+    q_BGRTK = q_BHTK.unflatten(1, (G, H // G if G else 1))
+    y_BGRTK = online(q_BGRTK, k_BGSK, v_BGSK, course(axis, rows, q_BHTK.shape[2], how, block))
+    return y_BGRTK.flatten(1, 2).transpose(1, 2)
+
+
+def _key_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]]:
+    """Key heads as they are dealt, as many to each rank; and which of its own each query head of this rank reads.
+
+    None is dealt where `torch.chunk` of the key heads gives each rank what it reads.
+    """
+    queries, held = all_ranges(H, axis), all_ranges(G, axis)
+    needed, own = [keys_of(q, H // G) for q in queries], queries[axis_index(axis)]
+    read = [h // (H // G) - needed[axis_index(axis)][0] for h in range(*own)]
+    if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
+        return None, read
+    width = max(b - a for a, b in needed)
+    return [min(a + i, G - 1) for a, _ in needed for i in range(width)], read
+
+
+def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:
+    """Two stretches a rank, together of its size: fronts in the order of ranks, and backs in the other."""
+    fronts = [-(-n // 2) for n in sizes]
+    backs, out = [n - f for n, f in zip(sizes, fronts, strict=True)], []
+    for r in range(len(sizes)):
+        front, back = sum(fronts[:r]), sum(fronts) + sum(backs[r + 1 :])
+        out.append(tuple((a, b) for a, b in ((front, front + fronts[r]), (back, back + backs[r])) if a < b))
+    return tuple(out)
+
+
+def part_of(rows: Rows, start: int, stop: int) -> Rows:
+    """Rows start .. stop of these, as positions."""
+    out, at = [], 0
+    for a, b in rows:
+        cut = (a + max(start - at, 0), a + min(stop - at, b - a))
+        out += [cut] if cut[0] < cut[1] else []
+        at += b - a
+    return tuple(out)
+
+
+def _names(axis: Axes) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _axes(body: Body) -> tuple[str, ...]:
+    return () if isinstance(body, Dense | Blockwise) else body.axes
+
+
+def _told(body: Body) -> str:
+    return " x ".join(f"{axis_size(a)} ranks of {a!r}" for a in _axes(body))

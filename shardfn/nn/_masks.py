@@ -1,0 +1,390 @@
+"""Which keys a query attends to, as values: `Causal() & Segments(ids_BT)`.
+
+A mask speaks of global positions, so that a rank with some tokens of a sequence uses the same value as one device. It
+answers for a rectangle of positions, (start, stop) of queries and (start, stop) of keys: whether all pairs of it
+count, none, or some; which; and how many. Bodies of attention skip the rectangles in which none counts.
+
+What an answer "none" or "all" depends on is known to the program (positions, lengths, layouts) and never read from a
+tensor: ranks agree on what is skipped, and a capture is good for all batches.
+
+B samples, T tokens, H query heads, N blocks of a layout.
+Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496
+"""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+Span = tuple[int, int]
+Cover = Literal["all", "none", "some"]
+
+# Elements of the largest dense block that is made to count pairs.
+_COUNTED = 4096
+
+
+class Mask(abc.ABC):
+    """Pairs of a query and a key; `a & b` are the pairs of both."""
+
+    @abc.abstractmethod
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        """Whether all pairs of a rectangle count, none, or (as far as is known without data) some."""
+
+    @abc.abstractmethod
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Bool[Tensor, "*bh q k"]:
+        """The pairs of a rectangle, [Q, K], [H, Q, K], [B, 1, Q, K] or [B, H, Q, K], as the mask tells them apart."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether no query attends to a later key."""
+        return False
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """Samples and heads that the mask tells apart; 1 where it is one for all."""
+        return 1, 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The data in it; `with_tensors` puts others in their place."""
+        return ()
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Mask":
+        """The same mask of other data."""
+        del tensors
+        return self
+
+    def of_heads(self, start: int, stop: int) -> "Mask":
+        """The mask of some query heads."""
+        del start, stop
+        return self
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        """What speaks against so many queries, keys and heads."""
+        del queries, keys, heads
+        return []
+
+    def count(self, queries: Span, keys: Span) -> int:
+        """Pairs that count in a rectangle, over the samples and heads that the mask tells apart.
+
+        Example:
+            >>> Causal().count((0, 4), (0, 4))
+            10
+        """
+        cover, (q, k) = self.cover(queries, keys), (_size(queries), _size(keys))
+        if cover != "some":
+            return q * k * math.prod(self.lead) * (cover == "all")
+        if q * k <= _COUNTED:
+            return int(self.pairs(queries, keys).expand(*self.lead, q, k).sum())
+        if q >= k:
+            return sum(self.count(half, keys) for half in _halves(queries))
+        return sum(self.count(queries, half) for half in _halves(keys))
+
+    def __and__(self, other: "Mask") -> "Mask":
+        members = [m for mask in (self, other) for m in (mask.masks if isinstance(mask, Both) else (mask,))]
+        members = [m for m in members if not isinstance(m, Full)]
+        return Both(tuple(members)) if len(members) > 1 else members[0] if members else Full()
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Mask):
+    """Every pair. `Full() & mask` is `mask`.
+
+    Example:
+        >>> (Full() & Causal()).cover((0, 2), (2, 4))
+        'none'
+    """
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        return "all" if _size(queries) * _size(keys) else "none"
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        return torch.ones(_size(queries), _size(keys), dtype=torch.bool, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """Token t attends to tokens t - left .. t + right. Mistral's window of w tokens is `Window(w - 1)`.
+
+    Attributes:
+        left: how far back; None is all the way.
+        right: how far ahead; None is all the way.
+
+    Raises:
+        ValueError: a negative distance.
+
+    Example:
+        >>> Window(1).pairs((0, 3), (0, 3)).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self) -> None:
+        if min(self.left or 0, self.right or 0) < 0:
+            raise ValueError(f"{self}: distances are 0 or more, or None for no limit.")
+
+    @property
+    def looks_back(self) -> bool:
+        return self.right == 0
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        (a, b), (c, d) = queries, keys
+        left, right = (math.inf if x is None else x for x in (self.left, self.right))
+        nearest, furthest = c - (b - 1), (d - 1) - a  # of key - query
+        if a >= b or c >= d or furthest < -left or nearest > right:
+            return "none"
+        return "all" if -left <= nearest and furthest <= right else "some"
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        ahead = torch.arange(*keys, device=device) - torch.arange(*queries, device=device)[:, None]
+        near = [] if self.left is None else [ahead >= -self.left]
+        near += [] if self.right is None else [ahead <= self.right]
+        return functools.reduce(torch.logical_and, near) if near else torch.ones_like(ahead, dtype=torch.bool)
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        return _alike(self, queries, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Window):
+    """Token t attends to tokens s <= t.
+
+    Example:
+        >>> Causal().cover((4, 8), (0, 4)), Causal().cover((0, 4), (0, 4))
+        ('all', 'some')
+    """
+
+    left: int | None = dataclasses.field(default=None, init=False, repr=False)
+    right: int | None = dataclasses.field(default=0, init=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Mask):
+    """Causal, but that the first `length` tokens are seen by all: a prefix language model.
+
+    Attributes:
+        length: tokens of the prefix.
+
+    Example:
+        >>> Prefix(2).pairs((0, 3), (0, 3)).int().tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    length: int
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        if keys[1] <= self.length:
+            return Full().cover(queries, keys)
+        causal = Causal().cover(queries, keys)
+        ahead = causal == "none" and _size(queries) * _size(keys) > 0
+        return "some" if ahead and keys[0] < self.length else causal
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        return Causal().pairs(queries, keys, device) | (torch.arange(*keys, device=device) < self.length)
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        return _alike(self, queries, keys)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segments(Mask):
+    """Tokens of one document attend to each other: packed sequences. Usually `Causal() & Segments(ids_BT)`.
+
+    Attributes:
+        ids_BT: the document of each token, of the whole sequence; any integers.
+
+    Example:
+        >>> Segments(torch.tensor([[0, 0, 1]])).pairs((0, 3), (0, 3)).int().tolist()
+        [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+
+    ids_BT: Int64[Tensor, "b t"]
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.ids_BT.shape[0], 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.ids_BT,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
+        return Segments(*tensors)
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        return "some" if _size(queries) * _size(keys) else "none"
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        q_BQ, k_BK = (self.ids_BT[:, start:stop] for start, stop in (queries, keys))
+        return (q_BQ[:, :, None] == k_BK[:, None]).unsqueeze(1).to(device)
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        own = self.ids_BT.shape[-1]
+        told = f"Segments of {own} tokens for {queries} queries and {keys} keys: give the ids of the whole sequence"
+        return [] if own == queries == keys else [told]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockLayout(Mask):
+    """Blocks of `block` queries and `block` keys that attend to each other, one layout for all heads or one a head.
+
+    Inside a block that counts every pair does: for a causal model, `Causal() & BlockLayout(...)`.
+
+    Attributes:
+        blocks: bool, [N, N] or [H, N, N]; rows are blocks of queries. Kept as a NumPy array that cannot be written.
+        block: tokens of a block.
+        padded: the last block may be shorter.
+
+    Raises:
+        ValueError: another shape, or a row without a block.
+
+    Example:
+        >>> BlockLayout([[1, 0], [1, 1]], block=2).count((0, 4), (0, 4))
+        12
+    """
+
+    blocks: Any
+    block: int
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        given = self.blocks.numpy(force=True) if isinstance(self.blocks, Tensor) else self.blocks
+        blocks = np.array(given, dtype=bool)  # a copy
+        blocks.flags.writeable = False
+        object.__setattr__(self, "blocks", blocks)
+        if blocks.ndim not in (2, 3) or blocks.shape[-1] != blocks.shape[-2] or self.block < 1:
+            raise ValueError(
+                f"BlockLayout of shape {blocks.shape}, block={self.block}: give [N, N] or [H, N, N], and a block >= 1."
+            )
+        empty = np.argwhere(~blocks.any(-1))
+        if len(empty):
+            raise ValueError(
+                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}; their queries"
+                " would attend to nothing. Give each at least its own block."
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockLayout) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.blocks.shape, self.blocks.tobytes(), self.block, self.padded
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return 1, self.blocks.shape[0] if self.blocks.ndim == 3 else 1
+
+    def of_heads(self, start: int, stop: int) -> Mask:
+        return self if self.blocks.ndim == 2 else dataclasses.replace(self, blocks=self.blocks[start:stop])
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        if not _size(queries) * _size(keys):
+            return "none"
+        (a, b), (c, d) = ((start // self.block, -(-stop // self.block)) for start, stop in (queries, keys))
+        part = self.blocks[..., a:b, c:d]
+        return "all" if part.all() else "some" if part.any() else "none"
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        rows, columns = (np.arange(*span) // self.block for span in (queries, keys))
+        return torch.from_numpy(self.blocks[..., rows[:, None], columns]).to(device)
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        num, out = self.blocks.shape[-1], _alike(self, queries, keys)
+        if queries == keys and (-(-queries // self.block) != num or (queries % self.block and not self.padded)):
+            out.append(
+                f"BlockLayout of {num} blocks of {self.block} for {queries} tokens: make a layout for"
+                f" {-(-queries // self.block)} blocks"
+                + (", and pass padded=True, as the last is shorter" if queries % self.block else "")
+            )
+        if self.lead[1] not in (1, heads):
+            out.append(f"BlockLayout for {self.lead[1]} heads, but there are {heads}")
+        return out
+
+    def __repr__(self) -> str:
+        return f"BlockLayout(shape={self.blocks.shape}, block={self.block})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Mask):
+    """The pairs of all of several masks; made by `&`.
+
+    Attributes:
+        masks: two or more, none of them such an intersection.
+
+    Example:
+        >>> (Causal() & Window(1)).masks
+        (Causal(), Window(left=1, right=0))
+    """
+
+    masks: tuple[Mask, ...]
+
+    @property
+    def looks_back(self) -> bool:
+        return any(m.looks_back for m in self.masks)
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        samples, heads = zip(*(m.lead for m in self.masks), strict=True)
+        return max(samples), max(heads)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for m in self.masks for t in m.tensors)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
+        left = iter(tensors)
+        return Both(tuple(m.with_tensors([next(left) for _ in m.tensors]) for m in self.masks))
+
+    def of_heads(self, start: int, stop: int) -> Mask:
+        return Both(tuple(m.of_heads(start, stop) for m in self.masks))
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        found = [m.cover(queries, keys) for m in self.masks]
+        return "none" if "none" in found else "some" if "some" in found else "all"
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        some = [m for m in self.masks if m.cover(queries, keys) != "all"]
+        found = [m.pairs(queries, keys, device) for m in some or self.masks[:1]]
+        return functools.reduce(torch.logical_and, found)
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        return [p for m in self.masks for p in m.problems(queries, keys, heads)]
+
+
+def segments(position_ids_BT: Int64[Tensor, "b t"]) -> Segments:
+    """The documents of packed sequences, told by positions that start again at 0.
+
+    Args:
+        position_ids_BT: of the whole sequence.
+
+    Example:
+        >>> segments(torch.tensor([[0, 1, 0, 1, 2]])).ids_BT.tolist()
+        [[1, 1, 2, 2, 2]]
+    """
+    return Segments((position_ids_BT == 0).cumsum(-1))
+
+
+def _size(span: Span) -> int:
+    return max(span[1] - span[0], 0)
+
+
+def _halves(span: Span) -> tuple[Span, Span]:
+    middle = (span[0] + span[1]) // 2
+    return (span[0], middle), (middle, span[1])
+
+
+def _alike(mask: Mask, queries: int, keys: int) -> list[str]:
+    told = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
+    return [told] if queries != keys else []

@@ -1,0 +1,265 @@
+"""Attention tile by tile: the softmax of a row is kept as (top, total, sum) while its keys come in parts.
+
+    forward   top' = max(top, max s);  total' = total e^(top - top') + sum e^(s - top');  sum likewise with v
+    backward  p = e^(s - lse);  dv = p^T dy;  ds = p (dy v^T - delta);  dq = ds k;  dk = ds^T q
+
+with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. A row
+without keys has lse = -inf, y = 0 and gradient 0. No more than a tile of scores is there at a time. Tiles in which the
+mask counts no pair are left out.
+
+B samples, G key heads, R query heads of a key head, T queries, S keys, K head dim.
+Milakov, Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867
+Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._masks import Mask, Span
+
+# Positions of tokens that lie one after another, in the order in which they lie.
+Rows = tuple[Span, ...]
+
+
+class Scores(NamedTuple):
+    """What a score is besides q k.
+
+    Attributes:
+        mask: which pairs count.
+        scale: of q k; None is 1 / sqrt(K).
+        slopes_H: ALiBi's slopes of the query heads, or None.
+    """
+
+    mask: Mask
+    scale: float | None
+    slopes_H: Tensor | None = None
+
+    def bias(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
+        """[H, Q, K]: -slope * distance."""
+        if self.slopes_H is None:
+            return None
+        distance = torch.arange(*queries, device=device)[:, None] - torch.arange(*keys, device=device)
+        return -self.slopes_H[:, None, None] * distance.abs()
+
+    def of_heads(self, start: int, stop: int) -> "Scores":
+        """Those of some query heads."""
+        slopes_H = None if self.slopes_H is None else self.slopes_H[start:stop]
+        return Scores(self.mask.of_heads(start, stop), self.scale, slopes_H)
+
+
+class Tile(NamedTuple):
+    """Rows `at` of a tensor, which are the tokens of positions `span`."""
+
+    at: Span
+    span: Span
+
+
+class State(NamedTuple):
+    """The softmax of a tile of queries over the keys so far: maximum and sum of e^(s - top), and the sum with v."""
+
+    top: Tensor
+    total: Tensor
+    sum: Tensor
+
+
+def tiles(rows: Rows, block: int) -> list[Tile]:
+    """Rows in pieces of at most `block`.
+
+    Example:
+        >>> [tuple(t) for t in tiles(((0, 3), (9, 11)), 2)]
+        [((0, 2), (0, 2)), ((2, 3), (2, 3)), ((3, 5), (9, 11))]
+    """
+    out, at = [], 0
+    for start, stop in rows:
+        for a in range(start, stop, block):
+            b = min(a + block, stop)
+            out.append(Tile((at, at + b - a), (a, b)))
+            at += b - a
+    return out
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are formed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def factor(how: Scores, q: Tensor) -> float:
+    """By what q k is scaled."""
+    return q.shape[-1] ** -0.5 if how.scale is None else how.scale
+
+
+def take(x: Tensor, at: Span) -> Tensor:
+    """Rows of dim -2, in the dtype of sums."""
+    return x[..., at[0] : at[1], :].to(wide(x.dtype))
+
+
+def absorb(
+    states: list[State | None],
+    q_BGRTK: Tensor,
+    queries: Rows,
+    kv: tuple[Tensor, Tensor],
+    keys: Rows,
+    how: Scores,
+    block: int,
+) -> None:
+    """Takes keys and values [B, G, S, K] into the states of the tiles of queries."""
+    for key in tiles(keys, block):
+        k, v = (take(x, key.at) for x in kv)
+        for i, query in enumerate(tiles(queries, block)):
+            if how.mask.cover(query.span, key.span) == "none":
+                continue
+            s = _scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
+            states[i] = _fold(states[i], s, v)
+
+
+def finish(
+    states: Sequence[State | None], q_BGRTK: Tensor, v: Tensor, queries: Rows, block: int
+) -> tuple[Tensor, Tensor]:
+    """Y [B, G, R, T, K] and lse [B, G, R, T] of all tiles."""
+    ys, lses = [], []
+    for state, query in zip(states, tiles(queries, block), strict=True):
+        if state is None:  # sums of nothing, as functions of what they would be sums of
+            q = take(q_BGRTK, query.at)
+            empty = torch.zeros_like(q[..., 0])
+            ys.append(empty[..., None].expand(*empty.shape, v.shape[-1]))
+            lses.append(empty - math.inf)
+        else:
+            ys.append(torch.where(state.total[..., None] > 0, state.sum / state.total[..., None], 0.0))
+            lses.append(state.top + state.total.log())
+    if not ys:
+        return torch.zeros_like(q_BGRTK[..., :1]).expand(*q_BGRTK.shape[:-1], v.shape[-1]), _wide_zeros(q_BGRTK[..., 0])
+    return torch.cat(ys, -2).to(v.dtype), torch.cat(lses, -1)
+
+
+class Outer(NamedTuple):
+    """What a backward knows of the queries: themselves, the cotangent of y, lse, and delta."""
+
+    q_BGRTK: Tensor
+    dy_BGRTK: Tensor
+    lse_BGRT: Tensor
+    delta_BGRT: Tensor
+
+
+def transpose(
+    dqs: list[Tensor | None],
+    outer: Outer,
+    queries: Rows,
+    kv: tuple[Tensor, Tensor],
+    keys: Rows,
+    how: Scores,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    """Adds to the gradients of the tiles of queries, and returns those of keys and values, [B, G, S, K]."""
+    columns: list[tuple[Tensor, Tensor]] = []
+    for key in tiles(keys, block):
+        k, v = (take(x, key.at) for x in kv)
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for i, query in enumerate(tiles(queries, block)):
+            if how.mask.cover(query.span, key.span) == "none":
+                continue
+            q, dy, lse, delta = (_rows_of(x, query.at) for x in outer)
+            s = _scores(q, k, query.span, key.span, how)
+            p = _probabilities(s, lse)
+            ds = p * (_joined(dy) @ v.mT).view_as(p).sub(delta[..., None]) * factor(how, q)
+            dv = dv + _joined(p).mT @ _joined(dy)
+            dk = dk + _joined(ds).mT @ _joined(q)
+            dq = (_joined(ds) @ k).view_as(q)
+            before = dqs[i]
+            dqs[i] = dq if before is None else before + dq
+        columns.append((dk, dv))
+    if not columns:
+        return _wide_zeros(kv[0]), _wide_zeros(kv[1])
+    dk, dv = (torch.cat(x, -2) for x in zip(*columns, strict=True))
+    return dk, dv
+
+
+class Pushed:
+    """The tangents of y and lse: dlse = sum p ds, dy = sum (p ds v + p dv) - y dlse."""
+
+    def __init__(self, queries: Rows, outer: tuple[Tensor, Tensor, Tensor], block: int) -> None:
+        self._tiles, self._outer, self._block = tiles(queries, block), outer, block
+        self._sums: list[tuple[Tensor, Tensor] | None] = [None] * len(self._tiles)
+
+    def absorb(self, tensors: Sequence[Tensor], keys: Rows, how: Scores) -> None:
+        """Takes keys, values and their tangents, [B, G, S, K]."""
+        for key in tiles(keys, self._block):
+            k, v, dk, dv = (take(x, key.at) for x in tensors)
+            for i, query in enumerate(self._tiles):
+                if how.mask.cover(query.span, key.span) == "none":
+                    continue
+                q, dq, lse = (_rows_of(x, query.at) for x in self._outer)
+                p = _probabilities(_scores(q, k, query.span, key.span, how), lse)
+                pds = p * (_joined(dq) @ k.mT + _joined(q) @ dk.mT).view_as(p) * factor(how, q)
+                new = pds.sum(-1), (_joined(pds) @ v + _joined(p) @ dv).view(*p.shape[:-1], v.shape[-1])
+                old = self._sums[i]
+                self._sums[i] = new if old is None else (old[0] + new[0], old[1] + new[1])
+
+    def finish(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The tangents of y [B, G, R, T, K] and lse [B, G, R, T]."""
+        dys, dlses = [], []
+        for found, tile in zip(self._sums, self._tiles, strict=True):
+            own = take(y, tile.at)
+            dlse, sum = (_wide_zeros(own[..., 0]), _wide_zeros(own)) if found is None else found
+            dys.append(sum - own * dlse[..., None])
+            dlses.append(dlse)
+        if not dys:
+            return torch.zeros_like(y), _wide_zeros(y[..., 0])
+        return torch.cat(dys, -2).to(y.dtype), torch.cat(dlses, -1)
+
+
+def gathered(parts: Sequence[Tensor | None], like: Tensor, rows: Rows, block: int) -> Tensor:
+    """The tiles of a gradient as one; None is zeros."""
+    pairs: Iterator[tuple[Tensor | None, Tile]] = zip(parts, tiles(rows, block), strict=True)
+    found = [_wide_zeros(like[..., t.at[0] : t.at[1], :]) if p is None else p for p, t in pairs]
+    return torch.cat(found, -2).to(like.dtype) if found else torch.zeros_like(like)
+
+
+def _scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: Scores) -> Tensor:
+    """[B, G, R, Q, K]; -inf where a pair does not count."""
+    s = (_joined(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * factor(how, q)
+    bias = how.bias(queries, keys, q.device)
+    s = s if bias is None else s + _by_group(bias, q).to(s.dtype)
+    if how.mask.cover(queries, keys) == "all":
+        return s
+    return s.masked_fill(~_by_group(how.mask.pairs(queries, keys, q.device), q), -math.inf)
+
+
+def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
+    """e^(s - lse); 0 in rows without keys."""
+    return (s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+
+
+def _fold(state: State | None, s: Tensor, v: Tensor) -> State:
+    top = s.amax(-1) if state is None else torch.maximum(state.top, s.amax(-1))
+    shift = top.masked_fill(top == -math.inf, 0.0)  # rows that have no key yet
+    p = (s - shift[..., None]).exp()
+    total, sum = p.sum(-1), (_joined(p) @ v).view(*p.shape[:-1], v.shape[-1])
+    if state is not None:
+        before = (state.top - shift).exp()
+        total, sum = total + state.total * before, sum + state.sum * before[..., None]
+    return State(top, total, sum)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[B, G, R, T, K] as [B, G, R * T, K]: the query heads of a key head are rows of one product."""
+    return x.flatten(-3, -2)
+
+
+def _by_group(x: Tensor, q: Tensor) -> Tensor:
+    """[.., H or 1, Q, K] as [.., G or 1, R or 1, Q, K]."""
+    if x.ndim == 2:
+        return x
+    return x.unflatten(-3, tuple(q.shape[-4:-2])) if x.shape[-3] != 1 else x.unsqueeze(-3)
+
+
+def _rows_of(x: Tensor, at: Span) -> Tensor:
+    """Rows of a tile, of [.., T, K] or [.., T]."""
+    return take(x, at) if x.ndim == 5 else x[..., at[0] : at[1]]
+
+
+def _wide_zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=wide(x.dtype))

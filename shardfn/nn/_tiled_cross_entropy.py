@@ -1,0 +1,155 @@
+"""The loss of a language model whose logits are never there whole: a tile of tokens at a time.
+
+The gradients are computed beside the loss, in the forward, while a tile's logits are there; the backward multiplies
+them by its cotangent. They are kept in float32 or better. So beside x there are a tile of logits and, where a gradient
+is wanted, one tensor like x and one like w.
+
+N tokens, D model, V vocabulary.
+Snowflake, Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996
+Hsu et al., Liger Kernel, 2024, https://arxiv.org/abs/2410.10989
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from shardfn.collectives import axis_size, pmax, psum
+from shardfn.core import Axes
+
+from ._linear import own_classes, own_index
+from ._online import wide
+from ._parallel import enter_parallel
+
+
+class _How(NamedTuple):
+    """Tokens of a tile, the target that does not count, this rank's classes, the axis, and whether gradients follow."""
+
+    tile: int
+    ignore_index: int
+    classes: tuple[int, int, int]
+    axis: Axes
+    differentiated: bool
+
+
+def tiled_cross_entropy(
+    x_BTD: Float[Tensor, "b t d"],
+    w_VD: Float[Tensor, "v d"],
+    targets_BT: Int64[Tensor, "b t2"],
+    *,
+    tile: int = 1024,
+    ignore_index: int = -100,
+    axis: Axes = None,
+    vocab_size: int | None = None,
+    sequence: int | None = None,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """`cross_entropy_sum(x w^T, targets)`, of which no more than `tile` rows of logits are there at a time.
+
+    Args:
+        x_BTD: what the output layer takes, whole, or with `sequence` this rank's rows of the tokens.
+        w_VD: the output layer; with `axis`, this rank's classes.
+        targets_BT: classes in [0, V), or `ignore_index`.
+        tile: tokens.
+        ignore_index: the target that does not count.
+        axis: mesh axes that cut V; None is one device.
+        vocab_size: V; needed where the axis has several ranks.
+        sequence: T where `x_BTD` is cut along the tokens.
+
+    Returns:
+        (total, count), 0-d, both of the dtype of the sum. The total is differentiable once.
+
+    Raises:
+        ValueError: `tile` is less than 1, there is not one target a token, or the layer is not this rank's block.
+
+    Example:
+        >>> x, w, targets = torch.zeros(1, 2, 4), torch.zeros(8, 4), torch.tensor([[3, -100]])
+        >>> total, count = tiled_cross_entropy(x, w, targets, tile=1)
+        >>> round(total.item(), 4), count.item()
+        (2.0794, 1.0)
+    """
+    classes = own_classes("tiled_cross_entropy: w_VD", w_VD.shape[0], vocab_size, axis)
+    x_BTD = enter_parallel(x_BTD, axis, sequence)
+    if tile < 1 or x_BTD.shape[:-1] != targets_BT.shape:
+        raise ValueError(
+            f"tiled_cross_entropy: tile={tile}, tokens {tuple(x_BTD.shape[:-1])}, targets {tuple(targets_BT.shape)};"
+            " give one target a token, and a tile of 1 or more."
+        )
+    how = _How(tile, ignore_index, classes, axis, torch.is_grad_enabled())
+    total = _TiledCrossEntropy.apply(x_BTD.flatten(0, -2), w_VD, targets_BT.flatten(), how)[0]
+    return total, (targets_BT != ignore_index).sum().to(total.dtype)
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    """(x, w, targets) -> (total, dx, dw, nothing); the last is there to be a function of x and w in the backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_ND: Tensor, w_VD: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, ...]:
+        work = wide(x_ND.dtype)
+        total, dxs, dw_VD = torch.zeros((), dtype=work, device=x_ND.device), [], torch.zeros_like(w_VD, dtype=work)
+        for x, targets in zip(x_ND.split(how.tile), targets_N.split(how.tile), strict=True):
+            loss, d_logits = _tile(F.linear(x, w_VD).to(work), targets, how)
+            total = total + loss
+            if how.differentiated:
+                dxs.append(d_logits @ w_VD.to(work))
+                dw_VD = dw_VD + d_logits.mT @ x.to(work)
+        dx_ND = torch.cat(dxs) if dxs else torch.zeros_like(x_ND, dtype=work)
+        return total, dx_ND, dw_VD, total.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+        ctx.mark_non_differentiable(*output[1:3])
+        ctx.save_for_backward(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        of_x, of_w = ctx.dtypes
+        dx_ND, dw_VD, nothing = ctx.saved_tensors
+        dx, dw = (_Once.apply(d * grad_outputs[0], nothing) for d in (dx_ND, dw_VD))
+        return dx.to(of_x), dw.to(of_w), None, None
+
+
+class _Once(torch.autograd.Function):
+    """The identity, of which there is no derivative: gradients of a loss whose second derivatives are not there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, of: Tensor) -> Tensor:
+        del of
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        raise NotImplementedError(
+            "tiled_cross_entropy has a first derivative only, as its gradients are computed in the forward; for a"
+            " second one use cross_entropy_sum(linear(x, w), targets)."
+        )
+
+
+def _tile(logits_NV: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    """The sum over the tokens of a tile, and its gradient with regard to their logits."""
+    counts_N, (start, stop, size) = targets_N != how.ignore_index, how.classes
+    index_N, missing_N = own_index(targets_N.masked_fill(~counts_N, 0), start, stop, size)
+    if start == stop:
+        hit_N = logits_NV.sum(-1)
+    else:
+        hit_N = logits_NV.gather(-1, index_N[:, None])[:, 0].masked_fill(missing_N, 0.0)
+    lse_N = logits_NV.logsumexp(-1)
+    if axis_size(how.axis) > 1:
+        top_N = pmax(lse_N, how.axis)
+        sum_N, hit_N = psum(torch.stack([(lse_N - top_N).exp(), hit_N]), how.axis).unbind()
+        lse_N = sum_N.log() + top_N
+    d_logits_NV = (logits_NV - lse_N[:, None]).exp()
+    if start < stop:
+        ones_N = (~missing_N).to(d_logits_NV.dtype)
+        d_logits_NV = d_logits_NV.scatter_add(-1, index_N[:, None], -ones_N[:, None])
+    return (lse_N - hit_N).masked_fill(~counts_N, 0.0).sum(), d_logits_NV.masked_fill(~counts_N[:, None], 0.0)

@@ -1,0 +1,304 @@
+"""Covers the bodies of attention: values and gradients of the formula, any mask and sizes, on one rank and many."""
+
+import functools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import nn
+from shardfn.collectives import bind_mesh
+from shardfn.nn import _bodies, _online
+from shardfn.testing import distributed
+
+TOL = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, slopes: Tensor | None = None) -> Tensor:
+    """The definition, written with none of the library's arithmetic."""
+    T, H, K = q.shape[1:]
+    S, G = k.shape[1:3]
+    k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
+    s = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(K)
+    if slopes is not None:
+        s = s - slopes[:, None, None] * (torch.arange(T)[:, None] - torch.arange(S)).abs()
+    pairs = mask.pairs((0, T), (0, S)).expand(s.shape)
+    p = torch.where(pairs, s, -1e300 if s.dtype == torch.float64 else -1e30).softmax(-1)
+    p = torch.where(pairs, p, 0.0)
+    return torch.einsum("bhts,bshk->bthk", p, v)
+
+
+def drawn_mask(draw: random.Random, B: int, T: int, H: int) -> nn.Mask:
+    """A mask, often one that leaves rows without keys."""
+    block = draw.choice([1, 3, 16])
+    num = -(-T // block)
+    layout = torch.rand(*draw.choice([(), (H,)]), num, num) < 0.3
+    choices: list[nn.Mask] = [
+        nn.Full(),
+        nn.Causal(),
+        nn.Window(draw.randrange(T + 1), draw.choice([0, 2, None])),
+        nn.Prefix(draw.randrange(T + 1)),
+        nn.Segments(torch.randint(3, (B, T)).sort(-1).values),
+        nn.BlockLayout(layout | torch.eye(num).bool(), block, padded=True),
+    ]
+    mask = draw.choice(choices)
+    for other in draw.sample(choices, draw.randrange(3)):
+        mask = mask & other
+    if draw.random() < 0.4 and num > 1:  # blocks off the diagonal alone: rows without keys
+        mask = mask & nn.Causal() & nn.BlockLayout(1 - torch.eye(num), block, padded=True)
+    return mask
+
+
+def case(draw: random.Random, longest: int) -> tuple[list[Tensor], Tensor, nn.Mask, Tensor | None]:
+    """q, k, v; a cotangent; a mask; slopes or none."""
+    torch.manual_seed(draw.randrange(1 << 30))
+    B, T, G, K = draw.randint(1, 3), draw.randint(1, longest), draw.randint(1, 4), draw.randint(1, 5)
+    H = G * draw.randint(1, 9 // G)
+    qkv = [torch.randn(B, T, n, K, dtype=torch.float64) for n in (H, G, G)]
+    mask = drawn_mask(draw, B, T, H)
+    slopes = torch.rand(H, dtype=torch.float64) if mask.looks_back and draw.random() < 0.5 else None
+    return qkv, torch.randn(B, T, H, K, dtype=torch.float64), mask, slopes
+
+
+def differentiated(
+    qkv: list[Tensor], w: Tensor, mask: nn.Mask, slopes: Tensor | None, impl: Any = None
+) -> list[Tensor]:
+    """y, dq, dk and dv of a body, or of the plain formula."""
+    own = [x.detach().clone().requires_grad_() for x in qkv]
+    q, k, v = own
+    y = plain(q, k, v, mask, slopes) if impl is None else nn.attention(q, k, v, mask=mask, slopes_H=slopes, impl=impl)
+    return [y.detach(), *torch.autograd.grad((y * w).sum(), own)]
+
+
+def assert_close(got: list[Tensor], want: list[Tensor], told: str = "") -> None:
+    for name, a, b in zip(("y", "dq", "dk", "dv"), got, want, strict=True):
+        assert a.shape == b.shape, told
+        if b.numel():
+            # Relative to the largest element; 1 where all of them are zeros.
+            error, size = (a - b).abs().max(), max(float(b.abs().max()), 1.0)
+            assert error <= TOL[b.dtype] * size, f"{name} is off by {error:.3g} of {size:.3g}: {told}"
+
+
+def one_rank(seed: int, longest: int) -> None:
+    draw = random.Random(seed)
+    qkv, w, mask, slopes = case(draw, longest)
+    want = differentiated(qkv, w, mask, slopes)
+    for impl in (nn.Dense(), nn.Blockwise(draw.choice([1, 7, 32, 512]) if longest < 50 else 64), nn.Ring("sp")):
+        got = differentiated(qkv, w, mask, slopes, impl)
+        assert_close(got, want, f"{impl} {mask} seed {seed}")
+
+
+def test_bodies_on_one_rank() -> None:
+    torch.set_num_threads(1)
+    for seed in range(20):
+        one_rank(seed, 40)
+    one_rank(1000, 200)
+
+
+def test_rows_without_keys_are_zeros() -> None:
+    """The first two rows see nothing; nor does anything of theirs reach the gradients."""
+    qkv = [torch.randn(1, 4, 2, 3, dtype=torch.float64) for _ in range(3)]
+    mask = nn.Causal() & nn.BlockLayout([[0, 1], [1, 0]], 2)
+    for impl in (nn.Dense(), nn.Blockwise(2), nn.Blockwise(3)):
+        y, dq, dk, dv = differentiated(qkv, torch.ones(1, 4, 2, 3, dtype=torch.float64), mask, None, impl)
+        assert not y[:, :2].any()
+        assert not dq[:, :2].any()
+        assert not dk[:, 2:].any()
+        assert not dv[:, 2:].any()
+        assert all(x.isfinite().all() for x in (y, dq, dk, dv))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_dtypes(dtype: torch.dtype) -> None:
+    """16-bit values are multiplied and summed in float32: no further from the truth than torch's kernel, twice over."""
+    qkv = [torch.randn(2, 50, 4, 8).to(dtype) for _ in range(3)]
+    w = torch.randn(2, 50, 4, 8).to(dtype)
+    want = differentiated([x.double() for x in qkv], w.double(), nn.Causal(), None)
+    dense, blocks = (differentiated(qkv, w, nn.Causal(), None, i) for i in (nn.Dense(), nn.Blockwise(16)))
+    for a, b, c in zip(want, dense, blocks, strict=True):
+        assert c.dtype == dtype
+        assert (c - a).abs().max() <= 2 * (b - a).abs().max() + torch.finfo(dtype).eps * a.abs().max()
+
+
+def test_queries_and_keys_of_other_numbers() -> None:
+    q, k, v = (torch.randn(2, n, 2, 3, dtype=torch.float64) for n in (5, 9, 9))
+    w = torch.randn(2, 5, 2, 3, dtype=torch.float64)
+    want = differentiated([q, k, v], w, nn.Full(), None)
+    for impl in (nn.Dense(), nn.Blockwise(4)):
+        assert_close(differentiated([q, k, v], w, nn.Full(), None, impl), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
+def test_blocks_are_closed_under_transforms() -> None:
+    """vmap, jvp, grad of grad, and vmap of grad; the plain formula is the reference."""
+    ids = torch.tensor([[0] * 3 + [1] * 3] * 2)
+    mask = nn.Causal() & nn.Segments(ids)
+    slopes = torch.tensor([0.5, 0.25])
+    q, k, v, *tangents = (torch.randn(2, 6, n, 2, dtype=torch.float64) for n in (2, 1, 1) * 2)
+    impl = nn.Blockwise(4)
+
+    def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.attention(q, k, v, mask=mask, slopes_H=slopes, impl=impl)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain(q, k, v, mask, slopes)
+
+    close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    args = q, k, v
+    got, want = (torch.func.jvp(f, args, tuple(tangents)) for f in (blocks, formula))
+    close(got, want)
+    many = torch.stack([q, 2 * q, -q])
+    batched = [
+        torch.func.vmap(torch.func.grad(lambda q, f=f: f(q, k, v).square().sum()))(many) for f in (blocks, formula)
+    ]
+    close(*batched)
+    twice = [
+        torch.func.grad(lambda q, f=f: torch.func.grad(lambda q: f(q, k, v).pow(3).sum())(q).square().sum())(q)
+        for f in (blocks, formula)
+    ]
+    close(*twice)
+    inputs = [x.clone().requires_grad_() for x in args]
+    assert torch.autograd.gradcheck(blocks, inputs, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(blocks, inputs, fast_mode=True)
+    both = torch.stack([ids, ids * 0])
+    packed = torch.func.vmap(lambda ids: nn.attention(q, k, v, mask=nn.Segments(ids), impl=impl))(both)
+    close(packed, torch.stack([plain(q, k, v, nn.Segments(ids)) for ids in both]))
+
+
+@pytest.mark.nightly
+def test_many_bodies_on_one_rank() -> None:
+    torch.set_num_threads(1)
+    for seed in range(600):
+        one_rank(seed, 300 if seed % 5 == 0 else 60)
+
+
+def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range, longest: int) -> None:
+    """Every rank draws alike, and takes its tokens of the whole."""
+    torch.set_num_threads(1)
+    for seed in seeds:
+        draw = random.Random(seed)
+        qkv, w, mask, slopes = case(draw, longest)
+        T = qkv[0].shape[1]
+        want = differentiated(qkv, w, mask, slopes)
+        for impl in impls(T, draw):
+            with bind_mesh(mesh):
+                at = torch.cat([torch.arange(a, b) for a, b in (*impl.rows(T), (0, 0))])
+                own = [x[:, at] for x in qkv]
+                assert torch.equal(nn.own_positions(impl, len(at)), at)
+                got = differentiated(own, w[:, at], mask, slopes, impl)
+            assert_close(got, [x[:, at] for x in want], f"{impl} {mask} T={T} seed {seed}")
+
+
+def line(T: int, draw: random.Random) -> list[nn.Body]:
+    block = draw.choice([1, 5, 64]) if T < 50 else 64
+    return [
+        nn.Ulysses("sp", T),
+        nn.Ulysses("sp", T, nn.Blockwise(block)),
+        nn.Ring("sp", T, block=block),
+        nn.Ring("sp", T, zigzag=True, block=block),
+    ]
+
+
+def grid(T: int, draw: random.Random) -> list[nn.Body]:
+    ring = nn.Ring("r", zigzag=draw.random() < 0.5, block=16)
+    return [nn.Ulysses("u", T, ring), nn.Ulysses(("r", "u"), T), nn.Ring(("u", "r"), T, zigzag=True, block=16)]
+
+
+@distributed(world=3)
+def test_bodies_on_a_line() -> None:
+    many_ranks(sf.make_mesh({"sp": 3}), line, range(4), 40)
+
+
+@distributed(world=4)
+def test_bodies_on_a_grid() -> None:
+    many_ranks(sf.make_mesh({"r": 2, "u": 2}), grid, range(3), 40)
+
+
+@pytest.mark.nightly
+@distributed(world=[2, 3, 4], timeout=900)
+def test_many_bodies_on_a_line(world: int) -> None:
+    many_ranks(sf.make_mesh({"sp": world}), line, range(100, 200), 300)
+
+
+@pytest.mark.nightly
+@distributed(world=6, timeout=900)
+def test_many_bodies_on_a_grid() -> None:
+    many_ranks(sf.make_mesh({"r": 3, "u": 2}), grid, range(100, 200), 300)
+
+
+# What is sent, and what is computed.
+
+
+def sent(impl: nn.Body, mask: nn.Mask, tokens: int, heads: int, key_heads: int) -> tuple[list[int], list[int]]:
+    """Bytes of elements that this rank sends and its calls, forward and backward, in float64."""
+    sizes = (heads, key_heads, key_heads)
+    q, k, v = (torch.randn(1, tokens, n, 4, dtype=torch.float64, requires_grad=True) for n in sizes)
+    numbers, calls = [], []
+    with sf.collectives.count_traffic() as forward:
+        y = nn.attention(q, k, v, mask=mask, impl=impl)
+    with sf.collectives.count_traffic() as backward:
+        torch.autograd.grad(y.sum(), (q, k, v))
+    for traffic in (forward, backward):
+        numbers.append(sum(x for _, x in traffic.by_op.values()) // 8)
+        calls.append(sum(n for n, _ in traffic.by_op.values()))
+    return numbers, calls
+
+
+@distributed(world=[2, 4])
+def test_bytes_are_those_of_the_formulas(world: int) -> None:
+    torch.set_num_threads(1)
+    mesh, P, K = sf.make_mesh({"sp": world}), world, 4
+    for T, H, G in ((32, 4, 4), (64, 8, 4), (32, 4, 2)):
+        full, h, h_kv = nn.Full(), H * K, G * K
+        with bind_mesh(mesh):
+            (forward, backward), _ = sent(nn.Ulysses("sp", T), full, T // P, H, G)
+            # (2 + 2 kv / heads) N h / P a rank, of which it keeps 1 / P; fewer key heads than ranks are repeated.
+            wide = max(G, P) * K
+            assert forward == backward == (2 * h + 2 * wide) * T // P * (P - 1) // P
+            (forward, backward), calls = sent(nn.Ring("sp", T, block=16), full, T // P, H, G)
+            assert forward == 2 * T * h_kv * (P - 1) // P
+            assert backward == 2 * forward
+            # Keys P - 1 times each way; their gradients P - 2 times onward, and home once.
+            assert calls == [P - 1, (P - 1) + (P - 2) + 1]
+
+
+@distributed(world=4)
+def test_hops_without_pairs_are_not_sent() -> None:
+    """A causal ring sends half; a window of one block sends once; documents, which are data, do not change it."""
+    torch.set_num_threads(1)
+    mesh, T = sf.make_mesh({"sp": 4}), 32
+    one = 2 * 2 * 4 * (T // 4)  # keys and values of a rank: 2 heads of 4
+    with bind_mesh(mesh):
+        causal, _ = sent(nn.Ring("sp", T), nn.Causal(), T // 4, 2, 2)
+        window, calls = sent(nn.Ring("sp", T), nn.Window(8), T // 4, 2, 2)
+        packed, _ = sent(nn.Ring("sp", T), nn.Causal() & nn.Segments(torch.arange(T)[None]), T // 4, 2, 2)
+    # Rank r passes on the keys of ranks 0 .. r while there is a rank ahead; gradients go onward, and home.
+    onward = {0: 1, 1: 2, 2: 3, 3: 0}[mesh.rank]
+    assert causal[0] == packed[0] == one * onward
+    assert window[0] == one * (mesh.rank < 3)
+    assert calls[0] == 1
+    assert causal[1] <= 3 * one * 3
+
+
+def test_zigzag_is_balanced_and_sends_no_more() -> None:
+    """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice as many."""
+    for T, P in ((4096, 4), (4097, 3), (1000, 8)):
+        sizes = [len(x) for x in torch.arange(T).chunk(P)]
+        cuts = _bodies._zigzag(sizes)
+        work = [sum(nn.Causal().count(q, (0, T)) for q in rows) for rows in cuts]
+        assert sum(work) == T * (T + 1) // 2
+        assert max(work) <= 1.02 * sum(work) / P
+        assert [sum(b - a for a, b in rows) for rows in cuts] == sizes
+
+
+def test_tiles_without_pairs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    usual = _online._scores
+    monkeypatch.setattr(_online, "_scores", lambda *args: (seen.append(1), usual(*args))[1])
+    x = torch.randn(1, 64, 1, 2, requires_grad=True)
+    nn.attention(x, x, x, mask=nn.Causal() & nn.Window(7), impl=nn.Blockwise(8)).sum().backward()
+    assert len(seen) == 2 * (8 + 7)  # the diagonal and the one below it, forward and backward
