@@ -18,6 +18,7 @@ from shardfn.core import RankError, all_coords
 from ._transfers import Transfer, is_wait, start_of, transfers
 from ._values import dtype_name, where_of
 
+_UNEVEN, _EXCHANGES = " uneven", ("all_to_all", "ppermute")
 _COMMENT = "  # "
 _REMEDY = (
     "Every rank of a group must issue the same collectives in the same order: let no branch on a rank's own values or"
@@ -200,15 +201,28 @@ def _line(t: Transfer) -> str:
 
 def _sizes(t: Transfer) -> str:
     """What must agree between ranks: all but an uneven exchange, of which each rank knows its own row."""
-    if t.op in ("all_to_all", "ppermute"):
+    if t.op in _EXCHANGES:
         received = list(t.node.args[1])  # pyright: ignore[reportArgumentType]  # an fx argument
         if len({*t.sizes, *received}) > 1:
-            return "uneven"
+            return _UNEVEN.strip()
     return f"[{len(t.sizes)} x {t.sizes[0]}]" if len(t.sizes) > 4 and len(set(t.sizes)) == 1 else str(list(t.sizes))
 
 
 def _same(a: Sequence[str], b: Sequence[str]) -> bool:
-    return a is b or (len(a) == len(b) and all(_key(x) == _key(y) for x, y in zip(a, b, strict=True)))
+    return a is b or (len(a) == len(b) and all(_agree(x, y) for x, y in zip(a, b, strict=True)))
+
+
+def _agree(a: str, b: str) -> bool:
+    """Whether two lines may be one collective: of an uneven exchange some rank's own row may be even, or empty."""
+    a, b = _key(a), _key(b)
+    uneven = a.endswith(_UNEVEN) or b.endswith(_UNEVEN)
+    return a == b or (uneven and _exchanged(a) is not None and _exchanged(a) == _exchanged(b))
+
+
+def _exchanged(key: str) -> str | None:
+    """A line without its sizes, if it is an exchange."""
+    what = key.removesuffix(_UNEVEN) if key.endswith(_UNEVEN) else key.partition(" [")[0]
+    return what if any(f"{op} " in what for op in _EXCHANGES) else None
 
 
 def _key(line: str) -> str:
@@ -225,7 +239,7 @@ def _by_channel(lines: Sequence[str]) -> dict[str, list[str]]:
 
 def _compare(channel: str, rank_a: int, a: Sequence[str], rank_b: int, b: Sequence[str]) -> None:
     for i, (x, y) in enumerate(itertools.zip_longest(a, b), start=1):
-        if x is None or y is None or _key(x) != _key(y):
+        if x is None or y is None or not _agree(x, y):
             raise RankError(
                 f"ranks {rank_a} and {rank_b} differ in collective {i} on channel {channel!r}:\n"
                 f"  rank {rank_a}: {_with_line(x)}\n  rank {rank_b}: {_with_line(y)}\n{_REMEDY}"

@@ -119,3 +119,17 @@ def test_a_circle_through_groups_is_found() -> None:
 def test_every_rank_needs_a_graph() -> None:
     with pytest.raises(ValueError, match="1 graphs for a mesh of"):
         prove_no_hang([_graph(_overlapped, dp=2)])
+
+
+def test_a_rank_without_a_part_in_an_uneven_exchange_agrees() -> None:
+    """Of a hop that some ranks skip, or a ragged exchange whose row on one rank is even by chance."""
+    for op in ("ppermute", "all_to_all"):
+        uneven, empty, even = (f"loss sp: {op} float32 {sizes}" for sizes in ("uneven", "[0, 0, 0]", "[2, 2, 2]"))
+        compare_sequences([[empty], [uneven], [uneven]])
+        compare_sequences([[uneven], [even], [empty]])
+        with pytest.raises(sf.RankError, match="differ in collective 1"):
+            compare_sequences([[even], [empty]])
+        with pytest.raises(sf.RankError, match="differ in collective 1"):
+            compare_sequences([[uneven], [f"loss sp: {op} float64 uneven"]])
+        with pytest.raises(sf.RankError, match="differ in collective 1"):
+            compare_sequences([[uneven], ["loss sp: all_gather float32 [2, 2, 2]"]])
