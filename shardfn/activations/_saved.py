@@ -66,7 +66,7 @@ class _Others:
         self.packed = packed
 
 
-class Saved:
+class SavedValue:
     """The saved tensors of one forward.
 
     Args:
@@ -253,10 +253,10 @@ class Saved:
 
 
 def _hooks_around() -> Any:
-    """The hooks that are active, as (pack, unpack); those of another `Saved` give way to their own."""
+    """The hooks that are active, as (pack, unpack); those of another `SavedValue` give way to their own."""
     hooks = _AUTOGRAD._top_saved_tensors_default_hooks(False)
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
-    return owner._outer if type(owner) is Saved else hooks
+    return owner._outer if type(owner) is SavedValue else hooks
 
 
 def _check_version(x: Tensor, version: int) -> None:

@@ -15,7 +15,7 @@ from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
 from ._header import header
-from ._manifest import Chunk, File, Leaf, Manifest
+from ._manifest import File, Manifest, StoredChunk, StoredLeaf
 from ._owners import Owned
 
 # Bytes that are read, hashed and written at a time.
@@ -145,16 +145,16 @@ def manifest_of(
     step: int, user: Any, mesh: Mesh, leaves: Sequence[Content], written: Sequence[tuple[FilePlan, Sequence[str]]]
 ) -> Manifest:
     """The manifest of files that are written, with the digests of their parts."""
-    chunks: list[list[Chunk]] = [[] for _ in leaves]
+    chunks: list[list[StoredChunk]] = [[] for _ in leaves]
     files = {}
     for plan, digests in written:
         files[plan.name] = File(plan.bytes, len(plan.header), hashlib.sha256(plan.header).hexdigest())
         for part, digest in zip(plan.parts, digests, strict=True):
             offset, shape = tuple(lo for lo, _ in part.box), tuple(hi - lo for lo, hi in part.box)
-            chunks[part.leaf].append(Chunk(offset, shape, plan.name, part.start, digest))
+            chunks[part.leaf].append(StoredChunk(offset, shape, plan.name, part.start, digest))
     own = [chunks[i if x.same_as is None else x.same_as] for i, x in enumerate(leaves)]
     named = {
-        x.path: Leaf(x.shape, str(x.dtype).removeprefix("torch."), _axes(x.spec), tuple(sorted(c)))
+        x.path: StoredLeaf(x.shape, str(x.dtype).removeprefix("torch."), _axes(x.spec), tuple(sorted(c)))
         for x, c in zip(leaves, own, strict=True)
     }
     return Manifest(step, user, dict(mesh.shape), named, files)

@@ -11,8 +11,8 @@ from shardfn.collectives import pieces
 from shardfn.memory import DamagedError, host_empty
 
 from ._directory import located, read_manifest
-from ._manifest import Leaf, Manifest, nbytes
-from ._read import Reader, dtype_of
+from ._manifest import Manifest, StoredLeaf, nbytes
+from ._read import ChunkReader, dtype_of
 
 _PIECE = 8 << 20
 
@@ -61,7 +61,7 @@ def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verifi
     place = located(directory, step)
     manifest = read_manifest(place)
     problems: list[str] = []
-    with Reader(place, manifest) as reader:
+    with ChunkReader(place, manifest) as reader:
         for name, file in manifest.files.items():
             try:
                 head = _digest(reader, name, 0, file.header)
@@ -141,7 +141,7 @@ def diff(
     places = located(first, steps[0]), located(second, steps[1])
     a, b = (read_manifest(p) for p in places)
     out: list[Difference] = []
-    with Reader(places[0], a) as one, Reader(places[1], b) as other:
+    with ChunkReader(places[0], a) as one, ChunkReader(places[1], b) as other:
         for path in sorted({*a.leaves, *b.leaves}):
             x, y = a.leaves.get(path), b.leaves.get(path)
             if x is None or y is None:
@@ -153,7 +153,9 @@ def diff(
     return out
 
 
-def _values(path: str, first: tuple[Reader, Leaf], second: tuple[Reader, Leaf]) -> list[Difference]:
+def _values(
+    path: str, first: tuple[ChunkReader, StoredLeaf], second: tuple[ChunkReader, StoredLeaf]
+) -> list[Difference]:
     leaf = first[1]
     differing, largest = 0, 0.0
     for box in pieces(tuple((0, n) for n in leaf.shape), max(1, _PIECE // leaf.itemsize)):
@@ -172,7 +174,7 @@ def _values(path: str, first: tuple[Reader, Leaf], second: tuple[Reader, Leaf]) 
     return [Difference(path, f"{differing} of {total} elements differ", largest)] if differing else []
 
 
-def _chunks(reader: Reader, manifest: Manifest, name: str) -> list[str]:
+def _chunks(reader: ChunkReader, manifest: Manifest, name: str) -> list[str]:
     """The parts of a file that have changed, each once; those of tied leaves are named by the first."""
     out: dict[int, str] = {}
     seen: set[tuple[int, int, str]] = set()
@@ -188,7 +190,7 @@ def _chunks(reader: Reader, manifest: Manifest, name: str) -> list[str]:
     return list(out.values())
 
 
-def _digest(reader: Reader, name: str, start: int, size: int) -> str:
+def _digest(reader: ChunkReader, name: str, start: int, size: int) -> str:
     digest = hashlib.sha256()
     buffer = host_empty((min(size, _PIECE),), torch.uint8).numpy()
     for lo in range(0, size, _PIECE):

@@ -25,7 +25,7 @@ from shardfn.memory import DamagedError, DiskFullError, InUseError
 from ._contents import Content, FilePlan, Part, contents, describe, files_of, local_slices, manifest_of, windows
 from ._directory import explained, located, path_of, publish, read_manifest, steps
 from ._owners import Owned, owned
-from ._write import Before, Written, write_files
+from ._write import LastFiles, WrittenFile, write_files
 
 # All ranks' picklable values, in rank order.
 Meet = Callable[[object], Sequence[Any]]
@@ -36,7 +36,7 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-class Options(NamedTuple):
+class SaveOptions(NamedTuple):
     """How checkpoints are written; see `save`."""
 
     durable: bool
@@ -58,7 +58,7 @@ class Saved(NamedTuple):
     linked: int
 
 
-class Job(NamedTuple):
+class SaveJob(NamedTuple):
     """A checkpoint that is under way.
 
     Attributes:
@@ -79,9 +79,9 @@ class Job(NamedTuple):
     boxes: list[Owned]
     place: pathlib.Path
     tmp: pathlib.Path
-    options: Options
+    options: SaveOptions
 
-    def without_tensors(self) -> "Job":
+    def without_tensors(self) -> "SaveJob":
         """The same, holding none of the state's memory; what is on disk is held, so that it stays."""
         nothing = torch.empty(0)
         return self._replace(
@@ -100,7 +100,9 @@ class _Told(NamedTuple):
     value: Any = None
 
 
-def prepare(directory: pathlib.Path, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: Options) -> Job:
+def prepare(
+    directory: pathlib.Path, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: SaveOptions
+) -> SaveJob:
     """Agrees on what is saved, and makes the temporary directory. Collective; rank 0 owns the directory."""
     comms = comms_of(mesh)
     with told_before(comms.control):
@@ -128,10 +130,10 @@ def prepare(directory: pathlib.Path, tree: PyTree, at: str, step: int, user: Any
         )
     boxes = owned([(x.shape, x.dtype.itemsize if x.same_as is None else 0, x.spec) for x in leaves], mesh)
     boxes = [b for b in boxes if leaves[b.leaf].same_as is None]
-    return Job(mesh, step, user, leaves, boxes, place, tmp, options)
+    return SaveJob(mesh, step, user, leaves, boxes, place, tmp, options)
 
 
-def finish(job: Job, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Saved | Exception:
+def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Saved | Exception:
     """Writes this rank's files; when all have, gives the checkpoint its name. Collective.
 
     Args:
@@ -154,7 +156,7 @@ def finish(job: Job, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Save
         held: Tensor | Stored = leaf.held
         return windows(held, local_slices(leaf, part.box))
 
-    def write() -> Written:
+    def write() -> WrittenFile:
         return write_files(job.tmp, job.files(job.mesh.rank), read, _before(job), durable=job.options.durable)
 
     mine, own = _attempt(job.tmp.parent, write)
@@ -171,7 +173,7 @@ def finish(job: Job, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Save
     return Saved(job.place, mine.value.bytes, mine.value.linked)
 
 
-def _named(job: Job, wrote: Sequence[_Told]) -> None:
+def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
     """Gives a checkpoint its name if all ranks have written; else removes what they have."""
     try:
         if all(told.error is None for told in wrote):
@@ -180,13 +182,13 @@ def _named(job: Job, wrote: Sequence[_Told]) -> None:
         shutil.rmtree(job.tmp, ignore_errors=True)
 
 
-def _publish(job: Job, digests: Sequence[Sequence[Sequence[str]]]) -> None:
+def _publish(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
     written = [pair for rank, own in enumerate(digests) for pair in zip(job.files(rank), own, strict=True)]
     manifest = manifest_of(job.step, job.user, job.mesh, job.leaves, written)
     publish(job.tmp, job.place, manifest, durable=job.options.durable, replace=job.options.replace)
 
 
-def _make(place: pathlib.Path, token: str, options: Options) -> str:
+def _make(place: pathlib.Path, token: str, options: SaveOptions) -> str:
     if place.exists() and not options.replace:
         raise FileExistsError(
             f"{place} is there already: step numbers name checkpoints. Save under another step, with replace=True, or"
@@ -197,13 +199,13 @@ def _make(place: pathlib.Path, token: str, options: Options) -> str:
     return tmp.name
 
 
-def _before(job: Job) -> Before | None:
+def _before(job: SaveJob) -> LastFiles | None:
     """The newest checkpoint of the directory, if it is whole."""
     if not steps(job.place.parent):
         return None
     try:
         place = located(job.place.parent)
-        return Before(place, read_manifest(place))
+        return LastFiles(place, read_manifest(place))
     except (OSError, ValueError):
         return None  # nothing to link from; whoever restores it is told
 

@@ -23,7 +23,7 @@ from shardfn.state import check_alive
 
 from ._contents import Part, local_slices, mesh_of
 from ._directory import owning, path_of, remove, steps
-from ._job import Job, Options, Saved, finish, prepare
+from ._job import Saved, SaveJob, SaveOptions, finish, prepare
 from ._restore import Restored, restore
 from ._save import FILE_BYTES, step_of
 
@@ -79,7 +79,7 @@ class Manager:
             )
         self._place, self._mesh = pathlib.Path(directory), mesh_of(()) if mesh is None else mesh
         self._every, self._last, self._keep_every = save_every, keep_last, keep_every
-        self._background, self._options = background, Options(durable, False, file_bytes)
+        self._background, self._options = background, SaveOptions(durable, False, file_bytes)
         self._stack = contextlib.ExitStack()
         control = comms_of(self._mesh).control
         with told_before(control):
@@ -180,13 +180,13 @@ class Manager:
         except Exception:  # the error of the body is the one to be seen
             _LOG.exception("%s: the last checkpoint was not written", self._place)
 
-    def _write(self, job: Job, copies: dict[Part, Tensor]) -> None:
+    def _write(self, job: SaveJob, copies: dict[Part, Tensor]) -> None:
         try:
             self._done = self._finished(job, copies, self._rounds.gather)
         except Exception as error:
             self._done = error
 
-    def _finished(self, job: Job, copies: dict[Part, Tensor] | None, meet: Any) -> Saved | Exception:
+    def _finished(self, job: SaveJob, copies: dict[Part, Tensor] | None, meet: Any) -> Saved | Exception:
         done = finish(job, copies, meet)
         if isinstance(done, Saved) and self._mesh.rank == 0:
             self._prune()
@@ -196,7 +196,7 @@ class Manager:
         for number in to_remove(steps(self._place), self._last, self._keep_every):
             remove(path_of(self._place, number))
 
-    def _copied(self, job: Job) -> dict[Part, Tensor]:
+    def _copied(self, job: SaveJob) -> dict[Part, Tensor]:
         """This rank's parts of what is in memory, copied; what is on disk does not change."""
         out: dict[Part, Tensor] = {}
         with torch.no_grad(), on_host():

@@ -30,7 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
 } | {"int16": torch.int16, "uint16": torch.uint16}
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A box of a leaf, row-major in a range of a file.
 
     Attributes:
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
     sha256: str
 
 
-class Leaf(NamedTuple):
+class StoredLeaf(NamedTuple):
     """A logical tensor: what all ranks together have of a leaf of the tree.
 
     Attributes:
@@ -61,7 +61,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     spec: tuple[tuple[str, ...], ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
     @property
     def itemsize(self) -> int:
@@ -91,7 +91,7 @@ class Manifest(NamedTuple):
     step: int
     user: Any
     mesh: dict[str, int]
-    leaves: dict[str, Leaf]
+    leaves: dict[str, StoredLeaf]
     files: dict[str, File]
 
 
@@ -168,15 +168,17 @@ def _sealed(body: dict[str, Any]) -> str:
     return f'{text[:-1]},"sha256":"{digest}"}}\n'
 
 
-def _leaf(x: Any) -> Leaf:
+def _leaf(x: Any) -> StoredLeaf:
     if x["dtype"] not in DTYPES:
         raise ValueError(f"dtype {x['dtype']!r} is not known")
     spec = tuple(tuple(_axis(axis) for axis in axes) for axes in x["spec"])
-    return Leaf(_counts(x["shape"]), x["dtype"], spec, tuple(_chunk(c) for c in x["chunks"]))
+    return StoredLeaf(_counts(x["shape"]), x["dtype"], spec, tuple(_chunk(c) for c in x["chunks"]))
 
 
-def _chunk(x: Any) -> Chunk:
-    return Chunk(_counts(x["offset"]), _counts(x["shape"]), _name(x["file"]), _count(x["start"]), _digest(x["sha256"]))
+def _chunk(x: Any) -> StoredChunk:
+    return StoredChunk(
+        _counts(x["offset"]), _counts(x["shape"]), _name(x["file"]), _count(x["start"]), _digest(x["sha256"])
+    )
 
 
 def _files(x: Any) -> dict[str, File]:
@@ -232,11 +234,11 @@ def _misplaced(manifest: Manifest) -> list[str]:
     return out
 
 
-def _inside(chunk: Chunk, itemsize: int, file: File) -> bool:
+def _inside(chunk: StoredChunk, itemsize: int, file: File) -> bool:
     return file.header <= chunk.start and chunk.start + nbytes(chunk.shape, itemsize) <= file.bytes
 
 
-def _covers(leaf: Leaf) -> bool:
+def _covers(leaf: StoredLeaf) -> bool:
     """Whether the chunks are side by side and leave nothing out."""
     if sum(math.prod(c.shape) for c in leaf.chunks) != math.prod(leaf.shape):
         return False

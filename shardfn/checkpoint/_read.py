@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfn.collectives import Box
 from shardfn.memory import Bytes, DamagedError, as_bytes, on_host
 
-from ._manifest import DTYPES, Chunk, Leaf, Manifest, nbytes
+from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf, nbytes
 
 _PIECE = 8 << 20
 # Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
@@ -27,7 +27,7 @@ _PAGE = 4096
 _REMEDY = "Take another checkpoint, and have the disk checked."
 
 
-class Reader:
+class ChunkReader:
     """The files of one checkpoint.
 
     Args:
@@ -43,7 +43,7 @@ class Reader:
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "ChunkReader":
         return self
 
     def __exit__(
@@ -52,7 +52,7 @@ class Reader:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def box(self, leaf: Leaf, box: Box, out: Tensor, *, check: bool = True) -> None:
+    def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
         """Fills `out` with a box of a leaf.
 
         Args:
@@ -110,7 +110,7 @@ class Reader:
             raise DamagedError(f"{path} {what}. {_REMEDY}")
         return fd
 
-    def _whole(self, chunk: Chunk, target: Tensor, check: bool) -> None:
+    def _whole(self, chunk: StoredChunk, target: Tensor, check: bool) -> None:
         here = target if target.is_contiguous() and target.device.type == "cpu" else _staging(chunk.shape, target.dtype)
         data = as_bytes(here)
         digest = hashlib.sha256()
@@ -126,7 +126,7 @@ class Reader:
         if here is not target:
             target.copy_(here)
 
-    def _part(self, chunk: Chunk, inner: Box, target: Tensor) -> None:
+    def _part(self, chunk: StoredChunk, inner: Box, target: Tensor) -> None:
         """A box of a chunk: runs of bytes that lie together, or, where little is between them, bands of rows."""
         itemsize = target.dtype.itemsize
         for corner, box in _bands(chunk.shape, inner, itemsize):
@@ -141,7 +141,7 @@ class Reader:
             target[tuple(slice(a - c, b - c) for (a, b), c in zip(wanted, corner, strict=True))].copy_(cut)
 
 
-def _overlap(box: Box, chunk: Chunk) -> Box | None:
+def _overlap(box: Box, chunk: StoredChunk) -> Box | None:
     both = tuple((max(lo, o), min(hi, o + n)) for (lo, hi), o, n in zip(box, chunk.offset, chunk.shape, strict=True))
     return both if all(lo < hi for lo, hi in both) else None
 
@@ -184,7 +184,7 @@ def _staging(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
 
-def dtype_of(leaf: Leaf) -> torch.dtype:
+def dtype_of(leaf: StoredLeaf) -> torch.dtype:
     """The dtype of a leaf's elements."""
     return DTYPES[leaf.dtype]
 
@@ -194,6 +194,6 @@ def numel_of(box: Box) -> int:
     return math.prod(hi - lo for lo, hi in box)
 
 
-def leaf_nbytes(leaf: Leaf) -> int:
+def leaf_nbytes(leaf: StoredLeaf) -> int:
     """Bytes of a leaf."""
     return nbytes(leaf.shape, leaf.itemsize)

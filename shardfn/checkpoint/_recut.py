@@ -16,9 +16,9 @@ from shardfn.collectives import GlobalTensor, Residual
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.optim import compresses
 
-from ._manifest import Leaf, Manifest
+from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Target, asked
-from ._read import Reader, dtype_of
+from ._read import ChunkReader, dtype_of
 
 Rebalance = Callable[[PyTree, PyTree], PyTree]
 
@@ -36,7 +36,7 @@ class _Node(NamedTuple):
     like: Any
     first: int
     index: Any
-    found: list[Leaf | None]
+    found: list[StoredLeaf | None]
 
 
 class Recut(NamedTuple):
@@ -56,7 +56,7 @@ class Recut(NamedTuple):
     zeros: list[int]
     problems: list[str]
 
-    def apply(self, leaves: Sequence[Any], reader: Reader, rebalance: Rebalance) -> list[Any]:
+    def apply(self, leaves: Sequence[Any], reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
         """The leaves of the tree, with those of the states in their places."""
         out = list(leaves)
         for i in self.zeros:
@@ -151,12 +151,12 @@ def _zeros(like: Any) -> Any:
     return GlobalTensor(block, like.shape, like.spec, like.mesh)
 
 
-def _rebalanced(node: _Node, reader: Reader, rebalance: Rebalance) -> list[Any]:
+def _rebalanced(node: _Node, reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
     old = [_whole(x, leaf, reader) for x, leaf in zip(tree_leaves(node.like), node.found, strict=True)]
     return tree_leaves(rebalance(tree_unflatten(tree_flatten(node.like)[1], old), node.like))
 
 
-def _whole(like: Any, leaf: Leaf | None, reader: Reader) -> Tensor:
+def _whole(like: Any, leaf: StoredLeaf | None, reader: ChunkReader) -> Tensor:
     if leaf is None:  # codes, which are dropped
         return torch.zeros(tuple(like.shape), dtype=like.dtype)
     out = torch.empty(leaf.shape, dtype=dtype_of(leaf))

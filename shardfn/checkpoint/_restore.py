@@ -26,7 +26,7 @@ from shardfn.state import check_alive
 from ._contents import mesh_of
 from ._directory import located, read_manifest
 from ._match import Rename, Source, Target, matched
-from ._read import Reader
+from ._read import ChunkReader
 from ._recut import recut
 
 # Bytes of a leaf that goes to the disk, or to a device, that are in memory at a time.
@@ -127,7 +127,7 @@ def restore(
         problems = problems or _nowhere(targets, leaves, sources, pool, recuts.at)
         raise_all(ValueError, f"the checkpoint {place} does not fit:", problems)
     agree_on_step(comms.control, "checkpoint.restore", (f"{place.name}, step {manifest.step}", ()))
-    with losing_no_peer(comms), torch.no_grad(), Reader(place, manifest) as reader:
+    with losing_no_peer(comms), torch.no_grad(), ChunkReader(place, manifest) as reader:
         out = _read_all(
             [_Task(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)], recuts.at, reader, check
         )
@@ -138,9 +138,9 @@ def restore(
         return Restored(tree_unflatten(treedef, out), manifest.step, manifest.user, reader.read_bytes)
 
 
-def _read_all(tasks: Sequence[_Task], but: frozenset[int], reader: Reader, check: bool) -> list[Any]:
+def _read_all(tasks: Sequence[_Task], but: frozenset[int], reader: ChunkReader, check: bool) -> list[Any]:
     """The leaves with their values, but some. Tied leaves stay tied where they are in the checkpoint."""
-    # Before any is donated: the blocks as they are kept, which all live.
+    # LastFiles any is donated: the blocks as they are kept, which all live.
     blocks = [id(t.like.held if isinstance(t.like, GlobalTensor) else t.like) for t in tasks]
     seen: dict[Any, Any] = {}
     written: set[int] = set()
@@ -183,7 +183,7 @@ def _is_empty(x: Any) -> bool:
     return isinstance(held, Tensor) and is_abstract([held])
 
 
-def _filled(task: _Task, reader: Reader, check: bool) -> Any:
+def _filled(task: _Task, reader: ChunkReader, check: bool) -> Any:
     """A leaf with the values of its source."""
     x, source = task.like, task.source
     if source is None:
@@ -208,7 +208,7 @@ def _filled(task: _Task, reader: Reader, check: bool) -> Any:
     return GlobalTensor(block, x.shape, x.spec, x.mesh, x.memory_kind)
 
 
-def _fill(reader: Reader, source: Source, box: Box, out: Any, check: bool) -> None:
+def _fill(reader: ChunkReader, source: Source, box: Box, out: Any, check: bool) -> None:
     """Reads into a tensor: at once, or by way of one of the checkpoint's dtype on the host."""
     if out.device.type == "cpu" and out.dtype == source.dtype:
         source.read(reader, box, out, check=check)
@@ -218,7 +218,7 @@ def _fill(reader: Reader, source: Source, box: Box, out: Any, check: bool) -> No
     out.copy_(staging)
 
 
-def _on_disk(reader: Reader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
+def _on_disk(reader: ChunkReader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
     """Reads a block to the disk, a few rows at a time."""
     shape = tuple(hi - lo for lo, hi in box)
     if not shape or not torch.Size(shape).numel():

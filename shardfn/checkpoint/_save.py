@@ -12,7 +12,7 @@ from shardfn.state import TrainState, check_alive
 
 from ._contents import mesh_of
 from ._directory import owning
-from ._job import Options, Saved, finish, prepare
+from ._job import Saved, SaveOptions, finish, prepare
 
 FILE_BYTES = 256 << 20
 
@@ -69,7 +69,7 @@ def save(
         {'w': tensor([1., 1., 1.])}
     """
     check_alive(tree)
-    place, mesh, options = pathlib.Path(directory), mesh_of(tree), Options(durable, replace, file_bytes)
+    place, mesh, options = pathlib.Path(directory), mesh_of(tree), SaveOptions(durable, replace, file_bytes)
     comms = comms_of(mesh)
     with contextlib.ExitStack() as stack:
         with told_before(comms.control):

@@ -16,14 +16,14 @@ from ._manifest import Manifest
 Read = Callable[[Part], Iterator[Bytes]]
 
 
-class Before(NamedTuple):
+class LastFiles(NamedTuple):
     """The checkpoint before."""
 
     place: pathlib.Path
     manifest: Manifest
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """What a rank has written.
 
     Attributes:
@@ -38,8 +38,8 @@ class Written(NamedTuple):
 
 
 def write_files(
-    place: pathlib.Path, plans: Sequence[FilePlan], read: Read, before: Before | None, *, durable: bool
-) -> Written:
+    place: pathlib.Path, plans: Sequence[FilePlan], read: Read, before: LastFiles | None, *, durable: bool
+) -> WrittenFile:
     """Writes files to a directory that nobody reads yet.
 
     Args:
@@ -64,10 +64,10 @@ def write_files(
             if durable:
                 sync(place / plan.name)
             digests.append(known)
-    return Written(digests, written, linked)
+    return WrittenFile(digests, written, linked)
 
 
-def _unchanged(plan: FilePlan, read: Read, before: Before) -> tuple[bool, list[str]]:
+def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[bool, list[str]]:
     """Whether the checkpoint before has this very file; and the digests of the parts that were looked at."""
     file = before.manifest.files.get(plan.name)
     if file is None or (file.bytes, file.header) != (plan.bytes, len(plan.header)):

@@ -48,7 +48,7 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
         channel: from `Channels.between`.
         places: rank of the program -> its index in the channel.
     """
-    window, tags = _Window(), collections.Counter[tuple[int, int]]()
+    window, tags = _CrossWindow(), collections.Counter[tuple[int, int]]()
     for crossing in crossings:
         for sender, receiver, whole in crossing.overlaps:
             for box in pieces(whole, max(1, PIECE // crossing.dtype.itemsize)):
@@ -69,7 +69,7 @@ class _UnderWay(NamedTuple):
     then: Callable[[], None]
 
 
-class _Window:
+class _CrossWindow:
     """What a rank has started, oldest first. What it is started for is done in that order, too."""
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class ChunkSums:
             push(stack, (k, k + 1, self._zeros(leaf)))
 
 
-class Joined(Pending[Tensor]):
+class JoinedNodes(Pending[Tensor]):
     """One rank's part of the sum over all chunks, of what all ranks' nodes arrive as.
 
     Args:

@@ -36,7 +36,7 @@ def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
     able = [t.requires_grad for t in flat]
     ys: list[PyTree] = []
     while True:
-        body = _Body(notes, flat, xs[0], able)
+        body = _BoundBody(notes, flat, xs[0], able)
         outs = body.run(run, carry_def, layers[0], ys)
         out_carry, y = tree_unflatten(body.out_def, outs)
         found = [a or t.requires_grad for a, t in zip(able, tree_leaves(out_carry), strict=True)]
@@ -56,7 +56,7 @@ def _traced(tensors: Sequence[Any], notes: Noting) -> bool:
     return all(isinstance(t, FakeTensor) and get_proxy_slot(t, notes.tracer, None) is not None for t in tensors)
 
 
-class _Body:
+class _BoundBody:
     """The function of a scan, run on tensors that stand in for the carry and x."""
 
     def __init__(self, notes: Noting, carry: Sequence[Tensor], x: Sequence[Tensor], able: Sequence[bool]) -> None:

@@ -19,7 +19,7 @@ from shardfn.leaves import LeafLayout
 from shardfn.memory import to_device
 from shardfn.state import Ahead, Parts, StoredSlice, loaded, send_home
 
-from ._canonical import ChunkSums, Joined
+from ._canonical import ChunkSums, JoinedNodes
 from ._chunks import Chunks
 from ._plan import Plan
 from ._pools import pool_of
@@ -269,7 +269,7 @@ class Reducer:
             arriving.append(channel.all_to_all(flat, sizes))
             if not self._cut[unit] and channel.size > 1:
                 self._flats[unit] = flat
-        return Joined(arriving, chunks)
+        return JoinedNodes(arriving, chunks)
 
     def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ._forms import WHOLE, Form
-from ._partition_moves import Move, move_to, needed_form, sent_by
+from ._partition_moves import FormMove, move_to, needed_form, sent_by
 from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
-from ._partition_search import Choice, Held, Plan, Search
-from ._partition_values import Loop as LoopValues
-from ._partition_values import Scope, Value, is_look, scope_of
+from ._partition_search import Held, Search, SearchChoice, SearchedPlan
+from ._partition_values import LoopValues, PlannedValue, Scope, is_look, scope_of
 
 # States that the search keeps.
 WIDTH = 16
@@ -46,7 +45,7 @@ def partition_graph(
     outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     ends = [(scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
     plan = Search(num, WIDTH).best(scope, start, ends)
-    writer = _Writer(PartitionProgram(axis, num), scope, plan)
+    writer = _ProgramWriter(PartitionProgram(axis, num), scope, plan)
     for value in scope.inputs:
         if value.node.op == "get_attr":
             writer.program.constants[writer.enter(value, WHOLE)] = constants(value.node)
@@ -59,19 +58,19 @@ def _held(form: Form) -> Held:
     return Held(form, frozenset([form]), form.kind == "cut")
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes the plan of a scope down as steps over slots."""
 
-    def __init__(self, program: PartitionProgram, scope: Scope, plan: Plan) -> None:
+    def __init__(self, program: PartitionProgram, scope: Scope, plan: SearchedPlan) -> None:
         self.program, self._scope, self._plan = program, scope, plan
         # What a body reads from outside, in the order of its inputs.
-        self.asked: list[tuple[Value, Form]] = []
-        self._forms: dict[Value, Form] = {}
-        self._slots: dict[Value, dict[Form, int]] = {}
+        self.asked: list[tuple[PlannedValue, Form]] = []
+        self._forms: dict[PlannedValue, Form] = {}
+        self._slots: dict[PlannedValue, dict[Form, int]] = {}
         self._line = self._because = ""
         self._section: Any = None
 
-    def enter(self, value: Value, form: Form) -> int:
+    def enter(self, value: PlannedValue, form: Form) -> int:
         """The slot of an input."""
         self._forms[value] = form
         return self._slot(value, form)
@@ -87,7 +86,7 @@ class _Writer:
             self._add(node)
         self._line, self._because, self._section = "the results", "", None
         for x, form in zip(ends, forms, strict=True):
-            is_value = isinstance(x, Value)
+            is_value = isinstance(x, PlannedValue)
             slot = self._need(x, self._forms[x] if form is None else form) if is_value else x
             self.program.outputs.append((is_value, slot))
         self.program.last_use = last_uses(self.program)
@@ -96,11 +95,11 @@ class _Writer:
 
     # What a move asks.
 
-    def form_of(self, value: Value) -> Form:
+    def form_of(self, value: PlannedValue) -> Form:
         """See `Knows`."""
         return self._forms[value]
 
-    def has(self, value: Value, form: Form) -> bool:
+    def has(self, value: PlannedValue, form: Form) -> bool:
         """See `Knows`."""
         return form in self._slots.get(value, {})
 
@@ -125,7 +124,7 @@ class _Writer:
         if not is_look(node):
             self._compute(node)
 
-    def _need(self, value: Value, form: Form) -> int:
+    def _need(self, value: PlannedValue, form: Form) -> int:
         """The slot of a value in a form, made if it is not there."""
         form = needed_form(value, form)
         if value.outer is not None and not self.has(value, form):
@@ -140,7 +139,7 @@ class _Writer:
             self._convert(value, move.before, form)
         return self._slots[value][form]
 
-    def _slot(self, value: Value, form: Form) -> int:
+    def _slot(self, value: PlannedValue, form: Form) -> int:
         slot = self._slots.setdefault(value, {})[form] = self.program.num_slots
         self.program.num_slots += 1
         return slot
@@ -149,7 +148,7 @@ class _Writer:
         self.program.steps.append(step)
         self.program.sections.append(self._section)
 
-    def _convert(self, value: Value, before: Form, form: Form) -> None:
+    def _convert(self, value: PlannedValue, before: Form, form: Form) -> None:
         src = self._need(value, before)
         dst, shape = self._slot(value, form), value.seen.shape
         self._write(Convert(src, dst, before, form, shape, value.differentiable, self._line))
@@ -157,7 +156,7 @@ class _Writer:
         if forward or backward:
             self.program.sent.append(Conversion(name, shape, forward, backward, self._line, self._because))
 
-    def _look_again(self, value: Value, move: Move, form: Form) -> None:
+    def _look_again(self, value: PlannedValue, move: FormMove, form: Form) -> None:
         assert move.source is not None
         src = self._need(move.source, form)
         dst = self._slot(value, form)
@@ -172,9 +171,9 @@ class _Writer:
         single = isinstance(node.meta["val"], Tensor)
         self._write(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))
 
-    def _loop(self, node: Node, loop: LoopValues, choice: Choice) -> None:
+    def _loop(self, node: Node, loop: LoopValues, choice: SearchChoice) -> None:
         assert choice.plan is not None
-        body = _Writer(PartitionProgram(self.program.axis, self.program.num), loop.scope, choice.plan)
+        body = _ProgramWriter(PartitionProgram(self.program.axis, self.program.num), loop.scope, choice.plan)
         forms = [*choice.strategy.ins, *(self._forms[v] for v in loop.layers[0])]
         body.program.inputs += [body.enter(v, form) for v, form in zip(loop.given, forms, strict=True)]
         body._forms |= {v: self._forms[v.outer] for v in loop.outside if v.outer is not None}

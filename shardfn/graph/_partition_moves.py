@@ -4,22 +4,22 @@ import math
 from typing import Any, NamedTuple, Protocol
 
 from ._forms import VARYING, WHOLE, Form
-from ._partition_values import Value
+from ._partition_values import PlannedValue
 
 
 class Knows(Protocol):
     """Which forms values have at one point of a program."""
 
-    def form_of(self, value: Value) -> Form:
+    def form_of(self, value: PlannedValue) -> Form:
         """The form in which it is made."""
         ...
 
-    def has(self, value: Value, form: Form) -> bool:
+    def has(self, value: PlannedValue, form: Form) -> bool:
         """Whether it is there in a form."""
         ...
 
 
-class Move(NamedTuple):
+class FormMove(NamedTuple):
     """The last step towards a form.
 
     Attributes:
@@ -30,30 +30,30 @@ class Move(NamedTuple):
 
     kind: str
     before: Form = WHOLE
-    source: Value | None = None
+    source: PlannedValue | None = None
 
 
-def needed_form(value: Value, form: Form) -> Form:
+def needed_form(value: PlannedValue, form: Form) -> Form:
     """What gets no gradient needs no `pvary`."""
     return WHOLE if form == VARYING and not value.differentiable else form
 
 
-def move_to(value: Value, form: Form, known: Knows) -> Move:
+def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
     """How a value gets into a form, as `needed_form` says it."""
     if known.has(value, form):
-        return Move("there")
+        return FormMove("there")
     own = known.form_of(value)
     if form == own:
-        return Move("made")
+        return FormMove("made")
     source = value.look_at
     if source is not None and form.kind in ("whole", "varying") and own.kind in ("whole", "partial"):
         # Views cost nothing: what was sent for another look serves this one.
         if known.form_of(source) == own and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
-            return Move("look", source=source)
-    return Move("convert", _from(value, own, form, known))
+            return FormMove("look", source=source)
+    return FormMove("convert", _from(value, own, form, known))
 
 
-def _from(value: Value, own: Form, form: Form, known: Knows) -> Form:
+def _from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
     if form == VARYING and (own.kind == "partial" or known.has(value, WHOLE)):
         return WHOLE
     again = form.kind == own.kind == "cut"
@@ -90,7 +90,7 @@ def conversion_bytes(
     return name, forward, backward if differentiable else 0.0
 
 
-def sent_by(value: Value, before: Form, after: Form, num: int) -> tuple[str, float, float]:
+def sent_by(value: PlannedValue, before: Form, after: Form, num: int) -> tuple[str, float, float]:
     """`conversion_bytes` of a value."""
     numel = math.prod(value.seen.shape)
     return conversion_bytes(before, after, numel, value.seen.itemsize, num, differentiable=value.differentiable)

@@ -22,7 +22,7 @@ from torch.fx import Node
 from ._forms import WHOLE, Form, OpUse, Strategy, cut, whole
 from ._ops import known_op
 from ._partition_moves import move_to, needed_form, sent_by
-from ._partition_values import Loop, Scope, Value, results, seen
+from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
 from ._values import where_of
 
 # What a byte of a leaf costs that its spec has cut.
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     leaf: bool = False
 
 
-class Choice(NamedTuple):
+class SearchChoice(NamedTuple):
     """What is decided of one op.
 
     Attributes:
@@ -54,11 +54,11 @@ class Choice(NamedTuple):
     """
 
     strategy: Strategy
-    plan: "Plan | None" = None
+    plan: "SearchedPlan | None" = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class SearchedPlan:
     """What is decided of all ops of a scope.
 
     Attributes:
@@ -71,15 +71,15 @@ class Plan:
 
     price: float
     total: float
-    choices: dict[Node, Choice]
+    choices: dict[Node, SearchChoice]
     forms: tuple[Form, ...]
-    outside: tuple[tuple[Value, Form], ...]
+    outside: tuple[tuple[PlannedValue, Form], ...]
 
 
-class _State(NamedTuple):
+class _SearchState(NamedTuple):
     price: float
     outside: float
-    held: dict[Value, Held]
+    held: dict[PlannedValue, Held]
     trail: Any  # (trail before, node, choice), or None
 
 
@@ -93,10 +93,12 @@ class Search:
 
     def __init__(self, num: int, width: int) -> None:
         self.num, self.width = num, width
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, SearchedPlan] = {}
         self._offers: dict[Any, list[Strategy]] = {}
 
-    def best(self, scope: Scope, start: Mapping[Value, Held], ends: Sequence[tuple[Value, Form | None]]) -> Plan:
+    def best(
+        self, scope: Scope, start: Mapping[PlannedValue, Held], ends: Sequence[tuple[PlannedValue, Form | None]]
+    ) -> SearchedPlan:
         """The cheapest plan that is found.
 
         Args:
@@ -108,11 +110,15 @@ class Search:
         return min((self._searched(scope, start, ends, w) for w in sorted(widths)), key=lambda p: p.total)
 
     def _searched(
-        self, scope: Scope, start: Mapping[Value, Held], ends: Sequence[tuple[Value, Form | None]], width: int
-    ) -> Plan:
-        states = [_State(0.0, 0.0, {}, None)]
+        self,
+        scope: Scope,
+        start: Mapping[PlannedValue, Held],
+        ends: Sequence[tuple[PlannedValue, Form | None]],
+        width: int,
+    ) -> SearchedPlan:
+        states = [_SearchState(0.0, 0.0, {}, None)]
         for node in scope.nodes:
-            found: dict[Any, _State] = {}
+            found: dict[Any, _SearchState] = {}
             for state in states:
                 for draft in self._steps(scope, node, state, start):
                     after, key = draft.state()
@@ -122,12 +128,16 @@ class Search:
         return min((self._ended(scope, state, start, ends) for state in states), key=lambda p: p.total)
 
     def _ended(
-        self, scope: Scope, state: _State, start: Mapping[Value, Held], ends: Sequence[tuple[Value, Form | None]]
-    ) -> Plan:
+        self,
+        scope: Scope,
+        state: _SearchState,
+        start: Mapping[PlannedValue, Held],
+        ends: Sequence[tuple[PlannedValue, Form | None]],
+    ) -> SearchedPlan:
         draft = _Draft(self.num, state, start)
         for value, form in ends:
             draft.bring(value, draft.form_of(value) if form is None else form)
-        choices: dict[Node, Choice] = {}
+        choices: dict[Node, SearchChoice] = {}
         trail = state.trail
         while trail is not None:
             trail, node, choice = trail
@@ -135,11 +145,13 @@ class Search:
         forms = tuple(draft.form_of(v) if f is None else needed_form(v, f) for v, f in ends)
         outer = [v for v in scope.inputs if v.outer is not None]
         asked = tuple((v, f) for v in outer for f in sorted(draft[v].slots - start[v].slots))
-        return Plan(draft.price - draft.outside, draft.price, choices, forms, asked)
+        return SearchedPlan(draft.price - draft.outside, draft.price, choices, forms, asked)
 
     # What an op may do.
 
-    def _steps(self, scope: Scope, node: Node, state: _State, start: Mapping[Value, Held]) -> Iterator["_Draft"]:
+    def _steps(
+        self, scope: Scope, node: Node, state: _SearchState, start: Mapping[PlannedValue, Held]
+    ) -> Iterator["_Draft"]:
         operands = scope.operands[node]
         first = _Draft(self.num, state, start)
         loop = scope.loops.get(node)
@@ -155,9 +167,9 @@ class Search:
             if all(f.kind != "partial" or form == f for form, f in zip(forms, strategy.ins, strict=True)):
                 # Nothing becomes a sum that is still to be taken; it is made as one.
                 draft = _Draft(self.num, state, start)
-                yield draft.decide(scope, node, Choice(strategy), list(zip(operands, strategy.ins, strict=True)))
+                yield draft.decide(scope, node, SearchChoice(strategy), list(zip(operands, strategy.ins, strict=True)))
 
-    def offered(self, node: Node, operands: Sequence[Value], forms: tuple[Form, ...]) -> list[Strategy]:
+    def offered(self, node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]) -> list[Strategy]:
         """The strategies of an op whose operands are in these forms."""
         key = node, forms
         if key not in self._offers:
@@ -172,7 +184,7 @@ class Search:
                 ) from error
         return self._offers[key]
 
-    def _of_loop(self, loop: Loop, draft: "_Draft") -> Iterator[Choice]:
+    def _of_loop(self, loop: LoopValues, draft: "_Draft") -> Iterator[SearchChoice]:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))
         given |= {v: v.outer for v in loop.outside if v.outer is not None}
         begin = {v: draft[outer] for v, outer in given.items()}
@@ -186,32 +198,32 @@ class Search:
             plan = self._plans[key]
             ys = plan.forms[loop.num_carry :]
             strategy = Strategy(forms, (*forms, *(ys * loop.num)), None, loop.num * plan.price)
-            yield Choice(strategy, plan)
+            yield SearchChoice(strategy, plan)
 
 
 class _Draft:
     """A state, and what one op changes of it."""
 
-    def __init__(self, num: int, state: _State, start: Mapping[Value, Held]) -> None:
+    def __init__(self, num: int, state: _SearchState, start: Mapping[PlannedValue, Held]) -> None:
         self.price, self.outside = state.price, state.outside
         self._num, self._state, self._start = num, state, start
-        self._new: dict[Value, Held] = {}
-        self._dead: Sequence[Value] = ()
+        self._new: dict[PlannedValue, Held] = {}
+        self._dead: Sequence[PlannedValue] = ()
         self._trail: Any = state.trail
 
-    def __getitem__(self, value: Value) -> Held:
+    def __getitem__(self, value: PlannedValue) -> Held:
         found = self._new.get(value) or self._state.held.get(value)
         return self._start[value] if found is None else found
 
-    def form_of(self, value: Value) -> Form:
+    def form_of(self, value: PlannedValue) -> Form:
         """See `Knows`."""
         return self[value].form
 
-    def has(self, value: Value, form: Form) -> bool:
+    def has(self, value: PlannedValue, form: Form) -> bool:
         """See `Knows`."""
         return form in self[value].slots
 
-    def bring(self, value: Value, form: Form) -> None:
+    def bring(self, value: PlannedValue, form: Form) -> None:
         """Pays for a value in a form, if it is not there."""
         form = needed_form(value, form)
         move = move_to(value, form, self)
@@ -231,7 +243,7 @@ class _Draft:
         held = self[value]
         self._new[value] = held._replace(slots=held.slots | {form})
 
-    def decide(self, scope: Scope, node: Node, choice: Choice, pairs: Sequence[tuple[Any, Form]]) -> "_Draft":
+    def decide(self, scope: Scope, node: Node, choice: SearchChoice, pairs: Sequence[tuple[Any, Form]]) -> "_Draft":
         """Brings operands into their forms and makes the results."""
         for value, form in pairs:
             self.bring(value, form)
@@ -247,15 +259,15 @@ class _Draft:
         self._dead, self._trail = scope.dead[node], (self._state.trail, node, choice)
         return self
 
-    def state(self) -> tuple[_State, Any]:
+    def state(self) -> tuple[_SearchState, Any]:
         """The state afterwards, and what tells it from others."""
         held = self._state.held | self._new
         for value in self._dead:
             held.pop(value, None)
-        return _State(self.price, self.outside, held, self._trail), frozenset(held.items())
+        return _SearchState(self.price, self.outside, held, self._trail), frozenset(held.items())
 
 
-def _carries(loop: Loop, num: int) -> Iterator[tuple[Form, ...]]:
+def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
     """The forms in which a carry may pass from layer to layer: whole, or one shape of value cut along one dim."""
     carry = loop.given[: loop.num_carry]
     yield (WHOLE,) * len(carry)
@@ -266,7 +278,7 @@ def _carries(loop: Loop, num: int) -> Iterator[tuple[Form, ...]]:
                 yield tuple(form if v.differentiable and v.seen.shape == shape else WHOLE for v in carry)
 
 
-def use_of(node: Node, operands: Sequence[Value], forms: tuple[Form, ...], num: int) -> OpUse:
+def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:
     """An op as its rule sees it."""
     given, counter = iter(operands), iter(range(len(operands)))
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: next(given).seen._replace(number=next(counter)))

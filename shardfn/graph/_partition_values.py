@@ -25,7 +25,7 @@ _PARTS_OF_LEAVES = {getattr(_ATEN, name) for name in "_to_copy unbind select sli
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class PlannedValue:
     """One tensor of a program.
 
     Attributes:
@@ -43,14 +43,14 @@ class Value:
     at: int
     seen: Operand
     differentiable: bool
-    look_at: "Value | None" = None
-    part_of: "Value | None" = None
-    outer: "Value | None" = None
+    look_at: "PlannedValue | None" = None
+    part_of: "PlannedValue | None" = None
+    outer: "PlannedValue | None" = None
     times: int = 1
 
 
 @dataclasses.dataclass(eq=False)
-class Loop:
+class LoopValues:
     """A loop, as the scope around it sees it.
 
     Attributes:
@@ -65,14 +65,14 @@ class Loop:
 
     scope: "Scope"
     num: int
-    given: list[Value]
+    given: list[PlannedValue]
     num_carry: int
-    carry: list[Value]
-    layers: list[list[Value]]
-    ends: list[Value]
+    carry: list[PlannedValue]
+    layers: list[list[PlannedValue]]
+    ends: list[PlannedValue]
 
     @property
-    def outside(self) -> list[Value]:
+    def outside(self) -> list[PlannedValue]:
         """The values of the body that are values around it."""
         return [v for v in self.scope.inputs if v.outer is not None]
 
@@ -90,14 +90,14 @@ class Scope:
         dead: by operation, the values that no later one needs.
     """
 
-    inputs: list[Value] = dataclasses.field(default_factory=list)
+    inputs: list[PlannedValue] = dataclasses.field(default_factory=list)
     nodes: list[Node] = dataclasses.field(default_factory=list)
-    made: dict[Node, list[Value | None]] = dataclasses.field(default_factory=dict)
-    operands: dict[Node, list[Value]] = dataclasses.field(default_factory=dict)
-    loops: dict[Node, Loop] = dataclasses.field(default_factory=dict)
-    dead: dict[Node, list[Value]] = dataclasses.field(default_factory=dict)
+    made: dict[Node, list[PlannedValue | None]] = dataclasses.field(default_factory=dict)
+    operands: dict[Node, list[PlannedValue]] = dataclasses.field(default_factory=dict)
+    loops: dict[Node, LoopValues] = dataclasses.field(default_factory=dict)
+    dead: dict[Node, list[PlannedValue]] = dataclasses.field(default_factory=dict)
 
-    def one(self, node: Node) -> Value:
+    def one(self, node: Node) -> PlannedValue:
         """The one result of a node."""
         (value,) = self.made[node]
         assert value is not None
@@ -150,8 +150,8 @@ def seen(x: Tensor) -> Operand:
     return Operand(tuple(x.shape), x.element_size())
 
 
-def _enter(scope: Scope, node: Node, x: Tensor, differentiable: bool) -> Value:
-    value = Value(node, 0, seen(x), differentiable)
+def _enter(scope: Scope, node: Node, x: Tensor, differentiable: bool) -> PlannedValue:
+    value = PlannedValue(node, 0, seen(x), differentiable)
     scope.made[node] = [value]
     scope.inputs.append(value)
     return value
@@ -180,11 +180,11 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
         part = first if look or getattr(node.target, "overloadpacket", None) in _PARTS_OF_LEAVES else None
         made = zip(results(node), flags, strict=True)
         scope.made[node] = [
-            None if x is None else Value(node, k, seen(x), able, look, part) for k, (x, able) in enumerate(made)
+            None if x is None else PlannedValue(node, k, seen(x), able, look, part) for k, (x, able) in enumerate(made)
         ]
 
 
-def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> Loop:
+def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
     body = bodies[node]
     args: Any = node.args
     carry, layers = [scope.one(n) for n in args[0]], [[scope.one(n) for n in x] for x in args[1]]
@@ -195,7 +195,7 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> Loop:
             _enter(inner, n, n.meta["val"], flag)
         for n in body.outside:
             outer = scope.one(n)
-            value = Value(n, 0, outer.seen, outer.differentiable, outer=outer, times=len(layers))
+            value = PlannedValue(n, 0, outer.seen, outer.differentiable, outer=outer, times=len(layers))
             inner.made[n] = [value]
             inner.inputs.append(value)
         _fill(inner, body.nodes, bodies)
@@ -206,10 +206,10 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> Loop:
         able[: body.num_carry] = more
     _last_uses(inner, ends)
     given = inner.inputs[: len(body.given)]
-    return Loop(inner, len(layers), given, body.num_carry, carry, layers, ends)
+    return LoopValues(inner, len(layers), given, body.num_carry, carry, layers, ends)
 
 
-def _last_uses(scope: Scope, ends: Sequence[Value]) -> None:
+def _last_uses(scope: Scope, ends: Sequence[PlannedValue]) -> None:
     """A look keeps alive what it looks at, of which it may be made again."""
     alive = set(_with_sources(ends))
     for node in reversed(scope.nodes):
@@ -218,10 +218,10 @@ def _last_uses(scope: Scope, ends: Sequence[Value]) -> None:
         alive |= used.keys()
 
 
-def _with_sources(values: Sequence[Value]) -> list[Value]:
-    out: list[Value] = []
+def _with_sources(values: Sequence[PlannedValue]) -> list[PlannedValue]:
+    out: list[PlannedValue] = []
     for value in values:
-        at: Value | None = value
+        at: PlannedValue | None = value
         while at is not None:
             out.append(at)
             at = at.look_at

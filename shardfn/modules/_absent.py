@@ -22,7 +22,7 @@ class NeedsValue(BaseException):
     """What runs asks for the value of what is absent. No `Exception`, so that no forward catches it."""
 
 
-class Absent(torch.Tensor):
+class AbsentTensor(torch.Tensor):
     """A tensor without data, on the device that the value would be on.
 
     Raises:
@@ -32,7 +32,7 @@ class Absent(torch.Tensor):
     _meta: Tensor
 
     @staticmethod
-    def of(x: Tensor) -> "Absent":
+    def of(x: Tensor) -> "AbsentTensor":
         """One of the shape and dtype of a tensor, which is not used."""
         return _wrapped(_as_meta(x), x.device)
 
@@ -45,9 +45,9 @@ class Absent(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         written = (args[:1] if writes(name) else (), kwargs.get("out"))
-        if any(isinstance(x, Tensor) and type(x) is not Absent for x in pytree.tree_leaves(written)):
+        if any(isinstance(x, Tensor) and type(x) is not AbsentTensor for x in pytree.tree_leaves(written)):
             raise NeedsValue(f"{name} writes it to a tensor")
-        device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is Absent)
+        device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is AbsentTensor)
         on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -68,7 +68,7 @@ class Absent(torch.Tensor):
 def is_absent(x: Any) -> bool:
     """Whether anything in a tree, or in the attributes of what is no tree, is absent."""
     for leaf in pytree.tree_leaves(x):
-        if type(leaf) is Absent:
+        if type(leaf) is AbsentTensor:
             return True
     return False
 
@@ -76,9 +76,9 @@ def is_absent(x: Any) -> bool:
 _VIEWS: Any = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
 
 
-def _wrapped(meta: Tensor, device: torch.device) -> Absent:
+def _wrapped(meta: Tensor, device: torch.device) -> AbsentTensor:
     made: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-        Absent, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        AbsentTensor, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
     )
     made._meta = meta
     return made
@@ -86,7 +86,7 @@ def _wrapped(meta: Tensor, device: torch.device) -> Absent:
 
 def _converted(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x._meta if type(x) is Absent else _as_meta(x)
+        return x._meta if type(x) is AbsentTensor else _as_meta(x)
     return torch.device("meta") if isinstance(x, torch.device) else x
 
 

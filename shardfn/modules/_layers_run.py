@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._absent import Absent, NeedsValue, is_absent
+from ._absent import AbsentTensor, NeedsValue, is_absent
 from ._module_draws import Draws
 from ._module_parts import ModuleParts
 
@@ -145,7 +145,7 @@ class LayersRun:
             if not name.startswith(dot):
                 x: Any = owner._parameters[own]
                 self._absent.append((owner._parameters, own, x))
-                owner._parameters[own] = Absent.of(x)  # pyright: ignore[reportArgumentType]
+                owner._parameters[own] = AbsentTensor.of(x)  # pyright: ignore[reportArgumentType]
 
     def _give_params(self) -> None:
         while self._absent:
@@ -186,4 +186,4 @@ def _first_argument(
 
 
 def _absent_like(x: Tensor) -> Tensor:
-    return x if type(x) is Absent else Absent.of(x)
+    return x if type(x) is AbsentTensor else AbsentTensor.of(x)

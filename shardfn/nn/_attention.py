@@ -12,7 +12,7 @@ from shardfn.core import raise_all
 
 from ._bodies import DENSE, Body, own_rows, whole_length
 from ._masks import Causal, Full, Mask
-from ._online import Scores
+from ._online import OnlineScores
 
 
 def attention(
@@ -72,7 +72,7 @@ def attention(
             f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass as many of both."
         )
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
-    return impl.attend(q_BTHK, k_BSGK, v_BSGK, Scores(mask, scale, slopes_H), length)
+    return impl.attend(q_BTHK, k_BSGK, v_BSGK, OnlineScores(mask, scale, slopes_H), length)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

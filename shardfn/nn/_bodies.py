@@ -30,7 +30,7 @@ from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._masks import Causal, Full, Mask
-from ._online import Rows, Scores
+from ._online import OnlineScores, Rows
 from ._parallel import all_ranges, own_range
 from ._ring import course, num_rows, online
 
@@ -43,7 +43,7 @@ class Dense:
         """The positions of this rank's tokens of a sequence."""
         return ((0, length),)
 
-    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
         del length
         q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
@@ -76,7 +76,7 @@ class Blockwise:
         """The positions of this rank's tokens of a sequence."""
         return ((0, length),)
 
-    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
         del length
         return _online(None, (((0, k_BSGK.shape[1]),),), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
@@ -107,7 +107,7 @@ class Ring:
         """The positions of this rank's tokens of a sequence."""
         return self._all_rows(length)[axis_index(self.axis)]
 
-    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
         return _online(self.axis, self._all_rows(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
 
@@ -143,7 +143,7 @@ class Ulysses:
         inner = self.inner.rows(length)
         return part_of(inner, *own_range(num_rows(inner), self.axis))
 
-    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: Scores, length: int) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
         if axis_size(self.axis) == 1:
             return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
@@ -289,7 +289,9 @@ def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
     return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
 
 
-def _online(axis: Axes, rows: tuple[Rows, ...], qkv: tuple[Tensor, Tensor, Tensor], how: Scores, block: int) -> Tensor:
+def _online(
+    axis: Axes, rows: tuple[Rows, ...], qkv: tuple[Tensor, Tensor, Tensor], how: OnlineScores, block: int
+) -> Tensor:
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in qkv)
     H, G = q_BHTK.shape[1], k_BGSK.shape[1]
     if how.slopes_H is not None and how.slopes_H.requires_grad:

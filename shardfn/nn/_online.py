@@ -25,7 +25,7 @@ from ._masks import Mask, Span
 Rows = tuple[Span, ...]
 
 
-class Scores(NamedTuple):
+class OnlineScores(NamedTuple):
     """What a score is besides q k.
 
     Attributes:
@@ -45,10 +45,10 @@ class Scores(NamedTuple):
         distance = torch.arange(*queries, device=device)[:, None] - torch.arange(*keys, device=device)
         return -self.slopes_H[:, None, None] * distance.abs()
 
-    def of_heads(self, start: int, stop: int) -> "Scores":
+    def of_heads(self, start: int, stop: int) -> "OnlineScores":
         """Those of some query heads."""
         slopes_H = None if self.slopes_H is None else self.slopes_H[start:stop]
-        return Scores(self.mask.of_heads(start, stop), self.scale, slopes_H)
+        return OnlineScores(self.mask.of_heads(start, stop), self.scale, slopes_H)
 
 
 class Tile(NamedTuple):
@@ -58,7 +58,7 @@ class Tile(NamedTuple):
     span: Span
 
 
-class State(NamedTuple):
+class OnlineState(NamedTuple):
     """The softmax of a tile of queries over the keys so far: maximum and sum of e^(s - top), and the sum with v."""
 
     top: Tensor
@@ -87,7 +87,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def factor(how: Scores, q: Tensor) -> float:
+def factor(how: OnlineScores, q: Tensor) -> float:
     """By what q k is scaled."""
     return q.shape[-1] ** -0.5 if how.scale is None else how.scale
 
@@ -98,12 +98,12 @@ def take(x: Tensor, at: Span) -> Tensor:
 
 
 def absorb(
-    states: list[State | None],
+    states: list[OnlineState | None],
     q_BGRTK: Tensor,
     queries: Rows,
     kv: tuple[Tensor, Tensor],
     keys: Rows,
-    how: Scores,
+    how: OnlineScores,
     block: int,
 ) -> None:
     """Takes keys and values [B, G, S, K] into the states of the tiles of queries."""
@@ -117,7 +117,7 @@ def absorb(
 
 
 def finish(
-    states: Sequence[State | None], q_BGRTK: Tensor, v: Tensor, queries: Rows, block: int
+    states: Sequence[OnlineState | None], q_BGRTK: Tensor, v: Tensor, queries: Rows, block: int
 ) -> tuple[Tensor, Tensor]:
     """Y [B, G, R, T, K] and lse [B, G, R, T] of all tiles."""
     ys, lses = [], []
@@ -150,7 +150,7 @@ def transpose(
     queries: Rows,
     kv: tuple[Tensor, Tensor],
     keys: Rows,
-    how: Scores,
+    how: OnlineScores,
     block: int,
 ) -> tuple[Tensor, Tensor]:
     """Adds to the gradients of the tiles of queries, and returns those of keys and values, [B, G, S, K]."""
@@ -184,7 +184,7 @@ class Pushed:
         self._tiles, self._outer, self._block = tiles(queries, block), outer, block
         self._sums: list[tuple[Tensor, Tensor] | None] = [None] * len(self._tiles)
 
-    def absorb(self, tensors: Sequence[Tensor], keys: Rows, how: Scores) -> None:
+    def absorb(self, tensors: Sequence[Tensor], keys: Rows, how: OnlineScores) -> None:
         """Takes keys, values and their tangents, [B, G, S, K]."""
         for key in tiles(keys, self._block):
             k, v, dk, dv = (take(x, key.at) for x in tensors)
@@ -218,7 +218,7 @@ def gathered(parts: Sequence[Tensor | None], like: Tensor, rows: Rows, block: in
     return torch.cat(found, -2).to(like.dtype) if found else torch.zeros_like(like)
 
 
-def _scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: Scores) -> Tensor:
+def _scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor:
     """[B, G, R, Q, K]; -inf where a pair does not count."""
     s = (_joined(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * factor(how, q)
     bias = how.bias(queries, keys, q.device)
@@ -233,7 +233,7 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
     return (s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
 
 
-def _fold(state: State | None, s: Tensor, v: Tensor) -> State:
+def _fold(state: OnlineState | None, s: Tensor, v: Tensor) -> OnlineState:
     top = s.amax(-1) if state is None else torch.maximum(state.top, s.amax(-1))
     shift = top.masked_fill(top == -math.inf, 0.0)  # rows that have no key yet
     p = (s - shift[..., None]).exp()
@@ -241,7 +241,7 @@ def _fold(state: State | None, s: Tensor, v: Tensor) -> State:
     if state is not None:
         before = (state.top - shift).exp()
         total, sum = total + state.total * before, sum + state.sum * before[..., None]
-    return State(top, total, sum)
+    return OnlineState(top, total, sum)
 
 
 def _joined(x: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ from torch import Tensor
 from shardfn.collectives import axis_index, axis_size, ppermute
 from shardfn.core import Axes
 
-from ._online import Outer, Pushed, Rows, Scores, absorb, finish, gathered, tiles, transpose
+from ._online import OnlineScores, Outer, Pushed, Rows, absorb, finish, gathered, tiles, transpose
 
 Perm = list[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class RingCourse:
     """What goes round, and who needs it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Course:
     rows: tuple[Rows, ...]
     queries: Rows
     index: int
-    how: Scores
+    how: OnlineScores
     block: int
 
     @property
@@ -78,12 +78,12 @@ class Course:
         return any(self.how.mask.cover(q, k) != "none" for q, k in pairs)
 
 
-def course(axis: Axes, rows: tuple[Rows, ...], num_queries: int, how: Scores, block: int) -> Course:
+def course(axis: Axes, rows: tuple[Rows, ...], num_queries: int, how: OnlineScores, block: int) -> RingCourse:
     """The course of this rank's tensors; on one rank queries need not be as many as keys."""
     assert len(rows) == axis_size(axis)
     index = axis_index(axis)
     queries = rows[index] if axis_size(axis) > 1 else tuple(r for r in ((0, num_queries),) if num_queries)
-    return Course(axis, rows, queries, index, how, block)
+    return RingCourse(axis, rows, queries, index, how, block)
 
 
 def num_rows(rows: Rows) -> int:
@@ -91,13 +91,13 @@ def num_rows(rows: Rows) -> int:
     return sum(stop - start for start, stop in rows)
 
 
-def online(q_BGRTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, along: Course) -> Tensor:
+def online(q_BGRTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, along: RingCourse) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks, [B, G, R, T, K].
 
     Example:
         >>> from shardfn.nn._masks import Causal
         >>> q, kv = torch.ones(1, 1, 1, 3, 2), torch.ones(1, 1, 3, 2)
-        >>> online(q, kv, kv, course(None, (((0, 3),),), 3, Scores(Causal(), 1.0), 2)).shape
+        >>> online(q, kv, kv, course(None, (((0, 3),),), 3, OnlineScores(Causal(), 1.0), 2)).shape
         torch.Size([1, 1, 1, 3, 2])
     """
     how = along.how
@@ -111,7 +111,7 @@ class _Online(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, along: Course, *data: Tensor) -> Any:
+    def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, along: RingCourse, *data: Tensor) -> Any:
         how = _told(along, slopes_H, data)
         queries = along.queries
         states: list[Any] = [None] * len(tiles(queries, along.block))
@@ -146,11 +146,11 @@ class _Online(torch.autograd.Function):
         return (dq, dk, dv, None, None, *(None for _ in data))
 
 
-def _told(along: Course, slopes_H: Tensor | None, data: Any) -> Scores:
+def _told(along: RingCourse, slopes_H: Tensor | None, data: Any) -> OnlineScores:
     return along.how._replace(mask=along.how.mask.with_tensors(data), slopes_H=slopes_H)
 
 
-def _hops(along: Course, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
+def _hops(along: RingCourse, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
     """Keys and values (and whatever lies like them) as they come by, with their positions and the hop."""
     n, own = along.size, num_rows(along.rows[along.index])
     yield kv, along.rows[along.index], 0
@@ -168,7 +168,9 @@ def _hops(along: Course, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows
         yield packed[..., : num_rows(rows), :].split(widths, -1), rows, hop
 
 
-def _backward(along: Course, how: Scores, saved: tuple[Tensor, ...], cotangents: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    along: RingCourse, how: OnlineScores, saved: tuple[Tensor, ...], cotangents: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, y, lse = saved
     dy, dlse = cotangents
     delta = (dy.to(lse.dtype) * y.to(lse.dtype)).sum(-1) - dlse

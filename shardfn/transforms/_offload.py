@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardfn.activations import Saved, SavePolicy, is_plain, pool_of
+from shardfn.activations import SavedValue, SavePolicy, is_plain, pool_of
 from shardfn.collectives import transforming
 from shardfn.core import tree_leaves
 from shardfn.engine import Transform, check_order, in_section
@@ -44,7 +44,7 @@ class Offloaded(Transform):
         written, out = in_section(again, lambda: self.inner(*args, **kwargs))
         if written:
             return out
-        saved = Saved(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
+        saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
         with saved.saving():
             return self.inner(*args, **kwargs)
 

@@ -27,7 +27,9 @@ def test_fewer_than_ten_lines_are_changed() -> None:
     bodies = [
         text.partition(f"def {name}(")[2].partition("\n\n\n")[0].splitlines()[1:] for name in ("plain", "sharded")
     ]
-    added = [x for x in difflib.ndiff(bodies[0], bodies[1]) if x.startswith("+ ")] + [x for x in text.splitlines() if x[:3] == "CUT"]
+    added = [x for x in difflib.ndiff(bodies[0], bodies[1]) if x.startswith("+ ")] + [
+        x for x in text.splitlines() if x[:3] == "CUT"
+    ]
     assert len(added) < 10
     assert all(x.endswith("# shardfn") for x in added)
 

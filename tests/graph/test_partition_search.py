@@ -10,7 +10,7 @@ import torch
 from shardfn.capture import capture
 from shardfn.graph import prepare
 from shardfn.graph._forms import WHOLE, Form, cut
-from shardfn.graph._partition_search import Choice, Held, Search, _Draft, _State
+from shardfn.graph._partition_search import Held, Search, SearchChoice, _Draft, _SearchState
 from shardfn.graph._partition_values import Scope, scope_of
 
 SIZE = 12
@@ -58,9 +58,9 @@ def planned(seed: int, steps: int, num: int) -> tuple[Scope, dict[Any, Held], li
     return scope, start, [(scope.one(end), WHOLE)]
 
 
-def price(search: Search, scope: Scope, start: Any, ends: Any, choices: dict[Any, Choice]) -> float:
+def price(search: Search, scope: Scope, start: Any, ends: Any, choices: dict[Any, SearchChoice]) -> float:
     """What these choices cost, by going through them."""
-    state = _State(0.0, 0.0, {}, None)
+    state = _SearchState(0.0, 0.0, {}, None)
     for node in scope.nodes:
         pairs = list(zip(scope.operands[node], choices[node].strategy.ins, strict=True))
         state, _ = _Draft(search.num, state, start).decide(scope, node, choices[node], pairs).state()
@@ -69,7 +69,7 @@ def price(search: Search, scope: Scope, start: Any, ends: Any, choices: dict[Any
 
 def cheapest(search: Search, scope: Scope, start: Any, ends: Any) -> float:
     """By trying all: no state is ever forgotten."""
-    states = [_State(0.0, 0.0, {}, None)]
+    states = [_SearchState(0.0, 0.0, {}, None)]
     for node in scope.nodes:
         states = [draft.state()[0] for s in states for draft in search._steps(scope, node, s, start)]
     return min(search._ended(scope, s, start, ends).total for s in states)
