@@ -33,7 +33,8 @@ from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, check_layout as check_layout
 from ._pipelined import padded as padded, unpadded as unpadded
 from ._pipelined_module import PipelinedModule as PipelinedModule
-from ._plan import OF_A_STATE as OF_A_STATE, Plan as Plan, Planner as Planner, Words as Words
+from ._plan import Plan as Plan
+from ._planner import OF_A_STATE as OF_A_STATE, Planner as Planner, Words as Words
 from ._pools import begin as begin, close_pool as close_pool, commit as commit, disk_of as disk_of, forget as forget
 from ._pools import together as together
 from ._resume import resumed as resumed

@@ -32,7 +32,8 @@ from shardfn.optim import GradientTransformation
 from shardfn.state import TrainState, send_home, state_owners
 
 from ._check import check_params
-from ._plan import Plan, Planner
+from ._plan import Plan
+from ._planner import Planner
 from ._pools import pool_of
 from ._update import own_rows, rule_of, wrap
 

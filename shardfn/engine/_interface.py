@@ -27,7 +27,7 @@ from shardfn.core import (
 )
 
 from ._check import check_specs
-from ._plan import MOVE_THEM
+from ._planner import MOVE_THEM
 
 # For a function that writes to an argument.
 REMEDY = "Name the argument in donate=, or write to a clone()."

@@ -29,7 +29,7 @@ from ._mixed import Mixed
 from ._partition_capture import Noting, apart, refuse_functions
 from ._partition_loop import noted_loop
 from ._partition_run import run_program
-from ._plan import Planner
+from ._planner import Planner
 from ._unwrap import Unwrapped
 
 

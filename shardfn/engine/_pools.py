@@ -16,7 +16,8 @@ from shardfn.core import Disk, Mesh, PyTree, Stored, raise_all, tree_leaves, tre
 from shardfn.memory import AnyPool, Pool, TracedPool
 from shardfn.state import TrainState, check_origins, origin_of
 
-from ._plan import Plan, Planner
+from ._plan import Plan
+from ._planner import Planner
 
 log = logging.getLogger("shardfn.memory")
 

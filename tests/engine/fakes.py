@@ -10,7 +10,7 @@ import shardfn as sf
 from shardfn.collectives import Channel, Channels
 from shardfn.collectives._rounds import Rounds
 from shardfn.core import Mesh, Pending, tree_flatten
-from shardfn.engine._plan import Plan, Planner
+from shardfn.engine import Plan, Planner
 
 
 class Wire(Channels):

@@ -12,7 +12,7 @@ import shardfn as sf
 from shardfn import optim
 from shardfn.collectives import EvenPacking, dealt
 from shardfn.core import Mesh, tree_flatten
-from shardfn.engine._plan import Plan, Planner
+from shardfn.engine import Plan, Planner
 from shardfn.leaves._units import Unit
 from shardfn.testing import assert_parity, distributed
 

@@ -1,0 +1,220 @@
+"""From a step's annotations to the plan of each parameter tree that it meets."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import (
+    Dtypes,
+    Mesh,
+    P,
+    Policy,
+    PyTree,
+    Sharding,
+    Zero,
+    broadcast_prefix,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.leaves import (
+    LeafLayout,
+    leaf_layout,
+    stacked_layout,
+    with_ratio,
+)
+from shardfn.state import TrainState
+
+from ._check import check_travel, is_spec
+from ._plan import Plan
+
+
+class Words(NamedTuple):
+    """What is said of params that do not fit a plan: that leaves are none, are cut or kept elsewhere, or in a dtype."""
+
+    no_tensors: str
+    shardings: str
+    policy: str
+
+
+OF_A_STATE = Words(
+    "the state's params are not GlobalTensors; make the state with step.init:",
+    "the state was made by a step with other shardings:",
+    "the state was made under another policy:",
+)
+MOVE_THEM = "bring them there first, sf.reshard(tree, to, mesh=...)"
+
+
+class Planner:
+    """A step's annotations; makes a `Plan` for each parameter tree it meets.
+
+    Args:
+        mesh: the mesh.
+        specs: prefix tree of compute specs.
+        batch: prefix tree of the batch's specs.
+        zero: the ZeRO rule.
+        trainable: prefix tree of bools.
+        policy: the precision; None = each leaf's own dtype.
+    """
+
+    def __init__(
+        self, mesh: Mesh, specs: PyTree, batch: PyTree, zero: Zero, trainable: PyTree, policy: Policy | None = None
+    ) -> None:
+        self.mesh, self.batch, self.zero, self.policy = mesh, batch, zero, policy
+        self._specs, self._trainable = specs, trainable
+        used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
+        self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
+        self._plans: dict[Any, Plan] = {}
+
+    def plan(self, treedef: Any, like: list[Any]) -> Plan:
+        """The plan for leaves of these shapes and dtypes.
+
+        Raises:
+            ValueError: specs do not fit; every leaf is listed.
+        """
+        shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
+        if (treedef, shapes, dtypes) not in self._plans:
+            self._plans[treedef, shapes, dtypes] = self._make(treedef, shapes, dtypes)
+        return self._plans[treedef, shapes, dtypes]
+
+    def seen_as(self, treedef: Any, blocks: Sequence[Tensor]) -> Plan:
+        """The plan of a tree of which a function sees these blocks.
+
+        Raises:
+            ValueError: there is none, or leaves of several shapes have these blocks on this rank.
+        """
+        shapes = [tuple(x.shape) for x in blocks]
+        found = [
+            plan
+            for (known, *_), plan in self._plans.items()
+            if known == treedef and [_seen_shape(leaf) for leaf in plan.leaves] == shapes
+        ]
+        wholes = {tuple(tuple(leaf.shape) for leaf in plan.leaves) for plan in found}
+        if len(wholes) != 1:
+            what = "several trees that this step has met have" if found else "no tree that this step has met has"
+            raise ValueError(f"partition(loss): {what} blocks of shapes {shapes}; make a step for each tree.")
+        return found[0]
+
+    def plan_of(self, state: TrainState) -> Plan:
+        """The plan of a state, which must be kept as the plan says.
+
+        Raises:
+            TypeError: it is no state of global tensors.
+            ValueError: it was made under other annotations; every leaf is listed.
+        """
+        if not isinstance(state, TrainState):
+            raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
+        return self.kept(state.params, OF_A_STATE)
+
+    def kept(self, params: PyTree, words: "Words") -> Plan:
+        """The plan of params, which must be kept as the plan says.
+
+        Raises:
+            TypeError: they are no global tensors.
+            ValueError: they were made under other annotations; every leaf is listed.
+        """
+        leaves, treedef = tree_flatten(params)
+        wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
+        if wrong:
+            paths = tree_paths(params, "params")
+            listed = [f"{paths[i]} is a {type(leaves[i]).__name__}" for i in wrong]
+            raise_all(TypeError, words.no_tensors, listed)
+        elsewhere = [i for i, x in enumerate(leaves) if not x.mesh.is_like(self.mesh)]
+        if elsewhere:
+            paths = tree_paths(params, "params")
+            listed = [f"{paths[i]} is on {leaves[i].mesh!r}" for i in elsewhere]
+            raise_all(ValueError, f"leaves are on another mesh than {self.mesh!r}; {MOVE_THEM}:", listed)
+        plan = self.plan(treedef, leaves)
+        pairs = zip(plan.leaves, leaves, strict=True)
+        raise_all(
+            ValueError,
+            words.shardings,
+            [
+                f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
+                for leaf, x in pairs
+                if x.spec != leaf.param or x.memory_kind != leaf.home
+            ],
+        )
+        raise_all(
+            ValueError,
+            words.policy,
+            [
+                f"{leaf.path} is {x.dtype}; here it is kept in {leaf.dtypes.param}"
+                for leaf, x in zip(plan.leaves, leaves, strict=True)
+                if x.dtype != leaf.dtypes.param
+            ],
+        )
+        return plan
+
+    def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
+        tree = tree_unflatten(treedef, list(range(len(shapes))))
+        paths = tree_paths(tree, "params")
+        specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
+        train = broadcast_prefix(self._trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
+        computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
+        # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.
+        homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
+        stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
+        rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
+        raise_all(
+            ValueError,
+            "specs have more entries than their leaf has dims:",
+            [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, *_ in rows if len(c) > len(s)],
+        )
+        raise_all(
+            ValueError,
+            "complex parameters have no gradients here; close over them, or mark them trainable=False:",
+            [p for p, _, d, _, t, _ in rows if t and d.is_complex],
+        )
+        if self.policy is not None:
+            self.policy.check([p for p, _, d, *_ in rows if d.is_floating_point])
+        raise_all(
+            ValueError,
+            "stacked leaves have a leading dim of layers, which is never cut:",
+            [_not_stacked(p, s, c) for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k and _unfit(s, c)],
+        )
+        leaves = [
+            (stacked_layout if k else leaf_layout)(
+                p,
+                s,
+                Dtypes.plain(d) if self.policy is None else self.policy.dtypes(p, d),
+                c,
+                zero=self.zero,
+                mesh=self.mesh,
+                batch_axes=self.batch_axes,
+                trainable=t and d.is_floating_point,
+                home=h,
+            )
+            for (p, s, d, c, t, h), k in zip(rows, stacked, strict=True)
+        ]
+        leaves = with_ratio(leaves, self.zero.optimizer_fraction)
+        _check_disk(leaves, self.zero)
+        check_travel(leaves, self.zero, self.mesh)
+        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
+
+
+def _seen_shape(leaf: LeafLayout) -> tuple[int, ...]:
+    """What a function sees of a leaf."""
+    return (len(leaf.layers), *leaf.layers[0].block) if leaf.layers else tuple(leaf.block)
+
+
+def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
+    used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
+    if zero.disk is not None and not used:
+        raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")
+
+
+def _unfit(shape: torch.Size, compute: P) -> bool:
+    return not shape or not shape[0] or bool(compute.dim_axes(0))
+
+
+def _not_stacked(path: str, shape: torch.Size, compute: P) -> str:
+    if not shape or not shape[0]:
+        return f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
+    entries = (None, *compute.entries[1:])
+    return f"{path} of shape {tuple(shape)} has spec {compute!r}; use Sharding({P(*entries)!r}, stacked=True)"
