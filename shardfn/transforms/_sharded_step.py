@@ -86,6 +86,7 @@ def sharded_step(
         FloatingPointError: (when called) gradients overflow with the loss scale at its floor.
 
     Example:
+        >>> import torch
         >>> from shardfn import optim
         >>> step = sharded_step(lambda w, x: ((w * x) ** 2).mean(), optim.sgd(0.5))
         >>> state = step.init(torch.tensor(1.0))

@@ -154,7 +154,8 @@ class ShardedStep:
 
         Example:
             >>> import tempfile
-            >>> from shardfn import core, optim
+            >>> import torch
+            >>> from shardfn import Zero, core, optim, sharded_step
             >>> loss = lambda w, x: (w * x).square().mean()
             >>> def make(directory):
             ...     zero = core.Zero(persist_elements=0, params="disk", optimizer="disk", disk=core.Disk(directory))
@@ -207,8 +208,9 @@ class ShardedStep:
             ValueError: under `jit(cluster=...)` no schedule fits the memory.
 
         Example:
-            >>> from shardfn import optim
-            >>> step = sharded_step(lambda w, x: ((w * x) ** 2).mean(), optim.sgd(0.5))
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: ((w * x) ** 2).mean(), sf.optim.sgd(0.5))
             >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
             0
         """
@@ -294,8 +296,9 @@ class ShardedStep:
             A 0-d tensor.
 
         Example:
-            >>> from shardfn import optim
-            >>> step = sharded_step(lambda w, x: (w * x).mean(), optim.sgd(0.1))
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1))
             >>> state = step.init(torch.tensor(2.0))
             >>> torch.func.grad(step.loss)(state.params, torch.tensor([1.0, 3.0])).full_tensor()
             tensor(2.)

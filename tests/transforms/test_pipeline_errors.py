@@ -235,6 +235,7 @@ def test_a_function_of_stages_is_given_stages() -> None:
     torch.testing.assert_close(g(g.init(_params()), torch.ones(4, 3)), loss(_params(), torch.ones(4, 3)))
 
 
+@distributed(world=2)
 def test_a_first_that_asks_for_values_is_named() -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
 
