@@ -269,7 +269,7 @@ def checksum(x: Tensor) -> int:
     """A sum over the bits of a tensor, or of a corner of one that is not drawn yet; the same wherever the bits are."""
     if isinstance(x, Draw):
         x = draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))
-    data = x.detach().contiguous().view(-1).view(torch.uint8)
+    data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     total = 0
     for chunk in data.split(1 << 20):
         words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)

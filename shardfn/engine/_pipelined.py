@@ -7,7 +7,7 @@ plain loss computes does not depend on the number of ranks, and every rank has a
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from shardfn.nn import scan
 from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
 from ._accumulated import Accumulated
+from ._elsewhere import ElsewhereTensor
 from ._levels import Transform
 from ._loss import Loss
 from ._mixed import Mixed
@@ -141,10 +142,20 @@ class Pipelined(Transform):
         """A stack, or this rank's block of it, without unused rows."""
         if self.per_stage is None:
             return stack
+        if axis_size(self.axis) == 1:
+            named = zip(tree_paths(stack, "blocks"), tree_leaves(stack), strict=True)
+            check_rows({path: len(x) for path, x in named}, self.per_stage)
         if axis_size(self.axis) > 1:
             own = self.per_stage[axis_index(self.axis)]
             return tree_map(lambda x: x.narrow(0, 0, own), stack)
         return unpadded(stack, self.per_stage)
+
+    def without_stacks(self, params: PyTree) -> PyTree:
+        """The parameters for what runs outside of the layers: where these are on several ranks, they are no values."""
+        if axis_size(self.axis) == 1:
+            return params
+        own = {id(x) for x in tree_leaves(self.stacks(params))}
+        return tree_map(lambda x: ElsewhereTensor.of(x) if id(x) in own else x, params)
 
     def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
         """By chunk, the number of the layer in the first row of a rank's block.
@@ -206,13 +217,13 @@ class PipelinedLayers(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """`first`."""
-        return self.first(params, batch, *key)
+        return self.first(self.without_stacks(params), batch, *key)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """`first` or what is given, the layers, and at the last stage `last`."""
-        h = self.first(params, batch, *key) if place.begins else given
+        h = self.enter(params, batch, *key) if place.begins else given
         h = self.between(params, batch, h, place, key)
-        return self.last(params, h, batch, *key) if place.ends else h
+        return self.leave(params, h, batch, *key) if place.ends else h
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """The layers."""
@@ -221,7 +232,7 @@ class PipelinedLayers(Pipelined):
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """`last`."""
-        return self.last(params, h, batch, *key)
+        return self.last(self.without_stacks(params), h, batch, *key)
 
     def through(self, stack: PyTree, chunk: int, h: PyTree, first: int, key: tuple[Tensor, ...]) -> PyTree:
         """What the layers of this rank's block of a stack make of `h`.
@@ -370,11 +381,20 @@ def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num
     """
     if num not in (1, len(per_stage)):
         raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
+    check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
+
+
+def check_rows(rows: Mapping[str, int], per_stage: tuple[int, ...]) -> None:
+    """Refuses stacks that are not padded for stages of so many layers.
+
+    Raises:
+        ValueError: lists every leaf.
+    """
     want = len(per_stage) * max(per_stage)
     raise_all(
         ValueError,
         f"layers_per_stage={per_stage} wants stacks of {want} rows, as pad_layers makes them:",
-        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] != want],
+        [f"{path} has {n}" for path, n in rows.items() if n != want],
     )
 
 

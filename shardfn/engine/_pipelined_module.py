@@ -10,6 +10,7 @@ from shardfn.collectives import axis_size
 from shardfn.core import PyTree, tree_leaves
 from shardfn.modules import LayeredFunction, LayerSpan
 
+from ._elsewhere import ElsewhereTensor
 from ._pipelined import Pipelined, Place
 
 
@@ -64,4 +65,8 @@ class PipelinedModule(Pipelined):
         return {**params, self.function.path: self.filled(params[self.function.path])}
 
     def _run(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
-        return self.function.within(span, self.loss, self._filled(params), batch, *key)
+        filled = self._filled(params)
+        stack = filled[self.function.path]
+        hidden: dict[str, Any] = {name: ElsewhereTensor.of(x) for name, x in stack.items()}
+        span.stack, span.shown = stack, hidden
+        return self.function.within(span, self.loss, {**filled, self.function.path: hidden}, batch, *key)

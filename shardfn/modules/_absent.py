@@ -66,7 +66,7 @@ class AbsentTensor(torch.Tensor):
 
 
 def is_absent(x: Any) -> bool:
-    """Whether anything in a tree, or in the attributes of what is no tree, is absent."""
+    """Whether anything in a tree is absent."""
     for leaf in pytree.tree_leaves(x):
         if type(leaf) is AbsentTensor:
             return True

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ class LayerSpan:
         given: what the layer before `start` has made; None at the first stage.
         ends: whether the forward runs to its end, and not to the layer after.
         calls: how often the module has been called within.
+        stack: this rank's rows of the layers' leaves, by name, where the loss is shown others in their place.
+        shown: those, which it is to pass on as they are.
     """
 
     start: int
@@ -33,6 +35,8 @@ class LayerSpan:
     given: Tensor | None
     ends: bool
     calls: int = 0
+    stack: Mapping[str, Tensor] | None = None
+    shown: Mapping[str, Tensor] | None = None
 
 
 class Ended(BaseException):
@@ -75,7 +79,7 @@ class LayersRun:
 
     def __init__(self, of: Layers, span: LayerSpan, draws: Draws) -> None:
         self._of, self._span, self._draws = of, span, draws
-        self._next, self._stop = 0, span.start + span.num
+        self._next, self._stop, self._over = 0, span.start + span.num, False
         self._absent: list[tuple[dict[str, Any], str, Any]] = []
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +90,11 @@ class LayersRun:
             name: _StandIn(i, layer, self._at) for i, (name, layer) in enumerate(zip(own, layers, strict=True))
         }
         layers._modules = stand_ins  # pyright: ignore[reportAttributeAccessIssue]
+        elsewhere: list[tuple[dict[str, Any], str, Any]] = []
         try:
+            for i, layer in enumerate(own.values()):
+                if not self._span.start <= i < self._stop:
+                    self._hide(layer, elsewhere)
             if self._span.given is not None and not of.needs_params:
                 self._take_params(module)
             out = module(*args, **kwargs)
@@ -96,13 +104,17 @@ class LayersRun:
         finally:
             layers._modules = own
             self._give_params()
+            _put_back(elsewhere)
+            self._over = True
 
     def _at(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What happens at the call of a layer."""
         span = self._span
+        if self._over:  # what a checkpoint computes again, in the backward
+            return self._own(number, layer, args, kwargs)
         if number != self._next:
             self._refuse(f"the forward calls layer {number} where layer {self._next} should be")
-        h, replaced = _first_argument(layer, args, kwargs)
+        h, _ = _first_argument(layer, args, kwargs)
         if number == self._stop and not span.ends:
             raise Ended(h)
         self._next = number + 1
@@ -110,20 +122,26 @@ class LayersRun:
         if before and number < self._of.num_layers - 1:
             return self._returned(layer, args, kwargs, _absent_like(h))
         self._give_params()
-        self._draws.count = (number + 1) * _DRAWS_EACH
-        try:
-            if before:  # a last stage without layers
-                return self._returned(layer, args, kwargs, span.given)
-            if number == span.start and span.given is not None:
-                args, kwargs = replaced(span.given)
-            if is_absent((args, kwargs)):
-                raise NeedsValue(f"layer {number} is given it, besides its first argument")
-            out = layer(*args, **kwargs)
-            if not span.ends and self._next == self._stop == self._of.num_layers:
-                raise Ended(pytree.tree_leaves(out)[0])
+        if before:  # a last stage without layers
+            out = self._returned(layer, args, kwargs, span.given)
+            self._draws.count = _draws_behind(number)
             return out
+        out = self._own(number, layer, args, kwargs)
+        if not span.ends and self._next == self._stop == self._of.num_layers:
+            raise Ended(pytree.tree_leaves(out)[0])
+        return out
+
+    def _own(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer of this rank; its draws have numbers of their own."""
+        if number == self._span.start and self._span.given is not None:
+            args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
+        if is_absent((args, kwargs)):
+            raise NeedsValue(f"layer {number} is given it, besides its first argument")
+        self._draws.count = _draws_behind(number) - _DRAWS_EACH
+        try:
+            return layer(*args, **kwargs)
         finally:
-            self._draws.count = (number + 2) * _DRAWS_EACH
+            self._draws.count = _draws_behind(number)
 
     def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
         """What a layer returns that makes `h`; what it returns besides is absent. Found once, without computing it."""
@@ -143,14 +161,15 @@ class LayersRun:
         dot = f"{self._of.path}."
         for name, (owner, own) in ModuleParts.of(module).params.items():
             if not name.startswith(dot):
-                x: Any = owner._parameters[own]
-                self._absent.append((owner._parameters, own, x))
-                owner._parameters[own] = AbsentTensor.of(x)  # pyright: ignore[reportArgumentType]
+                _make_absent(owner, own, self._absent)
+
+    def _hide(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
+        """Makes the parameters of another rank's layer absent: here they are those of the module as it was made."""
+        for owner, own in ModuleParts.of(layer).params.values():
+            _make_absent(owner, own, taken)
 
     def _give_params(self) -> None:
-        while self._absent:
-            where, name, x = self._absent.pop()
-            where[name] = x
+        _put_back(self._absent)
 
     def _refuse(self, what: str) -> None:
         raise ValueError(
@@ -174,6 +193,30 @@ class _StandIn(nn.Module):
 
     forward = __call__
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["layer"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["layer"], name)
+
+
+def _draws_behind(number: int) -> int:
+    """The number of the first draw behind a layer; its own begin one range before. Those of a forward all differ."""
+    return (2 * number + 2) * _DRAWS_EACH
+
+
+def _make_absent(owner: nn.Module, name: str, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
+    x: Any = owner._parameters[name]
+    if x is not None and type(x) is not AbsentTensor:
+        taken.append((owner._parameters, name, x))
+        owner._parameters[name] = AbsentTensor.of(x)  # pyright: ignore[reportArgumentType]
+
+
+def _put_back(taken: list[tuple[dict[str, Any], str, Any]]) -> None:
+    while taken:
+        where, name, x = taken.pop()
+        where[name] = x
+
 
 def _first_argument(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -182,6 +225,9 @@ def _first_argument(
     if args:
         return args[0], lambda h: ((h, *args[1:]), kwargs)
     name = next(iter(inspect.signature(layer.forward).parameters), "")
+    name = name if name in kwargs else next((k for k, x in kwargs.items() if isinstance(x, Tensor)), "")
+    if not name:
+        raise ValueError(f"a layer, a {type(layer).__name__}, is called without a tensor; it should be given one.")
     return kwargs[name], lambda h: (args, {**kwargs, name: h})
 
 

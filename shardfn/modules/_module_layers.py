@@ -150,6 +150,13 @@ class LayeredFunction:
         stack, span = params[self.path], _SPAN.innermost()
         if set(stack) != self._names:
             raise ValueError(f"params[{self.path!r}] has {sorted(stack)}; the layers have {sorted(self._names)}.")
+        if span is not None and span.stack is not None:
+            if any(x is not (span.shown or {}).get(name) for name, x in stack.items()):
+                raise ValueError(
+                    f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
+                    " several ranks; pass them on as they are."
+                )
+            stack = span.stack
         whole = span is None
         span = LayerSpan(0, self.num_layers, None, True) if span is None else span
         span.calls += 1

@@ -292,6 +292,12 @@ def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
 def _online(
     axis: Axes, rows: tuple[Rows, ...], qkv: tuple[Tensor, Tensor, Tensor], how: OnlineScores, block: int
 ) -> Tensor:
+    kind = qkv[0].device.type
+    if torch.is_autocast_enabled(kind) and qkv[0].dtype != torch.float64:  # once, as its forward and backward are apart
+        narrow = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            q, k, v = (x.to(narrow) for x in qkv)
+            return _online(axis, rows, (q, k, v), how, block)
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in qkv)
     H, G = q_BHTK.shape[1], k_BGSK.shape[1]
     if how.slopes_H is not None and how.slopes_H.requires_grad:

@@ -302,3 +302,24 @@ def test_tiles_without_pairs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(1, 64, 1, 2, requires_grad=True)
     nn.attention(x, x, x, mask=nn.Causal() & nn.Window(7), impl=nn.Blockwise(8)).sum().backward()
     assert len(seen) == 2 * (8 + 7)  # the diagonal and the one below it, forward and backward
+
+
+def test_autocast_rounds_bodies_alike() -> None:
+    g = torch.Generator().manual_seed(0)
+    base = [3 * torch.randn(1, 64, 2, 16, generator=g) for _ in range(3)]
+    weight = torch.randn(1, 64, 2, 16, generator=g)
+
+    def gradients(impl: Any, on: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.dtype, list[Tensor]]:
+        xs = [x.to(dtype).requires_grad_() for x in base]
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            y = nn.attention(*xs, impl=impl)
+        return y.dtype, [t.double() for t in torch.autograd.grad((y * weight).sum(), xs)]
+
+    exact = gradients(nn.Dense(), False, torch.float64)[1]
+    kinds, errors = [], []
+    for impl in (nn.Dense(), nn.Blockwise(16)):
+        dtype, found = gradients(impl, True)
+        kinds.append(dtype)
+        errors.append(max(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)))
+    assert kinds == [torch.bfloat16] * 2
+    assert errors[1] < 1.5 * errors[0]

@@ -1,0 +1,45 @@
+"""What stands in the place of a stack whose layers are on several ranks, where a loss is not to use it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What tells of a tensor, and not its values.
+_METADATA = frozenset({"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "__hash__"})
+_FIELDS = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "layout"})
+
+
+class ElsewhereTensor(torch.Tensor):
+    """This rank's rows of a stack, outside of its layers: of their shape and dtype, and without a value.
+
+    Raises:
+        ValueError: something is computed of it. It would be of this rank's layers alone.
+    """
+
+    @staticmethod
+    def of(x: Tensor) -> "ElsewhereTensor":
+        """One like this rank's block of a stacked leaf."""
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            ElsewhereTensor, tuple(x.shape), dtype=x.dtype, device=x.device
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Tells of it, and computes nothing."""
+        del types
+        name = getattr(func, "__name__", "")
+        field = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if name in _METADATA or field in _FIELDS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ValueError(
+            f"the loss of a pipeline uses the stacked layers outside of them, in {field or name}: they are on several"
+            " ranks, of which each would use its own alone. Let each layer add its part to what it hands on, or use"
+            " what the optimizer has (weight decay)."
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing comes here but by a way that asks no subclass."""
+        return cls.__torch_function__(func, types, args, kwargs)
