@@ -45,6 +45,8 @@ class Manager:
         background: whether files are written while the next steps run.
         durable: whether to wait, in the background, until the disk has them.
         file_bytes: as for `save`.
+        replace: whether a step that has a checkpoint already is saved anew, as in a run that goes on from an older one.
+            What that run has not come to yet stays, and is the newest until then: remove it first.
 
     Raises:
         ValueError: an argument is out of range.
@@ -71,6 +73,7 @@ class Manager:
         background: bool = True,
         durable: bool = True,
         file_bytes: int = FILE_BYTES,
+        replace: bool = False,
     ) -> None:
         if min(save_every, keep_last, keep_every or 1, file_bytes) < 1:
             raise ValueError(
@@ -79,7 +82,7 @@ class Manager:
             )
         self._place, self._mesh = pathlib.Path(directory), mesh_of(()) if mesh is None else mesh
         self._every, self._last, self._keep_every = save_every, keep_last, keep_every
-        self._background, self._options = background, SaveOptions(durable, False, file_bytes)
+        self._background, self._options = background, SaveOptions(durable, replace, file_bytes)
         self._stack = contextlib.ExitStack()
         control = comms_of(self._mesh).control
         with told_before(control):

@@ -290,3 +290,65 @@ def test_every_flipped_byte_is_found(tmp_path: pathlib.Path) -> None:
     victim.write_bytes(random.Random(0).randbytes(victim.stat().st_size))
     with pytest.raises(DamagedError, match="have changed since they were written"):
         checkpoint.restore(tmp_path, {"a": torch.zeros(5), "b": torch.zeros(3, dtype=torch.bool)})
+
+
+def test_a_run_that_goes_on_from_an_older_step_replaces_what_comes_after(tmp_path: pathlib.Path) -> None:
+    with sf.checkpoint.Manager(tmp_path, keep_last=3) as manager:
+        for n in range(3):
+            manager.save({"w": torch.full((3,), float(n))}, n)
+    with sf.checkpoint.Manager(tmp_path, keep_last=3) as manager, pytest.raises(FileExistsError):
+        manager.save({"w": torch.zeros(3)}, 1)
+        manager.wait()
+    with sf.checkpoint.Manager(tmp_path, keep_last=3, replace=True) as manager:
+        tree = manager.restore({"w": torch.zeros(3)}, step=0).tree
+        manager.save({"w": tree["w"] + 10}, 1)
+        manager.wait()
+        assert manager.restore({"w": torch.zeros(3)}, step=1).tree["w"].tolist() == [10.0] * 3
+        assert manager.steps() == [0, 1, 2]
+
+
+CANONICAL = {"reduction": "canonical", "reduction_chunks": 4}
+
+
+def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"]).square().mean() + (p["w"] ** 2).mean()
+
+
+def _run(directory: str, steps: int) -> list[float]:
+    """Goes on to so many steps, on as many ranks as there are; the parameters then."""
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    rule = sf.optim.chain(sf.optim.clip_by_global_norm(0.3), sf.optim.adamw(1e-2))
+    step = sf.sharded_step(_loss, rule, mesh=mesh, zero=sf.Zero(stage=mesh.size - 1, persist_elements=0, **CANONICAL))
+    state = step.init({"w": torch.linspace(-1, 1, 21).view(7, 3)})
+    with sf.checkpoint.Manager(directory, mesh=mesh, keep_last=9) as manager:
+        if manager.steps():
+            state = manager.restore(state).tree
+        for n in range(int(state.step), steps):
+            batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(n))
+            state, _ = step(state, batch[step.rows(8)])
+        manager.save(state)
+    return state.params["w"].full_tensor().flatten().tolist()
+
+
+@distributed(world=1)
+def _on_1(directory: str, steps: int) -> list[float]:
+    return _run(directory, steps)
+
+
+@distributed(world=2)
+def _on_2(directory: str, steps: int) -> list[float]:
+    return _run(directory, steps)
+
+
+@distributed(world=3)
+def _on_3(directory: str, steps: int) -> list[float]:
+    return _run(directory, steps)
+
+
+def test_a_job_that_loses_and_gets_back_ranks_has_the_bits_of_one_that_did_not(tmp_path: pathlib.Path) -> None:
+    (want,) = _on_1(str(tmp_path / "whole"), 9)
+    parts = str(tmp_path / "parts")
+    _on_3(parts, 3)
+    _on_1(parts, 5)
+    for found in _on_2(parts, 9):
+        assert found == want
