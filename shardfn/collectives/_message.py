@@ -13,7 +13,7 @@ from ._line import Line
 Parts = tuple[Tensor, ...]
 
 
-class _Place(NamedTuple):
+class _MessagePlace(NamedTuple):
     """Where a tensor stands in a row: its number among the tensors, its first byte and what it is."""
 
     number: int
@@ -57,13 +57,13 @@ def gather_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Call
     return lambda: _unpacked(wait().flatten(0, 1), places, parts)
 
 
-def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_Place]]:
+def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_MessagePlace]]:
     """The message, and where things are in it: the widest elements first, so that each stands at a multiple of it."""
     flat = [part for group in parts for part in group]
-    places: list[_Place] = []
+    places: list[_MessagePlace] = []
     start = 0
     for number in sorted(range(len(flat)), key=lambda i: -flat[i].dtype.itemsize):
-        places.append(_Place(number, start, flat[number].shape[1:], flat[number].dtype))
+        places.append(_MessagePlace(number, start, flat[number].shape[1:], flat[number].dtype))
         start += places[-1].width
     return torch.cat([_bytes(flat[place.number]) for place in places], 1), places
 
@@ -72,7 +72,7 @@ def _bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
     return part.contiguous().view(part.shape[0], -1).view(torch.uint8)
 
 
-def _unpacked(message: UInt8[Tensor, "rows bytes"], places: list[_Place], like: Sequence[Parts]) -> list[Parts]:
+def _unpacked(message: UInt8[Tensor, "rows bytes"], places: list[_MessagePlace], like: Sequence[Parts]) -> list[Parts]:
     flat: dict[int, Tensor] = {}
     for place in places:
         if not place.width:  # torch calls it contiguous whatever its strides, and then cannot view it

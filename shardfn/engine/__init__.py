@@ -31,7 +31,7 @@ from ._partition_capture import in_section as in_section
 from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, check_layout as check_layout
-from ._pipelined import padded as padded, unpadded as unpadded
+from ._padded import padded as padded, unpadded as unpadded
 from ._pipelined_module import PipelinedModule as PipelinedModule
 from ._plan import Plan as Plan
 from ._planner import OF_A_STATE as OF_A_STATE, Planner as Planner, Words as Words

@@ -65,6 +65,21 @@ class ChunkSums:
         self._fill(leaf, stack, self.chunks.bounds[1])
         return [x for _, _, x in stack]
 
+    def send(self, leaves: Sequence[int], send: Callable[[list[Tensor]], Pending[Tensor]]) -> Pending[Tensor]:
+        """Sends the nodes of leaves that travel together, one message each; zeros where other ranks have more nodes.
+
+        Args:
+            leaves: which.
+            send: sends a message of a tensor a leaf, and gives what all ranks have for this one.
+        """
+        own, chunks = [self.take(i) for i in leaves], self.chunks
+        most = max(len(chunks.nodes(r)) for r in range(chunks.ranks))
+        rows = [
+            [nodes[j] if j < len(nodes) else self._zeros(i) for i, nodes in zip(leaves, own, strict=True)]
+            for j in range(most)
+        ]
+        return JoinedNodes([send(row) for row in rows], chunks)
+
     def _fill(self, leaf: int, stack: list[Node], until: int) -> None:
         for k in range(stack[-1][1] if stack else self.chunks.bounds[0], until):
             push(stack, (k, k + 1, self._zeros(leaf)))

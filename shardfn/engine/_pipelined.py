@@ -7,7 +7,7 @@ plain loss computes does not depend on the number of ranks, and every rank has a
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from ._elsewhere import ElsewhereTensor
 from ._levels import Transform
 from ._loss import Loss
 from ._mixed import Mixed
+from ._padded import check_rows, unpadded
 from ._plan import Plan
 from ._unwrap import Unwrapped
 
@@ -355,24 +356,6 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     return [_cut(next(iter(found.values())), num) for found in lengths]
 
 
-def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
-    """A stack with unused rows, zeros, so that stages have as many rows as the most of their layers."""
-    most = max(per_stage)
-
-    def pad(x: Tensor) -> Tensor:
-        parts = x.split(list(per_stage))
-        return torch.cat([torch.cat([p, p.new_zeros((most - len(p), *p.shape[1:]))]) for p in parts])
-
-    return tree_map(pad, stack)
-
-
-def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
-    """The layers of a stack that `padded` has made."""
-    most = max(per_stage)
-    used = [stage * most + i for stage, num in enumerate(per_stage) for i in range(num)]
-    return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
-
-
 def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
     """Refuses stacks that are not of so many layers a stage.
 
@@ -382,20 +365,6 @@ def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num
     if num not in (1, len(per_stage)):
         raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
     check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
-
-
-def check_rows(rows: Mapping[str, int], per_stage: tuple[int, ...]) -> None:
-    """Refuses stacks that are not padded for stages of so many layers.
-
-    Raises:
-        ValueError: lists every leaf.
-    """
-    want = len(per_stage) * max(per_stage)
-    raise_all(
-        ValueError,
-        f"layers_per_stage={per_stage} wants stacks of {want} rows, as pad_layers makes them:",
-        [f"{path} has {n}" for path, n in rows.items() if n != want],
-    )
 
 
 def _cut(rows: int, ranks: int) -> list[int]:

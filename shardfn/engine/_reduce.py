@@ -5,7 +5,6 @@ the rest of the backward and the whole gradient is freed at once. Transfers are 
 this rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
-import functools
 import time
 from collections.abc import Sequence
 
@@ -16,13 +15,13 @@ from shardfn.capture import capturing, mark, traced_once
 from shardfn.collectives import AnyChannels, CodedReduce, dealt, is_sole_owner, psum, reduce_channel
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
-from shardfn.memory import to_device
-from shardfn.state import Ahead, Parts, StoredSlice, loaded, send_home
+from shardfn.state import Ahead, Parts, send_home
 
-from ._canonical import ChunkSums, JoinedNodes
+from ._canonical import ChunkSums
 from ._chunks import Chunks
 from ._plan import Plan
 from ._pools import pool_of
+from ._shares import brought, pieces_of
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
 IN_FLIGHT_BYTES = 24 << 20
@@ -186,7 +185,7 @@ class Reducer:
                 flat = flat.to(members[0].dtypes.accum)
                 if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
-            out.update(zip(leaves, _pieces(shapes, flat), strict=True))
+            out.update(zip(leaves, pieces_of(shapes, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
             if not self._cut[u]:
@@ -254,22 +253,19 @@ class Reducer:
         return channel.reduce_scatter(flat, sizes, reuse=not self._cut[unit])
 
     def _start_nodes(self, unit: int, sums: ChunkSums, leaves: list[int]) -> Pending[Tensor]:
-        """Sends the nodes of this rank's chunks, one message each; a rank with fewer than others sends zeros too."""
-        channel, packing, chunks = self._scatter[unit], self._units[unit].packing, sums.chunks
+        """Sends the nodes of this rank's chunks."""
+        channel, packing, cut = self._scatter[unit], self._units[unit].packing, self._cut[unit]
         assert not isinstance(channel, CodedReduce)
-        own = [sums.take(i) for i in leaves]
         for i in leaves:
             del self._grads[i]
-        most = max(len(chunks.nodes(r)) for r in range(chunks.ranks))
-        arriving: list[Pending[Tensor]] = []
-        for j in range(most):
-            wholes = [nodes[j] if j < len(nodes) else self._zeros(i) for i, nodes in zip(leaves, own, strict=True)]
+
+        def send(wholes: list[Tensor]) -> Pending[Tensor]:
             flat = packing.lay(wholes)
-            sizes = packing.sizes if self._cut[unit] else dealt(flat.numel(), channel.size)
-            arriving.append(channel.all_to_all(flat, sizes))
-            if not self._cut[unit] and channel.size > 1:
+            if not cut and channel.size > 1:
                 self._flats[unit] = flat
-        return JoinedNodes(arriving, chunks)
+            return channel.all_to_all(flat, packing.sizes if cut else dealt(flat.numel(), channel.size))
+
+        return sums.send(leaves, send)
 
     def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""
@@ -336,21 +332,3 @@ class Reducer:
             return pending.result()
         assert out is not None
         return out
-
-
-def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
-    """A share on the device, from wherever it waits."""
-    return to_device(loaded(x), device).result()
-
-
-def _pieces(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor | Stored]:
-    if isinstance(flat, Tensor):
-        return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
-    sizes = [s.numel() for s in shapes]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [StoredSlice(flat, start, shape) for start, shape in zip(starts, shapes, strict=True)]
-
-
-def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
-    pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
-    return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]

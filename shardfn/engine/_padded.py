@@ -1,0 +1,40 @@
+"""Stacks with unused rows, so that stages of unequal numbers of layers are equal blocks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, raise_all, tree_map
+
+
+def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
+    """A stack with unused rows, zeros, so that stages have as many rows as the most of their layers."""
+    most = max(per_stage)
+
+    def pad(x: Tensor) -> Tensor:
+        parts = x.split(list(per_stage))
+        return torch.cat([torch.cat([p, p.new_zeros((most - len(p), *p.shape[1:]))]) for p in parts])
+
+    return tree_map(pad, stack)
+
+
+def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
+    """The layers of a stack that `padded` has made."""
+    most = max(per_stage)
+    used = [stage * most + i for stage, num in enumerate(per_stage) for i in range(num)]
+    return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
+
+
+def check_rows(rows: Mapping[str, int], per_stage: tuple[int, ...]) -> None:
+    """Refuses stacks that are not padded for stages of so many layers.
+
+    Raises:
+        ValueError: lists every leaf.
+    """
+    want = len(per_stage) * max(per_stage)
+    raise_all(
+        ValueError,
+        f"layers_per_stage={per_stage} wants stacks of {want} rows, as pad_layers makes them:",
+        [f"{path} has {n}" for path, n in rows.items() if n != want],
+    )
