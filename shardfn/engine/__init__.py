@@ -5,6 +5,7 @@ from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbat
 from ._agreement import Agreement as Agreement
 from ._backward import run_forward as run_forward
 from ._captured import CapturedSteps as CapturedSteps
+from ._canonical import describe_rows as describe_rows
 from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas
 from ._chunks import Chunks as Chunks, tree_sum as tree_sum
 from ._check import check_cuts as check_cuts, check_specs as check_specs, default_batch as default_batch

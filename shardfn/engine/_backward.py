@@ -107,7 +107,7 @@ def run_backward(
     if chunks is None:
         loss, batches = microbatches(parts.loss, args[0])
     else:
-        loss, batches = parts.loss, chunks_of(args[0], chunks, even=even)
+        loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _course(plan, comms, parts, loss, batches, args[1:])
     engine = Engine(plan, comms, course, len(batches), gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)

@@ -22,10 +22,20 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import pmax, psum, transforming
-from shardfn.core import Pending, PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.core import (
+    Pending,
+    PyTree,
+    broadcast_prefix,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
 from shardfn.optim import exact_limbs, largest, of_limbs
 
-from ._accumulated import num_microbatches, split_batch
+from ._accumulated import num_microbatches
+from ._check import describe_batch, is_spec
 from ._chunks import Chunks, Node, push, tree_sum
 from ._loss import Value
 from ._plan import Plan
@@ -119,29 +129,59 @@ class JoinedNodes(Pending[Tensor]):
             x.wait()
 
 
-def chunks_of(batch: PyTree, chunks: Chunks, *, even: bool) -> list[PyTree]:
+def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
+    """What ranks compare of their batches before a step, see `describe_batch`: with canonical sums, that of a chunk.
+
+    Raises:
+        TypeError, ValueError: the batch does not fit its specs, or is not to be cut in this rank's chunks.
+    """
+    text = describe_batch(batch, plan.batch, plan.mesh)
+    if plan.chunks is None or not plan.chunks.num:
+        return text
+    return describe_batch(_cut(plan, plan.chunks, batch)[0], plan.batch, plan.mesh)
+
+
+def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[PyTree]:
     """This rank's chunks of the batch, and the last one again where other ranks have more.
 
     Args:
+        plan: says which leaves are cut; the others are the same for all chunks, as for all ranks.
+        chunks: which of them this rank runs.
         batch: this rank's rows.
-        chunks: which of them it runs.
         even: whether ranks have equal numbers of rows a chunk.
 
     Raises:
         ValueError: rows are no whole number a chunk, or others than on other ranks.
     """
-    told = (
+    if not even:
+        rows = [f"{path} has {len(x)} rows" for path, x, is_cut in _named(plan, batch) if is_cut]
+        raise_all(ValueError, f"{_told(chunks)}; other ranks pass other numbers:", rows)
+    own = _cut(plan, chunks, batch)
+    return own + own[-1:] * (chunks.most - chunks.num)
+
+
+def _cut(plan: Plan, chunks: Chunks, batch: PyTree) -> list[PyTree]:
+    """This rank's chunks of the batch."""
+    named = _named(plan, batch)
+    uneven = [f"{path} has {len(x)} rows" for path, x, is_cut in named if is_cut and len(x) % chunks.num]
+    raise_all(ValueError, f"{_told(chunks)}; pass a multiple:", uneven)
+    _, treedef = tree_flatten(batch)
+    pieces = [x.chunk(chunks.num) if is_cut and len(x) else (x,) * chunks.num for _, x, is_cut in named]
+    return [tree_unflatten(treedef, [piece[k] for piece in pieces]) for k in range(chunks.num)]
+
+
+def _named(plan: Plan, batch: PyTree) -> list[tuple[str, Tensor, bool]]:
+    """Path, tensor, and whether it has other rows for other chunks, of each leaf of a batch."""
+    specs = broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
+    named = zip(tree_paths(batch, "batch"), tree_leaves(batch), specs, strict=True)
+    return [(path, x, bool(spec.dim_axes(0))) for path, x, spec in named]
+
+
+def _told(chunks: Chunks) -> str:
+    return (
         f"Zero(reduction='canonical', reduction_chunks={chunks.total}): rank {chunks.rank} of the {chunks.ranks} that"
         f" share the batch runs {chunks.num} of the {chunks.total} chunks, all of one number of rows"
     )
-    named = zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
-    rows = [(path, x.shape[0]) for path, x in named if x.ndim]
-    uneven = [f"{path} has {n} rows" for path, n in rows if n % chunks.num]
-    raise_all(ValueError, f"{told}; pass a multiple:", uneven)
-    if not even:
-        raise ValueError(f"{told}; other ranks pass other numbers: here {rows[0][0]} has {rows[0][1]} rows.")
-    own = split_batch(batch, chunks.num)
-    return own + own[-1:] * (chunks.most - chunks.num)
 
 
 def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> None:
@@ -153,6 +193,7 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
     if plan.chunks is None:
         return
     elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes]
+    cut = [x.path for x in plan.layers if x.trainable and set(x.compute.axes) & set(plan.batch_axes)]
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
         or plan.chunks.ranks > plan.chunks.total,
@@ -165,6 +206,7 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
         f"{', '.join(elsewhere)}: kept in pieces along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
             elsewhere
         ),
+        f"{', '.join(cut)}: the specs cut them along axes that cut the batch, {plan.batch_axes}": bool(cut),
     }
     raise_all(
         ValueError,

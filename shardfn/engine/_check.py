@@ -72,11 +72,20 @@ def check_cuts(batch: PyTree, zero: Zero) -> None:
     Raises:
         ValueError: lists every entry.
     """
-    trees = zip(tree_paths(batch, "batch", is_leaf=is_spec), tree_leaves(batch, is_leaf=is_spec), strict=True)
+    if not zero.is_canonical:
+        return
+    named = list(zip(tree_paths(batch, "batch", is_leaf=is_spec), tree_leaves(batch, is_leaf=is_spec), strict=True))
     raise_all(
         ValueError,
         "Zero(reduction='canonical') cuts the batch in chunks of rows, so along dim 0 alone:",
-        [f"{path} = {spec!r}" for path, spec in trees if zero.is_canonical and len(spec) > 1],
+        [f"{path} = {spec!r}" for path, spec in named if len(spec) > 1],
+    )
+    cuts = {spec.dim_axes(0) for _, spec in named} - {()}
+    raise_all(
+        ValueError,
+        "Zero(reduction='canonical') cuts rows in chunks, so at least one leaf is cut (on one device, too, P('dp') says"
+        " which have rows), and all that are cut are cut along the same axes:",
+        [f"{path} = {spec!r}" for path, spec in named if len(cuts) != 1],
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardfn.core import (
     Mesh,
+    PyTree,
     Stored,
     Zero,
 )
@@ -39,6 +40,7 @@ class Plan:
         zero: the rule.
         mesh: the mesh.
         batch_axes: the axes that cut the batch.
+        batch: prefix tree of the batch's specs.
         use_orders: by kind of call, the order in which leaves are gathered.
         reduce_order: the order in which gradients become ready; empty until a step has run.
         outcome: what the loss returns; None until a step has run.
@@ -56,6 +58,7 @@ class Plan:
     zero: Zero
     mesh: Mesh
     batch_axes: tuple[str, ...]
+    batch: PyTree
     layers: list[LeafLayout] = dataclasses.field(init=False)
     gather_units: list[Unit] = dataclasses.field(init=False)
     reduce_units: list[Unit] = dataclasses.field(init=False)
@@ -83,11 +86,6 @@ class Plan:
     def chunks(self) -> Chunks | None:
         """Of a step with canonical sums, the chunks of this rank."""
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
-
-    def by_chunk(self, described: tuple[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
-        """What ranks compare of their batches: with canonical sums, the rows of a chunk."""
-        text, sizes = described
-        return described if self.chunks is None else (text, tuple(n // max(self.chunks.num, 1) for n in sizes))
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""

@@ -195,7 +195,7 @@ class Planner:
         leaves = with_ratio(leaves, self.zero.optimizer_fraction)
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
-        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes)
+        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch)
 
 
 def _seen_shape(leaf: LeafLayout) -> tuple[int, ...]:

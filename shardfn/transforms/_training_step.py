@@ -52,6 +52,7 @@ from shardfn.engine import (
     compare_first_batch,
     compare_first_step,
     describe_batch,
+    describe_rows,
     drawn,
     first_model_state,
     first_state,
@@ -243,7 +244,7 @@ class ShardedStep:
         with told_before(comms.control):
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
-            number, described = int(state.step), plan.by_chunk(describe_batch(batch, self._planner.batch, self.mesh))
+            number, rows = int(state.step), describe_rows(plan, batch)
             kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
             constant = self._agreement.constant(plan, kept)
             args = self._args_of(state, batch)
@@ -255,7 +256,7 @@ class ShardedStep:
                     " loss."
                 )
         what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
-        even = agree_on_step(comms.control, what, described, constant)
+        even = agree_on_step(comms.control, what, rows, constant)
         # All ranks have begun this step, and so have committed the one before.
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):

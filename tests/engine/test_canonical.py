@@ -37,9 +37,19 @@ def _weighted(p: Any, batch: Any) -> Any:
     return sf.WeightedMean(((y - batch["y"]).square().sum(1) * w).sum(), w.sum())
 
 
+def _shared(p: Any, batch: Any) -> Any:
+    """With a leaf of the batch that all ranks have, and so all chunks."""
+    return _loss(p, batch) * (1 + (p["b"].T @ p["b"] * batch["m"].mean(0)).square().mean())
+
+
+# Each loss gets "m", the same on all ranks; it has as many rows as there are chunks, so it could be cut.
+SPECS = {"x": sf.P("dp"), "y": sf.P("dp"), "m": sf.P()}
+
+
 def _batch(n: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(n)
-    return {k: torch.randn(CHUNKS * 3, d, generator=g).to(dtype) for k, d in (("x", 7), ("y", 5))}
+    rows = {"x": 3 * CHUNKS, "y": 3 * CHUNKS, "m": CHUNKS}
+    return {k: torch.randn(rows[k], d, generator=g).to(dtype) for k, d in (("x", 7), ("y", 5), ("m", 5))}
 
 
 RULES: dict[str, Callable[[], Any]] = {
@@ -50,13 +60,14 @@ RULES: dict[str, Callable[[], Any]] = {
 LOSSES: dict[str, Callable[[], Any]] = {
     "mean": lambda: _loss,
     "weighted": lambda: _weighted,
+    "shared": lambda: _shared,
     "bf16": lambda: sf.mixed_precision(_loss, sf.Policy.bf16()),
 }
 
 
 def _own(batch: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
     start, stop = Chunks(CHUNKS, ranks, rank).bounds
-    return {k: x[3 * start : 3 * stop] for k, x in batch.items()}
+    return {k: x if SPECS[k] == sf.P() else x[3 * start : 3 * stop] for k, x in batch.items()}
 
 
 def _trained(rule: str, loss: str, stage: int, steps: int) -> list[Tensor]:
@@ -64,7 +75,7 @@ def _trained(rule: str, loss: str, stage: int, steps: int) -> list[Tensor]:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = sf.make_mesh({"dp": ranks}) if ranks > 1 else sf.make_mesh(alone=True)
     zero = sf.Zero(stage=stage, persist_elements=0, reduction="canonical", reduction_chunks=CHUNKS)
-    step = sf.sharded_step(LOSSES[loss](), RULES[rule](), mesh=mesh, zero=zero)
+    step = sf.sharded_step(LOSSES[loss](), RULES[rule](), mesh=mesh, zero=zero, batch=SPECS)
     state, metrics = step.init(_params()), []
     for n in range(steps):
         batch = _own(_batch(n), rank, ranks)
@@ -75,7 +86,7 @@ def _trained(rule: str, loss: str, stage: int, steps: int) -> list[Tensor]:
     return [*leaves, torch.stack([x.float() for x in metrics])]
 
 
-CASES = [("adamw", "mean", 0), ("clip", "weighted", 3), ("lamb", "mean", 1), ("lamb", "bf16", 3), ("clip", "bf16", 2)]
+CASES = [("adamw", "mean", 0), ("clip", "weighted", 3), ("lamb", "shared", 1), ("lamb", "bf16", 3), ("clip", "bf16", 2)]
 
 
 def _all(cases: Any = CASES, steps: int = 4) -> list[list[Tensor]]:
@@ -175,19 +186,49 @@ def test_what_it_does_not_do_is_said() -> None:
         sf.Zero(reduction="canonicl")
     with pytest.raises(ValueError, match="so along dim 0 alone"):
         sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero(), batch=sf.P("dp", "sp"))
+    for specs in ({"x": sf.P("dp"), "y": sf.P("tp")}, sf.P()):
+        with pytest.raises(ValueError, match=r"at least one leaf is cut(.|\n)*P\((.)*\)"):
+            sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero(), batch=specs)
     for loss, text in ((sf.jit(_loss), "jit and lower"), (sf.accumulate(_loss, 2), "accumulate: the chunks")):
         step = sf.sharded_step(loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero())
         with pytest.raises(ValueError, match=text):
             step(step.init(_params()), _batch(0))
-    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero())
+    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(alone=True), zero=zero(), batch=SPECS)
     with pytest.raises(ValueError, match=r"runs 8 of the 8 chunks.*multiple:\n  - batch\['x'\] has 7 rows"):
         step(step.init(_params()), {k: x[:7] for k, x in _batch(0).items()})
+
+
+@distributed(world=3, timeout=60)
+def test_rows_that_are_no_multiple_on_one_rank_are_told_to_all() -> None:
+    """Before anything is sent: nobody waits for a step that one rank has not begun."""
+    mesh = sf.make_mesh({"dp": 3}, timeout=600)
+    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=mesh, zero=sf.Zero(reduction="canonical"))
+    batch = {k: torch.ones(CHUNKS, d)[step.rows(CHUNKS)] for k, d in (("x", 7), ("y", 5))}
+    if mesh.rank == 1:
+        batch = {k: torch.cat([x, x[:1]]) for k, x in batch.items()}
+    with pytest.raises((ValueError, sf.RankError), match=r"pass a multiple:\n(.|\n)*  - batch\['x'\] has 4 rows"):
+        step(step.init(_params()), batch)
+
+
+@distributed(world=2)
+def test_leaves_that_the_specs_cut_along_the_batch_are_refused() -> None:
+    zero = sf.Zero(reduction="canonical", axis=())
+    step = sf.sharded_step(
+        _loss,
+        optim.sgd(0.1),
+        mesh=sf.make_mesh(),
+        zero=zero,
+        specs={**dict.fromkeys("bc", sf.P()), "a": sf.P("dp"), "unused": sf.P()},
+        batch=sf.P("dp"),
+    )
+    with pytest.raises(ValueError, match=r"params\['a'\]: the specs cut them along axes that cut the batch"):
+        step(step.init(_params()), {k: x[:CHUNKS] for k, x in _batch(0).items()})
 
 
 @distributed(world=2)
 def test_ranks_with_other_rows_a_chunk_are_told() -> None:
     zero = sf.Zero(reduction="canonical", reduction_chunks=4)
-    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(), zero=zero)
+    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(), zero=zero, batch=sf.P("dp"))
     with pytest.raises((ValueError, sf.RankError), match="other ranks pass other numbers"):
         step(step.init(_params()), {k: x[: 4 + 2 * dist.get_rank()] for k, x in _batch(0).items()})
 
