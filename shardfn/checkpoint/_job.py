@@ -37,11 +37,12 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class SaveOptions(NamedTuple):
-    """How checkpoints are written; see `save`."""
+    """How checkpoints are written; see `save`. `in_order`: none is saved below the newest but with `replace`."""
 
     durable: bool
     replace: bool
     file_bytes: int
+    in_order: bool = False
 
 
 class Saved(NamedTuple):
@@ -64,7 +65,7 @@ class SaveJob(NamedTuple):
     Attributes:
         mesh: whose ranks write it.
         step: its number.
-        user: what the caller gave.
+        user: what the caller gave, as it was then.
         leaves: what is saved.
         boxes: who writes what.
         place: its directory, later.
@@ -112,9 +113,10 @@ def prepare(
         text = json.dumps(user, allow_nan=False, sort_keys=True)
         said = describe(leaves)
     agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}", ()))
+    user = json.loads(text)  # the caller may go on with it
     place, token = path_of(directory, step), os.urandom(4).hex()
     with losing_no_peer(comms):
-        mine, own = (None, None) if mesh.rank else _attempt(directory, _make, place, token, options)
+        mine, own = (None, None) if mesh.rank else _attempt(directory, _make, directory, step, token, options)
         made: list[Any] = comms.control.gather(mine)
     _raise_told(made, own)
     tmp = place.with_name(made[0].value)
@@ -123,6 +125,8 @@ def prepare(
     if not all(seen):
         if mesh.rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
+        with losing_no_peer(comms):
+            comms.control.gather(None)  # what was made is gone when ranks raise
         blind = [str(rank) for rank, own in enumerate(seen) if not own]
         raise ValueError(
             f"{directory} of rank 0 is not the one that ranks {', '.join(blind)} see: it is local to a machine. All"
@@ -161,16 +165,30 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
 
     mine, own = _attempt(job.tmp.parent, write)
     wrote = meet(mine)
-    named, failed = _Told(None), None
-    if job.mesh.rank == 0:
-        named, failed = _attempt(job.tmp.parent, _named, job, wrote)
-    told = meet(named)
+    failed = by_first(job, meet, _named, job, wrote)
     try:
         _raise_told(wrote, own)
-        _raise_told(told, failed)
     except Exception as error:
         return error
-    return Saved(job.place, mine.value.bytes, mine.value.linked)
+    return failed or Saved(job.place, mine.value.bytes, mine.value.linked)
+
+
+def by_first(job: SaveJob, meet: Meet, work: Callable[..., None], *args: Any) -> Exception | None:
+    """Lets rank 0 do something for a checkpoint. Collective.
+
+    Returns:
+        The error that all ranks are to raise, if it failed.
+
+    Raises:
+        RankError: another rank died.
+    """
+    mine, own = _attempt(job.tmp.parent, work, *args) if job.mesh.rank == 0 else (_Told(None), None)
+    told = meet(mine)
+    try:
+        _raise_told(told, own)
+    except Exception as error:
+        return error
+    return None
 
 
 def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
@@ -188,7 +206,15 @@ def _publish(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
     publish(job.tmp, job.place, manifest, durable=job.options.durable, replace=job.options.replace)
 
 
-def _make(place: pathlib.Path, token: str, options: SaveOptions) -> str:
+def _make(directory: pathlib.Path, step: int, token: str, options: SaveOptions) -> str:
+    place = path_of(directory, step)
+    newer = [n for n in steps(directory) if n > step]
+    if newer and options.in_order and not options.replace:
+        raise FileExistsError(
+            f"{directory} has checkpoints of steps {newer}, newer than step {step}: whoever restarts would go on from"
+            " those. Go on from the newest one, give this run a directory of its own, or pass replace=True, with which"
+            " they give way."
+        )
     if place.exists() and not options.replace:
         raise FileExistsError(
             f"{place} is there already: step numbers name checkpoints. Save under another step, with replace=True, or"

@@ -157,6 +157,16 @@ def decoded(text: str, where: str) -> Manifest:
     return manifest
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """How a manifest calls a dtype.
+
+    Example:
+        >>> name_of(torch.float32)
+        'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def nbytes(shape: tuple[int, ...], itemsize: int) -> int:
     """Bytes of a tensor."""
     return math.prod(shape) * itemsize
