@@ -9,18 +9,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from types import FrameType
+import types
+from collections.abc import Mapping
 from typing import Any
 
-from shardfn.collectives import Notice, notice_of
+from shardfn.collectives import notice_of
 from shardfn.core import Mesh
 from shardfn.engine import comms_of
 
 from ._contents import mesh_of
 
-# What sysexits.h calls a temporary failure: the job is to be started again. 0 would tell launchers that it is done.
-TRY_AGAIN = 75
+# What sysexits.h calls a temporary failure: the job is to be started again. Launchers take 0 for a job that is done.
+_TRY_AGAIN: Mapping[signal.Signals, int] = types.MappingProxyType({signal.SIGTERM: 75})
 
 
 class Preemption:
@@ -34,8 +34,8 @@ class Preemption:
 
     Args:
         mesh: whose ranks stop together; default one device.
-        signals: which signals say so.
-        exit_code: that `exit_code` has once ranks stop. Not 0, which launchers take for a job that is done.
+        signals: which signals say so, and what to end the process with after each. Launchers take 0 for a job that is
+            done. If ranks get different ones, the greatest number counts.
         patience: seconds.
 
     Raises:
@@ -57,15 +57,14 @@ class Preemption:
         self,
         mesh: Mesh | None = None,
         *,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
-        exit_code: int = TRY_AGAIN,
+        signals: Mapping[signal.Signals, int] = _TRY_AGAIN,
         patience: float = 5.0,
     ) -> None:
-        if not 0 <= exit_code <= 255:
-            raise ValueError(f"exit_code={exit_code}: a process ends with a number from 0 to 255.")
-        self._mesh, self._signals, self._patience = mesh_of(()) if mesh is None else mesh, tuple(signals), patience
-        self._code, self._pid = exit_code, os.getpid()
-        self._notice: Notice = notice_of(self._mesh)
+        for number, code in signals.items():
+            if not 0 <= code <= 255:
+                raise ValueError(f"signals[{number.name}]={code}: a process ends with a number from 0 to 255.")
+        self._mesh, self._signals, self._patience = mesh_of(()) if mesh is None else mesh, dict(signals), patience
+        self._pid, self._notice = os.getpid(), notice_of(self._mesh)
         self._since: float | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -76,8 +75,12 @@ class Preemption:
 
     @property
     def exit_code(self) -> int:
-        """What to end the process with: 0, or the chosen code if ranks stop."""
-        return self._code if self.stopping else 0
+        """What to end the process with: 0 until ranks stop, then the number that belongs to the signal."""
+        return max(self._notice.told - 1, 0)
+
+    def stop(self, exit_code: int = 0) -> None:
+        """Says on this rank that all are to stop, as a signal would: the time is up, say."""
+        self._notice.mine = max(self._notice.mine, exit_code + 1)
 
     def meet(self) -> None:
         """Asks all ranks, by a message of its own: for loops whose steps agree on nothing. Collective."""
@@ -96,7 +99,7 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
         del frame
         forked = os.getpid() != self._pid  # a loader's worker has inherited the handler, and is to end
         if forked or (self._since is not None and time.monotonic() - self._since > self._patience):
@@ -104,4 +107,4 @@ class Preemption:
             signal.raise_signal(number)
             return
         self._since = time.monotonic() if self._since is None else self._since
-        self._notice.mine = number
+        self.stop(self._signals[signal.Signals(number)])

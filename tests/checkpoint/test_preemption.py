@@ -18,7 +18,7 @@ from shardfn.checkpoint import Preemption
 from shardfn.testing import distributed
 
 ROOT = pathlib.Path(__file__).parents[2]
-USR1 = (signal.SIGTERM, signal.SIGUSR1)
+CODES = {signal.SIGTERM: 3, signal.SIGUSR1: 7}
 
 
 def _loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def _trained(directory: pathlib.Path, told: dict[int, int], *, stage: int = 3, j
     batch = torch.ones(2, 12)
     with (
         checkpoint.Manager(directory, mesh=mesh, save_every=100) as manager,
-        Preemption(mesh, signals=USR1, exit_code=3) as preemption,
+        Preemption(mesh, signals=CODES) as preemption,
     ):
         for n in range(40):
             if told.get(mesh.rank) == n:
@@ -49,24 +49,24 @@ def _trained(directory: pathlib.Path, told: dict[int, int], *, stage: int = 3, j
 
 @distributed(world=[1, 3])
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(world: int, tmp_path: pathlib.Path) -> None:
-    assert _trained(tmp_path / "one", {world - 1: 5}) == (6, 3)
+    assert _trained(tmp_path / "one", {world - 1: 5}) == (6, 7)
     assert checkpoint.steps(tmp_path / "one") == [6]
     # Several ranks, at different steps: the first counts.
-    assert _trained(tmp_path / "all", {rank: 8 - rank for rank in range(world)}, stage=0) == (8 - world + 2, 3)
+    assert _trained(tmp_path / "all", {rank: 8 - 2 * rank for rank in range(world)}, stage=0) == (11 - 2 * world, 3)
     assert _trained(tmp_path / "none", {}) == (40, 0)
 
 
 @pytest.mark.nightly
 @distributed(world=[1, 2, 3])
 def test_a_signal_stops_steps_that_run_a_graph(world: int, tmp_path: pathlib.Path) -> None:
-    assert _trained(tmp_path, {world // 2: 5}, stage=0, jit=True) == (6, 3)
+    assert _trained(tmp_path, {world // 2: 5}, stage=0, jit=True) == (6, 7)
 
 
 @pytest.mark.nightly
 @distributed(world=8, timeout=110)
 def test_a_signal_on_one_rank_of_eight(tmp_path: pathlib.Path) -> None:
-    assert _trained(tmp_path / "eager", {6: 7}) == (8, 3)
-    assert _trained(tmp_path / "graph", {5: 3}, jit=True) == (4, 3)
+    assert _trained(tmp_path / "eager", {6: 7}) == (8, 7)
+    assert _trained(tmp_path / "graph", {5: 3}, jit=True) == (4, 7)
 
 
 @distributed(world=2)
@@ -103,6 +103,10 @@ def test_a_loop_without_steps_asks_by_itself() -> None:
         assert not preemption.stopping
         preemption.meet()
         assert preemption.stopping and preemption.exit_code == 75
+        if mesh.rank == 0:
+            preemption.stop(80)
+        preemption.meet()
+        assert preemption.exit_code == 80
 
 
 PROGRAM = """
@@ -148,8 +152,8 @@ def test_handlers_are_put_back() -> None:
     with Preemption() as preemption:
         assert signal.getsignal(signal.SIGTERM) == preemption._handle
     assert signal.getsignal(signal.SIGTERM) == before
-    with pytest.raises(ValueError, match="exit_code=256"):
-        Preemption(exit_code=256)
+    with pytest.raises(ValueError, match=r"signals\[SIGUSR1\]=256"):
+        Preemption(signals={signal.SIGUSR1: 256})
 
 
 def test_another_thread_is_refused() -> None:
