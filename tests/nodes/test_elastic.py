@@ -68,7 +68,7 @@ def _ending(*agents: subprocess.Popen[str]) -> Iterator[None]:
             agent.terminate()  # it ends its ranks
         for agent in agents:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(10)
+                agent.wait(45)  # it gives its ranks 30 seconds, and one that is stopped takes them
             agent.kill()
             agent.wait()
 
