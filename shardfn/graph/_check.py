@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from shardfn.core import RankError, all_coords
+from shardfn.core import RankError, all_coords, dtype_name
 
 from ._transfers import Transfer, is_wait, start_of, transfers
-from ._values import dtype_name, where_of
+from ._values import where_of
 
 _UNEVEN, _EXCHANGES = " uneven", ("all_to_all", "ppermute")
 _COMMENT = "  # "
