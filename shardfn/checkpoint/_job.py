@@ -116,10 +116,10 @@ def prepare(
     user = json.loads(text)  # the caller may go on with it
     place, token = path_of(directory, step), os.urandom(4).hex()
     with losing_no_peer(comms):
-        mine, own = (None, None) if mesh.rank else _attempt(directory, _make, directory, step, token, options)
-        made: list[Any] = comms.control.gather(mine)
-    _raise_told(made, own)
-    tmp = place.with_name(made[0].value)
+        made = by_first(mesh, directory, comms.control.gather, _make, directory, step, token, options)
+    if isinstance(made, Exception):
+        raise made
+    tmp = place.with_name(made)
     with losing_no_peer(comms):
         seen = comms.control.gather(_sees(tmp))
     if not all(seen):
@@ -165,30 +165,30 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
 
     mine, own = _attempt(job.tmp.parent, write)
     wrote = meet(mine)
-    failed = by_first(job, meet, _named, job, wrote)
-    try:
-        _raise_told(wrote, own)
-    except Exception as error:
-        return error
+    named = by_first(job.mesh, job.tmp.parent, meet, _named, job, wrote)
+    failed = _failure(wrote, own) or named
     return failed or Saved(job.place, mine.value.bytes, mine.value.linked)
 
 
-def by_first(job: SaveJob, meet: Meet, work: Callable[..., None], *args: Any) -> Exception | None:
+def by_first(mesh: Mesh, at: pathlib.Path, meet: Meet, work: Callable[..., Any], *args: Any) -> Any:
     """Lets rank 0 do something for a checkpoint. Collective.
 
+    Args:
+        mesh: whose ranks.
+        at: the directory of the checkpoints.
+        meet: how ranks talk.
+        work: what rank 0 does.
+        *args: what it takes.
+
     Returns:
-        The error that all ranks are to raise, if it failed.
+        What it has made, on all ranks; or the error that all ranks are to raise.
 
     Raises:
         RankError: another rank died.
     """
-    mine, own = _attempt(job.tmp.parent, work, *args) if job.mesh.rank == 0 else (_Told(None), None)
+    mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Told(None), None)
     told = meet(mine)
-    try:
-        _raise_told(told, own)
-    except Exception as error:
-        return error
-    return None
+    return _failure(told, own) or told[0].value
 
 
 def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
@@ -256,11 +256,12 @@ def _attempt(at: pathlib.Path, work: Callable[..., Any], *args: Any) -> tuple[_T
         return _Told((type(own).__name__, str(own))), own
 
 
-def _raise_told(outcomes: Sequence[Any], own: Exception | None) -> None:
-    """Raises this rank's error, or one of the kind that another rank has told of."""
+def _failure(outcomes: Sequence[_Told], own: Exception | None) -> Exception | None:
+    """The error to raise: this rank's, or one of the kind that another rank has told of; None if all went well."""
     if own is not None:
-        raise own
+        return own
     for rank, told in enumerate(outcomes):
-        if told is not None and told.error is not None:
+        if told.error is not None:
             name, text = told.error
-            raise _KINDS[name](f"rank {rank}: {text}") if name in _KINDS else RankError(f"rank {rank}: {name}: {text}")
+            return _KINDS[name](f"rank {rank}: {text}") if name in _KINDS else RankError(f"rank {rank}: {name}: {text}")
+    return None

@@ -193,7 +193,9 @@ class Manager:
 
     def _finished(self, job: SaveJob, copies: dict[Part, Tensor] | None, meet: Any) -> Saved | Exception:
         done = finish(job, copies, meet)
-        return done if isinstance(done, Exception) else by_first(job, meet, self._prune, job.step) or done
+        if isinstance(done, Exception):
+            return done
+        return by_first(self._mesh, self._place, meet, self._prune, job.step) or done
 
     def _prune(self, newest: int) -> None:
         """Removes what is not kept. Those above `newest` are of a run that this one takes the place of."""
