@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Rounds
-from shardfn.core import Mesh, PyTree, RankError
+from shardfn.core import Mesh, PyTree, RankError, as_mesh
 from shardfn.engine import comms_of, losing_no_peer, told_before
 from shardfn.memory import host_empty, on_host
 from shardfn.state import check_alive
 
-from ._contents import Part, local_slices, mesh_of
+from ._contents import Part, local_slices
 from ._directory import owning, path_of, remove, steps
 from ._job import Saved, SaveJob, SaveOptions, by_first, finish, prepare
 from ._restore import Restored, restore
@@ -80,7 +80,7 @@ class Manager:
                 f"save_every={save_every}, keep_last={keep_last}, keep_every={keep_every}, file_bytes={file_bytes}: all"
                 " must be at least 1."
             )
-        self._place, self._mesh = pathlib.Path(directory), mesh_of(()) if mesh is None else mesh
+        self._place, self._mesh = pathlib.Path(directory), as_mesh(mesh)
         self._every, self._last, self._keep_every = save_every, keep_last, keep_every
         self._background, self._options = background, SaveOptions(durable, replace, file_bytes, in_order=True)
         self._stack = contextlib.ExitStack()

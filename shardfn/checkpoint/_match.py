@@ -194,16 +194,14 @@ def _layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -
 
 def _layers_left(sources: Sequence[Source | str | None]) -> list[str]:
     """Stacks of the checkpoint of which the tree has some layers only."""
-    rows: dict[str, set[int]] = {}
-    sizes: dict[str, int] = {}
+    rows: dict[tuple[str, int], set[int]] = {}
     for x in sources:
         if isinstance(x, Source) and x.row is not None:
-            rows.setdefault(x.paths[0], set()).add(x.row)
-            sizes[x.paths[0]] = x.leaves[0].shape[0]
+            rows.setdefault((x.paths[0], x.leaves[0].shape[0]), set()).add(x.row)
     return [
-        f"{path} of the checkpoint has {sizes[path]} layers, of which {len(own)} have a place in the tree"
-        for path, own in rows.items()
-        if len(own) < sizes[path]
+        f"{path} of the checkpoint has {num} layers, of which {len(own)} have a place in the tree"
+        for (path, num), own in rows.items()
+        if len(own) < num
     ]
 
 

@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.collectives import notice_of
-from shardfn.core import Mesh
+from shardfn.core import Mesh, as_mesh
 from shardfn.engine import comms_of
-
-from ._contents import mesh_of
 
 # What sysexits.h calls a temporary failure: the job is to be started again. Launchers take 0 for a job that is done.
 _TRY_AGAIN: Mapping[signal.Signals, int] = types.MappingProxyType({signal.SIGTERM: 75})
@@ -63,7 +61,7 @@ class Preemption:
         for number, code in signals.items():
             if not 0 <= code <= 255:
                 raise ValueError(f"signals[{number.name}]={code}: a process ends with a number from 0 to 255.")
-        self._mesh, self._signals, self._patience = mesh_of(()) if mesh is None else mesh, dict(signals), patience
+        self._mesh, self._signals, self._patience = as_mesh(mesh), dict(signals), patience
         self._pid, self._notice = os.getpid(), notice_of(self._mesh)
         self._since: float | None = None
         self._before: dict[signal.Signals, Any] = {}

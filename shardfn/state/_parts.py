@@ -101,7 +101,7 @@ class Parts:
             self._hold_back()
             return
         before = self._at.get(unit)
-        assert not isinstance(before, Stored)
+        assert before is None or isinstance(before, Tensor)
         part = added(before, part if before is None else part.to(self._dtypes[unit]), unit, self._summed)
         self._at[unit] = part if last else part.to(self._dtypes[unit])
 

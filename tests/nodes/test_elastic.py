@@ -59,18 +59,16 @@ def _said(directory: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def _ending(*agents: subprocess.Popen[str]) -> Iterator[None]:
-    """Ends them after the block, whatever happened."""
+def _ending(agent: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Ends it after the block, whatever happened."""
     try:
-        yield
+        yield agent
     finally:
-        for agent in agents:
-            agent.terminate()  # it ends its ranks
-        for agent in agents:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(45)  # it gives its ranks 30 seconds, and one that is stopped takes them
-            agent.kill()
-            agent.wait()
+        agent.terminate()  # it ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(45)  # it gives its ranks 30 seconds, and one that is stopped takes them
+        agent.kill()
+        agent.wait()
 
 
 def _until(what: Callable[[], bool], directory: pathlib.Path) -> None:
@@ -152,7 +150,7 @@ def test_a_job_loses_half_of_its_ranks_goes_on_and_gets_them_back(tmp_path: path
         _until(lambda: any((row["step"], row["world"]) == (7, 2) for row in _rows(place)), place)
         for name in "cd":
             agents[name].wait()
-            agents[name] = stack.enter_context(_ending_one(agent(name)))
+            agents[name] = stack.enter_context(_ending(agent(name)))
         _until(lambda: any((row["step"], row["world"]) == (9, 4) for row in _rows(place)), place)
         _finish(list(agents.values()), place)
     told = [p.read_text() for p in place.glob("told-0-*")]
@@ -162,9 +160,3 @@ def test_a_job_loses_half_of_its_ranks_goes_on_and_gets_them_back(tmp_path: path
     steps = [(int(str(row["step"])), row["world"]) for row in _rows(place)]
     again = [n for n, world in steps if world == 4 and n >= 8]
     assert again == sorted(set(again))
-
-
-@contextlib.contextmanager
-def _ending_one(agent: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    with _ending(agent):
-        yield agent
