@@ -372,21 +372,43 @@ def _unsplit(of: schedules.PipelineSchedule) -> schedules.PipelineSchedule:
     return dataclasses.replace(of, ranks=ranks)
 
 
+def _turning(p: Any, batch: Any) -> Tensor:
+    """The plain loss where the second stack is in reverse."""
+    flipped = {k: v.flip(0) for k, v in p["blocks"][1].items()}
+    return _plain()({**p, "blocks": [p["blocks"][0], flipped]}, batch)
+
+
 @distributed(world=2)
 def test_down_the_ranks_and_up_again() -> None:
     """The second stack in reverse, whatever the number of ranks."""
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
     params = _params(7, chunks=2)
 
-    def plain(p: Any, batch: Any) -> Tensor:
-        flipped = {k: v.flip(0) for k, v in p["blocks"][1].items()}
-        return _plain()({**p, "blocks": [p["blocks"][0], flipped]}, batch)
-
     for make in V_LISTS.values():
         loss = _loss(m=4, schedule=_unsplit(make(2, 4)), num_chunks=2)
         (batch,) = _batches(1)
-        torch.testing.assert_close(loss(params, batch), plain(params, batch))
-        _parity(mesh, 7, loss, reference=plain, chunks=2)
+        torch.testing.assert_close(loss(params, batch), _turning(params, batch))
+        _parity(mesh, 7, loss, reference=_turning, chunks=2)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+@distributed(world=[2, 3])
+def test_split_backwards(world: int, name: str) -> None:
+    """B gives gradients of activations, W those of weights."""
+    mesh, chunks = sf.make_mesh({"pp": world}, device="cpu"), 1 if name == "zb-h1" else 2
+    for dtype in (torch.float32, torch.float64):
+        loss = _loss(m=6, schedule=name, num_chunks=chunks)
+        _parity(mesh, 7, loss, reference=_turning if chunks > 1 else _plain(), chunks=chunks, dtype=dtype)
+
+
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(n, marks=NIGHTLY) for n in (0, 2))])
+@distributed(world=4)
+def test_split_backwards_with_zero(stage: int) -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+    clipped = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
+    for accumulate in ("each", "once"):
+        zero = Zero.flat(stage=stage, accumulate=accumulate, **ODD)
+        _parity(mesh, loss=_loss(m=3, schedule="zb-h1", block=sf.remat(_block)), zero=zero, optimizer=clipped)
 
 
 @pytest.mark.parametrize("per_stage", [(1, 4, 2), (3, 1, 3)])
