@@ -148,8 +148,9 @@ class Engine:
     of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their
     losses may take different branches. Between actions a microbatch is what its course holds of it, with its graph,
     from the forward to the backward; any number may be open. Where the schedule has W, the backward gives gradients of
-    activations, and W those of weights: until then the microbatch is what is left to multiply. Nothing else is a microbatch's own: lazy leaves are opened
-    by whoever needs them, and the reducer adds up the gradients of the backward that runs.
+    activations, and W those of weights: until then the microbatch is what is left to multiply. Nothing else is a
+    microbatch's own: lazy leaves are opened by whoever needs them, and the reducer adds up the gradients of the
+    backward that runs.
 
     Args:
         plan: the layout.

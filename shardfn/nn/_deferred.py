@@ -39,6 +39,12 @@ _VIEWS = frozenset(
 ) | {"SqueezeBackward1", "SqueezeBackward2", "SplitBackward1", "ViewBackward1"}
 
 
+_ITSELF = (
+    "a function that differentiates something itself cannot have its backward split, since it would get no gradients of"
+    " weights; use a schedule that does not split, such as '1f1b'."
+)
+
+
 class _Put(NamedTuple):
     """A weight's gradient that is to be made: where it goes, and how."""
 
@@ -78,7 +84,8 @@ class DeferredGradients:
         self._leaves, self._opened = list(leaves), opened
         self._roots = {get_gradient_edge(x).node: i for i, x in enumerate(self._leaves)}
         self._noted: dict[int, list[_Put]] = {}
-        self._runs = False
+        # Whether the first part is being computed.
+        self.runs = False
         # Every deferred product depends on it, so that all of them are reached, whatever their activations depend on.
         self.anchor = torch.zeros((), requires_grad=True)
 
@@ -103,11 +110,13 @@ class DeferredGradients:
             What the leaves get in this part, then the gradients of `inputs`; None where there is nothing.
         """
         wanted = [*self._leaves, *inputs, self.anchor]
-        self._runs = True
+        self.runs = True
         try:
-            return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))[:-1]
+            with self.recorded():  # for what is computed again, which must save what it has saved
+                grads: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            return list(grads[:-1])
         finally:
-            self._runs = False
+            self.runs = False
 
     def rest(self) -> list[Tensor | None]:
         """What the leaves get in the second part, each as soon as it is made: hooks see one leaf after the other."""
@@ -125,11 +134,8 @@ class DeferredGradients:
         Raises:
             ValueError: something else differentiates.
         """
-        if not self._runs or torch.is_grad_enabled():
-            raise ValueError(
-                "a function that differentiates something itself cannot have its backward split, since it would get no"
-                " gradients of weights; use a schedule that does not split, such as '1f1b'."
-            )
+        if not self.runs or torch.is_grad_enabled():
+            raise ValueError(_ITSELF)
         self._noted.setdefault(leaf, []).append(_Put(weight, make))
 
     def leaf_of(self, x: Any) -> int | None:
@@ -143,6 +149,16 @@ class DeferredGradients:
                 return None
             node = following[0]
         return self._roots[node]
+
+    def check_inputs(self, inputs: Any) -> None:
+        """Refuses gradients of leaves that the function itself asks for.
+
+        Raises:
+            ValueError: there is one.
+        """
+        asked = [self._opened(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
+        if any(isinstance(x, Tensor) and self.leaf_of(x) is not None for x in asked):
+            raise ValueError(_ITSELF)
 
     def split(self, product: Product, args: Sequence[Any]) -> Any:
         """The product: as one node whose weight is no input, if one of the two operands is a weight."""
@@ -158,7 +174,7 @@ class DeferredGradients:
 
 
 def as_now() -> Callable[[], AbstractContextManager[Any]]:
-    """For a function that is to be run again in a backward, on whichever thread: what splits products as now."""
+    """For a function that is to be run again in a backward, on a thread of autograd's: what splits products as now."""
     deferring = _DEFERRING.innermost()
     return contextlib.nullcontext if deferring is None else deferring.recorded
 
@@ -172,6 +188,8 @@ class _Splitting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        if func is torch.autograd.grad and not self._deferring.runs:
+            self._deferring.check_inputs(args[1])
         if torch.is_grad_enabled() and not transforming():
             product, operands = product_of(func, args, kwargs or {})
             if product is not None:
@@ -180,11 +198,12 @@ class _Splitting(TorchFunctionMode):
 
 
 class _Split(torch.autograd.Function):
-    """A product of which autograd knows one operand. Operands are saved as any op's, so hooks for what is saved see them."""
+    """A product of which autograd knows one operand. Both are saved as an op saves them, through hooks."""
 
     @staticmethod
-    def forward(ctx: Any, product: Product, at: int, note: Any, anchor: Tensor, *given: Any) -> Any:
+    def forward(ctx: Any, product: Product, at: int, note: Any, anchor: Tensor, *operands: Any) -> Any:
         del anchor
+        given: Any = operands
         ctx.product, ctx.at, ctx.note = product, at, note
         ctx.bias = given[2].shape if len(given) > 2 and given[2] is not None else None
         ctx.num = len(given)
@@ -194,7 +213,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         dy, at, product = grads[0], ctx.at, ctx.product
-        operands = list(ctx.saved_tensors)
+        operands: Any = ctx.saved_tensors
         wants = ctx.needs_input_grad[4:]
         out: list[Tensor | None] = [None] * ctx.num
         if wants[1 - at]:

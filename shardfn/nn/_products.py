@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 # (dy, the other operand, own shape) -> the gradient of an operand.
@@ -18,7 +17,7 @@ class Product:
     """A function of two tensors that is linear in each, as `matmul` is, with the gradient of each by itself.
 
     For a kernel of one's own: called on a weight and an activation, its two gradients come apart where a pipeline's
-    schedule splits backwards, as those of torch's own products do. It can be differentiated once.
+    schedule splits backwards, as those of torch's own products do. It can be differentiated again if its gradients can.
 
     Attributes:
         forward: `forward(a, b) -> Tensor`.
@@ -50,8 +49,7 @@ class _Both(torch.autograd.Function):
         return product.forward(a, b)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Any) -> Any:
         operands, (of_a, of_b), wants = ctx.saved_tensors, ctx.product.grads, ctx.needs_input_grad
         a, b = operands
         return (
@@ -172,6 +170,14 @@ _READERS: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     torch.Tensor.__rmatmul__: _rmatmul,
 } | dict.fromkeys(
-    (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm),
+    (
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.mm,
+        torch.Tensor.mm,
+        torch.bmm,
+        torch.Tensor.bmm,
+    ),
     _matmul_named,
 )

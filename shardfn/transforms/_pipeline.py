@@ -48,9 +48,9 @@ def pipeline(
         num_microbatches: into how many pieces the batch is cut; must divide its rows.
         num_chunks: how many pieces of the model a rank has.
         schedule: a name of `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or one that
-            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks); or a schedule, for as many ranks as the axis has and as many
-            microbatches. Where its stages go down the ranks and up again, the second stack has its layers in reverse
-            order.
+            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks); or a schedule, for as many
+            ranks as the axis has and as many microbatches. Where its stages go down the ranks and up again, the second
+            stack has its layers in reverse order.
         layers_per_stage: how many layers each rank has, of stacks with unused rows (`pad_layers`); None = every row is
             a layer, cut evenly. `schedules.balance` finds it from what layers cost.
 
