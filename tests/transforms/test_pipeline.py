@@ -456,11 +456,17 @@ def test_a_split_backward_opens_leaves_no_third_time() -> None:
     assert sent[0] == sent[1]
 
 
+@NIGHTLY
 @distributed(world=2)
 def test_split_backwards_of_what_else_a_loss_may_be() -> None:
     """Weighted means; rows of all kinds of ranks; leaves that are frozen; optimizers that act on whole leaves."""
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
     _parity(mesh, loss=_loss(_weighted, schedule="zb-h1"), last=_weighted, optimizer=optim.lamb(1e-2))
+    for wrap in (
+        lambda f: sf.offload(f, sf.policies.offload_larger_than(0)),
+        lambda f: sf.remat(f, sf.policies.dots_saveable),
+    ):
+        _parity(mesh, 4, _loss(m=4, schedule="zb-h1", block=wrap(_block)))
     frozen = {"embed": False, "blocks": True, "scale": True, "unused": False}
     _parity(mesh, loss=_loss(schedule="zb-h1"), trainable=frozen)
     _parity(mesh, loss=sf.accumulate(_loss(m=2, schedule="zb-h1"), 2))
