@@ -8,7 +8,6 @@ of a whole step, agreement and update included.
 
 import argparse
 import time
-from typing import Any
 
 import torch
 from _report import publish, table
