@@ -53,7 +53,7 @@ def seconds(schedule: str, num_chunks: int, forward: float) -> float:
     return min(taken[1:])
 
 
-@distributed(world=RANKS)
+@distributed(world=RANKS, timeout=1500)
 def measured(forward: float) -> list[tuple[str, int, float]]:
     torch.set_num_threads(1)
     chunks = {name: 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1 for name in schedules.SCHEDULES}

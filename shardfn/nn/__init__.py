@@ -22,6 +22,6 @@ from ._parallel import enter_parallel as enter_parallel, leave_parallel as leave
 from ._parallel import between as between, own_range as own_range, own_tokens as own_tokens
 from ._self_attention import AttentionWeights as AttentionWeights, Heads as Heads
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
-from ._products import Product as Product
+from ._products import Product as Product, product_of as product_of
 from ._rope import rope as rope, rope_table as rope_table
 from ._scan import Run as Run, looping as looping, plain_loop as plain_loop, run_layers as run_layers, scan as scan
