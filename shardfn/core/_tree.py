@@ -32,8 +32,8 @@ def register_pytree_node(
         flatten: (children, what else it is made of, the children's names).
         unflatten: `unflatten(what else, children)`; children may be anything.
     """
-    everywhere: Any = optree.registry.__GLOBAL_NAMESPACE
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=everywhere)
+    # optree has no public name for "in every namespace".
+    _optree.register_pytree_node(cls, flatten, unflatten, namespace=_optree.registry.__GLOBAL_NAMESPACE)
 
 
 def tree_paths(tree: PyTree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 from shardfn import P, Zero, optim
@@ -107,7 +108,7 @@ def test_captured_it_has_the_bits_of_the_eager_step() -> None:
         step = sf.sharded_step(
             wrap(lora.adapt(_loss)), optim.adamw(1e-2), mesh=mesh, specs=lora.specs, trainable=lora.trainable, zero=zero
         )
-        state = step.init(tree)
+        state, metrics = step.init(tree), {}
         for batch in _batches():
             state, metrics = step(state, sf.core.tree_map(lambda x: x.chunk(2)[mesh.coords["dp"]], batch))
         out.append((sf.unshard(state.params), metrics["loss"]))
@@ -142,7 +143,7 @@ def test_no_sum_is_made_and_no_gradient_of_a_whole_weight() -> None:
             x.requires_grad_()
     shapes: set[tuple[int, ...]] = set()
 
-    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor) and not any(_shares(out, a) for a in args):
