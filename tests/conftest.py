@@ -36,6 +36,10 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 worker_setup(__file__)
+if __name__.startswith("_worker_setup"):
+    # In the process that workers are forked from: what a first capture imports, once rather than in each of them.
+    import torch._dynamo
+    import torch.fx.experimental.symbolic_shapes
 
 # What these show others show too, on another number of ranks, stage or optimizer, and long tests; every night they run.
 NIGHTLY = re.compile(
