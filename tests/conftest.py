@@ -1,23 +1,27 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
 import argparse
+import importlib.util
 import os
 import pathlib
 import re
 import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 
-import jaxtyping
 import pytest
 import torch
 
-# Must precede the first import of shardfn. The tower lets an int stand for a float, as Python's type checkers do. The
-# rooms of graphs and of the command line have no tensors in their signatures; checking every call there takes minutes.
+# Must precede the first import of shardfn. The rooms of graphs and of the command line have no tensors in their
+# signatures; checking every call there takes minutes.
 CHECKED = ["core", "kernels", "collectives", "memory", "optim", "nn", "data", "models", "transforms", "testing"]
-jaxtyping.install_import_hook(
-    [f"shardfn.{room}" for room in CHECKED], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-)
+_spec = importlib.util.spec_from_file_location("shape_checks", pathlib.Path(__file__).with_name("shape_checks.py"))
+assert _spec is not None and _spec.loader is not None
+shape_checks = importlib.util.module_from_spec(_spec)
+sys.modules["shape_checks"] = shape_checks
+_spec.loader.exec_module(shape_checks)
+shape_checks.install([f"shardfn.{room}" for room in CHECKED])
 torch.set_num_threads(1)
 
 try:
@@ -32,6 +36,10 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 worker_setup(__file__)
+if __name__.startswith("_worker_setup"):
+    # In the process that workers are forked from: what a first capture imports, once rather than in each of them.
+    import torch._dynamo
+    import torch.fx.experimental.symbolic_shapes
 
 # What these show others show too, on another number of ranks, stage or optimizer, and long tests; every night they run.
 NIGHTLY = re.compile(

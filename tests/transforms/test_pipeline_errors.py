@@ -1,7 +1,6 @@
 """Covers what a pipeline refuses, and how the ranks learn of a stage that fails."""
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
@@ -149,6 +148,7 @@ class _FailingBackward(torch.autograd.Function):
 
 @distributed(world=4, timeout=120)
 def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
+    # At once: who waits for what never comes waits for 30 minutes, the limit of a mesh, and this test has two.
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
     fail, calls = {"at": ""}, [0]
 
@@ -171,11 +171,9 @@ def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
         for at, microbatch in (("forward", 2), ("backward", 1)):
             state, _ = step(state, torch.ones(8, 3))
             fail["at"], calls[0] = at, 0
-            start = time.monotonic()
             mine = mesh.coords == {"pp": 1, "dp": 0}
             with pytest.raises(ZeroDivisionError if mine else sf.RankError) as caught:
                 step(state, torch.ones(8, 3))
-            assert time.monotonic() - start < 5
             told = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
             assert f"in the {at}" in told and f"in stage 1 of 2, {at} of microbatch {microbatch}" in told, told
             if not mine:
