@@ -1,0 +1,242 @@
+// What drives the lanes of all channels of this process: whoever starts or awaits a transfer, and one thread that sleeps
+// until a peer rings. Nothing here waits for one transfer while another could go on.
+#include "_lanes.h"
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <thread>
+
+using namespace lanes;
+
+namespace {
+
+constexpr auto SPIN = std::chrono::microseconds(20);
+
+struct Engine {
+    std::mutex mutex;
+    std::condition_variable ended;
+    std::vector<Channel*> channels;
+    int bell, other_end;
+
+    bool drive() {
+        bool moved = false;
+        for (Channel* c : channels) moved |= c->drive();
+        return moved;
+    }
+
+    void say(bool waits) {
+        for (Channel* c : channels) c->say(waits);
+    }
+
+    // Drives until nothing moves; what moves after that, a peer rings for.
+    void settle() {
+        for (;;) {
+            for (Channel* c : channels) c->look();
+            while (drive()) continue;
+            say(true);
+            std::atomic_thread_fence(std::memory_order_seq_cst);
+            if (drive()) continue;
+            for (Channel* c : channels) c->judge();
+            break;
+        }
+        ended.notify_all();
+    }
+
+    [[noreturn]] void run() {
+        std::vector<pollfd> fds;
+        for (bool look = true;;) {
+            {
+                std::lock_guard<std::mutex> hold(mutex);
+                char bin[4096];
+                while (::read(bell, bin, sizeof bin) == sizeof bin) continue;
+                fds.assign(1, pollfd{bell, POLLIN, 0});
+                for (Channel* c : channels)
+                    for (Peer& peer : c->peers) {
+                        if (peer.pidfd < 0 || peer.died) continue;
+                        pollfd one{peer.pidfd, POLLIN, 0};
+                        peer.died = look && ::poll(&one, 1, 0) == 1;
+                        if (!peer.died) fds.push_back(one);
+                    }
+                settle();
+            }
+            ::poll(fds.data(), fds.size(), -1);
+            look = false;
+            for (size_t i = 1; i < fds.size(); ++i) look |= fds[i].revents != 0;
+        }
+    }
+};
+
+// 1: what is asked for (IN: all has come, OUT: all has left) is so, 0: not yet, -1: failed.
+enum { IN = 1, OUT = 2 };
+int64_t state_of(const Op* op, int64_t asked) {
+    if (op->failed) return -1;
+    return !((asked & IN) && op->in_left) && !((asked & OUT) && op->out_left);
+}
+
+}  // namespace
+
+extern "C" {
+
+// The one of this process; `bell` is the end of its pipe that it reads.
+void* engine_new(int64_t bell, int64_t other_end) {
+    Engine* e = new Engine;
+    e->bell = (int)bell, e->other_end = (int)other_end;
+    sigset_t all, before;  // signals are the main thread's
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread([e] { e->run(); }).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return e;
+}
+
+int64_t segment_bytes(int64_t size, int64_t ring) { return lines(4 * size + 1) * LINE + size * ring; }
+
+// bases, bells and pidfds by rank; this rank's base is the one to write.
+void* channel_new(void* engine, int64_t size, int64_t me, int64_t ring, uint8_t* const* bases, const int64_t* bells,
+                  const int64_t* pidfds) {
+    Engine* e = (Engine*)engine;
+    Channel* c = new Channel;
+    c->size = size, c->me = me, c->ring = ring, c->head = lines(4 * size + 1) * LINE, c->base = bases[me];
+    c->peers.resize(size), c->out.resize(size), c->sources.resize(2 * size);
+    for (int64_t p = 0; p < size; ++p) {
+        for (int64_t all = 0; all < 2; ++all) c->sources[2 * p + all].peer = p, c->sources[2 * p + all].all = all;
+        if (p == me) continue;
+        c->peers[p].base = bases[p], c->peers[p].bell = (int)bells[p], c->peers[p].pidfd = (int)pidfds[p];
+    }
+    std::lock_guard<std::mutex> hold(e->mutex);
+    e->channels.push_back(c);
+    const ssize_t ignored = ::write(e->other_end, "", 1);  // the thread is to watch the new peers
+    (void)ignored;
+    return c;
+}
+
+// After it nothing touches the memory of any transfer. The descriptors and segments are the caller's to close.
+void channel_close(void* engine, void* channel) {
+    Engine* e = (Engine*)engine;
+    Channel* c = (Channel*)channel;
+    std::lock_guard<std::mutex> hold(e->mutex);
+    for (size_t i = 0; i < e->channels.size(); ++i)
+        if (e->channels[i] == c) {
+            e->channels.erase(e->channels.begin() + i);
+            Channel::store(c->base + c->closed_at(), 1);
+            for (int64_t p = 0; p < c->size; ++p)
+                if (p != c->me) c->wake(p);
+            c->fail("the channel has been closed");
+            e->ended.notify_all();
+            const ssize_t ignored = ::write(e->other_end, "", 1);  // the thread is to forget the peers
+            (void)ignored;
+            break;
+        }
+    delete c;
+}
+
+// Null if the channel has failed. Of `froms`, the own one goes nowhere; null is nothing to send. `summed`: the block to
+// all goes as it is summed.
+void* start(void* engine, void* channel, int64_t kind, const int64_t* out_bytes, const uint8_t* const* froms,
+            const uint8_t* to_all, int64_t to_all_bytes, const int64_t* in_bytes, uint8_t* const* intos,
+            const int64_t* all_bytes, uint8_t* const* alls, uint8_t* sum_into, int64_t sum_bytes) {
+    Engine* e = (Engine*)engine;
+    Channel* c = (Channel*)channel;
+    std::lock_guard<std::mutex> hold(e->mutex);
+    if (!c->error.empty()) return nullptr;
+    Op* op = new Op;
+    const bool sums = kind >= 0 && sum_bytes;
+    if (sums) {
+        op->kind = kind, op->len = sum_bytes, op->own = froms[c->me], op->out = sum_into, op->in_left = 1;
+        for (int64_t p = 0; p < c->size; ++p) op->rows.push_back(p == c->me ? nullptr : &c->sources[2 * p]);
+    }
+    for (int64_t step = 1; step < c->size; ++step) {
+        const int64_t to = (c->me + step) % c->size, p = (c->me + c->size - step) % c->size;
+        if (out_bytes && out_bytes[to]) {
+            c->out[to].queue.push_back(Out{op, froms[to], out_bytes[to], 0, BLOCK, 0, false, false});
+            ++op->out_left;
+        }
+        if (sums) {
+            c->sources[2 * p].queue.push_back(In{op, nullptr, sum_bytes, 0, true});
+        } else if (in_bytes && in_bytes[p]) {
+            c->sources[2 * p].queue.push_back(In{op, intos[p], in_bytes[p], 0, false});
+            ++op->in_left;
+        }
+        if (all_bytes && all_bytes[p]) {
+            c->sources[2 * p + 1].queue.push_back(In{op, alls[p], all_bytes[p], 0, false});
+            ++op->in_left;
+        }
+    }
+    if (to_all_bytes) {
+        c->out[c->me].queue.push_back(Out{op, to_all, to_all_bytes, 0, BLOCK, 0, false, sums});
+        ++op->out_left;
+    }
+    if (op->in_left || op->out_left) c->active.insert(op);
+    e->settle();
+    return op;
+}
+
+// A tagged message, to a rank or (`sends` 0) from one.
+void* message(void* engine, void* channel, int64_t sends, int64_t peer, int64_t tag, uint8_t* at, int64_t bytes) {
+    Engine* e = (Engine*)engine;
+    Channel* c = (Channel*)channel;
+    std::lock_guard<std::mutex> hold(e->mutex);
+    if (!c->error.empty()) return nullptr;
+    Op* op = new Op;
+    c->active.insert(op);
+    if (sends) {
+        op->out_left = 1;
+        c->out[peer].queue.push_back(Out{op, at, bytes, 0, TAGGED, (uint64_t)tag, false, false});
+    } else {
+        op->in_left = 1;
+        const In in{op, at, bytes, 0, false};
+        Source& s = c->sources[2 * peer];
+        size_t i = 0;
+        while (i < s.early.size() && s.early[i].tag != (uint64_t)tag) ++i;
+        if (i == s.early.size()) {
+            s.asked.emplace((uint64_t)tag, in);
+        } else {
+            c->take(in, s.early[i]);
+            if (i < s.early.size()) s.early.erase(s.early.begin() + i);
+        }
+    }
+    e->settle();
+    return op;
+}
+
+int64_t op_state(const void* op, int64_t asked) { return state_of((const Op*)op, asked); }
+
+int64_t op_wait(void* engine, const void* op, int64_t asked, int64_t milliseconds) {
+    Engine* e = (Engine*)engine;
+    int64_t state = state_of((const Op*)op, asked);
+    if (state) return state;
+    std::unique_lock<std::mutex> hold(e->mutex);
+    const auto until = std::chrono::steady_clock::now() + SPIN;
+    e->say(false);  // nobody need ring as long as this looks
+    do {
+        while (e->drive()) continue;
+        state = state_of((const Op*)op, asked);
+    } while (!state && std::chrono::steady_clock::now() < until);
+    e->settle();
+    e->ended.wait_for(hold, std::chrono::milliseconds(milliseconds),
+                      [&] { return (state = state_of((const Op*)op, asked)) != 0; });
+    return state;
+}
+
+// Of a transfer that nothing touches any more.
+void op_free(void* op) { delete (Op*)op; }
+
+// What went wrong, or for whom is waited.
+int64_t why(void* engine, void* channel, char* text, int64_t bytes) {
+    Engine* e = (Engine*)engine;
+    Channel* c = (Channel*)channel;
+    std::lock_guard<std::mutex> hold(e->mutex);
+    std::string said = c->error;
+    if (said.empty())
+        for (int64_t p = 0; p < c->size; ++p)
+            if (p != c->me && (c->sources[2 * p].waits() || c->sources[2 * p + 1].waits() || !c->out[p].queue.empty()))
+                said += (said.empty() ? "" : ", ") + std::to_string(p);
+    const int64_t n = least((int64_t)said.size(), bytes);
+    std::memcpy(text, said.data(), n);
+    return n;
+}
+
+}
