@@ -9,9 +9,10 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --data a.txt b.txt --tokenizer bpe --optimizer lamb
 
 It learns Python from the sources of the standard library unless --data says otherwise. Ctrl-C ends it after the current
-step with all that the last step would have written (torchrun then adds a traceback of its own, about the signal). What
-it leaves in --out: tokens.bin, metrics.jsonl, TensorBoard events, loss.png and sample.txt; with --save-every also
-checkpoints, from which --resume goes on: on as many ranks bit for bit as if nothing had happened, else to rounding.
+step with all that the last step would have written (torchrun then adds a traceback of its own, about the signal). So
+does SIGTERM, with the exit code 75, "try again". What it leaves in --out: tokens.bin, metrics.jsonl, TensorBoard
+events, loss.png and sample.txt; with --save-every also checkpoints, from which --resume goes on: on as many ranks bit
+for bit as if nothing had happened, else to rounding.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import math
 import os
 import pathlib
 import signal
-import threading
+import sys
 import time
 from contextlib import closing
 
@@ -60,20 +61,23 @@ PRECISIONS = {  # name -> (policy, loss scale)
 }
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
-    stop = threading.Event()  # Ctrl-C; ranks get it twice, from the terminal and from torchrun
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     if "LOCAL_RANK" in os.environ and not torch.cuda.is_available():
         torch.set_num_threads(1)
     mesh = sf.make_mesh(args.mesh)
+    with sf.checkpoint.Preemption(mesh, signals={signal.SIGINT: 0, signal.SIGTERM: 75}) as preemption:
+        train(args, mesh, preemption)
+    return preemption.exit_code
+
+
+def train(args, mesh, preemption):
     rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")  # ranks along tp, sp and pp get the same rows
     deep, cut = mesh.axis_size("pp") > 1, mesh.axis_size("sp") > 1
 
     # The data: batch n is a function of (seed, n), the same for any number of ranks.
     tokenizer, source = read_tokens(args, mesh)
-    train, validation = sf.data.Batches(source, args.batch, args.length, args.seed).split(0.02)
+    training, validation = sf.data.Batches(source, args.batch, args.length, args.seed).split(0.02)
 
     # The model: mathematics for one device. The weights keep the mean exact when ranks hold different numbers of rows.
     size = {"num_layers": args.layers, "d_model": args.dim, "num_heads": args.heads, "max_len": args.length}
@@ -87,9 +91,7 @@ def main() -> None:
 
     def weighted(mean, batch):
         rows = len(batch["tokens"])
-        stop = sf.pmax(batch["stop"], ("tp", "sp")).sum()  # any rank of a row may have been told
-        mean = mean if cut else sf.WeightedMean(mean * rows, rows)
-        return mean, {"stop": sf.WeightedMean(stop, rows)}
+        return mean if cut else sf.WeightedMean(mean * rows, rows)
 
     if deep:
         first, block, end = gpt.stages(config, **options)
@@ -119,7 +121,7 @@ def main() -> None:
     precision = PRECISIONS[args.precision]
     if precision is not None:
         loss = sf.mixed_precision(loss, *precision)
-    rows_and_tokens = dict.fromkeys(("index", "stop"), sf.P("dp"))
+    rows_and_tokens = {"index": sf.P("dp")}
     rows_and_tokens |= dict.fromkeys(("tokens", "targets"), sf.P("dp", "sp"))
     step = sf.sharded_step(
         jit(loss),
@@ -128,16 +130,22 @@ def main() -> None:
         specs=gpt.specs(config, tp="tp", pp="pp" if deep else None),
         batch=rows_and_tokens if cut else sf.P("dp"),
         zero=sf.Zero(stage=args.zero, axis=("dp", "sp") if cut else "dp"),
-        has_aux=True,
     )
     state = step.init(functools.partial(gpt.init, config), sf.key(args.seed))
 
     # Checkpoints: written behind the steps. The newest one is read into whatever mesh and stage this run has.
-    keep = {"mesh": mesh, "save_every": args.save_every or 1}
-    checkpoints = sf.checkpoint.Manager(args.out / "checkpoints", **keep) if args.save_every or args.resume else None
-    if args.resume and checkpoints.steps():
-        state = checkpoints.restore(state).tree
-    start = int(state.step)
+    start, checkpoints = 0, None
+    data = {"seed": args.seed, "batch": args.batch, "length": args.length, "tokens": source.num_tokens}
+    if args.save_every or args.resume:
+        keep = {"save_every": args.save_every or 1, "keep_last": args.keep}
+        checkpoints = sf.checkpoint.Manager(args.out / "checkpoints", mesh=mesh, **keep)
+        if args.resume and checkpoints.steps():
+            restored = checkpoints.restore(state)
+            state, start = restored.tree, restored.user["next_batch"]
+            if restored.user["data"] != data:  # batch n would be another one
+                raise SystemExit(
+                    f"--resume: the run in {args.out} has the data {restored.user['data']}, this one {data}"
+                )
 
     log = Log(args, enabled=mesh.rank == 0, start=start)
     log.say(f"{gpt.num_params(config):,} parameters, {source.num_tokens:,} tokens")
@@ -146,18 +154,17 @@ def main() -> None:
     log.say(
         f"ZeRO-{args.zero} over {world} x {mesh.device.type}" + (f" in a mesh of {sizes}" if mesh.size > world else "")
     )
-    batches = sf.data.prefetch(train.iterate(start, args.steps, rank=rank, world=world))
+    batches = sf.data.prefetch(training.iterate(start, args.steps, rank=rank, world=world))
     begin = time.monotonic()
     # `disable=None` draws no bar where stderr is no terminal; there the log says a line every few seconds.
     off = None if mesh.rank == 0 else True
     with closing(batches), tqdm(total=args.steps, initial=start, disable=off, dynamic_ncols=True) as bar:
         for n, batch in enumerate(batches, start):
-            late = args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
-            batch["stop"] = torch.full((len(batch["tokens"]),), float(stop.is_set() or late))
+            if args.minutes is not None and time.monotonic() - begin > 60 * args.minutes:
+                preemption.stop()
             state, metrics = step(state, to_device(ours(batch), mesh))
 
-            # A rank that was told to stop says so through the step's own mean, so all ranks leave after the same step.
-            last = n + 1 == args.steps or metrics["stop"] > 0
+            last = n + 1 == args.steps or preemption.stopping  # on all ranks after the same step
             rate = (n + 1 - start) * args.batch * args.length / (time.monotonic() - begin)
             row = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": schedule(n), "tokens_per_s": rate}
             if last or (n + 1) % args.eval_every == 0:
@@ -171,7 +178,7 @@ def main() -> None:
             if bar.disable:
                 log.progress(n + 1)
             if args.save_every:
-                checkpoints.save(state, now=bool(last))
+                checkpoints.save(state, n + 1, user={"next_batch": n + 1, "data": data}, now=last)
             if last:
                 break
     if checkpoints is not None:
@@ -321,6 +328,7 @@ def arguments():
     add("--eval-every", type=positive, default=100, help="steps (%(default)s)")
     add("--eval-batches", type=positive, default=8, help="%(default)s")
     add("--save-every", type=positive, metavar="N", help="steps between checkpoints (none)")
+    add("--keep", type=positive, default=2, metavar="K", help="how many of the newest checkpoints stay (%(default)s)")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
     add("--sample", type=int, default=300, metavar="N", help="tokens to sample at the end (%(default)s)")
     add("--prompt", default="def ", help="how the sample begins (%(default)r)")
@@ -338,4 +346,4 @@ def arguments():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -63,6 +63,7 @@ DOCS = [
     "docs/reshard.md",
     "docs/reproducible.md",
     "docs/checkpoints.md",
+    "docs/elastic.md",
     "docs/long_sequences.md",
     *DESIGN,
 ]

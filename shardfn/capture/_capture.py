@@ -244,7 +244,8 @@ def _naming_lines() -> Iterator[None]:
                 "a tensor that the function of a scan has made is used outside of it, and is neither in the carry nor"
                 " in y; return it, since the function's Python runs for some layers only."
             ) from error
-        if "numpy" not in str(error):
+        # What asks for the memory of a tensor: .numpy(), and an index that is a sequence of tensors.
+        if not any(said in str(error) for said in ("numpy", "data is not allocated yet")):
             raise
         raise CaptureError(_explain(error)) from error
     except Drawn as drawn:

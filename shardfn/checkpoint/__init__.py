@@ -3,6 +3,7 @@
 from ._save import save as save
 from ._restore import Restored as Restored, restore as restore
 from ._manager import Manager as Manager, latest as latest
+from ._preemption import Preemption as Preemption
 from ._directory import steps as steps
 from ._job import Saved as Saved
 from ._inspect import Difference as Difference, Verified as Verified

@@ -1,5 +1,6 @@
 """What of a tree is saved: leaves by path, with this rank's blocks; and in which files each rank writes its part."""
 
+import collections
 import hashlib
 import math
 import re
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box, GlobalTensor, blocks_of
-from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, raise_all, tree_leaves, tree_paths
+from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, dtype_name, raise_all, tree_leaves, tree_paths
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
 from ._header import header
-from ._manifest import File, Manifest, StoredChunk, StoredLeaf
+from ._manifest import DTYPES, File, Manifest, StoredChunk, StoredLeaf
 from ._owners import Owned
 
 # Bytes that are read, hashed and written at a time.
@@ -90,13 +91,19 @@ def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
     """The leaves of a tree.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is no tensor, or of a dtype that cannot be read back.
         ValueError: a leaf cannot be saved; lists them.
     """
     named = named_leaves(tree, at)
     odd = [f"{p or 'the tree'} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor | Tensor)]
     raise_all(TypeError, "a checkpoint has tensors; pass what JSON can hold as user=:", odd)
     check_in_round(tree)
+    apart = [f"{p} is on {x.mesh!r}" for p, x in named if isinstance(x, GlobalTensor) and not x.mesh.is_like(mesh)]
+    raise_all(ValueError, f"leaves are on another mesh than {mesh!r}, which saves them:", apart)
+    several = [p for p, count in collections.Counter(p for p, _ in named).items() if count > 1]
+    raise_all(ValueError, "several leaves have the same path:", several)
+    unknown = [f"{p} is {x.dtype}" for p, x in named if DTYPES.get(dtype_name(x.dtype)) != x.dtype]
+    raise_all(TypeError, "a checkpoint cannot have leaves of these dtypes; view them as another one:", unknown)
     stacks = [f"{p} has a block for each member" for p, x in named if isinstance(x, GlobalTensor) and x.stacked]
     raise_all(ValueError, "the state of a population is saved member by member, member(state, i):", stacks)
     out: list[Content] = []
@@ -154,7 +161,7 @@ def manifest_of(
             chunks[part.leaf].append(StoredChunk(offset, shape, plan.name, part.start, digest))
     own = [chunks[i if x.same_as is None else x.same_as] for i, x in enumerate(leaves)]
     named = {
-        x.path: StoredLeaf(x.shape, str(x.dtype).removeprefix("torch."), _axes(x.spec), tuple(sorted(c)))
+        x.path: StoredLeaf(x.shape, dtype_name(x.dtype), _axes(x.spec), tuple(sorted(c)))
         for x, c in zip(leaves, own, strict=True)
     }
     return Manifest(step, user, dict(mesh.shape), named, files)

@@ -2,9 +2,11 @@
 
     step_000100/             complete: it has a manifest, which was written before the directory got this name
     step_000200.tmp-5f3a/    being written, or left by a process that was killed
+    step_000050.was-5f3a/    complete, and giving way to a new one of its number
     step_000050.old-91c0/    being removed
 
-So whoever lists the directory, at any instant, sees complete checkpoints and no others.
+So whoever lists the directory, at any instant, sees complete checkpoints and no others. Where one gives way there is a
+moment without it; whoever owns the directory next puts it back, if the new one has not got the name.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ from ._manifest import Manifest, decoded, encoded
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
-_REST = re.compile(r"step_\d{1,18}\.(tmp|old)-[0-9a-f]+", re.ASCII)
+_REST = re.compile(r"(step_\d{1,18})\.(tmp|was|old)-[0-9a-f]+", re.ASCII)
 _REMEDY = "Give each job a directory of its own, or end that process."
 
 
@@ -85,7 +87,7 @@ def read_manifest(place: pathlib.Path) -> Manifest:
 
 @contextlib.contextmanager
 def owning(directory: pathlib.Path) -> Iterator[None]:
-    """Makes a run's directory this process's while the body runs, and removes what killed processes have left.
+    """Makes a run's directory this process's while the body runs, and clears away what killed processes have left.
 
     Raises:
         InUseError: another process writes there.
@@ -94,15 +96,26 @@ def owning(directory: pathlib.Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory, "a checkpoint writer", _REMEDY) as lock:
-            for path in directory.iterdir():
-                if _REST.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
+            for path in list(directory.iterdir()):
+                _clear(path)
     except OSError as problem:
         raise explained(problem, directory) from problem
     try:
         yield
     finally:
         unlock(lock)
+
+
+def _clear(path: pathlib.Path) -> None:
+    """Removes what was being written or removed; a checkpoint that was giving way keeps its place, if that is free."""
+    rest = _REST.fullmatch(path.name)
+    if rest is None or not path.is_dir() or path.is_symlink():
+        return
+    place = path.with_name(rest[1])
+    if rest[2] == "was" and not place.exists():
+        os.rename(path, place)
+    else:
+        shutil.rmtree(path)
 
 
 def publish(tmp: pathlib.Path, place: pathlib.Path, manifest: Manifest, *, durable: bool, replace: bool) -> None:
@@ -116,14 +129,19 @@ def publish(tmp: pathlib.Path, place: pathlib.Path, manifest: Manifest, *, durab
         replace: whether a checkpoint of that name gives way.
     """
     (tmp / MANIFEST).write_text(encoded(manifest))
+    read_manifest(tmp)  # nothing gets a name that could not be read
     if durable:
         sync(tmp / MANIFEST)
         sync(tmp)
     if replace and place.exists():
-        old = place.with_name(f"{place.name}.old-{tmp.name.rpartition('-')[2]}")
-        os.rename(place, old)
-        os.rename(tmp, place)
-        shutil.rmtree(old)
+        was = place.with_name(f"{place.name}.was-{tmp.name.rpartition('-')[2]}")
+        os.rename(place, was)
+        try:
+            os.rename(tmp, place)
+        except OSError:
+            os.rename(was, place)
+            raise
+        remove(was)
     else:
         os.rename(tmp, place)
     if durable:
@@ -132,7 +150,7 @@ def publish(tmp: pathlib.Path, place: pathlib.Path, manifest: Manifest, *, durab
 
 def remove(place: pathlib.Path) -> None:
     """Removes a checkpoint, which is none any more from the first moment on."""
-    old = place.with_name(f"{place.name}.old-{os.urandom(4).hex()}")
+    old = place.with_name(f"{place.name.partition('.')[0]}.old-{os.urandom(4).hex()}")
     os.rename(place, old)
     shutil.rmtree(old)
 

@@ -37,11 +37,12 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class SaveOptions(NamedTuple):
-    """How checkpoints are written; see `save`."""
+    """How checkpoints are written; see `save`. `in_order`: none is saved below the newest but with `replace`."""
 
     durable: bool
     replace: bool
     file_bytes: int
+    in_order: bool = False
 
 
 class Saved(NamedTuple):
@@ -64,7 +65,7 @@ class SaveJob(NamedTuple):
     Attributes:
         mesh: whose ranks write it.
         step: its number.
-        user: what the caller gave.
+        user: what the caller gave, as it was then.
         leaves: what is saved.
         boxes: who writes what.
         place: its directory, later.
@@ -112,17 +113,20 @@ def prepare(
         text = json.dumps(user, allow_nan=False, sort_keys=True)
         said = describe(leaves)
     agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}", ()))
+    user = json.loads(text)  # the caller may go on with it
     place, token = path_of(directory, step), os.urandom(4).hex()
     with losing_no_peer(comms):
-        mine, own = (None, None) if mesh.rank else _attempt(directory, _make, place, token, options)
-        made: list[Any] = comms.control.gather(mine)
-    _raise_told(made, own)
-    tmp = place.with_name(made[0].value)
+        made = by_first(mesh, directory, comms.control.gather, _make, directory, step, token, options)
+    if isinstance(made, Exception):
+        raise made
+    tmp = place.with_name(made)
     with losing_no_peer(comms):
         seen = comms.control.gather(_sees(tmp))
     if not all(seen):
         if mesh.rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
+        with losing_no_peer(comms):
+            comms.control.gather(None)  # what was made is gone when ranks raise
         blind = [str(rank) for rank, own in enumerate(seen) if not own]
         raise ValueError(
             f"{directory} of rank 0 is not the one that ranks {', '.join(blind)} see: it is local to a machine. All"
@@ -161,16 +165,30 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
 
     mine, own = _attempt(job.tmp.parent, write)
     wrote = meet(mine)
-    named, failed = _Told(None), None
-    if job.mesh.rank == 0:
-        named, failed = _attempt(job.tmp.parent, _named, job, wrote)
-    told = meet(named)
-    try:
-        _raise_told(wrote, own)
-        _raise_told(told, failed)
-    except Exception as error:
-        return error
-    return Saved(job.place, mine.value.bytes, mine.value.linked)
+    named = by_first(job.mesh, job.tmp.parent, meet, _named, job, wrote)
+    failed = _failure(wrote, own) or named
+    return failed or Saved(job.place, mine.value.bytes, mine.value.linked)
+
+
+def by_first(mesh: Mesh, at: pathlib.Path, meet: Meet, work: Callable[..., Any], *args: Any) -> Any:
+    """Lets rank 0 do something for a checkpoint. Collective.
+
+    Args:
+        mesh: whose ranks.
+        at: the directory of the checkpoints.
+        meet: how ranks talk.
+        work: what rank 0 does.
+        *args: what it takes.
+
+    Returns:
+        What it has made, on all ranks; or the error that all ranks are to raise.
+
+    Raises:
+        RankError: another rank died.
+    """
+    mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Told(None), None)
+    told = meet(mine)
+    return _failure(told, own) or told[0].value
 
 
 def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
@@ -188,7 +206,15 @@ def _publish(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
     publish(job.tmp, job.place, manifest, durable=job.options.durable, replace=job.options.replace)
 
 
-def _make(place: pathlib.Path, token: str, options: SaveOptions) -> str:
+def _make(directory: pathlib.Path, step: int, token: str, options: SaveOptions) -> str:
+    place = path_of(directory, step)
+    newer = [n for n in steps(directory) if n > step]
+    if newer and options.in_order and not options.replace:
+        raise FileExistsError(
+            f"{directory} has checkpoints of steps {newer}, newer than step {step}: whoever restarts would go on from"
+            " those. Go on from the newest one, give this run a directory of its own, or pass replace=True, with which"
+            " they give way."
+        )
     if place.exists() and not options.replace:
         raise FileExistsError(
             f"{place} is there already: step numbers name checkpoints. Save under another step, with replace=True, or"
@@ -230,11 +256,12 @@ def _attempt(at: pathlib.Path, work: Callable[..., Any], *args: Any) -> tuple[_T
         return _Told((type(own).__name__, str(own))), own
 
 
-def _raise_told(outcomes: Sequence[Any], own: Exception | None) -> None:
-    """Raises this rank's error, or one of the kind that another rank has told of."""
+def _failure(outcomes: Sequence[_Told], own: Exception | None) -> Exception | None:
+    """The error to raise: this rank's, or one of the kind that another rank has told of; None if all went well."""
     if own is not None:
-        raise own
+        return own
     for rank, told in enumerate(outcomes):
-        if told is not None and told.error is not None:
+        if told.error is not None:
             name, text = told.error
-            raise _KINDS[name](f"rank {rank}: {text}") if name in _KINDS else RankError(f"rank {rank}: {name}: {text}")
+            return _KINDS[name](f"rank {rank}: {text}") if name in _KINDS else RankError(f"rank {rank}: {name}: {text}")
+    return None

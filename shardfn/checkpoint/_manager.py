@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Rounds
-from shardfn.core import Mesh, PyTree, RankError
+from shardfn.core import Mesh, PyTree, RankError, as_mesh
 from shardfn.engine import comms_of, losing_no_peer, told_before
 from shardfn.memory import host_empty, on_host
 from shardfn.state import check_alive
 
-from ._contents import Part, local_slices, mesh_of
+from ._contents import Part, local_slices
 from ._directory import owning, path_of, remove, steps
-from ._job import Saved, SaveJob, SaveOptions, finish, prepare
+from ._job import Saved, SaveJob, SaveOptions, by_first, finish, prepare
 from ._restore import Restored, restore
 from ._save import FILE_BYTES, step_of
 
@@ -45,8 +45,8 @@ class Manager:
         background: whether files are written while the next steps run.
         durable: whether to wait, in the background, until the disk has them.
         file_bytes: as for `save`.
-        replace: whether a step that has a checkpoint already is saved anew, as in a run that goes on from an older one.
-            What that run has not come to yet stays, and is the newest until then: remove it first.
+        replace: whether the run takes the place of another one that went further, as when it goes on from an older
+            checkpoint: a step that has one already is saved anew, and when a checkpoint is complete newer ones go.
 
     Raises:
         ValueError: an argument is out of range.
@@ -80,9 +80,9 @@ class Manager:
                 f"save_every={save_every}, keep_last={keep_last}, keep_every={keep_every}, file_bytes={file_bytes}: all"
                 " must be at least 1."
             )
-        self._place, self._mesh = pathlib.Path(directory), mesh_of(()) if mesh is None else mesh
+        self._place, self._mesh = pathlib.Path(directory), as_mesh(mesh)
         self._every, self._last, self._keep_every = save_every, keep_last, keep_every
-        self._background, self._options = background, SaveOptions(durable, replace, file_bytes)
+        self._background, self._options = background, SaveOptions(durable, replace, file_bytes, in_order=True)
         self._stack = contextlib.ExitStack()
         control = comms_of(self._mesh).control
         with told_before(control):
@@ -114,6 +114,8 @@ class Manager:
 
         Raises:
             Exception: what the last save, which was under way, has come to; and what `save` raises.
+            FileExistsError: the directory has a checkpoint of this step, or newer ones, and none is to be replaced.
+            ValueError: leaves are on another mesh than the manager's.
         """
         number = step_of(tree, step)
         if not now and number % self._every:
@@ -191,12 +193,15 @@ class Manager:
 
     def _finished(self, job: SaveJob, copies: dict[Part, Tensor] | None, meet: Any) -> Saved | Exception:
         done = finish(job, copies, meet)
-        if isinstance(done, Saved) and self._mesh.rank == 0:
-            self._prune()
-        return done
+        if isinstance(done, Exception):
+            return done
+        return by_first(self._mesh, self._place, meet, self._prune, job.step) or done
 
-    def _prune(self) -> None:
-        for number in to_remove(steps(self._place), self._last, self._keep_every):
+    def _prune(self, newest: int) -> None:
+        """Removes what is not kept. Those above `newest` are of a run that this one takes the place of."""
+        found = steps(self._place)
+        left = to_remove([n for n in found if n <= newest], self._last, self._keep_every)
+        for number in [*(n for n in found if n > newest and self._options.replace), *left]:
             remove(path_of(self._place, number))
 
     def _copied(self, job: SaveJob) -> dict[Part, Tensor]:

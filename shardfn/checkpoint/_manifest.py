@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardfn.core import dtype_name
 from shardfn.memory import DamagedError
 
 FORMAT = 1
@@ -24,7 +25,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_DIMS = 64
 
 DTYPES: dict[str, torch.dtype] = {
-    str(d).removeprefix("torch."): d
+    dtype_name(d): d
     for d in vars(torch).values()
     if isinstance(d, torch.dtype) and not str(d).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))
 } | {"int16": torch.int16, "uint16": torch.uint16}

@@ -123,6 +123,7 @@ def matched(
             problems += _unlike(target, found, cast)
     extra = [p for p in free if p.startswith(at)]
     if not partial:
+        problems += _layers_left(sources)
         problems += [f"{p} of the checkpoint has no place in the tree" for p in extra]
     return out, problems
 
@@ -189,6 +190,19 @@ def _layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -
     leaves = tuple(manifest.leaves[p] for p in paths)
     alike = len({(x.shape, x.dtype) for x in leaves}) == 1 and leaves[0].shape == target.shape[1:]
     return Source(tuple(paths), leaves, piled=True) if alike and len(paths) == target.shape[0] else None
+
+
+def _layers_left(sources: Sequence[Source | str | None]) -> list[str]:
+    """Stacks of the checkpoint of which the tree has some layers only."""
+    rows: dict[tuple[str, int], set[int]] = {}
+    for x in sources:
+        if isinstance(x, Source) and x.row is not None:
+            rows.setdefault((x.paths[0], x.leaves[0].shape[0]), set()).add(x.row)
+    return [
+        f"{path} of the checkpoint has {num} layers, of which {len(own)} have a place in the tree"
+        for (path, num), own in rows.items()
+        if len(own) < num
+    ]
 
 
 def _unlike(target: Target, found: Source, cast: bool) -> list[str]:

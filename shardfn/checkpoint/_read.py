@@ -4,8 +4,8 @@ Every file is checked against the manifest when it is opened: a plain file, of t
 a whole is checked against its digest.
 """
 
+import errno
 import hashlib
-import math
 import os
 import pathlib
 import stat
@@ -19,9 +19,13 @@ from torch import Tensor
 from shardfn.collectives import Box
 from shardfn.memory import Bytes, DamagedError, as_bytes, on_host
 
-from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf, nbytes
+from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
 
 _PIECE = 8 << 20
+# Files of one checkpoint that are open at a time; a process may have some thousand in all, often.
+_MAX_OPEN = 64
+# Errors that say something about this process, not about the file.
+_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 # Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
 _PAGE = 4096
 _REMEDY = "Take another checkpoint, and have the disk checked."
@@ -40,6 +44,7 @@ class ChunkReader:
 
     def __init__(self, place: pathlib.Path, manifest: Manifest) -> None:
         self.place, self.manifest, self.read_bytes = place, manifest, 0
+        # Descriptors by name, the one that was used last at the end. Whoever reads from one holds the lock meanwhile.
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -75,26 +80,31 @@ class ChunkReader:
             else:
                 self._part(chunk, inner, target)
 
-    def file(self, name: str) -> int:
-        """The descriptor of a file, which is open as long as the reader is.
+    def into(self, name: str, start: int, data: Bytes) -> None:
+        """Reads bytes of a file from `start` on.
 
         Raises:
             DamagedError: it is gone, no plain file, or of another size.
+            OSError: this process may not open it, or has too many files open.
         """
         with self._lock:
-            if name not in self._open:
-                self._open[name] = self._opened(name)
-            return self._open[name]
+            fd, done = self._file(name), 0
+            while done < len(data):
+                got = os.preadv(fd, [data[done : done + _PIECE].data], start + done)
+                if not got:
+                    raise DamagedError(f"{self.place / name} was cut short while it was read. {_REMEDY}")
+                done += got
+            self.read_bytes += len(data)
 
-    def into(self, name: str, start: int, data: Bytes) -> None:
-        """Reads bytes of a file from `start` on."""
-        fd, done = self.file(name), 0
-        while done < len(data):
-            got = os.preadv(fd, [data[done : done + _PIECE].data], start + done)
-            if not got:
-                raise DamagedError(f"{self.place / name} was cut short while it was read. {_REMEDY}")
-            done += got
-        self.read_bytes += len(data)
+    def _file(self, name: str) -> int:
+        """The descriptor of a file, until others have been asked for."""
+        fd = self._open.pop(name, None)
+        if fd is None:
+            while len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            fd = self._opened(name)
+        self._open[name] = fd
+        return fd
 
     def _opened(self, name: str) -> int:
         path = self.place / name
@@ -102,6 +112,8 @@ class ChunkReader:
             # A link could lead out of the directory, and a pipe would be waited for.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as problem:
+            if problem.errno in _OWN_ERRORS:
+                raise
             raise DamagedError(f"{path} cannot be read ({problem.strerror}). {_REMEDY}") from problem
         about, size = os.fstat(fd), self.manifest.files[name].bytes
         if not stat.S_ISREG(about.st_mode) or about.st_size != size:
@@ -187,13 +199,3 @@ def _staging(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def dtype_of(leaf: StoredLeaf) -> torch.dtype:
     """The dtype of a leaf's elements."""
     return DTYPES[leaf.dtype]
-
-
-def numel_of(box: Box) -> int:
-    """Elements of a box."""
-    return math.prod(hi - lo for lo, hi in box)
-
-
-def leaf_nbytes(leaf: StoredLeaf) -> int:
-    """Bytes of a leaf."""
-    return nbytes(leaf.shape, leaf.itemsize)

@@ -140,7 +140,7 @@ def restore(
 
 def _read_all(tasks: Sequence[_Task], but: frozenset[int], reader: ChunkReader, check: bool) -> list[Any]:
     """The leaves with their values, but some. Tied leaves stay tied where they are in the checkpoint."""
-    # LastFiles any is donated: the blocks as they are kept, which all live.
+    # Before any is donated: the blocks as they are kept, which all live.
     blocks = [id(t.like.held if isinstance(t.like, GlobalTensor) else t.like) for t in tasks]
     seen: dict[Any, Any] = {}
     written: set[int] = set()

@@ -1,6 +1,6 @@
 """The control plane: small CPU messages by which ranks agree on what they are about to run, and learn who failed.
 
-An exchange is one all_reduce of two integers when the ranks agree. A failing peer becomes a `RankError` that names it.
+An exchange is one all_reduce of three integers when ranks agree. A failing peer becomes a `RankError` that names it.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardfn.core import Mesh, RankError
 
 from ._failure import COURTESY, Board, EndedGroup, is_of_the_wire
+from ._notice import notice_of
 from ._presence import Presence
 from ._rounds import Rounds
 
@@ -55,7 +56,8 @@ class Control:
         self.size = mesh.size
         self.rank = mesh.rank
         self._group: Any = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
-        self._mesh, self._rounds = mesh, Rounds(self._group, mesh.rank, _failure_of(self))
+        self._mesh = mesh
+        self._rounds = Rounds(self._group, mesh.rank, _failure_of(self), notice_of(mesh))
         self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = False
         self.wake: Callable[[], None] = lambda: None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardfn.core import RankError
 
 from ._failure import EndedGroup, close
+from ._notice import Notice
 
 
 class Rounds:
@@ -19,28 +20,35 @@ class Rounds:
         group: the group; None where there is one rank.
         rank: this rank's name in errors.
         failure: what to raise when a round fails.
+        notice: travels with each exchange; None = nothing does.
 
     Attributes:
         rank: as above.
         size: the number of ranks.
     """
 
-    def __init__(self, group: Any, rank: int, failure: Callable[[BaseException], RankError]) -> None:
+    def __init__(
+        self, group: Any, rank: int, failure: Callable[[BaseException], RankError], notice: Notice | None = None
+    ) -> None:
         self._group, self.rank, self._failure = group, rank, failure
+        self._notice = Notice() if notice is None else notice
         self.size: int = 1 if group is None else group.size()
 
     def exchange(self, value: int) -> list[int]:
-        """Every rank's value (63 bits), in the group's order: one all_reduce of two integers if all are the same.
+        """Every rank's value (63 bits), in the group's order: one all_reduce of three integers if all are the same.
 
         Raises:
             RankError: a rank did not answer within the group's timeout.
         """
         if self._group is None:
+            self._notice.told = max(self._notice.told, self._notice.mine)
             return [value]
         # The greatest and the least, on all ranks: all go on to the gather, or none.
-        pair = torch.tensor([value, -value])
-        self._reduce_max(pair)
-        if int(pair[0]) == -int(pair[1]):
+        sent = torch.tensor([value, -value, self._notice.mine])
+        self._reduce_max(sent)
+        most, least, told = sent.tolist()
+        self._notice.told = max(self._notice.told, told)
+        if most == -least:
             return [value] * self.size
         return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
 

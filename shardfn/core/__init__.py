@@ -7,7 +7,7 @@ from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axe
 from ._groups import is_known as is_known
 from ._mesh import all_coords as all_coords
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
-from ._placement import Placement as Placement
+from ._placement import Placement as Placement, dtype_name as dtype_name
 from ._policy import Dtypes as Dtypes, Policy as Policy
 from ._spec import MemoryKind as MemoryKind, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds

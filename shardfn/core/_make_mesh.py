@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._groups import MadeGroups, end_lost, end_with
 from ._mesh import Mesh, close_at_exit
+from ._rendezvous import start_group
 
 
 def make_mesh(
@@ -63,7 +64,7 @@ def make_mesh(
     if num_launched() > 1 and not dist.is_initialized():
         if dev.type == "cuda":
             torch.cuda.set_device(dev)
-        dist.init_process_group("nccl" if dev.type == "cuda" else "gloo", timeout=limit)
+        start_group("nccl" if dev.type == "cuda" else "gloo", limit)
         atexit.register(_leave)
     close_at_exit()
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -114,11 +114,21 @@ class Placement:
         parts = [repr(self.spec)]
         parts += [f"unreduced={self.unreduced}"] if self.unreduced else []
         parts += [self.memory_kind] if self.memory_kind != "device" else []
-        parts += [str(self.dtype).removeprefix("torch.")]
+        parts += [dtype_name(self.dtype)]
         parts += [f"code={self.code}"] if self.code is not None else []
         parts += ["stacked"] if self.stacked else []
         parts += [f"brought={self.brought}"] if self.brought else []
         return f"Placement({', '.join(parts)})"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as people write it, and as files call it.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def _known(mesh: Mesh, axis: str) -> bool:

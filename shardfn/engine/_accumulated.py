@@ -1,14 +1,13 @@
 """What `accumulate` makes: a loss over microbatches, and the fold over them."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 
 from ._levels import Transform
 from ._loss import Loss, WeightedMean
@@ -72,11 +71,22 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     bad = [f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n]
     if bad:
         raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {', '.join(bad)}; use a divisor.")
-    return [tree_map(functools.partial(_piece, n, i), batch) for i in range(n)]
+    return cut_rows(batch, n, [_cuts(x) for x in tree_leaves(batch)])
 
 
-def _piece(n: int, i: int, x: Any) -> Any:
-    return x.chunk(n)[i] if _cuts(x) and x.shape[0] else x
+def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
+    """A batch in `n` parts: of a leaf that is `cut` a piece along dim 0 each, equal if `n` divides it; else all of it.
+
+    Args:
+        batch: a tree of tensors.
+        n: how many parts.
+        cut: by leaf, in flattening order.
+    """
+    leaves, treedef = tree_flatten(batch)
+    rows = list(zip(leaves, cut, strict=True))
+    return [
+        tree_unflatten(treedef, [x.chunk(n)[i] if is_cut and x.shape[0] else x for x, is_cut in rows]) for i in range(n)
+    ]
 
 
 def _cuts(x: Any) -> bool:

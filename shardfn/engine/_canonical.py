@@ -22,19 +22,10 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import pmax, psum, transforming
-from shardfn.core import (
-    Pending,
-    PyTree,
-    broadcast_prefix,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_paths,
-    tree_unflatten,
-)
+from shardfn.core import Pending, PyTree, broadcast_prefix, raise_all, tree_leaves, tree_paths
 from shardfn.optim import exact_limbs, largest, of_limbs
 
-from ._accumulated import num_microbatches
+from ._accumulated import cut_rows, num_microbatches
 from ._check import describe_batch, is_spec
 from ._chunks import Chunks, Node, push, tree_sum
 from ._loss import Value
@@ -135,14 +126,17 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     Raises:
         TypeError, ValueError: the batch does not fit its specs, or is not to be cut in this rank's chunks.
     """
-    text = describe_batch(batch, plan.batch, plan.mesh)
-    if plan.chunks is None or not plan.chunks.num:
-        return text
-    return describe_batch(_cut(plan, plan.chunks, batch)[0], plan.batch, plan.mesh)
+    text, sizes = describe_batch(batch, plan.batch, plan.mesh)
+    chunks = plan.chunks
+    if chunks is None or not chunks.num:
+        return text, sizes
+    uneven = [f"{path} has {n} rows" for path, n in _rows(plan, batch) if n % chunks.num]
+    raise_all(ValueError, f"{_told(chunks)}; pass a multiple:", uneven)
+    return text, tuple(n // chunks.num for n in sizes)
 
 
 def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[PyTree]:
-    """This rank's chunks of the batch, and the last one again where other ranks have more.
+    """This rank's chunks of a batch that `describe_rows` has admitted, and the last one again where others have more.
 
     Args:
         plan: says which leaves are cut; the others are the same for all chunks, as for all ranks.
@@ -151,30 +145,25 @@ def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[
         even: whether ranks have equal numbers of rows a chunk.
 
     Raises:
-        ValueError: rows are no whole number a chunk, or others than on other ranks.
+        ValueError: other ranks have other numbers of rows a chunk.
     """
     if not even:
-        rows = [f"{path} has {len(x)} rows" for path, x, is_cut in _named(plan, batch) if is_cut]
+        rows = [f"{path} has {n} rows" for path, n in _rows(plan, batch)]
         raise_all(ValueError, f"{_told(chunks)}; other ranks pass other numbers:", rows)
-    own = _cut(plan, chunks, batch)
+    own = cut_rows(batch, chunks.num, _is_cut(plan, batch))
     return own + own[-1:] * (chunks.most - chunks.num)
 
 
-def _cut(plan: Plan, chunks: Chunks, batch: PyTree) -> list[PyTree]:
-    """This rank's chunks of the batch."""
-    named = _named(plan, batch)
-    uneven = [f"{path} has {len(x)} rows" for path, x, is_cut in named if is_cut and len(x) % chunks.num]
-    raise_all(ValueError, f"{_told(chunks)}; pass a multiple:", uneven)
-    _, treedef = tree_flatten(batch)
-    pieces = [x.chunk(chunks.num) if is_cut and len(x) else (x,) * chunks.num for _, x, is_cut in named]
-    return [tree_unflatten(treedef, [piece[k] for piece in pieces]) for k in range(chunks.num)]
-
-
-def _named(plan: Plan, batch: PyTree) -> list[tuple[str, Tensor, bool]]:
-    """Path, tensor, and whether it has other rows for other chunks, of each leaf of a batch."""
+def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
+    """Whether a leaf has other rows for other chunks, for each of a batch."""
     specs = broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
-    named = zip(tree_paths(batch, "batch"), tree_leaves(batch), specs, strict=True)
-    return [(path, x, bool(spec.dim_axes(0))) for path, x, spec in named]
+    return [bool(spec.dim_axes(0)) for spec in specs]
+
+
+def _rows(plan: Plan, batch: PyTree) -> list[tuple[str, int]]:
+    """The paths of the leaves that are cut, with their numbers of rows."""
+    named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _is_cut(plan, batch), strict=True)
+    return [(path, len(x)) for path, x, is_cut in named if is_cut]
 
 
 def _told(chunks: Chunks) -> str:

@@ -107,7 +107,7 @@ class Plan:
 
     def _with(self, **changes: Any) -> "Plan":
         """A plan with nothing learnt."""
-        same = {"treedef": self.treedef, "zero": self.zero, "mesh": self.mesh, "batch_axes": self.batch_axes}
+        same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch")}
         own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes, "rules": self.rules}
         return Plan(**(same | own | changes))
 

@@ -15,7 +15,7 @@ from shardfn.capture import capturing, mark, traced_once
 from shardfn.collectives import AnyChannels, CodedReduce, dealt, is_sole_owner, psum, reduce_channel
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
-from shardfn.state import Ahead, Parts, send_home
+from shardfn.state import Ahead, Parts, added, send_home
 
 from ._canonical import ChunkSums
 from ._chunks import Chunks
@@ -74,6 +74,8 @@ class Reducer:
         # have not been sent.
         self._local: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
+        # The leaves whose tensor in `_local` is a sum; see `added`.
+        self._summed: set[int] = set()
         self._sums = None if chunks is None else ChunkSums(chunks, self._zeros)
         self._missing: list[int] = []
         # In the order in which they were sent, and collected in it: sums of microbatches are added in one order always.
@@ -119,8 +121,7 @@ class Reducer:
             before = self._local.pop(leaf, None)
             if before is not None or not self._send:
                 grad = grad.to(self._leaves[leaf].dtypes.accum)
-            if before is not None:
-                grad = before + grad
+            grad = added(before, grad, leaf, self._summed)
             if not self._send:
                 self._local[leaf] = grad
                 return

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.collectives import all_gather, bind_mesh
-from shardfn.core import Mesh
+from shardfn.core import Mesh, dtype_name
 
 from ._device import Cluster, Device, Link
 
@@ -38,7 +38,7 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """
     device = mesh.device if mesh is not None else torch.device("cpu")
     each = seconds / 4
-    rates = {str(d).removeprefix("torch."): _rate(d, device, each) for d in _dtypes(device)}
+    rates = {dtype_name(d): _rate(d, device, each) for d in _dtypes(device)}
     measured = [*rates.values(), _bandwidth(device, each), *_link(mesh, device)]
     *flops, memory, wire, latency = _slowest(mesh, measured)
     link = Link(wire, latency)

@@ -2,8 +2,8 @@
 
 A transfer takes place when every rank of its group has started it. Transfers on one channel (the gathers along some
 axes, the reductions along them, the loss's own collectives on a group) pair by their order. So ranks of a group must
-issue the same sequence on each channel, and must not wait for one another in a circle across channels; a channel comes
-to life when it is first used, which all ranks of the mesh must do in the same order.
+issue the same sequence on each channel, and must not wait for one another in a circle across channels. Channels are
+there before a step begins: all ranks of the mesh make them, so that they must use the same ones.
 """
 
 import collections
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from shardfn.core import RankError, all_coords
+from shardfn.core import RankError, all_coords, dtype_name
 
 from ._transfers import Transfer, is_wait, start_of, transfers
-from ._values import dtype_name, where_of
+from ._values import where_of
 
 _UNEVEN, _EXCHANGES = " uneven", ("all_to_all", "ppermute")
 _COMMENT = "  # "
@@ -186,9 +186,25 @@ def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> N
     """
     compare_sequences([e.lines for e in events], mesh_shape)
     first = events[0].text
-    # Ranks that run one program cannot wait for one another: each start comes before its wait on all of them.
+    # Ranks that run one program make the same channels, and cannot wait for one another: each start comes before its
+    # wait on all of them.
     if any(e is not events[0] and e.text != first for e in events):
+        _compare_channels([{m.channel for m in e.program if _is_made(m.channel)} for e in events])
         _Simulation([e.program for e in events], mesh_shape).run()
+
+
+def _compare_channels(channels: Sequence[set[str]]) -> None:
+    """Refuses ranks that would make different channels: to make one is collective over the mesh."""
+    odd = next((rank for rank, own in enumerate(channels) if own != channels[0]), None)
+    if odd is not None:
+        raise RankError(
+            f"ranks use different channels: rank 0 {sorted(channels[0])}, rank {odd} {sorted(channels[odd])}. {_REMEDY}"
+        )
+
+
+def _is_made(channel: str) -> bool:
+    """Whether a channel is made for the step: the loss's own groups are there before."""
+    return not channel.startswith("loss")
 
 
 # Lines.
@@ -275,7 +291,6 @@ class _Simulation:
         self._axes = {e.channel for p in programs for e in p}
         self._group = {c: self._group_of_rank(c, shape) for c in sorted(self._axes)}
         self._started: dict[tuple[str, int, int], int] = collections.Counter()
-        self._opened: dict[str, set[int]] = collections.defaultdict(set)
         # By what they wait for: a rank is looked at again only when that has happened.
         self._blocked: dict[tuple[str, int, int], list[int]] = collections.defaultdict(list)
 
@@ -297,8 +312,6 @@ class _Simulation:
         program, woken = self._programs[rank], list[int]()
         while self._at[rank] < len(program):
             event = program[self._at[rank]]
-            # Before it may block here: the others may be waiting for this rank to come to the channel.
-            woken += self._open(rank, event.channel)
             need = self._need(rank, event)
             if need is not None:
                 self._blocked[need].append(rank)
@@ -309,18 +322,10 @@ class _Simulation:
         return woken
 
     def _need(self, rank: int, event: Moment) -> tuple[str, int, int] | None:
-        """What must happen before the event can: that all have opened the channel, or that all have started."""
-        if self._makes(event.channel) and len(self._opened[event.channel]) < len(self._programs):
-            return event.channel, -1, -1
+        """What must happen before the event can: that all have started."""
         group, size = self._group[event.channel][rank]
         key = event.channel, group, event.turn
         return key if event.wait and self._started[key] < size else None
-
-    def _open(self, rank: int, channel: str) -> list[int]:
-        opened = self._opened[channel]
-        opened.add(rank)
-        complete = self._makes(channel) and len(opened) == len(self._programs)
-        return self._blocked.pop((channel, -1, -1), []) if complete else []
 
     def _start(self, rank: int, event: Moment) -> list[int]:
         group, size = self._group[event.channel][rank]
@@ -328,16 +333,11 @@ class _Simulation:
         self._started[key] += 1
         return self._blocked.pop(key, []) if self._started[key] == size else []
 
-    def _makes(self, channel: str) -> bool:
-        """Whether first use makes the channel: the loss's own groups are there before."""
-        return not channel.startswith("loss")
-
     def _story(self, stuck: Sequence[int]) -> str:
         lines = [f"{len(stuck)} of {len(self._programs)} ranks would wait forever:"]
         for rank in stuck[:8]:
             event = self._programs[rank][self._at[rank]]
             where = event.where or "line unknown"
-            need = self._need(rank, event)
-            why = "all ranks to open" if need is not None and need[1] < 0 else f"transfer {event.turn + 1} on"
-            lines.append(f"  rank {rank} at {event.name} waits for {why} channel {event.channel!r} ({where})")
+            turn = f"transfer {event.turn + 1} on channel {event.channel!r}"
+            lines.append(f"  rank {rank} at {event.name} waits for {turn} ({where})")
         return "\n".join([*lines, _REMEDY])

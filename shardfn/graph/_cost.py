@@ -13,12 +13,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardfn.collectives import Traffic
+from shardfn.core import dtype_name
 
 from ._device import Cluster, Device, Link
 from ._flops import arithmetic, node_bytes, node_flops
 from ._moves import MemoryMove, moves
 from ._transfers import Transfer, is_wait, transfers
-from ._values import PHASES, dtype_name, phases_of, where_of
+from ._values import PHASES, phases_of, where_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from shardfn.core import dtype_name
+
 from ._leaves import sources
 from ._lifetimes import Block, blocks_of
 from ._moves import memory_of
 from ._ops import TO_DEVICE
 from ._scratch import scratch_bytes
 from ._transfers import Transfer, transfers
-from ._values import dtype_name, phases_of, tensors_of, where_of
+from ._values import phases_of, tensors_of, where_of
 
 KINDS: tuple[str, ...] = ("params", "grads", "optimizer", "gathered", "activations", "batch", "temporaries", "other")
 MEMORIES: tuple[str, ...] = ("device", "host", "disk")

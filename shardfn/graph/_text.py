@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from shardfn.core import dtype_name
+
 from ._moves import crossing, is_move, moved_bytes
 from ._transfers import Transfer, is_wait, start_of, transfers
-from ._values import dtype_name, phases_of, tensors_of, where_of
+from ._values import phases_of, tensors_of, where_of
 
 
 def as_text(gm: GraphModule) -> str:

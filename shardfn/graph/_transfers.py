@@ -112,14 +112,16 @@ def wait_of(start: Node) -> Node | None:
 
 
 def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
-    """The channels of the step's own transfers: (axes, "gather" or "reduce"), each once, in order of first use.
+    """The channels of the step's own transfers: (axes, "gather" or "reduce"), each once, in an order of names.
+
+    Not of use: a rank that has nothing of a leaf may gather it before it reduces another.
 
     Example:
         >>> channel_axes(torch.fx.symbolic_trace(lambda x: x + 1))
         []
     """
     starts = [n for n in gm.graph.nodes if is_gather(n) or is_reduction(n)]
-    return list(dict.fromkeys((tuple(str(n.args[-1]).split(",")), op_of(n).channel) for n in starts))
+    return sorted({(tuple(str(n.args[-1]).split(",")), op_of(n).channel) for n in starts})
 
 
 def _transfer(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates) -> Transfer:

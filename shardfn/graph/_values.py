@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -16,6 +15,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in `value`, which may nest lists and tuples.
 
     Example:
+        >>> import torch
         >>> len(tensors_in([torch.ones(2), (None, torch.ones(3))]))
         2
     """
@@ -40,20 +40,11 @@ def num_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements.
 
     Example:
+        >>> import torch
         >>> num_bytes(torch.ones(3, 2, dtype=torch.bfloat16))
         12
     """
     return tensor.numel() * tensor.element_size()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as people write it.
-
-    Example:
-        >>> dtype_name(torch.bfloat16)
-        'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
 
 
 def written_by(node: Node) -> list[Node]:

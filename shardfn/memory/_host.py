@@ -78,7 +78,8 @@ def as_bytes(x: Shaped[Tensor, "..."]) -> Bytes:
     """The memory of a contiguous CPU tensor; keeps it alive."""
     if not x.numel():
         return np.empty(0, np.uint8)
-    return x.detach().reshape(-1).view(torch.uint8).numpy()
+    # A contiguous tensor of one element may have any strides.
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def return_freed_pages(threshold: int = 1 << 17) -> None:

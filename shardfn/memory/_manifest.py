@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardfn.core import dtype_name
+
 from ._disk import DiskTensor
 from ._errors import DamagedError
 from ._host import as_bytes, host_empty
@@ -159,4 +161,4 @@ def sync(path: pathlib.Path) -> None:
 
 
 def _meta(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
-    return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+    return {"shape": list(shape), "dtype": dtype_name(dtype)}

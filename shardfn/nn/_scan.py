@@ -136,6 +136,8 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
 
 
 def _check_tensors(name: str, tree: PyTree) -> None:
+    if all(isinstance(x, Tensor) for x in tree_leaves(tree)):
+        return  # paths are made for errors only: they take longer than small layers
     named = zip(tree_paths(tree, name), tree_leaves(tree), strict=True)
     wrong = [f"{path} is {_told(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
     raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
@@ -147,7 +149,10 @@ def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
             f"scan's f returns a {name} of structure {tree_structure(got)}; {like} has {tree_structure(want)}."
             " Return the same tree from every call."
         )
-    rows = zip(tree_paths(got, name), tree_leaves(got), tree_leaves(want), strict=True)
+    pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
+    if all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs):
+        return
+    rows = [(path, *pair) for path, pair in zip(tree_paths(got, name), pairs, strict=True)]
     changed = [
         f"{path} is {_told(a)}; in {like} it is {_told(b)}"
         for path, a, b in rows

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.capture import capturing
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import AnyPool, on_host, to_host
 
@@ -15,6 +16,27 @@ from ._stored import loaded
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
 LEAVING_BYTES = 24 << 20
+
+
+def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Tensor:
+    """`before + part`; in place where `before` is a sum that was made here, so that nobody else has its memory.
+
+    The first summand is autograd's, or came in a message, and is never written.
+
+    Args:
+        before: the sum so far; None = `part` is the first summand.
+        part: what is added, of the same dtype.
+        key: what is added up.
+        summed: the keys whose sum so far was made here; is changed.
+    """
+    if before is None:
+        summed.discard(key)
+        return part
+    if capturing():  # a graph's memory is planned when it is compiled
+        return before + part
+    out = before.add_(part) if key in summed else before + part
+    summed.add(key)
+    return out
 
 
 class Parts:
@@ -36,6 +58,8 @@ class Parts:
         self._coming: dict[int, Pending[Tensor]] = {}
         self._writing: dict[int, Pending[Stored]] = {}
         self._leaving: dict[int, int] = {}
+        # The units whose tensor in `_at` is a sum; see `added`.
+        self._summed: set[int] = set()
         self._ahead: Ahead | None = None
         self._taken: dict[int, Pending[Any]] = {}
 
@@ -77,9 +101,8 @@ class Parts:
             self._hold_back()
             return
         before = self._at.get(unit)
-        if before is not None:
-            assert isinstance(before, Tensor)
-            part = before + part.to(self._dtypes[unit])
+        assert before is None or isinstance(before, Tensor)
+        part = added(before, part if before is None else part.to(self._dtypes[unit]), unit, self._summed)
         self._at[unit] = part if last else part.to(self._dtypes[unit])
 
     def finish(self, unit: int) -> None:

@@ -55,6 +55,69 @@ def test_checkpoints_are_written_behind_the_steps_and_removed(tmp_path: pathlib.
         Manager(tmp_path, keep_last=0)
 
 
+def test_older_numbers_than_the_directory_has_are_refused_or_take_its_place(tmp_path: pathlib.Path) -> None:
+    """What was just saved is never removed, and whoever restarts goes on from the run that was saved last."""
+    with Manager(tmp_path, keep_last=2) as manager:
+        for step in (1, 700, 800):
+            manager.save(tree(step), step)
+    with Manager(tmp_path, keep_last=2) as manager:
+        with pytest.raises(FileExistsError, match=r"steps \[700, 800\], newer than step 70(.|\n)*replace=True"):
+            manager.save(tree(70), 70)
+    assert checkpoint.steps(tmp_path) == [700, 800]
+    with Manager(tmp_path, keep_last=2, replace=True) as manager:
+        for step in (70, 140, 210):
+            manager.save(tree(step), step)
+            assert manager.wait() is not None and manager.steps()[-1] == step
+            assert_is(tmp_path, step)
+    assert checkpoint.steps(tmp_path) == [140, 210]
+
+
+def test_what_lies_beside_a_state_is_saved_as_it_was(tmp_path: pathlib.Path) -> None:
+    cursor = {"next": 0, "seen": [0]}
+    with Manager(tmp_path, keep_last=3) as manager:
+        for step in range(3):
+            cursor["next"], cursor["seen"][0] = step + 1, step
+            manager.save(tree(step, 100_000), step, user=cursor)
+            cursor["next"], cursor["seen"][0] = 99, 99  # as the next step does, while files are written
+    like = tree(0, 100_000)
+    found = [checkpoint.restore(tmp_path, like, step=step, donate=False).user for step in range(3)]
+    assert found == [{"next": step + 1, "seen": [step]} for step in range(3)]
+
+
+@distributed(world=2, timeout=60)
+def test_leaves_of_another_mesh_are_refused(tmp_path: pathlib.Path) -> None:
+    mesh, other = sf.make_mesh({"dp": 2}, device="cpu"), sf.make_mesh({"tp": 2}, device="cpu")
+    with Manager(tmp_path, mesh=mesh) as manager:
+        with pytest.raises((ValueError, RankError), match=r"another mesh than(.|\n)*\['w'\] is on"):
+            manager.save({"w": sf.shard(torch.arange(4.0), P("tp"), other), "v": torch.zeros(2)}, 1)
+        assert manager.steps() == []
+
+
+@distributed(world=2, timeout=60)
+def test_an_error_in_removing_old_checkpoints_is_raised_by_all(tmp_path: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+    rename = os.rename
+
+    def failing(old: Any, new: Any) -> None:
+        if ".old-" in str(new):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        rename(old, new)
+
+    with Manager(tmp_path, mesh=mesh, keep_last=1) as manager:
+        manager.save({"w": torch.ones(3)}, 1)
+        manager.wait()
+        os.rename = failing
+        try:
+            manager.save({"w": torch.ones(3)}, 2)
+            with pytest.raises(PermissionError, match="cannot be written to"):
+                manager.wait()
+        finally:
+            os.rename = rename
+        assert manager.steps() == [1, 2]
+        manager.save({"w": torch.ones(3)}, 3)  # ranks are in step, and what was left goes now
+    assert checkpoint.steps(tmp_path) == [3]
+
+
 def test_files_in_which_nothing_changed_are_linked(tmp_path: pathlib.Path) -> None:
     """A file of frozen leaves is written once, and outlives the checkpoints that had it before."""
     state: Any = {"params": {"frozen": torch.randn(5000)}, "moving": torch.zeros(10)}
@@ -296,15 +359,17 @@ def test_a_run_that_goes_on_from_an_older_step_replaces_what_comes_after(tmp_pat
     with sf.checkpoint.Manager(tmp_path, keep_last=3) as manager:
         for n in range(3):
             manager.save({"w": torch.full((3,), float(n))}, n)
-    with sf.checkpoint.Manager(tmp_path, keep_last=3) as manager, pytest.raises(FileExistsError):
-        manager.save({"w": torch.zeros(3)}, 1)
-        manager.wait()
+    with sf.checkpoint.Manager(tmp_path, keep_last=3) as manager:
+        for n in (1, 2):
+            with pytest.raises(FileExistsError):
+                manager.save({"w": torch.zeros(3)}, n)
+                manager.wait()
     with sf.checkpoint.Manager(tmp_path, keep_last=3, replace=True) as manager:
         tree = manager.restore({"w": torch.zeros(3)}, step=0).tree
         manager.save({"w": tree["w"] + 10}, 1)
         manager.wait()
         assert manager.restore({"w": torch.zeros(3)}, step=1).tree["w"].tolist() == [10.0] * 3
-        assert manager.steps() == [0, 1, 2]
+        assert manager.steps() == [0, 1]  # 2 was of the run that was left
 
 
 CANONICAL = {"reduction": "canonical", "reduction_chunks": 4}

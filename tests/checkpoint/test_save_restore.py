@@ -1,8 +1,10 @@
 """Covers `checkpoint.save` and `restore` against whole tensors: any spec, memory, dtype, mesh; what does not fit."""
 
 import json
+import os
 import pathlib
 import random
+import resource
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import shardfn as sf
 from shardfn import checkpoint
 from shardfn.collectives import GlobalTensor, blocks_of
 from shardfn.core import Mesh, P, RankError, tree_leaves
-from shardfn.memory import as_bytes
+from shardfn.memory import DamagedError, as_bytes
 from shardfn.testing import distributed
 
 DTYPES = [
@@ -224,6 +226,54 @@ def test_what_is_not_saved(tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="which is no directory"):
         checkpoint.restore(tmp_path / "nowhere", {"w": torch.zeros(1)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000000"]
+
+
+def test_a_part_of_the_layers_of_a_stack_is_no_fit(tmp_path: pathlib.Path) -> None:
+    checkpoint.save(tmp_path, {"blocks": {"w": torch.arange(8.0).view(4, 2)}}, step=1)
+    like = {"blocks": [{"w": torch.zeros(2)} for _ in range(2)]}
+    with pytest.raises(
+        ValueError, match=r"\['blocks'\]\['w'\] of the checkpoint has 4 layers, of which 2 have a place"
+    ):
+        checkpoint.restore(tmp_path, like)
+    got = checkpoint.restore(tmp_path, like, partial=True).tree["blocks"]
+    assert [x["w"].tolist() for x in got] == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_more_files_than_a_process_may_open(tmp_path: pathlib.Path) -> None:
+    state = {f"w{i}": torch.full((2,), float(i)) for i in range(300)}
+    place = checkpoint.save(tmp_path, state, step=1, file_bytes=1).path
+    assert len(list(place.glob("*.safetensors"))) == 300
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
+    try:
+        assert checkpoint.verify(tmp_path).files == 300
+        got = checkpoint.restore(tmp_path, {k: torch.zeros(2) for k in state}).tree
+        few = [os.open(os.devnull, os.O_RDONLY) for _ in range(90)]
+        try:
+            with pytest.raises(OSError, match="Too many open files") as error:
+                checkpoint.verify(tmp_path)
+        finally:
+            for fd in few:
+                os.close(fd)
+        assert not isinstance(error.value, DamagedError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(torch.equal(got[k], x) for k, x in state.items())
+
+
+def test_leaves_that_could_not_be_read_back_are_refused(tmp_path: pathlib.Path) -> None:
+    class Key(str):
+        def __repr__(self) -> str:
+            return "'k'"
+
+    with pytest.raises(ValueError, match=r"several leaves have the same path:\n  - \['k'\]"):
+        checkpoint.save(tmp_path, {Key("a"): torch.ones(1), Key("b"): torch.zeros(1)}, step=0)
+    with pytest.raises(TypeError, match=r"of these dtypes(.|\n)*\['w'\] is torch.bits8"):
+        checkpoint.save(tmp_path, {"w": torch.zeros(3, dtype=torch.uint8).view(torch.bits8)}, step=0)
+    assert checkpoint.steps(tmp_path) == []
+    one = torch.arange(20.0).view(4, 5)[::4, ::5]  # one element, whose strides are those of many
+    checkpoint.save(tmp_path, {"w": one + 3, "v": one}, step=0)
+    assert checkpoint.restore(tmp_path, {"w": one.clone(), "v": torch.ones(1, 1)}).tree["v"].tolist() == [[0.0]]
 
 
 @distributed(world=2, timeout=60)

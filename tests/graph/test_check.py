@@ -1,5 +1,6 @@
 """Covers the proof that ranks do not hang: equal sequences pass, the first difference and circles are named."""
 
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,6 +10,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn.core import RankError
+from shardfn.graph import channel_axes
 from shardfn.graph._check import check_collectives, collective_sequence, compare_sequences, prove_no_hang
 
 S = torch.ops.shardfn
@@ -82,8 +84,34 @@ def test_a_circle_across_channels_is_found() -> None:
     with pytest.raises(RankError, match="2 of 2 ranks would wait forever") as error:
         prove_no_hang(gms)
     text = str(error.value)
-    assert "rank 0 at all_gather_start" in text and "rank 1 at psum_start" in text
+    assert "rank 0 at wait waits for transfer 1 on channel 'gather dp' (model.py:" in text
+    assert re.search(r"rank 1 at wait\w* waits for transfer 1 on channel '(reduce|loss) dp' \(model.py:", text)
     assert "in _gather_then_sum" in text and "in _sum_then_gather" in text
+
+
+def _gather_first(x: Tensor) -> Tensor:
+    gathered = S.all_gather_start(x, [4, 4], "dp")
+    summed = S.wait(S.psum_start([x], "dp"))
+    return S.wait(gathered).sum() + summed.sum()
+
+
+def _gather_last(x: Tensor) -> Tensor:
+    summed = S.psum_start([x], "dp")
+    gathered = S.wait(S.all_gather_start(x, [4, 4], "dp"))
+    return gathered.sum() + S.wait(summed).sum()
+
+
+def test_the_order_across_channels_is_free_where_nobody_waits_in_a_circle() -> None:
+    """Channels are there before a step begins, in one order, whichever a rank uses first."""
+    gms = [_graph(_gather_first, dp=2), _graph(_gather_last, dp=2)]
+    prove_no_hang(gms)
+    assert channel_axes(gms[0]) == channel_axes(gms[1]) == [(("dp",), "gather"), (("dp",), "reduce")]
+
+
+def test_channels_that_not_all_ranks_make_are_refused() -> None:
+    """Each group agrees in itself, but a channel is made by all ranks of the mesh."""
+    with pytest.raises(RankError, match=r"rank 0 \['gather dp', 'reduce dp'\], rank 1 \[\]"):
+        prove_no_hang([_graph(_gather_first if rank in (0, 2) else lambda x: x + 1, dp=2, tp=2) for rank in range(4)])
 
 
 def _in_groups(order: Sequence[str]) -> Callable[[Tensor], Tensor]:

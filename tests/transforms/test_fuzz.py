@@ -285,6 +285,12 @@ def test_random_compositions_equal_one_device(part: int, number: int, tmp_path: 
         print(f"\nSHARDFN_FUZZ={night()[0].seed}:{len(night())}", fuzz(cases, tmp_path, world=number)[0])
 
 
+@distributed(world=3)
+def test_what_nights_have_found(tmp_path: pathlib.Path) -> None:
+    """One rank has nothing of a bias, so that its graph gathers it before it reduces anything."""
+    assert check([Case.of(519003897)], 3, tmp_path)["equal"] == 1
+
+
 @distributed(world=2)
 def test_a_few_compositions_equal_one_device(tmp_path: pathlib.Path) -> None:
     some = [case for case in map(Case.of, range(40)) if case.world == 2][:6]

@@ -44,11 +44,12 @@ _PLAIN = """
     ConvNextForImageClassification ConvNextV2ForImageClassification DebertaForMaskedLM DebertaV2ForMaskedLM
     DiffLlamaForCausalLM Dinov2ForImageClassification DistilBertForMaskedLM DogeForCausalLM DPRQuestionEncoder
     ElectraForCausalLM EsmcForMaskedLM EuroBertForMaskedLM Exaone4ForCausalLM FalconForCausalLM
-    FalconMambaForCausalLM FlintForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
+    FalconMambaForCausalLM FlaubertWithLMHeadModel FlintForCausalLM
+    Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
     GitForCausalLM Glm4ForCausalLM GlmForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
-    GPTNeoXForCausalLM GraniteForCausalLM GteForMaskedLM HeliumForCausalLM HiggsAudioV2ForConditionalGeneration
+    GPTNeoXForCausalLM GraniteForCausalLM GteForMaskedLM HeliumForCausalLM
     IJepaForImageClassification ImageGPTForImageClassification JinaEmbeddingsV3ForMaskedLM
-    LayoutLMForMaskedLM Lfm2ForCausalLM Llama4ForCausalLM LlamaForCausalLM LongformerForMaskedLM LukeForMaskedLM
+    LayoutLMForMaskedLM Lfm2ForCausalLM Llama4ForCausalLM LlamaForCausalLM LukeForMaskedLM
     M2M100ForConditionalGeneration MambaForCausalLM MarianForCausalLM MarkupLMForSequenceClassification
     MistralForCausalLM MLCDVisionModel ModernBertDecoderForCausalLM ModernBertForMaskedLM MPNetForMaskedLM
     MptForCausalLM NanoChatForCausalLM NomicBertForMaskedLM NystromformerForMaskedLM Olmo2ForCausalLM
@@ -102,9 +103,10 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     # torch's FFT has no bfloat16.
     "FNetForMaskedLM": Entry(impossible={"bf16": "Unsupported dtype BFloat16"}),
     # Their forward asks for the value of a tensor, which a captured step has not.
-    "FlaubertWithLMHeadModel": Entry(refused_in=_NO_JIT),
+    "HiggsAudioV2ForConditionalGeneration": Entry(refused_in=_NO_JIT),
     "HubertForCTC": Entry(refused_in=_NO_JIT),
     "JetMoeForCausalLM": Entry(refused_in=_NO_JIT),
+    "LongformerForMaskedLM": Entry(refused_in=_NO_JIT),
     "Wav2Vec2ForCTC": Entry(refused_in=_NO_JIT),
     # BatchNorm.
     "GLPNForDepthEstimation": Entry(refused=("constant statistics",)),
@@ -119,13 +121,13 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     # Texts as short as these are no blocks; it would make other layers, in its forward.
     "BigBirdForCausalLM": Entry({"attention_type": "original_full"}),
     "LEDForConditionalGeneration": Entry(
-        {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
+        {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}, refused_in=_NO_JIT
     ),
     "XLNetLMHeadModel": Entry({"d_inner": 48}),
     # Models that see: so many places of a text are an image's.
     "Gemma3ForConditionalGeneration": Entry({"mm_tokens_per_image": 4}, images=4),
-    "LlavaForConditionalGeneration": Entry(images=16, refused_in=_NO_JIT),
-    "PaliGemmaForConditionalGeneration": Entry(images=16, refused_in=_NO_JIT),
+    "LlavaForConditionalGeneration": Entry(images=16),
+    "PaliGemmaForConditionalGeneration": Entry(images=16),
 }
 
 # Those that are run with dropout as well, by keys.

@@ -1,0 +1,108 @@
+"""`Preemption`: a signal on any rank ends the loop of all of them, after the same step.
+
+A scheduler that wants its machine back sends a signal, to some processes or to all, at different times. Ranks that
+left the loop at different steps would wait for one another. So the handler only notes the signal; the note rides on
+what ranks agree on before each step anyway, and after that step all know of it.
+"""
+
+import os
+import signal
+import threading
+import time
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from shardfn.collectives import notice_of
+from shardfn.core import Mesh, as_mesh
+from shardfn.engine import comms_of
+
+# What sysexits.h calls a temporary failure: the job is to be started again. Launchers take 0 for a job that is done.
+_TRY_AGAIN: Mapping[signal.Signals, int] = types.MappingProxyType({signal.SIGTERM: 75})
+
+
+class Preemption:
+    """Notes signals while its block runs, and says after which step all ranks stop.
+
+    Costs no message: the note rides on the agreement before each step, whoever runs it (eager, captured, a `sharded`
+    function). After the same steps it has the same value on all ranks.
+
+    A second signal ends the process at once, as it would have without this block. What comes within `patience` seconds
+    after the first is taken for the same, as launchers pass on what the whole group of processes has got already.
+
+    Args:
+        mesh: whose ranks stop together; default one device.
+        signals: which signals say so, and what to end the process with after each. Launchers take 0 for a job that is
+            done. If ranks get different ones, the greatest number counts.
+        patience: seconds.
+
+    Raises:
+        ValueError: not in the main thread, which Python's handlers need; or an exit code that is none.
+
+    Example:
+        >>> with Preemption() as preemption:
+        ...     for step in range(10):
+        ...         if step == 3:
+        ...             signal.raise_signal(signal.SIGTERM)
+        ...         preemption.meet()  # a step of `sharded_step` does
+        ...         if preemption.stopping:
+        ...             break
+        >>> step, preemption.exit_code
+        (3, 75)
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        signals: Mapping[signal.Signals, int] = _TRY_AGAIN,
+        patience: float = 5.0,
+    ) -> None:
+        for number, code in signals.items():
+            if not 0 <= code <= 255:
+                raise ValueError(f"signals[{number.name}]={code}: a process ends with a number from 0 to 255.")
+        self._mesh, self._signals, self._patience = as_mesh(mesh), dict(signals), patience
+        self._pid, self._notice = os.getpid(), notice_of(self._mesh)
+        self._since: float | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def stopping(self) -> bool:
+        """Whether ranks stop now; the same on all that have run the same steps."""
+        return self._notice.told > 0
+
+    @property
+    def exit_code(self) -> int:
+        """What to end the process with: 0 until ranks stop, then the number that belongs to the signal."""
+        return max(self._notice.told - 1, 0)
+
+    def stop(self, exit_code: int = 0) -> None:
+        """Says on this rank that all are to stop, as a signal would: the time is up, say."""
+        self._notice.mine = max(self._notice.mine, exit_code + 1)
+
+    def meet(self) -> None:
+        """Asks all ranks, by a message of its own: for loops whose steps agree on nothing. Collective."""
+        comms_of(self._mesh).control.exchange(0)
+
+    def __enter__(self) -> "Preemption":
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("Preemption handles signals, which Python allows in the main thread only; enter it there.")
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            # None is a handler that was not set from Python, and cannot be set again from there.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        del frame
+        forked = os.getpid() != self._pid  # a loader's worker has inherited the handler, and is to end
+        if forked or (self._since is not None and time.monotonic() - self._since > self._patience):
+            signal.signal(number, self._before.get(signal.Signals(number)) or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        self._since = time.monotonic() if self._since is None else self._since
+        self.stop(self._signals[signal.Signals(number)])

@@ -1,0 +1,32 @@
+"""`Notice`: a number that any rank may raise, and that all come to know in the same round. It rides on agreements."""
+
+import dataclasses
+
+from shardfn.core import Mesh
+
+
+@dataclasses.dataclass
+class Notice:
+    """What the ranks of a mesh tell one another without a message of its own.
+
+    Each exchange of the mesh's control plane carries it, so all ranks that have come to the same call know the same.
+
+    Attributes:
+        mine: what this rank has to say; may be set at any time, from a signal's handler too. The greatest counts.
+        told: the greatest of all ranks, as of the last exchange; it never falls.
+    """
+
+    mine: int = 0
+    told: int = 0
+
+
+def notice_of(mesh: Mesh) -> Notice:
+    """The notice of a mesh. It outlives communicators that are made anew after a failure.
+
+    Example:
+        >>> from shardfn.core import make_mesh
+        >>> mesh = make_mesh({"dp": 1}, device="cpu")
+        >>> notice_of(mesh) is notice_of(mesh), notice_of(mesh).told
+        (True, 0)
+    """
+    return mesh.resources.setdefault("notice", Notice())
