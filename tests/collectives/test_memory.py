@@ -1,7 +1,7 @@
 """Covers the way through memory: the bits of gloo, whatever the operation, the dtype and the sizes; how it fails."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -48,7 +48,8 @@ Run = Callable[[Channels, int, list[int], torch.dtype], Tensor]
 
 def _gathers(channels: Channels, me: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
     channel, own = channels.gather(("dp",)), _drawn(me, sizes[me], dtype)
-    got = [channel.all_gather(own, sizes, **how).result() for how in ({}, {"idle": True}, {"settled": True})]
+    hows = ((False, False), (True, False), (False, True))
+    got = [channel.all_gather(own, sizes, idle=idle, settled=settled).result() for idle, settled in hows]
     assert all(torch.equal(_bits(x), _bits(got[0])) for x in got)
     return got[0]
 
@@ -106,14 +107,31 @@ _RUNS = (_gathers, _scatters, _exchanges, _sums, _passes_on)
 @distributed(world=[2, 3, 4])
 def test_operations_have_the_bits_of_gloo(world: int) -> None:
     for run in _RUNS:
+        _compare(world, run, _sizes(world), [_SUMMED, [torch.bfloat16], [torch.float32]][world - 2])
+
+
+@pytest.mark.nightly
+@distributed(world=[3, 4])
+def test_operations_on_more_ranks_have_the_bits_of_gloo_in_all_dtypes(world: int) -> None:
+    for run in _RUNS:
         _compare(world, run, _sizes(world), _SUMMED)
 
 
-@distributed(world=[2, 3])
-def test_what_is_longer_than_a_ring_has_the_bits_of_gloo(world: int) -> None:
+def _longer(world: int, runs: Sequence[Run]) -> None:
     n = RINGS // 4 + 12345
-    for run in _RUNS:
-        _compare(world, run, [[n, n // 3, n - 1][:world]], [torch.float32])
+    for run in runs:
+        _compare(world, run, [[n, n // 3, n - 1, 0][:world]], [torch.float32])
+
+
+@distributed(world=2)
+def test_what_is_longer_than_a_ring_has_the_bits_of_gloo(world: int) -> None:
+    _longer(world, (_gathers, _scatters))
+
+
+@pytest.mark.nightly
+@distributed(world=[2, 3, 4])
+def test_all_that_is_longer_than_a_ring_has_the_bits_of_gloo(world: int) -> None:
+    _longer(world, _RUNS)
 
 
 @distributed(world=2)
@@ -169,7 +187,7 @@ def test_results_are_taken_in_any_order_and_wholly_apart_by_channel() -> None:
 def test_ranks_that_call_different_things_are_told() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     channel: Channel = _channels(mesh, "memory").gather(("dp",))
-    with pytest.raises(TransportError, match="where this one, rank [01], takes|closed it"):
+    with pytest.raises(TransportError, match=r"where this one, rank [01], takes|closed it"):
         channel.all_gather(torch.ones(3 + mesh.rank), [3 + mesh.rank] * 2).result()
     channel.close()
     with pytest.raises(TransportError, match="has ended"):
