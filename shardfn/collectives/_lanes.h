@@ -13,10 +13,14 @@
 #include <string>
 #include <unistd.h>
 #include <vector>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace lanes {
 
-constexpr int64_t LINE = 64, PIECE = 1 << 18;
+// A block of STREAMED bytes would drive all else out of the caches.
+constexpr int64_t LINE = 64, PIECE = 1 << 18, STREAMED = 1 << 22;
 enum Message : uint64_t { BLOCK = 0x626c6f636b, TAGGED = 0x746167676564 };
 
 struct Head {
@@ -26,6 +30,23 @@ static_assert(sizeof(Head) == LINE, "a head is a line");
 
 inline int64_t lines(int64_t n) { return (n + LINE - 1) / LINE * LINE; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// As memcpy, past the caches: what is written is not read soon.
+inline void stream(uint8_t* into, const uint8_t* from, int64_t n) {
+#ifdef __SSE2__
+    const int64_t ahead = least(n, -(intptr_t)into & 15);
+    std::memcpy(into, from, ahead);
+    into += ahead, from += ahead, n -= ahead;
+    for (; n >= LINE; into += LINE, from += LINE, n -= LINE) {
+        const __m128i a = _mm_loadu_si128((const __m128i*)from), b = _mm_loadu_si128((const __m128i*)from + 1);
+        const __m128i c = _mm_loadu_si128((const __m128i*)from + 2), d = _mm_loadu_si128((const __m128i*)from + 3);
+        _mm_stream_si128((__m128i*)into, a), _mm_stream_si128((__m128i*)into + 1, b);
+        _mm_stream_si128((__m128i*)into + 2, c), _mm_stream_si128((__m128i*)into + 3, d);
+    }
+    _mm_sfence();
+#endif
+    std::memcpy(into, from, n);
+}
 
 struct Source;
 
@@ -94,6 +115,7 @@ struct Channel {
     std::vector<Source> sources;  // 2 peer + (1 if it is the lane to all)
     std::set<Op*> active;
     std::string error;
+    bool news = false;  // whether a transfer has ended since somebody looked
 
     // Lines of a segment's head.
     int64_t written_at(int64_t lane) const { return lane * LINE; }
@@ -121,17 +143,17 @@ struct Channel {
         for (Source& source : sources) source.queue.clear(), source.asked.clear(), source.begun = false;
         for (Op* op : active) op->failed = true;
         active.clear();
+        news = true;
     }
 
     void gone_out(Op* op) {
-        --op->out_left;
-        ended(op);
+        if (!--op->out_left) ended(op);
     }
     void come_in(Op* op) {
-        --op->in_left;
-        ended(op);
+        if (!--op->in_left) ended(op);
     }
     void ended(Op* op) {
+        news = true;
         if (!op->in_left && !op->out_left) active.erase(op);
     }
 
@@ -259,7 +281,8 @@ struct Channel {
         if (in.summed) return sum(in.op);
         const int64_t n = least(least(n_there, in.len - in.pos), least(PIECE, ring - s.read % ring));
         if (n <= 0) return false;
-        std::memcpy(in.into + in.pos, bytes(s), n);
+        if (in.len < STREAMED) std::memcpy(in.into + in.pos, bytes(s), n);
+        else stream(in.into + in.pos, bytes(s), n);
         in.pos += n;
         advance(s, n);
         if (in.pos < in.len) return true;

@@ -15,15 +15,28 @@ namespace {
 
 constexpr auto SPIN = std::chrono::microseconds(20);
 
+// 1: what is asked for (IN: all has come, OUT: all has left) is so, 0: not yet, -1: failed.
+enum { IN = 1, OUT = 2 };
+int64_t state_of(const Op* op, int64_t asked) {
+    if (op->failed) return -1;
+    return !((asked & IN) && op->in_left) && !((asked & OUT) && op->out_left);
+}
+
+// Rounds of driving that a start takes upon itself before it leaves the rest to the thread.
+constexpr int64_t ROUNDS = 8, FOR_EVER = INT64_MAX;
+
 struct Engine {
     std::mutex mutex;
-    std::condition_variable ended;
+    std::atomic<int64_t> wanting{0};        // how many wait for the mutex, or are about to
+    std::condition_variable ended, passed;  // a transfer has; nobody wants the mutex
     std::vector<Channel*> channels;
+    bool driving = false;  // whether somebody is in `settle`, who may have lent the mutex
     int bell, other_end;
 
     bool drive() {
-        bool moved = false;
-        for (Channel* c : channels) moved |= c->drive();
+        bool moved = false, news = false;
+        for (Channel* c : channels) moved |= c->drive(), news |= c->news, c->news = false;
+        if (news) ended.notify_all();
         return moved;
     }
 
@@ -31,25 +44,59 @@ struct Engine {
         for (Channel* c : channels) c->say(waits);
     }
 
-    // Drives until nothing moves; what moves after that, a peer rings for.
-    void settle() {
+    void ring() {
+        const ssize_t ignored = ::write(other_end, "", 1);
+        (void)ignored;
+    }
+
+    // Drives until nothing moves; what moves after that, a peer rings for. Of a `limit` of rounds the thread takes over
+    // when they are done. Between rounds others get the mutex: channels may come and go there.
+    void settle(std::unique_lock<std::mutex>& hold, int64_t limit) {
+        if (driving) return;  // whoever does it sees what has changed
+        driving = true;
         for (;;) {
-            for (Channel* c : channels) c->look();
-            while (drive()) continue;
+            bool moved = drive();
+            for (; moved && limit; moved = drive()) {
+                --limit;
+                if (wanting) passed.wait(hold, [&] { return wanting == 0; });
+            }
+            if (moved) {
+                ring();
+                break;
+            }
             say(true);
             std::atomic_thread_fence(std::memory_order_seq_cst);
+            for (Channel* c : channels) c->look();
             if (drive()) continue;
             for (Channel* c : channels) c->judge();
             break;
         }
+        driving = false;
         ended.notify_all();
+    }
+
+    // Drives until a transfer is where somebody waits for it, or nothing has moved for a moment.
+    int64_t follow(std::unique_lock<std::mutex>& hold, const Op* op, int64_t asked) {
+        int64_t state = state_of(op, asked);
+        if (driving || state) return state;
+        auto until = std::chrono::steady_clock::now() + SPIN;
+        driving = true;
+        say(false);  // nobody need ring as long as this looks
+        do {
+            if (drive()) until = std::chrono::steady_clock::now() + SPIN;
+            if (wanting) passed.wait(hold, [&] { return wanting == 0; });
+            state = state_of(op, asked);
+        } while (!state && std::chrono::steady_clock::now() < until);
+        driving = false;
+        settle(hold, ROUNDS);
+        return state_of(op, asked);
     }
 
     [[noreturn]] void run() {
         std::vector<pollfd> fds;
         for (bool look = true;;) {
             {
-                std::lock_guard<std::mutex> hold(mutex);
+                std::unique_lock<std::mutex> hold(mutex);
                 char bin[4096];
                 while (::read(bell, bin, sizeof bin) == sizeof bin) continue;
                 fds.assign(1, pollfd{bell, POLLIN, 0});
@@ -60,7 +107,7 @@ struct Engine {
                         peer.died = look && ::poll(&one, 1, 0) == 1;
                         if (!peer.died) fds.push_back(one);
                     }
-                settle();
+                settle(hold, FOR_EVER);
             }
             ::poll(fds.data(), fds.size(), -1);
             look = false;
@@ -69,12 +116,16 @@ struct Engine {
     }
 };
 
-// 1: what is asked for (IN: all has come, OUT: all has left) is so, 0: not yet, -1: failed.
-enum { IN = 1, OUT = 2 };
-int64_t state_of(const Op* op, int64_t asked) {
-    if (op->failed) return -1;
-    return !((asked & IN) && op->in_left) && !((asked & OUT) && op->out_left);
-}
+// The mutex, before whoever drives for long.
+struct Hold {
+    Engine* e;
+    std::unique_lock<std::mutex> lock;
+    explicit Hold(void* engine) : e((Engine*)engine) {
+        ++e->wanting;
+        lock = std::unique_lock<std::mutex>(e->mutex);
+        if (!--e->wanting) e->passed.notify_one();
+    }
+};
 
 }  // namespace
 
@@ -106,10 +157,9 @@ void* channel_new(void* engine, int64_t size, int64_t me, int64_t ring, uint8_t*
         if (p == me) continue;
         c->peers[p].base = bases[p], c->peers[p].bell = (int)bells[p], c->peers[p].pidfd = (int)pidfds[p];
     }
-    std::lock_guard<std::mutex> hold(e->mutex);
+    Hold hold(e);
     e->channels.push_back(c);
-    const ssize_t ignored = ::write(e->other_end, "", 1);  // the thread is to watch the new peers
-    (void)ignored;
+    e->ring();  // the thread is to watch the new peers
     return c;
 }
 
@@ -117,7 +167,7 @@ void* channel_new(void* engine, int64_t size, int64_t me, int64_t ring, uint8_t*
 void channel_close(void* engine, void* channel) {
     Engine* e = (Engine*)engine;
     Channel* c = (Channel*)channel;
-    std::lock_guard<std::mutex> hold(e->mutex);
+    Hold hold(e);
     for (size_t i = 0; i < e->channels.size(); ++i)
         if (e->channels[i] == c) {
             e->channels.erase(e->channels.begin() + i);
@@ -126,8 +176,7 @@ void channel_close(void* engine, void* channel) {
                 if (p != c->me) c->wake(p);
             c->fail("the channel has been closed");
             e->ended.notify_all();
-            const ssize_t ignored = ::write(e->other_end, "", 1);  // the thread is to forget the peers
-            (void)ignored;
+            e->ring();  // the thread is to forget the peers
             break;
         }
     delete c;
@@ -140,7 +189,7 @@ void* start(void* engine, void* channel, int64_t kind, const int64_t* out_bytes,
             const int64_t* all_bytes, uint8_t* const* alls, uint8_t* sum_into, int64_t sum_bytes) {
     Engine* e = (Engine*)engine;
     Channel* c = (Channel*)channel;
-    std::lock_guard<std::mutex> hold(e->mutex);
+    Hold hold(e);
     if (!c->error.empty()) return nullptr;
     Op* op = new Op;
     const bool sums = kind >= 0 && sum_bytes;
@@ -170,7 +219,7 @@ void* start(void* engine, void* channel, int64_t kind, const int64_t* out_bytes,
         ++op->out_left;
     }
     if (op->in_left || op->out_left) c->active.insert(op);
-    e->settle();
+    e->settle(hold.lock, ROUNDS);
     return op;
 }
 
@@ -178,7 +227,7 @@ void* start(void* engine, void* channel, int64_t kind, const int64_t* out_bytes,
 void* message(void* engine, void* channel, int64_t sends, int64_t peer, int64_t tag, uint8_t* at, int64_t bytes) {
     Engine* e = (Engine*)engine;
     Channel* c = (Channel*)channel;
-    std::lock_guard<std::mutex> hold(e->mutex);
+    Hold hold(e);
     if (!c->error.empty()) return nullptr;
     Op* op = new Op;
     c->active.insert(op);
@@ -198,7 +247,7 @@ void* message(void* engine, void* channel, int64_t sends, int64_t peer, int64_t 
             if (i < s.early.size()) s.early.erase(s.early.begin() + i);
         }
     }
-    e->settle();
+    e->settle(hold.lock, ROUNDS);
     return op;
 }
 
@@ -208,15 +257,9 @@ int64_t op_wait(void* engine, const void* op, int64_t asked, int64_t millisecond
     Engine* e = (Engine*)engine;
     int64_t state = state_of((const Op*)op, asked);
     if (state) return state;
-    std::unique_lock<std::mutex> hold(e->mutex);
-    const auto until = std::chrono::steady_clock::now() + SPIN;
-    e->say(false);  // nobody need ring as long as this looks
-    do {
-        while (e->drive()) continue;
-        state = state_of((const Op*)op, asked);
-    } while (!state && std::chrono::steady_clock::now() < until);
-    e->settle();
-    e->ended.wait_for(hold, std::chrono::milliseconds(milliseconds),
+    Hold hold(e);
+    if ((state = e->follow(hold.lock, (const Op*)op, asked))) return state;
+    e->ended.wait_for(hold.lock, std::chrono::milliseconds(milliseconds),
                       [&] { return (state = state_of((const Op*)op, asked)) != 0; });
     return state;
 }
@@ -228,7 +271,7 @@ void op_free(void* op) { delete (Op*)op; }
 int64_t why(void* engine, void* channel, char* text, int64_t bytes) {
     Engine* e = (Engine*)engine;
     Channel* c = (Channel*)channel;
-    std::lock_guard<std::mutex> hold(e->mutex);
+    Hold hold(e);
     std::string said = c->error;
     if (said.empty())
         for (int64_t p = 0; p < c->size; ++p)
