@@ -142,7 +142,7 @@ class Channel:
         if group is None:
             return Pending.of(flat)
         if self._lanes is not None:
-            out = flat.new_empty(own)
+            out = flat[start : start + own] if reuse and is_sole_owner(flat) else flat.new_empty(own)
             return self._shared(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)

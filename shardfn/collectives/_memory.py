@@ -26,6 +26,7 @@ from ._segment import NotSharedError, Offer, Reader, Segment
 # Bytes of a channel's rings on each rank, together; each is cut into as many as there are ranks.
 RINGS = 8 << 20
 _LEAST_RING = 1 << 19
+MOST_RANKS = 256
 # Milliseconds after which a wait looks whether the program was interrupted.
 _SLICE = 200
 # What a work waits for: that all has come, that all has left.
@@ -81,6 +82,8 @@ class Lanes:
     def __init__(self, size: int, index: int, timeout: float | None) -> None:
         if not hasattr(os, "pidfd_open"):
             raise NotSharedError("this system cannot watch processes (pidfd_open)")
+        if size > MOST_RANKS:
+            raise NotSharedError(f"there are {size} ranks, and memory serves {MOST_RANKS}")
         self._engine = engine()
         self.size, self.index, self._timeout = size, index, timeout
         self._ring = max(_LEAST_RING, RINGS // size // 4096 * 4096)
@@ -243,6 +246,9 @@ class _Ends:
         except (OSError, OverflowError, ValueError) as error:
             raise NotSharedError(f"this process cannot make {nbytes} bytes to share: {error}") from error
         self._engine, self._process = made, os.getpid()
+        # The thread reads what is mapped until it is told to stop, which the end of the interpreter does not: until
+        # `close` nobody may collect this.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._views = [np.frombuffer(self.segment.view, np.uint8)]
         self._readers: list[Reader] = []
         self._fds: list[int] = []
@@ -281,6 +287,8 @@ class _Ends:
         for fd in self._fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
+        self._fds.clear()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
 
 
 def _arrays(blocks: Blocks | None) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import platform
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from ._segment import NotSharedError
 # The variable by which a user chooses, and what is chosen where it is not set.
 VARIABLE, DEFAULT = "SHARDFN_CHANNEL", "gloo"
 _WAYS = ("memory", "gloo")
-# What has been warned of, once for the process.
+# What has been warned of, by this process once.
 _SAID: set[str] = set()
 
 
@@ -46,45 +47,54 @@ def wished() -> str:
     return way
 
 
+def chosen_channel() -> str:
+    """One line on what the user has chosen, for agreements of the ranks; nothing where it is what everybody has."""
+    way = wished()
+    return "" if way == DEFAULT else f"{VARIABLE}={way}"
+
+
 def shared_lanes(group: Any, timeout: datetime.timedelta | None) -> Lanes | None:
     """The way through memory of a gloo group, or None and, where it was to be expected, a warning that says why.
 
-    Collective over the group; all of it get lanes, or none.
+    Where memory is not wished for it does nothing. Else it is collective over the group; all of it get lanes, or none.
     """
-    size, index = group.size(), group.rank()
-    lanes, why = None, ""
-    way = wished()
-    if way == "memory":
-        try:
-            lanes = Lanes(size, index, None if timeout is None else timeout.total_seconds())
-        except NotSharedError as error:
-            why = str(error)
-    # All ranks take part in both rounds whatever they wish: a variable may be set on some hosts only.
-    told = _gathered((way, _machine(), os.getpid(), lanes and lanes.offer, why), group)
-    if any(way != "memory" or machine != _machine() for way, machine, *_ in told):
+    if wished() == "gloo":
         return None
-    reasons = [(rank, reason) for rank, (*_, reason) in enumerate(told) if reason]
-    if not reasons and lanes is not None:
+    lanes, why = None, ""
+    try:
+        lanes = Lanes(group.size(), group.rank(), None if timeout is None else timeout.total_seconds())
+    except NotSharedError as error:
+        why = str(error)
+    told = _gathered((_machine(), lanes and lanes.offer, why), group)
+    same = all(machine == _machine() for machine, *_ in told)
+    reasons = _reasons(reason for *_, reason in told)
+    if same and not reasons:
+        assert lanes is not None
         try:
-            lanes.open([offer for *_, offer, _ in told])
+            lanes.open([offer for _, offer, _ in told])
         except NotSharedError as error:
             why = str(error)
-        reasons = [(rank, reason) for rank, reason in enumerate(_gathered(why, group)) if reason]
-    if not reasons:
-        return lanes
+        reasons = _reasons(_gathered(why, group))
+        if not reasons:
+            return lanes
     if lanes is not None:
         lanes.close()
-    rank, reason = reasons[0]
-    _warn(f"rank {dist.get_process_group_ranks(group)[rank]}: {reason}")
+    if same and group.rank() == 0:  # the ranks of several machines are expected to share none
+        rank, reason = reasons[0]
+        _warn(f"rank {dist.get_process_group_ranks(group)[rank]}: {reason}")
     return None
+
+
+def _reasons(said: Iterable[str]) -> list[tuple[int, str]]:
+    return [(rank, reason) for rank, reason in enumerate(said) if reason]
 
 
 def _warn(reason: str) -> None:
     if not _SAID:
         _SAID.add(reason)
         warnings.warn(
-            f"ranks of one machine talk by gloo, not through memory, as they share none: {reason}."
-            f" {VARIABLE}=gloo asks for that.",
+            f"ranks of one machine talk by gloo and not through memory, of which they share none: {reason}."
+            f" {VARIABLE}=gloo asks for just that.",
             stacklevel=2,
         )
 
