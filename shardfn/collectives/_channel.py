@@ -85,6 +85,11 @@ class Channel:
         )
         self._lanes = shared_lanes(group, mesh.timeout) if on_host else None
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of memory that this rank has set aside for others to read; 0 where the channel goes another way."""
+        return 0 if self._lanes is None else self._lanes.nbytes
+
     def all_gather(
         self,
         own: Tensor,
@@ -321,6 +326,10 @@ class Channels:
     def between(self, axes: tuple[str, ...]) -> Channel:
         """The channel from rank to rank, through the host whatever the device."""
         return self._get("between", axes)
+
+    def shared(self) -> list[tuple[Channel, int]]:
+        """The channels that go through memory, and the bytes that this rank has set aside for each."""
+        return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it."""
