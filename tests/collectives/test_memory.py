@@ -207,7 +207,8 @@ def test_the_ledger_counts_what_a_step_has_set_aside_to_share() -> None:
             step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=2, persist_elements=0))
             state, x = step.init(torch.ones(5, 3)), torch.ones(2, 5)
             with ledger() as book:
-                step(state, x)
+                for _ in range(2):  # some channels are made in the first step
+                    state, _ = step(state, x)
             peaks[way] = book.peak("host")
             mesh.close()
     assert peaks["gloo"] == 0 and peaks["memory"] >= 2 * RINGS, peaks
