@@ -10,11 +10,9 @@ Elsewhere the backend's native operations run.
 import collections
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,7 +22,9 @@ from ._failure import EndedGroup, TransportError, close
 from ._memory import IN, OUT, Entry
 from ._packing import dealt
 from ._sharing import MemoryWork, shared_lanes
+from ._sole_owner import is_sole_owner
 from ._traffic import record
+from ._transfers import as_raw, broadcast_from, native_all_gather, ordered_sum
 
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
 _ASYNC_ALL_TO_ALL.asyncOp = True
@@ -77,7 +77,7 @@ class Channel:
         self._made.watch(self._sends)
         # Of the last `_exchange`. It counts calls, so it is the same on all ranks as long as `idle` is.
         self._tag = 0
-        self._roots = [_broadcast_from(rank) for rank in range(self.size)]
+        self._roots = [broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
         # The way through memory: of all ranks of the group, or of none.
         on_host = (
@@ -127,7 +127,7 @@ class Channel:
             with _transport():
                 works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks, settled)
             return _when(works, lambda: out)
-        return _when([_native_all_gather(blocks, mine, self.group)], lambda: out)
+        return _when([native_all_gather(blocks, mine, self.group)], lambda: out)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """Sums rank r's block over all ranks, in rank order, and keeps the own one.
@@ -170,9 +170,9 @@ class Channel:
             if aside:
                 rows.insert(self.index, mine)
             if reuse and is_sole_owner(flat):
-                return _ordered_sum(rows, mine)
+                return ordered_sum(rows, mine)
             # With two ranks the exchange's buffer is as large as the result, and becomes it.
-            return _ordered_sum(rows, parts[0] if len(parts) == 1 else None)
+            return ordered_sum(rows, parts[0] if len(parts) == 1 else None)
 
         return _when([work], finish)
 
@@ -226,14 +226,14 @@ class Channel:
         if self._lanes is not None:
             return self._shared(self._lanes.message(x, to, tag, sends=True), lambda: x)
         with _transport():
-            return _when([self.group.send([_bytes(x)], to, tag)], lambda: x)
+            return _when([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """From one rank what that sends by the same tag, which nothing else has that is under way between the two."""
         if self._lanes is not None:
             return self._shared(self._lanes.message(into, source, tag, sends=False), lambda: into)
         with _transport():
-            return _when([self.group.recv([_bytes(into)], source, tag)], lambda: into)
+            return _when([self.group.recv([as_raw(into)], source, tag)], lambda: into)
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
@@ -355,62 +355,7 @@ class Channels:
         return self._made[key]
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
 def _last(kept: Tensor, value: Tensor) -> Tensor:
     """The value of a transfer that keeps alive what it sends."""
     del kept
     return value
-
-
-def is_sole_owner(flat: Tensor) -> bool:
-    """Whether a fresh `x.view(-1)`, and the `x` it keeps alive, are all that hold their memory."""
-    return _holders(flat) <= _SOLE
-
-
-def _holders(flat: Tensor) -> int:
-    storage = flat.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _count_sole() -> int:
-    view = torch.empty(4).detach().view(-1)
-    return _holders(view)
-
-
-# How many holders that makes depends on torch's build.
-_SOLE = _count_sole()
-
-
-def _ordered_sum(rows: list[Tensor], out: Tensor | None) -> Tensor:
-    if rows[0].dtype in (torch.bfloat16, torch.float16):
-        total = rows[0].float()
-        for row in rows[1:]:
-            total.add_(row)
-        return total.to(rows[0].dtype) if out is None else out.copy_(total)
-    if len(rows) == 2:
-        return torch.add(rows[0], rows[1], out=out)
-    total = torch.add(rows[0], rows[1])
-    for row in rows[2:]:
-        total.add_(row)
-    return total if out is None else out.copy_(total)
-
-
-def _broadcast_from(rank: int) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
-    return options
-
-
-def _native_all_gather(blocks: Sequence[Tensor], mine: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    equal = len({b.numel() for b in blocks}) == 1
-    adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in itertools.pairwise(blocks))
-    if equal and adjacent:
-        out = blocks[0].as_strided((len(blocks) * mine.numel(),), (1,))
-        work = dist.all_gather_single(out, mine.view(-1), group=group, async_op=True)
-    else:
-        work = dist.all_gather(list(blocks), mine, group=group, async_op=True)
-    assert work is not None
-    return work

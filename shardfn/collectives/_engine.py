@@ -27,7 +27,7 @@ class Engine:
 
     def __init__(self) -> None:
         source = pathlib.Path(__file__).with_name("_memory.cpp")
-        headers = (source.with_name("_lanes.h"), source.with_name("_sum_rows.h"))
+        headers = [source.with_name(name) for name in ("_lanes.h", "_blocks.h", "_sum_rows.h")]
         try:
             self._library = build("memory", source, *headers, flags=("-pthread",))
         except (NoCompilerError, OSError, subprocess.SubprocessError) as error:

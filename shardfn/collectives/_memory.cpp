@@ -44,26 +44,21 @@ struct Engine {
         for (Channel* c : channels) c->say(waits);
     }
 
-    void ring() {
-        const ssize_t ignored = ::write(other_end, "", 1);
-        (void)ignored;
-    }
+    void ring() { poke(other_end); }
 
     // Drives until nothing moves; what moves after that, a peer rings for. Of a `limit` of rounds the thread takes over
     // when they are done. Between rounds others get the mutex: channels may come and go there.
     void settle(std::unique_lock<std::mutex>& hold, int64_t limit) {
         if (driving) return;  // whoever does it sees what has changed
         driving = true;
+        bool moved;
         for (;;) {
-            bool moved = drive();
+            moved = drive();
             for (; moved && limit; moved = drive()) {
                 --limit;
                 if (wanting) passed.wait(hold, [&] { return wanting == 0; });
             }
-            if (moved) {
-                ring();
-                break;
-            }
+            if (moved) break;
             say(true);
             std::atomic_thread_fence(std::memory_order_seq_cst);
             for (Channel* c : channels) c->look();
@@ -71,6 +66,7 @@ struct Engine {
             for (Channel* c : channels) c->judge();
             break;
         }
+        if (moved) ring();
         driving = false;
         ended.notify_all();
     }
@@ -182,40 +178,53 @@ void channel_close(void* engine, void* channel) {
     delete c;
 }
 
-// Null if the channel has failed. Of `froms`, the own one goes nowhere; null is nothing to send. `summed`: the block to
-// all goes as it is summed.
-void* start(void* engine, void* channel, int64_t kind, const int64_t* out_bytes, const uint8_t* const* froms,
-            const uint8_t* to_all, int64_t to_all_bytes, const int64_t* in_bytes, uint8_t* const* intos,
-            const int64_t* all_bytes, uint8_t* const* alls, uint8_t* sum_into, int64_t sum_bytes) {
+// What a collective sends and takes. Of `froms`, the own one goes nowhere; null is nothing to send, or to take.
+// `kind` is that of the sum, or -1 for none; of a sum, what goes to all goes as it is summed.
+struct Transfer {
+    int64_t kind;
+    const int64_t* out_bytes;
+    const uint8_t* const* froms;
+    const uint8_t* to_all;
+    int64_t to_all_bytes;
+    const int64_t* in_bytes;
+    uint8_t* const* intos;
+    const int64_t* all_bytes;
+    uint8_t* const* alls;
+    uint8_t* sum_into;
+    int64_t sum_bytes;
+};
+
+// Null if the channel has failed.
+void* start(void* engine, void* channel, const Transfer* t) {
     Engine* e = (Engine*)engine;
     Channel* c = (Channel*)channel;
     Hold hold(e);
     if (!c->error.empty()) return nullptr;
     Op* op = new Op;
-    const bool sums = kind >= 0 && sum_bytes;
+    const bool sums = t->kind >= 0 && t->sum_bytes;
     if (sums) {
-        op->kind = kind, op->len = sum_bytes, op->own = froms[c->me], op->out = sum_into, op->in_left = 1;
+        op->kind = t->kind, op->len = t->sum_bytes, op->own = t->froms[c->me], op->out = t->sum_into, op->in_left = 1;
         for (int64_t p = 0; p < c->size; ++p) op->rows.push_back(p == c->me ? nullptr : &c->sources[2 * p]);
     }
     for (int64_t step = 1; step < c->size; ++step) {
         const int64_t to = (c->me + step) % c->size, p = (c->me + c->size - step) % c->size;
-        if (out_bytes && out_bytes[to]) {
-            c->out[to].queue.push_back(Out{op, froms[to], out_bytes[to], 0, BLOCK, 0, false, false});
+        if (t->out_bytes && t->out_bytes[to]) {
+            c->out[to].queue.push_back(Out{op, t->froms[to], t->out_bytes[to], 0, BLOCK, 0, false, false});
             ++op->out_left;
         }
         if (sums) {
-            c->sources[2 * p].queue.push_back(In{op, nullptr, sum_bytes, 0, true});
-        } else if (in_bytes && in_bytes[p]) {
-            c->sources[2 * p].queue.push_back(In{op, intos[p], in_bytes[p], 0, false});
+            c->sources[2 * p].queue.push_back(In{op, nullptr, t->sum_bytes, 0, true});
+        } else if (t->in_bytes && t->in_bytes[p]) {
+            c->sources[2 * p].queue.push_back(In{op, t->intos[p], t->in_bytes[p], 0, false});
             ++op->in_left;
         }
-        if (all_bytes && all_bytes[p]) {
-            c->sources[2 * p + 1].queue.push_back(In{op, alls[p], all_bytes[p], 0, false});
+        if (t->all_bytes && t->all_bytes[p]) {
+            c->sources[2 * p + 1].queue.push_back(In{op, t->alls[p], t->all_bytes[p], 0, false});
             ++op->in_left;
         }
     }
-    if (to_all_bytes) {
-        c->out[c->me].queue.push_back(Out{op, to_all, to_all_bytes, 0, BLOCK, 0, false, sums});
+    if (t->to_all_bytes) {
+        c->out[c->me].queue.push_back(Out{op, t->to_all, t->to_all_bytes, 0, BLOCK, 0, false, sums});
         ++op->out_left;
     }
     if (op->in_left || op->out_left) c->active.insert(op);

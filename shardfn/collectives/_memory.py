@@ -183,11 +183,12 @@ class Lanes:
         if sums is not None and sums.dtype not in _KINDS:
             raise TypeError(f"sums of {sums.dtype} are not known; of {', '.join(map(str, _KINDS))} they are.")
         kind = -1 if sums is None else _KINDS[sums.dtype]
-        outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))
         one, total = _place(to_all), _place(sums)
-        made = self._engine.call(
-            "start", self._ends.channel, kind, *outs[::-1], *one, *comes[::-1], *all_blocks[::-1], *total
-        )
+        outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))
+        at = [[0 if x is None else ctypes.addressof(x) for x in pair] for pair in (outs, comes, all_blocks)]
+        # The fields of `Transfer` in `_memory.cpp`.
+        fields = numbers([kind, *at[0], *one, *at[1], *at[2], *total])
+        made = self._engine.call("start", self._ends.channel, fields)
         return self._entry(made, kept)
 
     def _entry(self, op: int | None, kept: Blocks) -> "Entry":
@@ -292,10 +293,11 @@ class _Ends:
 
 
 def _arrays(blocks: Blocks | None) -> tuple[Any, Any]:
+    """Bytes and addresses of each block."""
     if blocks is None:
         return None, None
-    return addresses([x.data_ptr() for x in blocks]), numbers([x.numel() * x.element_size() for x in blocks])
+    return numbers([x.numel() * x.element_size() for x in blocks]), addresses([x.data_ptr() for x in blocks])
 
 
-def _place(x: Tensor | None) -> tuple[Any, int]:
-    return (None, 0) if x is None else (Address(x.data_ptr()), x.numel() * x.element_size())
+def _place(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.data_ptr(), x.numel() * x.element_size())

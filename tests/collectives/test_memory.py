@@ -109,7 +109,7 @@ _RUNS = (_gathers, _scatters, _exchanges, _sums, _passes_on)
 def test_operations_have_the_bits_of_gloo(world: int) -> None:
     for run in _RUNS:
         _compare(world, run, _sizes(world), [torch.float32])
-        _compare(world, run, _sizes(world)[2:3], _SUMMED[1:] if world == 2 else [torch.bfloat16])
+        _compare(world, run, _sizes(world)[2:3], [torch.bfloat16, torch.int64][: 4 - world])
 
 
 @pytest.mark.nightly
