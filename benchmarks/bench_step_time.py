@@ -2,7 +2,7 @@
 
 In each round every peer takes `--steps` steps in turn, while the other peers' processes sleep on a pipe. The ratio is
 formed within a round, so a machine that slows down for a while slows both sides of it. `--clock processor` takes the
-processor's seconds of a rank instead, with all its threads: those that wait cost nothing, and other programs count less.
+processor's seconds of a rank instead, with all its threads: waiting costs nothing, and other programs count less.
 """
 
 import argparse
