@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
-from shardfn.collectives import Channels, TransportError, _engine, _memory, _sharing
+from shardfn.collectives import Channels, TransportError, TwoHops, _engine, _memory, _sharing
 from shardfn.collectives._memory import IN, OUT, RINGS, Lanes
 from shardfn.collectives._segment import NotSharedError
 from shardfn.testing import distributed
@@ -232,6 +232,22 @@ def test_ranks_of_two_machines_talk_by_gloo_without_a_word() -> None:
         machine = f"machine {dist.get_rank()}"
         patch.setattr(_sharing, "_machine", lambda: machine)
         assert not _made()
+
+
+@distributed(world=4)
+def test_of_two_hops_the_one_on_a_machine_goes_through_memory() -> None:
+    mesh, rank = sf.make_mesh({"node": 2, "gpu": 2}, device="cpu"), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_sharing.VARIABLE, "memory")
+        patch.setattr(_sharing, "_machine", lambda: f"machine {rank // 2}")
+        channels = Channels(mesh)
+        hops = TwoHops(channels, ("node", "gpu"), ("gpu",))
+        shares = [channels.gather(axes)._lanes is not None for axes in (("gpu",), ("node",))]
+    assert shares == [True, False]
+    brought = hops.bring(torch.full((3,), float(rank)), [3] * 4).result()
+    got = hops.all_gather(brought, [3] * 4).result()
+    assert torch.equal(got, torch.arange(4).repeat_interleave(3).float())
+    mesh.close()
 
 
 @distributed(world=2)
