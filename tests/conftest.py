@@ -75,6 +75,7 @@ NIGHTLY = re.compile(
             r"test_activations\.py::test_in_captured_steps_the_moves_are_ops\[2\]",
             r"test_huggingface\.py::test_unmodified_models_equal_one_device\[gpt2\]",
             r"test_passes\.py::test_the_schedule_keeps_all_bits\[2000\]",
+            r"test_pipeline\.py::test_split_backwards\[3-",
             r"test_huggingface\.py::test_the_example_prints_the_plain_loop_s_losses\b.*",
         ]
     )

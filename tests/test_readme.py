@@ -65,6 +65,7 @@ DOCS = [
     "docs/checkpoints.md",
     "docs/elastic.md",
     "docs/long_sequences.md",
+    "docs/lora.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
