@@ -1,5 +1,6 @@
 """Covers ranks that die, stop or leave while others read their memory; and what keeps ranks from sharing memory."""
 
+import ctypes
 import os
 import pathlib
 import random
@@ -22,6 +23,7 @@ from shardfn.collectives._memory import IN, OUT, RINGS, Lanes
 from shardfn.collectives._segment import NotSharedError
 from shardfn.testing import distributed
 
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _PATIENCE = 60.0  # seconds after which a test calls it a hang
 Body = Callable[[Lanes, Callable[[str], None]], None]
 
@@ -34,6 +36,7 @@ class _Rank:
         self.pid = os.fork()
         if self.pid == 0:
             try:
+                ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
                 torch.set_num_threads(1)
                 _run(body, Lanes(world, index, timeout), there)
             except BaseException:
