@@ -85,6 +85,21 @@ NIGHTLY = re.compile(
             r"test_passes\.py::test_the_schedule_keeps_all_bits\[2000\]",
             r"test_pipeline\.py::test_split_backwards\[3-",
             r"test_huggingface\.py::test_the_example_prints_the_plain_loop_s_losses\b.*",
+            r"test_train_gpt\.py::test_(ctrl_c_under_torchrun|minutes_end_the_run)",
+            r"test_gpt_sequence\.py::test_dp_and_tp_and_a_captured_step",
+            r"test_uneven_heads\.py::test_sixteen_ranks_on_paper",
+            r"test_partition_scans\.py::test_recomputed_layers_and_keys\[keys and remat\]",
+            r"test_partition_search\.py::test_no_plan_is_dearer_than_that_of_greedy\[[18]\]",
+            r"test_plan\.py::test_captured_step_agrees\[(False-1-[12]|True-2-[023])\]",
+            r"test_jit\.py::test_ten_steps_have_the_bits_of_eager\[1\]",
+            r"test_gpt_parallel\.py::test_every_style_on_two_ranks_in_float64\[(mqa|gpt2_tied)-",
+            r"test_gpt_parallel\.py::test_a_block_sends_four_all_reduces_or_their_volume_in_pairs\[2-",
+            r"test_partition\.py::test_(with_zero_over_the_other_axis\[3-False\]|a_captured_step_computes_the_same\[gpt2\])",
+            r"test_pipeline(_module)?\.py::test_stages_equal_one_device\[2-",
+            r"test_inductor\.py::test_gelu_and_its_gradient\[dtype(0-tanh|1-none)\]",
+            r"test_canonical\.py::test_any_number_of_ranks_gives_the_same_bits\[[24]\]",
+            r"test_zero\.py::test_one_gradient_tensor_for_two_leaves_is_not_overwritten\[2\]",
+            r"test_partition_losses\.py::test_losses_and_gradients_are_those_of_one_device\[2\]",
         ]
     )
 )
