@@ -118,6 +118,7 @@ class DeferredGradients:
         finally:
             self.runs = False
 
+    @torch.no_grad()
     def rest(self) -> list[Tensor | None]:
         """What the leaves get in the second part, each as soon as it is made: hooks see one leaf after the other."""
         out: list[Tensor | None] = [None] * len(self._leaves)

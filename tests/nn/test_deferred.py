@@ -73,6 +73,7 @@ def test_both_parts_are_the_whole_backward(remat: bool) -> None:
     torch.testing.assert_close(early_dx, dx)
     with rest:
         late = deferred.rest()
+    assert not any(g is not None and g.requires_grad for g in (*early, *late))
     zero = torch.zeros((), dtype=torch.float64)
     for name, a, b, full in zip(p, early, late, wanted, strict=True):
         torch.testing.assert_close((zero if a is None else a) + (zero if b is None else b), full, msg=name)
