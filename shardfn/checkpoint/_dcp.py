@@ -28,7 +28,7 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
     """Saves a tree by `torch.distributed.checkpoint`, for programs that read that. Collective over all ranks.
 
     Args:
-        directory: of this checkpoint, on a file system that all ranks see.
+        directory: of this checkpoint, on a file system that all ranks see. DCP writes over one that is there.
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; read only.
         at: what paths begin with.
 
