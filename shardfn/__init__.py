@@ -4,6 +4,7 @@
 from shardfn import collectives as collectives, core as core, kernels as kernels, memory as memory
 from shardfn import data as data, graph as graph, nn as nn, optim as optim, schedules as schedules
 from shardfn import checkpoint as checkpoint, models as models, transforms as transforms
+from shardfn import interop as interop
 from shardfn import testing as testing
 
 from shardfn.collectives import (
