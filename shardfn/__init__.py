@@ -43,6 +43,7 @@ from shardfn.core import (
     make_mesh as make_mesh,
     split as split,
 )
+from shardfn.interop import lora as lora
 from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
