@@ -85,7 +85,9 @@ def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
         ours, theirs = other.state_dict(), model_of(name).state_dict()
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
         close(other(TOKENS).logits, want)
-    prompt = TOKENS[:1, :4]
+    config, params = gpt_from_hf(place)
+    params, prompt = full(params), TOKENS[:1, :4]
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     told = other.generate(prompt, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(prompt))
     assert torch.equal(gpt.generate(config, params, prompt, 5, sf.key(0), temperature=0), told)
 
