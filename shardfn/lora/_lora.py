@@ -20,6 +20,7 @@ from shardfn.collectives import pvary
 from shardfn.core import (
     P,
     PyTree,
+    Sharding,
     broadcast_prefix,
     fold_in,
     tree_entries,
@@ -41,11 +42,13 @@ class Site:
         entries: the keys that lead to it.
         shape: its global shape.
         spec: how it is cut.
+        stacked: whether its layers are gathered one at a time (`Sharding`).
     """
 
     entries: tuple[Any, ...]
     shape: tuple[int, ...]
     spec: P
+    stacked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +118,7 @@ class LoRA:
                 side is under r; all are listed.
         """
         leaves, entries = tree_flatten(params)[0], tree_entries(params)
-        cuts = broadcast_prefix(specs, params, lambda x: isinstance(x, P), names=("specs", "params"))
+        cuts = broadcast_prefix(specs, params, lambda x: isinstance(x, P | Sharding), names=("specs", "params"))
         paths = [".".join(map(str, e)) for e in entries]
         problems = [] if rank >= 1 else [f"rank={rank} is not 1 or more"]
         problems += [
@@ -129,7 +132,8 @@ class LoRA:
                     problems.append(f"{path} {shape} of {x.dtype} is no weight of two dims or more")
                 elif rank > min(shape[-2:]):
                     problems.append(f"{path} {shape} has a smaller side than rank={rank}")
-                sites[path] = Site(entry, shape, spec)
+                cut = spec if isinstance(spec, Sharding) else Sharding(spec)
+                sites[path] = Site(entry, shape, cut.spec, cut.stacked)
         if problems:
             some = f" Paths are such as {', '.join(paths[:3])}." if paths else ""
             raise ValueError("\n  - ".join([f"these adapters cannot be made.{some}", *problems]))
@@ -217,9 +221,10 @@ class LoRA:
         merged = self.apply(params, adapters)
         return tree_unflatten(*_merged(merged))
 
-    def _cuts(self, site: Site) -> dict[str, P]:
+    def _cuts(self, site: Site) -> dict[str, P | Sharding]:
         *stack, out, into = self._axes(site)
-        return {"a": P(*stack, None, into or None), "b": P(*stack, out or None, None)}
+        cuts = {"a": P(*stack, None, into), "b": P(*stack, out, None)}
+        return {k: Sharding(cut, stacked=True) for k, cut in cuts.items()} if site.stacked else cuts  # pyright: ignore
 
     def _axes(self, site: Site) -> list[Any]:
         """By dim, stacked ones first, then those of out and in."""
@@ -231,7 +236,8 @@ class LoRA:
         # Where the leaf is cut, what is whole of its adapter is a value that ranks use differently.
         a = pvary(adapter["a"], out) if out else adapter["a"]
         b = pvary(adapter["b"], into) if into else adapter["b"]
-        a, b = a.to(w.dtype), b.to(w.dtype)
+        # Only where it must be: a leaf that arrives when it is used would arrive now.
+        a, b = (x if x.dtype == w.dtype else x.to(w.dtype) for x in (a, b))
         left, right = (a.mT, b.mT) if self.fan_in_fan_out else (b, a)
         return LowRankWeight.of(w, left, right, self.scale)
 

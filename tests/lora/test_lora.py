@@ -68,6 +68,21 @@ def _lora(params: Any, specs: Any = P(), **options: Any) -> tuple[LoRA, Any]:
     return lora, {"base": params, "lora": adapters}
 
 
+@pytest.mark.parametrize("capture", [False, pytest.param(True, marks=NIGHTLY)])
+@distributed(world=2)
+def test_layers_that_are_gathered_one_at_a_time(capture: bool) -> None:
+    mesh, params = sf.make_mesh({"dp": 2}, device="cpu"), _params()
+    specs = {"blocks": sf.Sharding(P(), stacked=True), "head": P()}
+    lora, tree = _lora(params, specs)
+    assert lora.specs["lora"]["blocks.up"] == {k: sf.Sharding(P(), stacked=True) for k in "ab"}
+    loss = lora.adapt(_loss)
+    assert_parity(
+        sf.jit(loss, backend="graph") if capture else loss, optim.adamw(1e-2), tree, _batches(), mesh=mesh,
+        reference=_by_hand(lora, _loss), specs=lora.specs, trainable=lora.trainable,
+        zero=Zero(stage=3, persist_elements=0),
+    )  # fmt: skip
+
+
 TP = {"blocks": {"up": P(None, "tp"), "down": P(None, None, "tp"), "g": P()}, "head": P()}
 
 
