@@ -130,6 +130,7 @@ def test_missing_data_is_named(refusals: dict[str, tuple[int, str]]) -> None:
     assert "gone.txt" in said
 
 
+@pytest.mark.nightly
 def test_one_process_and_two_that_run_a_graph_agree(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     runs = {}
     for name, launcher, options in (("one", PLAIN, ()), ("two", TORCHRUN, ("--jit", "graph"))):
