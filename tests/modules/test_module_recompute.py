@@ -115,7 +115,7 @@ def test_sharded_it_equals_one_device_without_checkpoint() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@distributed(world=[2, 3])
+@distributed(world=[2, 3], timeout=900)
 def test_every_stage_and_transform(world: int, stage: int) -> None:
     del world
     accumulated = functools.partial(sf.accumulate, num_microbatches=2)
