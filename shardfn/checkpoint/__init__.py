@@ -5,7 +5,7 @@ from ._restore import Restored as Restored, restore as restore
 from ._dcp import restore_dcp as restore_dcp, save_dcp as save_dcp
 from ._manager import Manager as Manager, latest as latest
 from ._preemption import Preemption as Preemption
-from ._directory import steps as steps
+from ._located import steps as steps
 from ._job import Saved as Saved
 from ._inspect import Difference as Difference, Verified as Verified
 from ._inspect import diff as diff, inspect as inspect, verify as verify

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: names, and how one appears and disappears as a whole.
+"""Checkpoints in a directory of a file system: names, and how one appears and disappears as a whole.
 
     step_000100/             complete: it has a manifest, which was written before the directory got this name
     step_000200.tmp-5f3a/    being written, or left by a process that was killed
@@ -15,95 +15,247 @@ import os
 import pathlib
 import re
 import shutil
+import stat
+import time
 from collections.abc import Iterator
 
-from shardfn.memory import FULL, DamagedError, DiskFullError, locked, sync, unlock
+from shardfn.memory import FULL, Bytes, DiskFullError, locked, sync, unlock
 
-from ._manifest import Manifest, decoded, encoded
+from ._manifest import Manifest, encoded
+from ._place import MANIFEST, STEP, Place, damaged, read_manifest, step_name, there_already
 
-MANIFEST = "manifest.json"
-_STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 _REST = re.compile(r"(step_\d{1,18})\.(tmp|was|old)-[0-9a-f]+", re.ASCII)
 _REMEDY = "Give each job a directory of its own, or end that process."
+_PIECE = 8 << 20
+# How long another rank's directory may take to be seen: network file systems look up names now and then only.
+_SEEN_SECONDS = 5.0
+# Errors that say something about this process, not about the file.
+_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
-def path_of(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """Where the checkpoint of a step is."""
-    return directory / f"step_{step:06d}"
+class OpenFile:
+    """A file of a checkpoint, open for reading."""
+
+    def __init__(self, path: pathlib.Path, size: int) -> None:
+        try:
+            # A link could lead out of the directory, and a pipe would be waited for.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as problem:
+            if problem.errno in _OWN_ERRORS:
+                raise
+            raise damaged(f"{path} cannot be read ({problem.strerror})") from problem
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_size != size:
+            os.close(fd)
+            what = f"has {about.st_size} bytes, {size} were written" if stat.S_ISREG(about.st_mode) else "is no file"
+            raise damaged(f"{path} {what}")
+        self._fd = fd
+
+    def into(self, data: Bytes, start: int) -> int:
+        """Reads bytes from `start` on; how many they were."""
+        done = 0
+        while done < len(data):
+            got = os.preadv(self._fd, [data[done : done + _PIECE].data], start + done)
+            if not got:
+                break
+            done += got
+        return done
+
+    def close(self) -> None:
+        """Closes it."""
+        os.close(self._fd)
 
 
-def steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of the complete checkpoints of a directory, in order.
+class FilePlace:
+    """The files of one checkpoint in a directory."""
 
-    Example:
-        >>> import tempfile
-        >>> steps(tempfile.mkdtemp())
-        []
-    """
-    place = pathlib.Path(directory)
-    found = [m for p in place.glob("step_*") if (m := _STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()]
-    return sorted(int(m[1]) for m in found)
+    def __init__(self, path: pathlib.Path) -> None:
+        self.directory = path
 
+    def __str__(self) -> str:
+        return str(self.directory)
 
-def located(directory: str | os.PathLike[str], step: int | None = None) -> pathlib.Path:
-    """The checkpoint that a directory is, or has.
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.directory.name
 
-    Args:
-        directory: of one checkpoint, or of a run's.
-        step: which of a run's; default the newest.
+    def text(self) -> bytes:
+        """The bytes of the manifest."""
+        return (self.directory / MANIFEST).read_bytes()
 
-    Raises:
-        FileNotFoundError: there is none, or not of that step; says what is there.
-    """
-    place = pathlib.Path(directory)
-    if (place / MANIFEST).is_file():
-        return place
-    found = steps(place)
-    if found and (step is None or step in found):
-        return path_of(place, found[-1] if step is None else step)
-    if _REST.fullmatch(place.name):
-        raise FileNotFoundError(
-            f"{place} is a checkpoint that is being written, or whose job ended meanwhile; take a complete one from"
-            f" {place.parent}: steps {steps(place.parent)}."
-        )
-    what = "is no directory" if not place.is_dir() else f"has checkpoints of steps {found}" if found else "has none"
-    raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {place}, which {what}.")
+    def opened(self, name: str, size: int) -> OpenFile:
+        """Opens a file."""
+        return OpenFile(self.directory / name, size)
+
+    def size(self, name: str) -> int:
+        """The bytes of a file; -1 if there is none."""
+        path = self.directory / name
+        return path.stat().st_size if path.is_file() else -1
 
 
-def read_manifest(place: pathlib.Path) -> Manifest:
-    """The manifest of one checkpoint.
+class _NewFile:
+    """A file that is being written."""
 
-    Raises:
-        DamagedError: it is not what was written.
-        ValueError: it is of a newer version.
-    """
-    path = place / MANIFEST
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError:
-        raise DamagedError(f"{path} has changed since it was written. Take another checkpoint.") from None
-    return decoded(text, str(path))
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: memoryview) -> None:
+        """Writes all of the bytes."""
+        done = 0
+        while done < len(data):
+            done += os.write(self._fd, data[done:])
 
 
-@contextlib.contextmanager
-def owning(directory: pathlib.Path) -> Iterator[None]:
-    """Makes a run's directory this process's while the body runs, and clears away what killed processes have left.
+class FileDraft(FilePlace):
+    """The files of a checkpoint that has not got its name yet."""
 
-    Raises:
-        InUseError: another process writes there.
-        OSError: it cannot be written to.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with locked(directory, "a checkpoint writer", _REMEDY) as lock:
-            for path in list(directory.iterdir()):
-                _clear(path)
-    except OSError as problem:
-        raise explained(problem, directory) from problem
-    try:
-        yield
-    finally:
-        unlock(lock)
+    def __init__(self, place: pathlib.Path, token: str) -> None:
+        super().__init__(place.with_name(f"{place.name}.tmp-{token}"))
+        self._place, self._token = place, token
+
+    def seen(self) -> bool:
+        """Whether this rank sees the directory."""
+        end = time.monotonic() + _SEEN_SECONDS
+        while not self.directory.is_dir():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def called(self, name: str) -> str:
+        """The name itself: the directory is this draft's alone."""
+        return name
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[_NewFile]:
+        """A new file."""
+        # O_EXCL: the directory is new, so a file that is there would be somebody else's.
+        fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            yield _NewFile(fd)
+        finally:
+            os.close(fd)
+
+    def take(self, other: Place, old: str, name: str) -> bool:
+        """A second name for a file, where the file system has such."""
+        if not isinstance(other, FilePlace):
+            return False
+        try:
+            os.link(other.directory / old, self.directory / name)
+        except OSError:
+            return False
+        return True
+
+    def settle(self, name: str) -> None:
+        """Waits until the device has a file."""
+        sync(self.directory / name)
+
+    def publish(self, manifest: Manifest, *, durable: bool, replace: bool) -> None:
+        """Writes the manifest, last, and gives the directory its name."""
+        tmp, place = self.directory, self._place
+        (tmp / MANIFEST).write_text(encoded(manifest))
+        read_manifest(self)  # nothing gets a name that could not be read
+        if durable:
+            sync(tmp / MANIFEST)
+            sync(tmp)
+        if replace and place.exists():
+            was = place.with_name(f"{place.name}.was-{self._token}")
+            os.rename(place, was)
+            try:
+                os.rename(tmp, place)
+            except OSError:
+                os.rename(was, place)
+                raise
+            _remove(was)
+        else:
+            os.rename(tmp, place)
+        if durable:
+            sync(place.parent)
+
+    def discard(self) -> None:
+        """Removes the directory, if it has not got its name."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class DirectoryStore:
+    """A run's checkpoints in a directory."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._place = pathlib.Path(directory)
+
+    def __str__(self) -> str:
+        return str(self._place)
+
+    def steps(self) -> list[int]:
+        """The steps of the complete ones, in order."""
+        found = [m for p in self._place.glob("step_*") if (m := STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()]
+        return sorted(int(m[1]) for m in found)
+
+    def at(self, step: int) -> FilePlace:
+        """The one of a step."""
+        return FilePlace(self.path(step))
+
+    def path(self, step: int) -> pathlib.Path:
+        """The directory of the one of a step."""
+        return self._place / step_name(step)
+
+    @contextlib.contextmanager
+    def owning(self) -> Iterator[None]:
+        """Makes the directory this process's while the body runs, and clears away what killed processes have left."""
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            with locked(self._place, "a checkpoint writer", _REMEDY) as lock:
+                for path in list(self._place.iterdir()):
+                    _clear(path)
+        except OSError as problem:
+            raise self.explained(problem) from problem
+        try:
+            yield
+        finally:
+            unlock(lock)
+
+    def begin(self, step: int, token: str, *, replace: bool) -> None:
+        """Makes the directory of a draft."""
+        if self.path(step).exists() and not replace:
+            raise there_already(str(self.path(step)))
+        self.draft(step, token).directory.mkdir()
+
+    def draft(self, step: int, token: str) -> FileDraft:
+        """The draft that rank 0 has begun."""
+        return FileDraft(self.path(step), token)
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint, which is none any more from the first moment on."""
+        _remove(self.path(step))
+
+    def explained(self, problem: OSError) -> OSError:
+        """The same error, with what it means for checkpoints."""
+        if isinstance(problem, DiskFullError) or type(problem) not in (OSError, PermissionError, FileNotFoundError):
+            return problem
+        if problem.errno in FULL:
+            free = shutil.disk_usage(self._place).free
+            return DiskFullError(
+                problem.errno,
+                f"no room for a checkpoint in {self._place}, where {free} bytes are free. Earlier checkpoints are"
+                " untouched, and so is the state. Make room, keep fewer (keep_last=, keep_every=), or use a larger"
+                " disk.",
+            )
+        if problem.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            return PermissionError(
+                problem.errno,
+                f"{self._place} cannot be written to ({problem.strerror}): checkpoints need a directory that this user"
+                " may write to.",
+            )
+        return problem
+
+    def unfinished(self) -> bool:
+        """Whether this is the directory of a checkpoint that is being written, or whose job ended meanwhile."""
+        return _REST.fullmatch(self._place.name) is not None
+
+    def there(self) -> bool:
+        """Whether the directory is there."""
+        return self._place.is_dir()
 
 
 def _clear(path: pathlib.Path) -> None:
@@ -118,58 +270,7 @@ def _clear(path: pathlib.Path) -> None:
         shutil.rmtree(path)
 
 
-def publish(tmp: pathlib.Path, place: pathlib.Path, manifest: Manifest, *, durable: bool, replace: bool) -> None:
-    """Writes the manifest, last, and gives the directory its name. After an error, or a kill, it has it or not.
-
-    Args:
-        tmp: has all files, which have reached the device if they are to be durable.
-        place: its name from now on.
-        manifest: what it has.
-        durable: whether to wait for the device.
-        replace: whether a checkpoint of that name gives way.
-    """
-    (tmp / MANIFEST).write_text(encoded(manifest))
-    read_manifest(tmp)  # nothing gets a name that could not be read
-    if durable:
-        sync(tmp / MANIFEST)
-        sync(tmp)
-    if replace and place.exists():
-        was = place.with_name(f"{place.name}.was-{tmp.name.rpartition('-')[2]}")
-        os.rename(place, was)
-        try:
-            os.rename(tmp, place)
-        except OSError:
-            os.rename(was, place)
-            raise
-        remove(was)
-    else:
-        os.rename(tmp, place)
-    if durable:
-        sync(place.parent)
-
-
-def remove(place: pathlib.Path) -> None:
-    """Removes a checkpoint, which is none any more from the first moment on."""
+def _remove(place: pathlib.Path) -> None:
     old = place.with_name(f"{place.name.partition('.')[0]}.old-{os.urandom(4).hex()}")
     os.rename(place, old)
     shutil.rmtree(old)
-
-
-def explained(problem: OSError, directory: pathlib.Path) -> OSError:
-    """The same error, with what it means for checkpoints."""
-    if isinstance(problem, DiskFullError) or type(problem) not in (OSError, PermissionError, FileNotFoundError):
-        return problem
-    if problem.errno in FULL:
-        free = shutil.disk_usage(directory).free
-        return DiskFullError(
-            problem.errno,
-            f"no room for a checkpoint in {directory}, where {free} bytes are free. Earlier checkpoints are untouched,"
-            " and so is the state. Make room, keep fewer (keep_last=, keep_every=), or use a larger disk.",
-        )
-    if problem.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return PermissionError(
-            problem.errno,
-            f"{directory} cannot be written to ({problem.strerror}): checkpoints need a directory that this user may"
-            " write to.",
-        )
-    return problem

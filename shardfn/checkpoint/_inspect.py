@@ -10,8 +10,9 @@ import torch
 from shardfn.collectives import pieces
 from shardfn.memory import DamagedError, host_empty
 
-from ._directory import located, read_manifest
+from ._located import located
 from ._manifest import Manifest, StoredLeaf, nbytes
+from ._place import read_manifest
 from ._read import ChunkReader, dtype_of
 
 _PIECE = 8 << 20
@@ -69,7 +70,7 @@ def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verifi
                 problems.append(str(problem))
                 continue
             if head != file.sha256:
-                problems.append(f"{place / name}: its header has changed")
+                problems.append(f"{place}/{name}: its header has changed")
             problems += _chunks(reader, manifest, name)
     if problems:
         lines = "\n".join(f"  - {p}" for p in problems)
@@ -186,7 +187,7 @@ def _chunks(reader: ChunkReader, manifest: Manifest, name: str) -> list[str]:
             seen.add((chunk.start, size, chunk.sha256))
             if _digest(reader, name, chunk.start, size) != chunk.sha256:
                 end = chunk.start + size
-                out[chunk.start] = f"{reader.place / name}: bytes {chunk.start} to {end}, of {path}, have changed"
+                out[chunk.start] = f"{reader.place}/{name}: bytes {chunk.start} to {end}, of {path}, have changed"
     return list(out.values())
 
 

@@ -1,6 +1,6 @@
 """One checkpoint, from the state to its name in the directory: what all ranks do in turn.
 
-    prepare    agree on what is saved; rank 0 makes a temporary directory, and all see it
+    prepare    agree on what is saved; rank 0 makes a draft, and all see it
     write      each rank its files (here, or behind the next steps from a snapshot)
     finish     all have written: rank 0 writes the manifest and gives the directory its name
 
@@ -10,8 +10,6 @@ Each of the last two ends with a round in which ranks tell each other how it wen
 import json
 import os
 import pathlib
-import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,14 +21,12 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import DamagedError, DiskFullError, InUseError
 
 from ._contents import Content, FilePlan, Part, contents, describe, files_of, local_slices, manifest_of, windows
-from ._directory import explained, located, path_of, publish, read_manifest, steps
 from ._owners import Owned, owned
+from ._place import Draft, Store, read_manifest
 from ._write import LastFiles, WrittenFile, write_files
 
 # All ranks' picklable values, in rank order.
 Meet = Callable[[object], Sequence[Any]]
-# How long another rank's directory may take to be seen: network file systems look up names now and then only.
-_SEEN_SECONDS = 5.0
 _KINDS: dict[str, type[Exception]] = {
     k.__name__: k for k in (DiskFullError, InUseError, PermissionError, FileExistsError, DamagedError, ValueError)
 }
@@ -49,12 +45,13 @@ class Saved(NamedTuple):
     """A checkpoint that was written.
 
     Attributes:
-        path: its directory.
+        path: its directory; of an object store, its URL.
         bytes: that this rank has written.
-        linked: bytes of this rank's files that were linked from the checkpoint before, as nothing in them had changed.
+        linked: bytes of this rank's files that were linked from the checkpoint before (an object store: copied by the
+            store), as nothing in them had changed.
     """
 
-    path: pathlib.Path
+    path: pathlib.Path | str
     bytes: int
     linked: int
 
@@ -68,8 +65,8 @@ class SaveJob(NamedTuple):
         user: what the caller gave, as it was then.
         leaves: what is saved.
         boxes: who writes what.
-        place: its directory, later.
-        tmp: its directory, now.
+        store: the checkpoints it will be one of.
+        draft: its files.
         options: how it is written.
     """
 
@@ -78,8 +75,8 @@ class SaveJob(NamedTuple):
     user: Any
     leaves: list[Content]
     boxes: list[Owned]
-    place: pathlib.Path
-    tmp: pathlib.Path
+    store: Store
+    draft: Draft
     options: SaveOptions
 
     def without_tensors(self) -> "SaveJob":
@@ -91,7 +88,8 @@ class SaveJob(NamedTuple):
 
     def files(self, rank: int) -> list[FilePlan]:
         """The files of a rank."""
-        return files_of(rank, self.boxes, self.leaves, self.options.file_bytes)
+        plans = files_of(rank, self.boxes, self.leaves, self.options.file_bytes)
+        return [x._replace(name=self.draft.called(x.name)) for x in plans]
 
 
 class _Told(NamedTuple):
@@ -101,10 +99,8 @@ class _Told(NamedTuple):
     value: Any = None
 
 
-def prepare(
-    directory: pathlib.Path, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: SaveOptions
-) -> SaveJob:
-    """Agrees on what is saved, and makes the temporary directory. Collective; rank 0 owns the directory."""
+def prepare(store: Store, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: SaveOptions) -> SaveJob:
+    """Agrees on what is saved, and begins a draft. Collective; rank 0 owns the store."""
     comms = comms_of(mesh)
     with told_before(comms.control):
         if step < 0:
@@ -114,27 +110,26 @@ def prepare(
         said = describe(leaves)
     agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}", ()))
     user = json.loads(text)  # the caller may go on with it
-    place, token = path_of(directory, step), os.urandom(4).hex()
     with losing_no_peer(comms):
-        made = by_first(mesh, directory, comms.control.gather, _make, directory, step, token, options)
+        made = by_first(mesh, store, comms.control.gather, _begin, store, step, os.urandom(4).hex(), options)
     if isinstance(made, Exception):
         raise made
-    tmp = place.with_name(made)
+    draft = store.draft(step, made)
     with losing_no_peer(comms):
-        seen = comms.control.gather(_sees(tmp))
+        seen = comms.control.gather(draft.seen())
     if not all(seen):
         if mesh.rank == 0:
-            shutil.rmtree(tmp, ignore_errors=True)
+            draft.discard()
         with losing_no_peer(comms):
             comms.control.gather(None)  # what was made is gone when ranks raise
         blind = [str(rank) for rank, own in enumerate(seen) if not own]
         raise ValueError(
-            f"{directory} of rank 0 is not the one that ranks {', '.join(blind)} see: it is local to a machine. All"
+            f"{store} of rank 0 is not the one that ranks {', '.join(blind)} see: it is local to a machine. All"
             " ranks write into one checkpoint; give them a directory on a file system that they share."
         )
     boxes = owned([(x.shape, x.dtype.itemsize if x.same_as is None else 0, x.spec) for x in leaves], mesh)
     boxes = [b for b in boxes if leaves[b.leaf].same_as is None]
-    return SaveJob(mesh, step, user, leaves, boxes, place, tmp, options)
+    return SaveJob(mesh, step, user, leaves, boxes, store, draft, options)
 
 
 def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Saved | Exception:
@@ -146,7 +141,7 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         meet: how ranks talk.
 
     Returns:
-        What was written; or the error that all ranks are to raise, when the temporary directory is gone.
+        What was written; or the error that all ranks are to raise, when the draft is gone.
 
     Raises:
         RankError: another rank died.
@@ -161,21 +156,21 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         return windows(held, local_slices(leaf, part.box))
 
     def write() -> WrittenFile:
-        return write_files(job.tmp, job.files(job.mesh.rank), read, _before(job), durable=job.options.durable)
+        return write_files(job.draft, job.files(job.mesh.rank), read, _before(job), durable=job.options.durable)
 
-    mine, own = _attempt(job.tmp.parent, write)
+    mine, own = _attempt(job.store, write)
     wrote = meet(mine)
-    named = by_first(job.mesh, job.tmp.parent, meet, _named, job, wrote)
+    named = by_first(job.mesh, job.store, meet, _named, job, wrote)
     failed = _failure(wrote, own) or named
-    return failed or Saved(job.place, mine.value.bytes, mine.value.linked)
+    return failed or Saved(job.store.path(job.step), mine.value.bytes, mine.value.linked)
 
 
-def by_first(mesh: Mesh, at: pathlib.Path, meet: Meet, work: Callable[..., Any], *args: Any) -> Any:
+def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args: Any) -> Any:
     """Lets rank 0 do something for a checkpoint. Collective.
 
     Args:
         mesh: whose ranks.
-        at: the directory of the checkpoints.
+        at: the checkpoints.
         meet: how ranks talk.
         work: what rank 0 does.
         *args: what it takes.
@@ -197,60 +192,45 @@ def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
         if all(told.error is None for told in wrote):
             _publish(job, [told.value.digests for told in wrote])
     finally:
-        shutil.rmtree(job.tmp, ignore_errors=True)
+        job.draft.discard()
 
 
 def _publish(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
     written = [pair for rank, own in enumerate(digests) for pair in zip(job.files(rank), own, strict=True)]
     manifest = manifest_of(job.step, job.user, job.mesh, job.leaves, written)
-    publish(job.tmp, job.place, manifest, durable=job.options.durable, replace=job.options.replace)
+    job.draft.publish(manifest, durable=job.options.durable, replace=job.options.replace)
 
 
-def _make(directory: pathlib.Path, step: int, token: str, options: SaveOptions) -> str:
-    place = path_of(directory, step)
-    newer = [n for n in steps(directory) if n > step]
+def _begin(store: Store, step: int, token: str, options: SaveOptions) -> str:
+    newer = [n for n in store.steps() if n > step]
     if newer and options.in_order and not options.replace:
         raise FileExistsError(
-            f"{directory} has checkpoints of steps {newer}, newer than step {step}: whoever restarts would go on from"
+            f"{store} has checkpoints of steps {newer}, newer than step {step}: whoever restarts would go on from"
             " those. Go on from the newest one, give this run a directory of its own, or pass replace=True, with which"
             " they give way."
         )
-    if place.exists() and not options.replace:
-        raise FileExistsError(
-            f"{place} is there already: step numbers name checkpoints. Save under another step, with replace=True, or"
-            " remove it."
-        )
-    tmp = place.with_name(f"{place.name}.tmp-{token}")
-    tmp.mkdir()
-    return tmp.name
+    store.begin(step, token, replace=options.replace)
+    return token
 
 
 def _before(job: SaveJob) -> LastFiles | None:
-    """The newest checkpoint of the directory, if it is whole."""
-    if not steps(job.place.parent):
+    """The newest checkpoint there is, if it is whole."""
+    found = job.store.steps()
+    if not found:
         return None
     try:
-        place = located(job.place.parent)
+        place = job.store.at(found[-1])
         return LastFiles(place, read_manifest(place))
     except (OSError, ValueError):
         return None  # nothing to link from; whoever restores it is told
 
 
-def _sees(tmp: pathlib.Path) -> bool:
-    end = time.monotonic() + _SEEN_SECONDS
-    while not tmp.is_dir():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _attempt(at: pathlib.Path, work: Callable[..., Any], *args: Any) -> tuple[_Told, Exception | None]:
+def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Told, Exception | None]:
     """Runs a function whose error all ranks are to raise; gives what to tell them, and this rank's own error."""
     try:
         return _Told(None, work(*args)), None
     except Exception as problem:
-        own = explained(problem, at) if isinstance(problem, OSError) else problem
+        own = at.explained(problem) if isinstance(problem, OSError) else problem
         if own is not problem:
             own.__cause__ = problem
         return _Told((type(own).__name__, str(own))), own

@@ -7,7 +7,6 @@ a communicator of its own, so that nothing of it comes between the messages of s
 import contextlib
 import logging
 import os
-import pathlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +21,8 @@ from shardfn.memory import host_empty, on_host
 from shardfn.state import check_alive
 
 from ._contents import Part, local_slices
-from ._directory import owning, path_of, remove, steps
 from ._job import Saved, SaveJob, SaveOptions, by_first, finish, prepare
+from ._located import steps, store_of
 from ._restore import Restored, restore
 from ._save import FILE_BYTES, step_of
 
@@ -37,7 +36,7 @@ class Manager:
     `with`.
 
     Args:
-        directory: of the run's checkpoints, which all ranks see. Made if missing.
+        directory: of the run's checkpoints, as for `save`.
         mesh: whose ranks save; default one device.
         save_every: `save` does something at multiples of so many steps.
         keep_last: how many of the newest checkpoints stay.
@@ -80,14 +79,15 @@ class Manager:
                 f"save_every={save_every}, keep_last={keep_last}, keep_every={keep_every}, file_bytes={file_bytes}: all"
                 " must be at least 1."
             )
-        self._place, self._mesh = pathlib.Path(directory), as_mesh(mesh)
+        self._directory, self._mesh = directory, as_mesh(mesh)
         self._every, self._last, self._keep_every = save_every, keep_last, keep_every
         self._background, self._options = background, SaveOptions(durable, replace, file_bytes, in_order=True)
         self._stack = contextlib.ExitStack()
         control = comms_of(self._mesh).control
         with told_before(control):
+            self._store = store_of(directory)
             if self._mesh.rank == 0:
-                self._stack.enter_context(owning(self._place))
+                self._stack.enter_context(self._store.owning())
         control.agree("what to run", f"checkpoint.Manager, every {save_every} steps")
         group = self._mesh.new_group(self._mesh.axis_names, backend="gloo") if self._mesh.size > 1 else None
         self._rounds = Rounds(group, self._mesh.rank, _lost)
@@ -122,7 +122,7 @@ class Manager:
             return False
         self.wait()
         check_alive(tree)
-        job = prepare(self._place, tree, at, number, user, self._mesh, self._options)
+        job = prepare(self._store, tree, at, number, user, self._mesh, self._options)
         comms = comms_of(self._mesh)
         if not self._background:
             with losing_no_peer(comms):
@@ -156,11 +156,11 @@ class Manager:
     def restore(self, like: PyTree, **options: Any) -> Restored:
         """The newest checkpoint, or another one, as `checkpoint.restore` gives it."""
         self.wait()
-        return restore(self._place, like, **options)
+        return restore(self._directory, like, **options)
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order."""
-        return steps(self._place)
+        return self._store.steps()
 
     def close(self) -> None:
         """Waits for the save that is under way, and gives the directory up.
@@ -183,7 +183,7 @@ class Manager:
         try:
             self.close()
         except Exception:  # the error of the body is the one to be seen
-            _LOG.exception("%s: the last checkpoint was not written", self._place)
+            _LOG.exception("%s: the last checkpoint was not written", self._store)
 
     def _write(self, job: SaveJob, copies: dict[Part, Tensor]) -> None:
         try:
@@ -195,14 +195,14 @@ class Manager:
         done = finish(job, copies, meet)
         if isinstance(done, Exception):
             return done
-        return by_first(self._mesh, self._place, meet, self._prune, job.step) or done
+        return by_first(self._mesh, self._store, meet, self._prune, job.step) or done
 
     def _prune(self, newest: int) -> None:
         """Removes what is not kept. Those above `newest` are of a run that this one takes the place of."""
-        found = steps(self._place)
+        found = self._store.steps()
         left = to_remove([n for n in found if n <= newest], self._last, self._keep_every)
         for number in [*(n for n in found if n > newest and self._options.replace), *left]:
-            remove(path_of(self._place, number))
+            self._store.remove(number)
 
     def _copied(self, job: SaveJob) -> dict[Part, Tensor]:
         """This rank's parts of what is in memory, copied; what is on disk does not change."""

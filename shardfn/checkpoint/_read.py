@@ -4,11 +4,7 @@ Every file is checked against the manifest when it is opened: a plain file, of t
 a whole is checked against its digest.
 """
 
-import errno
 import hashlib
-import os
-import pathlib
-import stat
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -18,18 +14,16 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box
-from shardfn.memory import Bytes, DamagedError, as_bytes, on_host
+from shardfn.memory import Bytes, as_bytes, on_host
 
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
+from ._place import Place, Source, damaged
 
 _PIECE = 8 << 20
 # Files of one checkpoint that are open at a time; a process may have some thousand in all, often.
 _MAX_OPEN = 64
-# Errors that say something about this process, not about the file.
-_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 # Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
 _PAGE = 4096
-_REMEDY = "Take another checkpoint, and have the disk checked."
 
 
 class BoxReader(Protocol):
@@ -44,17 +38,17 @@ class ChunkReader:
     """The files of one checkpoint.
 
     Args:
-        place: its directory.
+        place: where it is.
         manifest: what it has.
 
     Attributes:
         read_bytes: that were read so far.
     """
 
-    def __init__(self, place: pathlib.Path, manifest: Manifest) -> None:
+    def __init__(self, place: Place, manifest: Manifest) -> None:
         self.place, self.manifest, self.read_bytes = place, manifest, 0
-        # Descriptors by name, the one that was used last at the end. Whoever reads from one holds the lock meanwhile.
-        self._open: dict[str, int] = {}
+        # Open files by name, the one that was used last at the end. Whoever reads from one holds the lock meanwhile.
+        self._open: dict[str, Source] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> "ChunkReader":
@@ -64,7 +58,7 @@ class ChunkReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
         """Fills `out` with a box of a leaf.
@@ -97,39 +91,19 @@ class ChunkReader:
             OSError: this process may not open it, or has too many files open.
         """
         with self._lock:
-            fd, done = self._file(name), 0
-            while done < len(data):
-                got = os.preadv(fd, [data[done : done + _PIECE].data], start + done)
-                if not got:
-                    raise DamagedError(f"{self.place / name} was cut short while it was read. {_REMEDY}")
-                done += got
+            if self._file(name).into(data, start) < len(data):
+                raise damaged(f"{self.place}/{name} was cut short while it was read")
             self.read_bytes += len(data)
 
-    def _file(self, name: str) -> int:
-        """The descriptor of a file, until others have been asked for."""
-        fd = self._open.pop(name, None)
-        if fd is None:
+    def _file(self, name: str) -> Source:
+        """An open file, until others have been asked for."""
+        file = self._open.pop(name, None)
+        if file is None:
             while len(self._open) >= _MAX_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            fd = self._opened(name)
-        self._open[name] = fd
-        return fd
-
-    def _opened(self, name: str) -> int:
-        path = self.place / name
-        try:
-            # A link could lead out of the directory, and a pipe would be waited for.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as problem:
-            if problem.errno in _OWN_ERRORS:
-                raise
-            raise DamagedError(f"{path} cannot be read ({problem.strerror}). {_REMEDY}") from problem
-        about, size = os.fstat(fd), self.manifest.files[name].bytes
-        if not stat.S_ISREG(about.st_mode) or about.st_size != size:
-            os.close(fd)
-            what = f"has {about.st_size} bytes, {size} were written" if stat.S_ISREG(about.st_mode) else "is no file"
-            raise DamagedError(f"{path} {what}. {_REMEDY}")
-        return fd
+                self._open.pop(next(iter(self._open))).close()
+            file = self.place.opened(name, self.manifest.files[name].bytes)
+        self._open[name] = file
+        return file
 
     def _whole(self, chunk: StoredChunk, target: Tensor, check: bool) -> None:
         here = target if target.is_contiguous() and target.device.type == "cpu" else _staging(chunk.shape, target.dtype)
@@ -140,9 +114,9 @@ class ChunkReader:
             if check:
                 digest.update(data[lo : lo + _PIECE].data)
         if check and digest.hexdigest() != chunk.sha256:
-            raise DamagedError(
-                f"{self.place / chunk.file}: bytes {chunk.start} to {chunk.start + len(data)} have changed since they"
-                f" were written. {_REMEDY}"
+            end = chunk.start + len(data)
+            raise damaged(
+                f"{self.place}/{chunk.file}: bytes {chunk.start} to {end} have changed since they were written"
             )
         if here is not target:
             target.copy_(here)

@@ -24,8 +24,9 @@ from shardfn.optim import rebalanced
 from shardfn.state import check_alive
 
 from ._contents import mesh_of
-from ._directory import located, read_manifest
+from ._located import located
 from ._match import Rename, Source, Target, matched
+from ._place import read_manifest
 from ._read import BoxReader, ChunkReader
 from ._recut import recut
 

@@ -3,7 +3,6 @@
 import contextlib
 import operator
 import os
-import pathlib
 from typing import Any
 
 from shardfn.core import PyTree
@@ -11,8 +10,8 @@ from shardfn.engine import comms_of, losing_no_peer, told_before
 from shardfn.state import TrainState, check_alive
 
 from ._contents import mesh_of
-from ._directory import owning
 from ._job import Saved, SaveOptions, finish, prepare
+from ._located import store_of
 
 FILE_BYTES = 256 << 20
 
@@ -35,7 +34,8 @@ def save(
     are kept as logical tensors, so it restores under any other mesh.
 
     Args:
-        directory: of the run's checkpoints, on a file system that all ranks see. Made if missing.
+        directory: of the run's checkpoints, on a file system that all ranks see, made if missing; or a URL that
+            `fsspec` knows, as s3://bucket/run.
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; in any memory.
             It is read only.
         step: the checkpoint's number; default that of the state.
@@ -69,14 +69,14 @@ def save(
         {'w': tensor([1., 1., 1.])}
     """
     check_alive(tree)
-    place, mesh, options = pathlib.Path(directory), mesh_of(tree), SaveOptions(durable, replace, file_bytes)
+    mesh, options = mesh_of(tree), SaveOptions(durable, replace, file_bytes)
     comms = comms_of(mesh)
     with contextlib.ExitStack() as stack:
         with told_before(comms.control):
-            number = step_of(tree, step)
+            number, store = step_of(tree, step), store_of(directory)
             if mesh.rank == 0:
-                stack.enter_context(owning(place))
-        job = prepare(place, tree, at, number, user, mesh, options)
+                stack.enter_context(store.owning())
+        job = prepare(store, tree, at, number, user, mesh, options)
         with losing_no_peer(comms):
             done = finish(job, None, comms.control.gather)
     if isinstance(done, Exception):

@@ -2,16 +2,18 @@
 
 import concurrent.futures
 import hashlib
-import os
-import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardfn.memory import Bytes, sync
+from shardfn.memory import Bytes
 
 from ._contents import FilePlan, Part
 from ._manifest import Manifest
+from ._place import Draft, Place
 
+# The token of a draft in the name of a file; those of directories have none.
+_TOKEN = re.compile(r"-[0-9a-f]{8}(?=\.safetensors$)", re.ASCII)
 # The bytes of a part, in order.
 Read = Callable[[Part], Iterator[Bytes]]
 
@@ -19,8 +21,13 @@ Read = Callable[[Part], Iterator[Bytes]]
 class LastFiles(NamedTuple):
     """The checkpoint before."""
 
-    place: pathlib.Path
+    place: Place
     manifest: Manifest
+
+    def named(self, name: str) -> str | None:
+        """What it calls the file that a draft calls `name`."""
+        base = _TOKEN.sub("", name)
+        return next((x for x in self.manifest.files if _TOKEN.sub("", x) == base), None)
 
 
 class WrittenFile(NamedTuple):
@@ -29,7 +36,7 @@ class WrittenFile(NamedTuple):
     Attributes:
         digests: of the parts of each file.
         bytes: that were written.
-        linked: bytes of files that were linked.
+        linked: bytes of files that were taken over.
     """
 
     digests: list[list[str]]
@@ -38,15 +45,15 @@ class WrittenFile(NamedTuple):
 
 
 def write_files(
-    place: pathlib.Path, plans: Sequence[FilePlan], read: Read, before: LastFiles | None, *, durable: bool
+    place: Draft, plans: Sequence[FilePlan], read: Read, before: LastFiles | None, *, durable: bool
 ) -> WrittenFile:
-    """Writes files to a directory that nobody reads yet.
+    """Writes files that nobody reads yet.
 
     Args:
-        place: the directory.
+        place: where.
         plans: the files.
         read: gives the bytes of a part; asked once or twice.
-        before: whose files may be linked.
+        before: whose files may be taken over.
         durable: whether to wait until they have reached the device.
 
     Raises:
@@ -55,26 +62,31 @@ def write_files(
     digests, written, linked = [], 0, 0
     with concurrent.futures.ThreadPoolExecutor(1, "shardfn-digest") as beside:
         for plan in plans:
-            same, known = (False, []) if before is None else _unchanged(plan, read, before)
-            if same and before is not None and _link(before.place / plan.name, place / plan.name):
+            old, known = (None, []) if before is None else _unchanged(plan, read, before)
+            if old is not None and before is not None and place.take(before.place, old, plan.name):
                 linked += plan.bytes
             else:
-                known = _write(place / plan.name, plan, read, known, beside)
+                known = _write(place, plan, read, known, beside)
                 written += plan.bytes
             if durable:
-                sync(place / plan.name)
+                place.settle(plan.name)
             digests.append(known)
     return WrittenFile(digests, written, linked)
 
 
-def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[bool, list[str]]:
-    """Whether the checkpoint before has this very file; and the digests of the parts that were looked at."""
-    file = before.manifest.files.get(plan.name)
-    if file is None or (file.bytes, file.header) != (plan.bytes, len(plan.header)):
-        return False, []
-    if file.sha256 != hashlib.sha256(plan.header).hexdigest() or _size(before.place / plan.name) != plan.bytes:
-        return False, []
-    had = {c.start: c.sha256 for x in before.manifest.leaves.values() for c in x.chunks if c.file == plan.name}
+def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | None, list[str]]:
+    """What the checkpoint before calls this very file, if it has it; and the digests of the parts looked at."""
+    name = before.named(plan.name)
+    if name is None:
+        return None, []
+    file = before.manifest.files[name]
+    if (file.bytes, file.header, file.sha256) != (
+        plan.bytes,
+        len(plan.header),
+        hashlib.sha256(plan.header).hexdigest(),
+    ) or before.place.size(name) != plan.bytes:
+        return None, []
+    had = {c.start: c.sha256 for x in before.manifest.leaves.values() for c in x.chunks if c.file == name}
     known = []
     for part in plan.parts:
         digest = hashlib.sha256()
@@ -82,21 +94,12 @@ def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[bool, lis
             digest.update(piece.data)
         known.append(digest.hexdigest())
         if had.get(part.start) != known[-1]:
-            return False, known
-    return True, known
-
-
-def _link(old: pathlib.Path, new: pathlib.Path) -> bool:
-    """A second name for a file, where the file system has such; else it is written again."""
-    try:
-        os.link(old, new)
-    except OSError:
-        return False
-    return True
+            return None, known
+    return name, known
 
 
 def _write(
-    path: pathlib.Path,
+    place: Draft,
     plan: FilePlan,
     read: Read,
     known: Sequence[str],
@@ -104,29 +107,15 @@ def _write(
 ) -> list[str]:
     """Writes one file; digests that are not known yet are made beside it, from the bytes that are written."""
     digests = list(known)
-    # O_EXCL: the directory is new, so a file that is there would be somebody else's.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        _write_all(fd, memoryview(plan.header))
+    with place.create(plan.name) as file:
+        file.write(memoryview(plan.header))
         for i, part in enumerate(plan.parts):
             digest = hashlib.sha256() if i >= len(known) else None
             for piece in read(part):
                 hashed = None if digest is None else beside.submit(digest.update, piece.data)
-                _write_all(fd, piece.data)
+                file.write(piece.data)
                 if hashed is not None:
                     hashed.result()
             if digest is not None:
                 digests.append(digest.hexdigest())
-    finally:
-        os.close(fd)
     return digests
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        done += os.write(fd, data[done:])
-
-
-def _size(path: pathlib.Path) -> int:
-    return path.stat().st_size if path.is_file() else -1

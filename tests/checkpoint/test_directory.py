@@ -65,7 +65,7 @@ def test_where_the_new_one_cannot_have_the_name_the_old_one_has_it_again(
 
 
 def test_one_that_was_being_removed_does_not_come_back(tmp_path: pathlib.Path) -> None:
-    place = checkpoint.save(tmp_path, {"w": torch.ones(3)}, step=5).path
+    place = pathlib.Path(checkpoint.save(tmp_path, {"w": torch.ones(3)}, step=5).path)
     place.rename(tmp_path / "step_000005.old-00ff")
     checkpoint.save(tmp_path, {"w": torch.ones(3)}, step=6)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000006"]

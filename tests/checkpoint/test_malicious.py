@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from shardfn import checkpoint
-from shardfn.checkpoint._directory import read_manifest
+from shardfn.checkpoint._directory import FilePlace
 from shardfn.checkpoint._manifest import decoded
+from shardfn.checkpoint._place import read_manifest
 from shardfn.cli import main
 from shardfn.memory import DamagedError
 
@@ -30,7 +31,7 @@ def sealed(body: dict[str, Any]) -> str:
 
 def saved(directory: pathlib.Path) -> pathlib.Path:
     tree = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.bool), "c": torch.tensor(1)}
-    return checkpoint.save(directory, tree, step=1, durable=False).path
+    return pathlib.Path(checkpoint.save(directory, tree, step=1, durable=False).path)
 
 
 def like() -> dict[str, Any]:
@@ -90,7 +91,7 @@ def fuzz(directory: pathlib.Path, cases: int, seed: int) -> int:
             except (ValueError, UnicodeError):
                 continue
         try:
-            read_manifest(place)  # all that a restore goes by
+            read_manifest(FilePlace(place))  # all that a restore goes by
             got = checkpoint.restore(place, like()).tree
             assert got["a"].shape == (4, 6)  # the change was one that means nothing here
         except REFUSED:

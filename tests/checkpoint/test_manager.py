@@ -47,7 +47,7 @@ def test_checkpoints_are_written_behind_the_steps_and_removed(tmp_path: pathlib.
                 x.fill_(-1)  # as the next step does
         assert manager.save(tree(101), 101, now=True)
         saved = manager.wait()
-        assert saved is not None and saved.path.name == "step_000101" and manager.wait() is None
+        assert saved is not None and pathlib.Path(saved.path).name == "step_000101" and manager.wait() is None
         assert manager.steps() == [40, 80, 100, 101]
     assert_is(tmp_path, 101)
     assert checkpoint.latest(tmp_path) == 101 and checkpoint.restore(tmp_path, tree(0), step=80).user == {"next": 80}
@@ -339,7 +339,9 @@ def test_a_rank_that_dies_leaves_whole_checkpoints(tmp_path: pathlib.Path) -> No
 
 
 def test_every_flipped_byte_is_found(tmp_path: pathlib.Path) -> None:
-    place = checkpoint.save(tmp_path, {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.bool)}, 1).path
+    place = pathlib.Path(
+        checkpoint.save(tmp_path, {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.bool)}, 1).path
+    )
     files = sorted(place.iterdir())
     count = 0
     for path in files:

@@ -241,7 +241,7 @@ def test_a_part_of_the_layers_of_a_stack_is_no_fit(tmp_path: pathlib.Path) -> No
 
 def test_more_files_than_a_process_may_open(tmp_path: pathlib.Path) -> None:
     state = {f"w{i}": torch.full((2,), float(i)) for i in range(300)}
-    place = checkpoint.save(tmp_path, state, step=1, file_bytes=1).path
+    place = pathlib.Path(checkpoint.save(tmp_path, state, step=1, file_bytes=1).path)
     assert len(list(place.glob("*.safetensors"))) == 300
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
@@ -294,7 +294,7 @@ def test_ranks_that_differ_are_told(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_newer_format_and_a_directory_that_is_being_written(tmp_path: pathlib.Path) -> None:
-    place = checkpoint.save(tmp_path, {"w": torch.ones(1)}, step=0).path
+    place = pathlib.Path(checkpoint.save(tmp_path, {"w": torch.ones(1)}, step=0).path)
     text = (place / "manifest.json").read_text()
     (place / "manifest.json").write_text(json.dumps(json.loads(text) | {"format": 99}))
     with pytest.raises(ValueError, match="has format 99, and this version of shardfn reads up to 1; install a newer"):

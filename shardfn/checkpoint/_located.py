@@ -1,0 +1,70 @@
+"""From what a caller gives, a path or a URL, to checkpoints."""
+
+import os
+import pathlib
+import re
+
+from ._directory import DirectoryStore, FilePlace
+from ._objects import ObjectPlace, ObjectStore
+from ._place import MANIFEST, Place, Store
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
+
+
+def store_of(directory: str | os.PathLike[str]) -> Store:
+    """The checkpoints of a run.
+
+    Args:
+        directory: a path; or a URL that fsspec knows, as a string.
+
+    Raises:
+        ValueError: a URL was made a path, which loses a slash, or its protocol is unknown.
+        ImportError: the package for its protocol is missing.
+    """
+    text = os.fspath(directory)
+    if not isinstance(directory, str) and _BROKEN_URL.match(text):
+        raise ValueError(f"{directory!r} was a URL before it was made a path; pass it as a string.")
+    return ObjectStore(text) if _URL.match(text) else DirectoryStore(directory)
+
+
+def steps(directory: str | os.PathLike[str]) -> list[int]:
+    """The steps of the complete checkpoints of a directory, or of a URL, in order.
+
+    Example:
+        >>> import tempfile
+        >>> steps(tempfile.mkdtemp())
+        []
+    """
+    return store_of(directory).steps()
+
+
+def located(directory: str | os.PathLike[str], step: int | None = None) -> Place:
+    """The checkpoint that a directory is, or has.
+
+    Args:
+        directory: of one checkpoint, or of a run's; or a URL.
+        step: which of a run's; default the newest.
+
+    Raises:
+        FileNotFoundError: there is none, or not of that step; says what is there.
+    """
+    store = store_of(directory)
+    if isinstance(store, ObjectStore):
+        one: Place = ObjectPlace(store.fs, store.root)
+    else:
+        one = FilePlace(pathlib.Path(directory))
+    if one.size(MANIFEST) >= 0:
+        return one
+    found = store.steps()
+    if found and (step is None or step in found):
+        return store.at(found[-1] if step is None else step)
+    if isinstance(store, DirectoryStore) and store.unfinished():
+        parent = pathlib.Path(directory).parent
+        raise FileNotFoundError(
+            f"{store} is a checkpoint that is being written, or whose job ended meanwhile; take a complete one from"
+            f" {parent}: steps {steps(parent)}."
+        )
+    missing = isinstance(store, DirectoryStore) and not store.there()
+    what = "is no directory" if missing else f"has checkpoints of steps {found}" if found else "has none"
+    raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}.")

@@ -1,0 +1,261 @@
+"""Checkpoints in an object store, or whatever else has a URL that fsspec knows: s3://, gs://, memory://, file://.
+
+    writer.json                                         the token of the job that came last, which may publish
+    step_000100/draft-5f3a91c0                          a checkpoint of that number is being written
+    step_000100/params-00003-0001-5f3a91c0.safetensors  its files
+    step_000100/manifest.json                           put last, as one object: from now on the checkpoint is complete
+
+An object store has no rename, so the manifest is what makes a checkpoint, and files have the draft's token in their
+names: one that gives way is complete until the new manifest takes the place of its own. It has no lock that ends with
+its holder either, so a job that comes later takes the store over, and the one before it is told when it publishes.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardfn.memory import Bytes, InUseError
+
+from ._manifest import Manifest, decoded, encoded
+from ._place import MANIFEST, STEP, Place, damaged, read_manifest, step_name, there_already
+
+_WRITER = "writer.json"
+# What drafts write; other objects are never removed.
+_OURS = re.compile(r"draft-[0-9a-f]{8}|.+-[0-9a-f]{8}\.safetensors", re.ASCII)
+
+
+class ObjectSource:
+    """An object that is read by ranges."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+
+    def into(self, data: Bytes, start: int) -> int:
+        """Reads bytes from `start` on; how many they were."""
+        got = np.frombuffer(self._fs.cat_file(self._path, start=start, end=start + len(data)), np.uint8)
+        data[: len(got)] = got[: len(data)]
+        return min(len(got), len(data))
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class ObjectPlace:
+    """The objects of one checkpoint.
+
+    Args:
+        fs: an fsspec file system.
+        root: what their names begin with, without a protocol.
+    """
+
+    def __init__(self, fs: Any, root: str) -> None:
+        self.fs, self.root = fs, root
+
+    def __str__(self) -> str:
+        return self.fs.unstrip_protocol(self.root)
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.root.rpartition("/")[2]
+
+    def text(self) -> bytes:
+        """The bytes of the manifest."""
+        return self.fs.cat_file(f"{self.root}/{MANIFEST}")
+
+    def opened(self, name: str, size: int) -> ObjectSource:
+        """Looks an object up."""
+        there = self.size(name)
+        if there < 0:
+            raise damaged(f"{self}/{name} is gone")
+        if there != size:
+            raise damaged(f"{self}/{name} has {there} bytes, {size} were written")
+        return ObjectSource(self.fs, f"{self.root}/{name}")
+
+    def size(self, name: str) -> int:
+        """The bytes of an object; -1 if there is none."""
+        try:
+            about = self.fs.info(f"{self.root}/{name}")
+        except FileNotFoundError:
+            return -1
+        return int(about["size"]) if about["type"] == "file" else -1
+
+    def complete(self) -> bool:
+        """Whether there is a manifest."""
+        return self.size(MANIFEST) >= 0
+
+
+class ObjectDraft(ObjectPlace):
+    """The objects of a checkpoint that has no manifest yet."""
+
+    def __init__(self, store: "ObjectStore", step: int, token: str) -> None:
+        super().__init__(store.fs, store.at(step).root)
+        self._store, self._token = store, token
+
+    @property
+    def marker(self) -> str:
+        """What says that it has begun."""
+        return f"{self.root}/draft-{self._token}"
+
+    def seen(self) -> bool:
+        """Whether this rank sees the marker: stores show an object to all from when it was put."""
+        self.fs.invalidate_cache()
+        return self.fs.exists(self.marker)
+
+    def called(self, name: str) -> str:
+        """The name with the draft's token in it."""
+        stem, dot, kind = name.rpartition(".")
+        return f"{stem}-{self._token}{dot}{kind}"
+
+    def create(self, name: str) -> Any:
+        """A new object. One that is left half-written is in no manifest."""
+        return self.fs.open(f"{self.root}/{name}", "wb")
+
+    def take(self, other: Place, old: str, name: str) -> bool:
+        """A copy that the store makes by itself."""
+        if not isinstance(other, ObjectPlace) or other.fs is not self.fs:
+            return False
+        self.fs.cp_file(f"{other.root}/{old}", f"{self.root}/{name}")
+        return True
+
+    def settle(self, name: str) -> None:
+        """What was put is there."""
+
+    def publish(self, manifest: Manifest, *, durable: bool, replace: bool) -> None:
+        """Puts the manifest, in place of one that is there, and removes what that one had."""
+        text = encoded(manifest)
+        decoded(text, str(self))  # nothing gets a manifest that could not be read
+        self._store.check_owner()
+        self.fs.pipe_file(f"{self.root}/{MANIFEST}", text.encode())
+        try:
+            self._store.check_owner()
+        except InUseError:
+            # Whoever came in between may have removed the files already.
+            self.fs.rm_file(f"{self.root}/{MANIFEST}")
+            raise
+        self._store.tidy(self.root)
+
+    def discard(self) -> None:
+        """Removes this draft's objects, unless a manifest has them: a put that failed may have arrived."""
+        with contextlib.suppress(OSError):  # what stays is removed by whoever writes here next
+            kept = read_manifest(self).files if self.complete() else {}
+            mine = [p for p in _below(self.fs, self.root) if p == self.marker or f"-{self._token}." in p]
+            _remove(self.fs, [p for p in mine if p.rpartition("/")[2] not in kept])
+
+
+class ObjectStore:
+    """A run's checkpoints in an object store.
+
+    Args:
+        url: where; credentials are fsspec's matter: its configuration, or the environment.
+
+    Raises:
+        ImportError: the package for its protocol is missing; says which.
+        ValueError: no such protocol.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec.core
+
+        self.fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self.root, self._token = str(root).rstrip("/"), os.urandom(8).hex()
+
+    def __str__(self) -> str:
+        return self.fs.unstrip_protocol(self.root)
+
+    def steps(self) -> list[int]:
+        """The steps that have a manifest, in order."""
+        self.fs.invalidate_cache()
+        names = [p.split("/")[-2] for p in self.fs.glob(f"{self.root}/step_*/{MANIFEST}")]
+        return sorted(int(m[1]) for name in names if (m := STEP.fullmatch(name)))
+
+    def at(self, step: int) -> ObjectPlace:
+        """The one of a step."""
+        return ObjectPlace(self.fs, f"{self.root}/{step_name(step)}")
+
+    def path(self, step: int) -> str:
+        """The URL of the one of a step."""
+        return str(self.at(step))
+
+    @contextlib.contextmanager
+    def owning(self) -> Iterator[None]:
+        """Takes the store over while the body runs, and clears away what jobs before have left."""
+        self.fs.makedirs(self.root, exist_ok=True)
+        self.fs.pipe_file(f"{self.root}/{_WRITER}", self._token.encode())
+        for path in sorted({p.rpartition("/")[0] for p in _below(self.fs, self.root)}):
+            if STEP.fullmatch(path.rpartition("/")[2]) and path.rpartition("/")[0] == self.root:
+                self.tidy(path)
+        try:
+            yield
+        finally:
+            if self._owner() == self._token.encode():
+                self.fs.rm_file(f"{self.root}/{_WRITER}")
+
+    def check_owner(self) -> None:
+        """Raises if another job has taken the store over.
+
+        Raises:
+            InUseError: it has.
+        """
+        if self._owner() != self._token.encode():
+            raise InUseError(
+                f"another job has begun to write checkpoints to {self}: this one publishes none any more. Give each job"
+                " a URL of its own, or end that one and start this one again."
+            )
+
+    def begin(self, step: int, token: str, *, replace: bool) -> None:
+        """Puts the marker of a draft."""
+        self.check_owner()
+        if self.at(step).complete() and not replace:
+            raise there_already(self.path(step))
+        draft = self.draft(step, token)
+        self.fs.makedirs(draft.root, exist_ok=True)
+        self.fs.pipe_file(draft.marker, b"")
+
+    def draft(self, step: int, token: str) -> ObjectDraft:
+        """The draft that rank 0 has begun."""
+        return ObjectDraft(self, step, token)
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint: its manifest first."""
+        self.fs.rm_file(f"{self.at(step).root}/{MANIFEST}")
+        self.tidy(self.at(step).root)
+
+    def tidy(self, root: str) -> None:
+        """Removes what is below a step and in no manifest; of one whose manifest cannot be read, nothing."""
+        place = ObjectPlace(self.fs, root)
+        try:
+            kept = read_manifest(place).files if place.complete() else {}
+        except (OSError, ValueError):
+            return  # damaged, or of a newer version: somebody may want to look at it
+        left = [p for p in _below(self.fs, root) if _OURS.fullmatch(name := p.rpartition("/")[2]) and name not in kept]
+        _remove(self.fs, left)
+        if not kept and self.fs.isdir(root):  # file systems have directories, which may be empty
+            with contextlib.suppress(OSError):
+                self.fs.rmdir(root)
+
+    def explained(self, problem: OSError) -> OSError:
+        """The same error, with what it means for checkpoints."""
+        if type(problem) is PermissionError:
+            return PermissionError(problem.errno, f"{self} cannot be written to ({problem}): check the credentials.")
+        return problem
+
+    def _owner(self) -> bytes:
+        try:
+            return self.fs.cat_file(f"{self.root}/{_WRITER}")
+        except FileNotFoundError:
+            return b""
+
+
+def _below(fs: Any, root: str) -> list[str]:
+    fs.invalidate_cache()
+    return list(fs.find(root))
+
+
+def _remove(fs: Any, paths: Sequence[str]) -> None:
+    for path in paths:
+        fs.rm_file(path)
