@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError
 
-from ._failure import COURTESY, Board, EndedGroup, is_of_the_wire
+from ._failure import COURTESY, PATIENCE, Board, EndedGroup, is_of_the_wire
 from ._notice import notice_of
 from ._presence import Presence
 from ._rounds import Rounds
@@ -183,12 +183,14 @@ class Control:
                 if rank != self.rank and rank not in absent:
                     came.setdefault(rank, after)
             late = absent or [rank for rank, seconds in came.items() if seconds > WAKING]
-            if gone or (late and not absent) or after > GRACE:
+            if gone or (late and not absent) or after > GRACE or self._board.silent:
                 break
             time.sleep(0.05)
         what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if gone:
             text = f"{_ranks(gone)} died without a word ({what}); restart the job from the last checkpoint."
+        elif self._board.silent:
+            text, late = self._cut_off(), []
         elif late:
             text = self._missing(late)
         else:
@@ -205,7 +207,16 @@ class Control:
         did = "came to {0}, but did not go on in it" if self._met else "did not come to {0}"
         return (
             f"{_ranks(absent)} {did.format(self._call)}; {here} waited{seconds}. The process is there: it is slow,"
-            f" stopped, or at another call. If it is slow, give it a longer timeout{more}."
+            f" stopped, cut off, or at another call. If it is slow, give it a longer timeout{more}."
+        )
+
+    def _cut_off(self) -> str:
+        """Says that the store is out of reach, so that only this rank's own waiting is known."""
+        seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
+        return (
+            f"{_ranks([self.rank])} waited{seconds} in {self._call}, and then {PATIENCE:g} s for the job's store, by"
+            " which ranks tell one another who failed. The link to the node of rank 0, which has the store, is cut, or"
+            " its process is stopped."
         )
 
     def _new_name(self) -> str:

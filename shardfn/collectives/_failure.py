@@ -7,8 +7,10 @@ and reads why; it closes its own in turn, which wakes those that wait for it.
 import contextlib
 import datetime
 import json
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from shardfn.core import is_known
 
 # Seconds that a failing rank gives the others to leave by an error of their own, before it wakes them.
 COURTESY = 0.2
+# Seconds in which the store answers, if it does at all.
+PATIENCE = 10.0
 # The tag of a message that nobody sends; channels use smaller ones.
 _NOBODY = (1 << 30) + 1
 _INSTANT = datetime.timedelta(milliseconds=1)
@@ -26,35 +30,36 @@ _INSTANT = datetime.timedelta(milliseconds=1)
 class Board:
     """What the ranks of one control plane tell one another of failures, kept in the job's store.
 
-    A store that is gone, as it is when the rank that holds it has died, keeps nothing and tells nothing.
+    A store that is gone, as it is when the rank that holds it has died, keeps nothing and tells nothing. So does one
+    that is out of reach: it is asked once, for `PATIENCE` seconds, and then no more.
 
     Args:
         name: the same on all ranks, and of no other board.
         rank: this rank.
         size: the number of ranks.
+
+    Attributes:
+        silent: whether the store was out of reach.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self._key, self._rank, self._size = f"shardfn/failure/{name}", rank, size
+        self.silent = False
 
     def post(self, text: str, about: Sequence[int] = ()) -> None:
         """Leaves word for all; `about` are the ranks that others have waited for in vain."""
-        with contextlib.suppress(RuntimeError):
-            # Appended, not set: several ranks may post at once, and none may overwrite another's word.
-            _store().append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n")
+        # Appended, not set: several ranks may post at once, and none may overwrite another's word.
+        self._ask(lambda store: store.append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n"), None)
 
     def read(self) -> list[tuple[str, list[int]]]:
         """What has been posted."""
-        with contextlib.suppress(RuntimeError):
-            if _store().check([f"{self._key}/told"]):
-                lines = _store().get(f"{self._key}/told").decode(errors="replace").splitlines()
-                return [tuple(json.loads(line)) for line in dict.fromkeys(lines)]  # two may have found out the same
-        return []
+        told = f"{self._key}/told"
+        text = self._ask(lambda store: store.get(told).decode(errors="replace") if store.check([told]) else "", "")
+        return [tuple(json.loads(line)) for line in dict.fromkeys(text.splitlines())]  # two may have found out the same
 
     def leave(self) -> None:
         """Notes that this rank has left the step by an error."""
-        with contextlib.suppress(RuntimeError):
-            _store().set(f"{self._key}/{self._rank}", "1")
+        self._ask(lambda store: store.set(f"{self._key}/{self._rank}", "1"), None)
 
     def wait_for_all(self, seconds: float) -> None:
         """Waits until every rank has left, so long at most."""
@@ -65,9 +70,31 @@ class Board:
     def absent(self) -> list[int]:
         """The other ranks that have not left; all of them where the store cannot tell."""
         absent = [r for r in range(self._size) if r != self._rank]
-        with contextlib.suppress(RuntimeError):
-            return [r for r in absent if not _store().check([f"{self._key}/{r}"])]
-        return absent
+        return self._ask(lambda store: [r for r in absent if not store.check([f"{self._key}/{r}"])], absent)
+
+    def _ask(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        """Asks the store; `otherwise` where it is gone or out of reach.
+
+        A store waits for its answer without end, with a lock held: so it is asked by a thread, which stays behind.
+        """
+        if self.silent:
+            return otherwise
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run(store: Any) -> None:
+            try:
+                answers.put(call(store))
+            except RuntimeError:
+                answers.put(otherwise)
+
+        try:
+            threading.Thread(target=run, args=(_store(),), name="shardfn-store", daemon=True).start()
+            return answers.get(timeout=PATIENCE)
+        except queue.Empty:
+            self.silent = True
+        except RuntimeError:
+            pass  # it is gone
+        return otherwise
 
 
 def close(group: "dist.ProcessGroup | None") -> None:

@@ -120,6 +120,21 @@ def test_a_rank_that_hangs_is_named_with_its_call_and_the_job_goes_on(tmp_path: 
 
 
 @pytest.mark.nightly
+def test_where_rank_0_has_the_store_and_hangs_the_others_say_so_and_the_job_goes_on(tmp_path: pathlib.Path) -> None:
+    """Nobody answers then what ranks ask the store."""
+    place = tmp_path / "job"
+    place.mkdir()
+    how = (*_standalone(3), "--monitor-interval", "0.5")
+    args = ("--steps", "6", "--fault", "stop:0:3", "--timeout", "12")
+    agent = _agent(place, list(how), *args, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    with _ending(agent):
+        _finish([agent], place)
+    for told in _told(place, {1, 2}):
+        assert "for 12 s in step 3" in told and "its process is stopped" in told
+    _assert_undisturbed(place, _undisturbed(tmp_path / "one", 6))
+
+
+@pytest.mark.nightly
 def test_a_job_loses_half_of_its_ranks_goes_on_and_gets_them_back(tmp_path: pathlib.Path) -> None:
     """Four agents of one rank each; two are killed with their ranks, and come back later."""
     place = tmp_path / "job"
