@@ -34,7 +34,8 @@ def test_fewer_than_ten_lines_are_changed() -> None:
     assert all(x.endswith("# shardfn") for x in added)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_losses_are_those_of_the_plain_loop(ranks: int) -> None:
     want = _losses("--plain")
     assert len(want) == 4 and want[-1] < want[0]

@@ -103,6 +103,7 @@ def test_stages_remat_and_accumulate_on_dp_times_tp() -> None:
         parity(config, mesh, zero, sequence=n % 2 == 1, remat=n >= 2, accumulate=1 + n % 2)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_a_captured_step_on_dp_times_tp() -> None:
     config = dataclasses.replace(CONFIGS["llama_gqa"], dropout=0.25, num_layers=1)
