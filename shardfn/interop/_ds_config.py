@@ -1,0 +1,318 @@
+"""`from_deepspeed_config`: a DeepSpeed configuration as the values of this library that say the same."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardfn import optim
+from shardfn.core import Disk, Pace, Policy, Travel, Zero, raise_all
+from shardfn.transforms import accumulate, mixed_precision
+
+from ._ds_keys import Row, sorted_out
+from ._ds_optimizer import optimizer_of
+from ._ds_schedule import schedule_of
+
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+}
+_HOMES = {"none": "device", "cpu": "host", "nvme": "disk"}
+_FP16 = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a configuration says. `str` of it is a table of its keys: taken, another default here, no counterpart.
+
+    Attributes:
+        optimizer: with its schedule, behind the clipping; None where the configuration has none.
+        zero: the stage, and what is kept where.
+        policy: the precision; None = that of the parameters.
+        loss_scale: with fp16.
+        num_microbatches: of a step.
+        rows_per_step: of the global batch; None where the file does not say.
+        learning_rate: of the optimizer: a number, or a schedule.
+        rows: what became of each key.
+    """
+
+    optimizer: optim.GradientTransformation | None
+    zero: Zero
+    policy: Policy | None
+    loss_scale: optim.LossScale | None
+    num_microbatches: int
+    rows_per_step: int | None
+    learning_rate: Any
+    rows: tuple[Row, ...]
+
+    def of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss in the file's precision, over its microbatches; give it to `sharded_step`."""
+        if self.policy is not None:
+            loss = mixed_precision(loss, self.policy, self.loss_scale)
+        return loss if self.num_microbatches == 1 else accumulate(loss, self.num_microbatches)
+
+    def __str__(self) -> str:
+        lines = []
+        for outcome in ("taken", "another default here", "no counterpart"):
+            mine = [r for r in self.rows if r.outcome == outcome]
+            lines += [f"{outcome}:", *(f"  {r.key} = {json.dumps(r.value)}: {r.note}" for r in mine)] if mine else []
+        return "\n".join(lines)
+
+
+def from_deepspeed_config(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    ranks: int = 1,
+    axis: str | tuple[str, ...] = "dp",
+    secondary_axis: str | None = None,
+    gradient_clipping: float = 1.0,
+) -> Recipe:
+    """Reads a DeepSpeed configuration. Nothing in it is passed over in silence: see `str` of what is returned.
+
+    Args:
+        config: a JSON file, or what one has.
+        ranks: over which the batch is cut, so that batch sizes can be checked.
+        axis: the mesh axes over which ZeRO cuts.
+        secondary_axis: of these, the one inside a node, for `zero_hpz_partition_size`.
+        gradient_clipping: the norm where the file has none. DeepSpeed 0.19.8 clips to 1.0 then; older ones did not clip
+            at all, which is 0.
+
+    Raises:
+        ValueError: lists every key that is unknown, that would change what is computed and has no counterpart, or
+            whose value is out of place.
+
+    Example:
+        >>> recipe = from_deepspeed_config(
+        ...     {
+        ...         "train_batch_size": 8,
+        ...         "gradient_accumulation_steps": 2,
+        ...         "bf16": {"enabled": True},
+        ...         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        ...         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        ...     },
+        ...     ranks=4,
+        ... )
+        >>> recipe.zero.stage, recipe.zero.optimizer, recipe.policy.compute, recipe.num_microbatches
+        (3, 'host', torch.bfloat16, 2)
+    """
+    had = config if isinstance(config, Mapping) else json.loads(pathlib.Path(config).read_text())
+    reading = _Reading(had)
+    steps = reading.batch(ranks)
+    policy, scale = reading.precision()
+    zero = reading.zero(axis, secondary_axis, torch.float32 if policy is None else policy.compute)
+    rule, rate = reading.optimizer(axis, gradient_clipping)
+    raise_all(ValueError, "this DeepSpeed configuration cannot be taken as it is:", reading.problems)
+    return Recipe(rule, zero, policy, scale, *steps, rate, tuple(reading.rows))
+
+
+class _Reading:
+    """A configuration while it is read: what became of its keys, and what is wrong with it."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = dict(config)
+        if "bfloat16" in self._config:
+            self._config.setdefault("bf16", self._config["bfloat16"])
+        self.rows, self.problems = sorted_out(config)
+
+    def _section(self, name: str) -> dict[str, Any]:
+        found = self._config.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def _took(self, key: str, value: Any, note: str) -> None:
+        self.rows.append(Row(key, value, "taken", note))
+
+    def _differs(self, key: str, value: Any, note: str) -> None:
+        self.rows.append(Row(key, value, "another default here", note))
+
+    def _number(self, section: Mapping[str, Any], key: str, at: str, otherwise: Any, kind: Any = int) -> Any:
+        value = section.get(key, otherwise)
+        if value is None or (isinstance(value, kind) and not isinstance(value, bool) and value >= 0):
+            return value
+        if value != "auto":  # which is told already
+            self.problems.append(f"{at}{key} = {value!r} is no number")
+        return otherwise
+
+    def batch(self, ranks: int) -> tuple[int, int | None]:
+        """Microbatches of a step, and rows of the global batch."""
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        rows, micro, times = (self._number(self._config, n, "", None) for n in names)
+        given = {n: self._config[n] for n in names if n in self._config}
+        if any(x == 0 for x in (rows, micro, times)):
+            self.problems.append(f"{given}: none of them may be 0")
+            return 1, None
+        if times is None:
+            whole = rows is not None and micro is not None and rows % (micro * ranks) == 0
+            times = rows // (micro * ranks) if whole else 1
+        if rows is None and micro is not None:
+            rows = micro * times * ranks
+        fits = rows is None or (rows % (times * ranks) == 0 and micro in (None, rows // (times * ranks)))
+        if not fits:
+            self.problems.append(f"{given}: a batch is rows of a microbatch x microbatches x {ranks} ranks")
+        for name, value in given.items():
+            self._took(name, value, f"{times} microbatches of a step over {ranks} ranks: `accumulate`")
+        return times, rows
+
+    def precision(self) -> tuple[Policy | None, optim.LossScale | None]:
+        """The policy, and with fp16 the loss scale."""
+        half, brain = self._section("fp16"), self._section("bf16")
+        for name, section in (("fp16", half), ("bf16", brain)):
+            if "enabled" in section:
+                self._took(f"{name}.enabled", section["enabled"], "`mixed_precision`")
+        if half.get("enabled") and brain.get("enabled"):
+            self.problems.append("fp16.enabled and bf16.enabled: only one of them can be true")
+        compute = torch.float16 if half.get("enabled") else torch.bfloat16 if brain.get("enabled") else None
+        dtypes = {}
+        for key, section, field in (
+            ("communication_data_type", self._config, "reduce"),
+            ("grad_accum_dtype", self._section("data_types"), "accum"),
+        ):
+            name = section.get(key)
+            if name is not None and name not in _DTYPES:
+                self.problems.append(f"{key} = {name!r} is none of {', '.join(_DTYPES)}")
+            elif name is not None:
+                dtypes[field] = _DTYPES[name]
+                self._took(key, name, f"`Policy({field}={_DTYPES[name]})`")
+        if compute is None:
+            return (Policy(**dtypes, master=None) if dtypes else None), None
+        if "reduce" not in dtypes:
+            self._differs("communication_data_type", None, f"gradients travel in {compute}, and are added up in fp32")
+        policy = Policy(param=compute, compute=compute, reduce=dtypes.pop("reduce", compute), **dtypes)
+        return policy, self._loss_scale(half) if compute is torch.float16 else None
+
+    def _loss_scale(self, half: Mapping[str, Any]) -> optim.LossScale | None:
+        known = {
+            k: self._number(half, k, "fp16.", v, (int, float)) for k, v in _FP16.items() if not isinstance(v, bool)
+        }
+        for key in _FP16:
+            if key in half:
+                self._took(f"fp16.{key}", half[key], "`optim.static_loss_scale` or `dynamic_loss_scale`")
+        if not self._section("zero_optimization").get("stage"):
+            note = "it is kept to at every stage; DeepSpeed does not read it at stage 0"
+            self._differs("fp16.hysteresis", known["hysteresis"], note)
+        if known["loss_scale"]:
+            return optim.static_loss_scale(known["loss_scale"])
+        return optim.dynamic_loss_scale(
+            2.0 ** known["initial_scale_power"],
+            window=known["loss_scale_window"],
+            hysteresis=known["hysteresis"],
+            consecutive=bool(half.get("consecutive_hysteresis", False)),
+            min_scale=known["min_loss_scale"],
+        )
+
+    def zero(self, axis: str | tuple[str, ...], secondary: str | None, compute: torch.dtype) -> Zero:
+        """The stage, and what is kept where."""
+        had = self._section("zero_optimization")
+        stage = self._number(had, "stage", "zero_optimization.", 0)
+        if stage > 3:
+            self.problems.append(f"zero_optimization.stage = {stage}: there are stages 0 to 3")
+            stage = 0
+        homes, directories = {}, set()
+        for name, field, old in (
+            ("offload_param", "params", "cpu_offload_param"),
+            ("offload_optimizer", "optimizer", "cpu_offload"),
+        ):
+            section = had.get(name) if isinstance(had.get(name), dict) else {}
+            aliases = (old, "cpu_offload_params") if field == "params" else (old,)
+            device = (section or {}).get("device", "cpu" if any(had.get(x) for x in aliases) else "none")
+            if device not in _HOMES:
+                self.problems.append(f"zero_optimization.{name}.device = {device!r} is none of {', '.join(_HOMES)}")
+                continue
+            homes[field] = _HOMES[device]
+            directories |= {str((section or {}).get("nvme_path"))} if device == "nvme" else set()
+            if name in had or any(x in had for x in aliases):
+                self._took(f"zero_optimization.{name}", had.get(name, device), f"`Zero({field}={_HOMES[device]!r})`")
+        if homes.get("params", "device") != "device" and stage < 3:
+            self.problems.append(
+                f"zero_optimization.offload_param wants stage 3, not {stage}: DeepSpeed passes it over"
+            )
+        if directories and (len(directories) > 1 or "None" in directories):
+            self.problems.append("nvme_path is missing, or differs between parameters and optimizer state")
+        disk = Disk(min(directories)) if directories else None
+        more = self._moves(had, stage, secondary, compute)
+        try:
+            return Zero(stage, axis, **homes, **more, disk=disk)
+        except (TypeError, ValueError) as problem:
+            self.problems.append(f"zero_optimization: {problem}")
+            return Zero()
+
+    def _moves(self, had: Mapping[str, Any], stage: int, secondary: str | None, compute: torch.dtype) -> dict[str, Any]:
+        """How leaves travel, and when."""
+        at, out, travel = "zero_optimization.", {}, {}
+        if "stage" in had:
+            self._took(f"{at}stage", stage, f"`Zero(stage={stage})`")
+        persist = self._number(had, "stage3_param_persistence_threshold", at, None)
+        if persist is not None:
+            self._took(f"{at}stage3_param_persistence_threshold", persist, f"`Zero(persist_elements={persist})`")
+            out["persist_elements"] = persist
+        elif stage == 3:
+            note = f"leaves of up to {Zero.persist_elements:,} elements are kept whole: DeepSpeed 100,000"
+            self._differs(f"{at}stage3_param_persistence_threshold", None, note)
+        ahead = self._number(had, "stage3_prefetch_bucket_size", at, None)
+        if ahead is not None:
+            out["pace"] = Pace(prefetch_bytes=int(ahead) * compute.itemsize)
+            note = f"`Pace(prefetch_bytes={out['pace'].prefetch_bytes})`"
+            self._took(f"{at}stage3_prefetch_bucket_size", ahead, note)
+        for key, field, code in (
+            ("zero_quantized_weights", "gather", "int8"),
+            ("zero_quantized_gradients", "reduce", "int4"),
+        ):
+            if key in had:
+                travel |= {field: code} if had[key] else {}
+                self._took(f"{at}{key}", had[key], f"`Travel({field}={code!r})`" if had[key] else "off")
+        hpz = self._number(had, "zero_hpz_partition_size", at, 1)
+        if hpz > 1 and secondary is None:
+            self.problems.append(
+                f"{at}zero_hpz_partition_size = {hpz}: give nodes an axis of their own, as in make_mesh({{'node': -1,"
+                f" 'dp': {hpz}}}), and pass axis=('node', 'dp'), secondary_axis='dp'"
+            )
+        elif hpz > 1:
+            travel["secondary_axis"] = secondary
+            self._took(f"{at}zero_hpz_partition_size", hpz, f"`Travel(secondary_axis={secondary!r})`, of {hpz} ranks")
+        ratio = (
+            (had.get("offload_optimizer") or {}).get("ratio")
+            if isinstance(had.get("offload_optimizer"), dict)
+            else None
+        )
+        if ratio is not None:
+            out["optimizer_fraction"] = ratio
+            self._took(f"{at}offload_optimizer.ratio", ratio, f"`Zero(optimizer_fraction={ratio})`")
+        return out | ({"travel": Travel(**travel)} if travel else {})
+
+    def optimizer(
+        self, axis: str | tuple[str, ...], default_clip: float
+    ) -> tuple[optim.GradientTransformation | None, Any]:
+        """The rule behind the clipping, and its rate."""
+        clip = self._number(self._config, "gradient_clipping", "", default_clip, (int, float))
+        if "gradient_clipping" in self._config:
+            self._took("gradient_clipping", clip, f"`optim.clip_by_global_norm({clip})`" if clip else "off")
+        else:
+            self._differs("gradient_clipping", None, f"clipped to {clip}: pass gradient_clipping=" if clip else "off")
+        had, planned = self._section("optimizer"), self._section("scheduler")
+        if "type" not in had:
+            if planned:
+                self.problems.append("scheduler is there without an optimizer: its rates belong to one")
+            return None, None
+        made, lr, wrong = optimizer_of(str(had["type"]), had.get("params") or {}, axis)
+        self.problems += wrong
+        rate: Any = lr
+        if "type" in planned:
+            schedule, wrong = schedule_of(str(planned["type"]), planned.get("params") or {}, lr)
+            self.problems += wrong
+            rate = schedule
+            self._took("scheduler", planned, "a schedule: the rate of the optimizer")
+        self._took("optimizer", had, "`sf.optim`")
+        if made is None or rate is None:
+            return None, rate
+        return (optim.chain(optim.clip_by_global_norm(clip), made(rate)) if clip else made(rate)), rate

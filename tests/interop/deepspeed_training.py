@@ -1,0 +1,58 @@
+"""What DeepSpeed computes, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
+
+    deepspeed_training.py CONFIG.json OUT.pt STEPS [CHECKPOINTS]
+
+Writes the parameters after the steps, and the loss and the rate of each. Both sides take `rows(step)` as the batch.
+"""
+
+import json
+import sys
+
+import deepspeed  # pyright: ignore[reportMissingImports]
+import torch
+import torch.distributed as dist
+
+ROWS, WIDTH, HIDDEN, OUT = 16, 7, 13, 5
+
+
+def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, WIDTH, generator=g), torch.randn(ROWS, OUT, generator=g)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, OUT))
+
+
+def main() -> None:
+    config, out, steps, place = json.load(open(sys.argv[1])), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = model()
+    engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    times = engine.gradient_accumulation_steps()
+    losses, rates = [], []
+    for step in range(steps):
+        x, y = (t.chunk(world)[rank].chunk(times) for t in rows(step))
+        total = torch.zeros(())
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        for n in range(times):
+            loss = torch.nn.functional.mse_loss(engine(x[n]), y[n])
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / times
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    if place:
+        engine.save_checkpoint(place[0], tag="here")
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        params = {name: p.detach().float().clone() for name, p in net.named_parameters()}
+    if rank == 0:
+        torch.save({"params": params, "losses": losses, "rates": [float(r) for r in rates]}, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Covers DeepSpeed as an oracle that nobody here wrote: the same configuration, rows and steps there and here.
+
+Run with `pytest -m deepspeed`. DeepSpeed 0.19.8 and torch 2.13 are to be in the environment that DEEPSPEED_PYTHON names
+the Python of (default: this one).
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import interop
+from shardfn.testing import distributed
+
+PROGRAM = pathlib.Path(__file__).parent / "deepspeed_training.py"
+PYTHON = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
+STEPS = 5
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        "DEEPSPEED_PYTHON" not in os.environ and importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed: pip install deepspeed==0.19.8, or set DEEPSPEED_PYTHON",
+    ),
+]
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
+ADAM_L2 = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True, "adam_w_mode": False}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
+COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_type": "linear"}}
+DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_max_lr": 0.01}}
+RANGE = {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2}}
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"optimizer": ADAMW, "scheduler": RANGE},
+    "stage 1, microbatches": {"optimizer": ADAMW, "gradient_accumulation_steps": 4, "scheduler": WARMUP},
+    "stage 2, clipped": {
+        "optimizer": ADAM_L2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.2,
+        "scheduler": COSINE,
+    },
+    "stage 3, clipped where nothing is said": {
+        "optimizer": ADAMW,
+        "gradient_accumulation_steps": 2,
+        "scheduler": DECAY,
+    },
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    stage = int(name[6])
+    zero: dict[str, Any] = {"stage": stage} | ({"stage3_param_persistence_threshold": 20} if stage == 3 else {})
+    first = {} if "nothing is said" in name else {"gradient_clipping": 0.0}
+    return {"train_batch_size": 16, "zero_optimization": zero} | first | CASES[name]
+
+
+def deepspeeds(config: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
+    """What DeepSpeed comes to on two ranks, and a checkpoint in `place / "saved"`."""
+    (place / "config.json").write_text(json.dumps(config))
+    line = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(PROGRAM)]
+    line += [str(place / "config.json"), str(place / "out.pt"), str(STEPS), str(place / "saved")]
+    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(place / "out.pt", weights_only=True)
+
+
+def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(16, 7, generator=g), torch.randn(16, 5, generator=g)
+
+
+def start() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5))
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def loss(p: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
+    x, y = batch
+    hidden = torch.tanh(x @ p["0.weight"].T + p["0.bias"])
+    return torch.nn.functional.mse_loss(hidden @ p["2.weight"].T + p["2.bias"], y)
+
+
+@distributed(world=[1, 2], timeout=120)
+def _compare(config: dict[str, Any], want: dict[str, Any], world: int) -> None:
+    recipe = interop.from_deepspeed_config(config, ranks=2)
+    mesh = sf.make_mesh({"dp": world}, device="cpu")
+    assert recipe.optimizer is not None
+    step = sf.sharded_step(recipe.of(loss), recipe.optimizer, mesh=mesh, zero=recipe.zero)
+    state = step.init(start())
+    mine = slice(mesh.rank * 16 // world, (mesh.rank + 1) * 16 // world)
+    for n in range(STEPS):
+        rate = recipe.learning_rate(n)
+        assert float(rate) == pytest.approx(want["rates"][n], rel=1e-6, abs=1e-12)
+        state, metrics = step(state, tuple(t[mine] for t in rows(n)))
+        assert float(metrics["loss"]) == pytest.approx(want["losses"][n], abs=1e-6)
+    for name, x in want["params"].items():
+        got = state.params[name]
+        got = got.full_tensor() if isinstance(got, sf.GlobalTensor) else got
+        torch.testing.assert_close(got, x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_deepspeed_and_its_checkpoints_are_read_exactly(name: str, tmp_path: pathlib.Path) -> None:
+    config = config_of(name)
+    want = deepspeeds(config, tmp_path)
+    for world in (1, 2):
+        _compare(config, want, world=world)
+    if name.startswith("stage 0"):
+        with pytest.raises(ValueError, match="stage 0"):
+            interop.read_deepspeed(str(tmp_path / "saved"))
+        return
+    found = interop.read_deepspeed(str(tmp_path / "saved"))
+    assert found.step == STEPS and found.params.keys() == want["params"].keys()
+    for name_, x in want["params"].items():
+        assert torch.equal(found.params[name_], x)
+        assert all(found.moments[k][name_].shape == x.shape for k in ("exp_avg", "exp_avg_sq"))
+
+
+def test_a_universal_checkpoint_has_what_the_one_before_has(tmp_path: pathlib.Path) -> None:
+    deepspeeds(config_of("stage 2, clipped"), tmp_path)
+    place = tmp_path / "saved"
+    line = [PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(place / "here")]
+    line += ["--output_folder", str(place / "universal"), "--inject_missing_state"]
+    line += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    subprocess.run(line, env=os.environ | {"DS_ACCELERATOR": "cpu"}, check=True, capture_output=True, timeout=300)
+    one, other = interop.read_deepspeed(str(place), "here"), interop.read_deepspeed(str(place), "universal")
+    assert one.step == other.step and one.params.keys() == other.params.keys()
+    for name, x in one.params.items():
+        assert torch.equal(other.params[name], x)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(one.moments[kind][name], other.moments[kind][name])

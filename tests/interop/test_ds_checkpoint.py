@@ -1,0 +1,137 @@
+"""Covers DeepSpeed's files: laid out as it lays them out, at odd sizes, and made to do harm."""
+
+import os
+import pathlib
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn import interop
+
+SHAPES = [{"a": (7, 5), "b": (3,), "c": ()}, {"d": (2, 2, 2), "e": (11,)}]
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) for group in SHAPES for name, shape in group.items()}
+
+
+def write(place: pathlib.Path, stage: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
+    """A checkpoint of a stage; what it has."""
+    place.mkdir(parents=True)
+    (place.parent / "latest").write_text(place.name)
+    trees = {"fp32": values(0), "exp_avg": values(1), "exp_avg_sq": values(2)}
+    frozen = torch.arange(5.0)
+
+    def parts(tree: dict[str, torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
+        if stage == 3:
+            cut = {n: -(-tree[n].numel() // world) for n in group}
+            padded = {n: torch.cat([tree[n].flatten(), torch.zeros(cut[n] * world - tree[n].numel())]) for n in group}
+            return [torch.cat([padded[n][r * cut[n] : (r + 1) * cut[n]] for n in group]) for r in range(world)]
+        flat = torch.cat([tree[n].flatten() for n in group])
+        size = -(-flat.numel() // (2 * world)) * 2
+        return [flat[r * size : (r + 1) * size] for r in range(world)]
+
+    for rank in range(world):
+        state = {
+            i: {k: parts(trees[k], group)[rank] for k in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(9.0)}
+            for i, group in enumerate(SHAPES)
+        }
+        flat = [parts(trees["fp32"], group)[rank] for group in SHAPES]
+        inner: dict[str, Any] = (
+            {"fp32_flat_groups": flat, "optimizer_state_dict": {"state": state}, "partition_count": world}
+            if stage == 3
+            else {
+                "single_partition_of_fp32_groups": flat,
+                "base_optimizer_state": {"state": state},
+                "partition_count": [world] * 2,
+            }
+        )
+        torch.save({"optimizer_state_dict": inner}, place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        model = {
+            "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in SHAPES],
+            "frozen_param_shapes": OrderedDict(f=torch.Size((5,))),
+            "frozen_param_fragments": {"f": frozen.split(3)[rank] if stage == 3 and rank < 2 else torch.empty(0)},
+            "shared_params": {"tied": "a"},
+        }
+        if stage < 3:
+            model["frozen_param_fragments"] = {"f": frozen}
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        torch.save(model, place / name)
+    return trees | {"frozen": {"f": frozen}}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_and_moments_are_whole_again(tmp_path: pathlib.Path, stage: int, world: int) -> None:
+    if (stage, world) == (3, 1):
+        world = 4
+    want = write(tmp_path / "tag", stage, world)
+    found = interop.read_deepspeed(str(tmp_path))
+    assert found.step == 9 and found.shared == {"tied": "a"}
+    assert found.params.keys() == want["fp32"].keys() | {"f"}
+    for tree, got in (
+        (want["fp32"] | want["frozen"], found.params),
+        (want["exp_avg"], found.moments["exp_avg"]),
+        (want["exp_avg_sq"], found.moments["exp_avg_sq"]),
+    ):
+        for name, x in tree.items():
+            assert torch.equal(got[name], x), name
+
+
+class Harm:
+    def __init__(self, where: pathlib.Path) -> None:
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.where),)
+
+
+@pytest.mark.parametrize("which", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_pickle_that_would_run_something_is_not_opened(tmp_path: pathlib.Path, which: str) -> None:
+    write(tmp_path / "tag", 2, 2)
+    path = tmp_path / "tag" / which
+    torch.save({"optimizer_state_dict": Harm(tmp_path / "done")}, path)
+    with pytest.raises(ValueError, match=rf"{which} has objects of posix.mkdir"):
+        interop.read_deepspeed(str(tmp_path))
+    path.write_bytes(pickle.dumps(Harm(tmp_path / "done")))
+    with pytest.raises(ValueError, match="is no file of a checkpoint"):
+        interop.read_deepspeed(str(tmp_path))
+    assert not (tmp_path / "done").exists()
+
+
+def test_what_is_missing_or_does_not_fit(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no file 'latest'"):
+        interop.read_deepspeed(str(tmp_path))
+    write(tmp_path / "tag", 2, 3)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint 'other' in .*\['tag'\]"):
+        interop.read_deepspeed(str(tmp_path), "other")
+    with pytest.raises(ValueError, match="no name of a checkpoint"):
+        interop.read_deepspeed(str(tmp_path), "../tag")
+    one = tmp_path / "tag" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    saved = one.read_bytes()
+    one.unlink()
+    with pytest.raises(FileNotFoundError, match=r"ranks \[1\]"):
+        interop.read_deepspeed(str(tmp_path))
+    one.write_bytes(saved[: len(saved) // 2])
+    with pytest.raises(ValueError, match="is no file of a checkpoint"):
+        interop.read_deepspeed(str(tmp_path))
+    one.write_bytes(saved)
+    last = tmp_path / "tag" / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    last.rename(tmp_path / "kept")
+    with pytest.raises(FileNotFoundError, match="of 2 ranks"):
+        interop.read_deepspeed(str(tmp_path))
+    model = tmp_path / "tag" / "mp_rank_00_model_states.pt"
+    (tmp_path / "kept").rename(last)
+    torch.save({"param_shapes": [{"a": torch.Size((900, 2))}, {"d": torch.Size((2,))}]}, model)
+    with pytest.raises(ValueError, match=r"too few for a \(900, 2\)"):
+        interop.read_deepspeed(str(tmp_path))
+    torch.save({"param_shapes": [{"a": torch.Size((2,))}, {"d": torch.Size((2,))}]}, model)
+    with pytest.raises(ValueError, match="the parameters have 2"):
+        interop.read_deepspeed(str(tmp_path))
+    last.rename(tmp_path / "tag" / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
+    with pytest.raises(ValueError, match="several model-parallel ranks"):
+        interop.read_deepspeed(str(tmp_path))
