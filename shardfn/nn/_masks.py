@@ -240,9 +240,11 @@ class BlockLayout(Mask):
     Inside a block that counts every pair does: for a causal model, `Causal() & BlockLayout(...)`.
 
     Attributes:
-        blocks: bool, [N, N] or [H, N, N]; rows are blocks of queries. Kept as a NumPy array that cannot be written.
+        blocks: bool, [N, N], or [H, N, N] with 1 head for all; rows are blocks of queries. Kept as a
+            NumPy array that cannot be written.
         block: tokens of a block.
         padded: the last block may be shorter.
+        allow_empty: rows may have no block; their queries attend to nothing and give 0.
 
     Raises:
         ValueError: another shape, or a row without a block.
@@ -255,6 +257,7 @@ class BlockLayout(Mask):
     blocks: Any
     block: int
     padded: bool = False
+    allow_empty: bool = False
 
     def __post_init__(self) -> None:
         given = self.blocks.numpy(force=True) if isinstance(self.blocks, Tensor) else self.blocks
@@ -265,11 +268,13 @@ class BlockLayout(Mask):
             raise ValueError(
                 f"BlockLayout of shape {blocks.shape}, block={self.block}: give [N, N] or [H, N, N], and a block >= 1."
             )
+        if blocks.shape[0] == 1 and blocks.ndim == 3:
+            object.__setattr__(self, "blocks", blocks[0])
         empty = np.argwhere(~blocks.any(-1))
-        if len(empty):
+        if len(empty) and not self.allow_empty:
             raise ValueError(
                 f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}; their queries"
-                " would attend to nothing. Give each at least its own block."
+                " would attend to nothing. Give each at least its own block, or pass allow_empty=True."
             )
 
     def __eq__(self, other: object) -> bool:
@@ -280,7 +285,7 @@ class BlockLayout(Mask):
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.blocks.shape, self.blocks.tobytes(), self.block, self.padded
+        return self.blocks.shape, self.blocks.tobytes(), self.block, self.padded, self.allow_empty
 
     @property
     def lead(self) -> tuple[int, int]:
