@@ -21,27 +21,31 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-_SOURCE = pathlib.Path(__file__).with_name("_native.cpp")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_ROOM = pathlib.Path(__file__).parent
+_SHARED = "_native.cpp"
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+# What is not held to the reference's bits has threads, and products and sums in one.
+_MORE = {_SHARED: ("-ffp-contract=off",)}
+_FAST = ("-ffp-contract=fast", "-pthread", "-Wno-psabi")
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The functions of `_native.cpp`; None where there is no C++ compiler, and, with a warning, where it fails."""
+def library(source: str = _SHARED) -> ctypes.CDLL | None:
+    """The functions of a file of C++; None where there is no compiler, and, with a warning, where it fails."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None or os.name != "posix" or sys.byteorder != "little":
         return None
     try:
-        return ctypes.CDLL(str(_built(compiler)))
+        return ctypes.CDLL(str(_built(compiler, source)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(f"{compiler} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=2)
         return None
 
 
-def call(name: str, *args: Any) -> None:
+def call(name: str, *args: Any, source: str = _SHARED) -> None:
     """Calls a function: tensors and arrays pass as pointers, ints as int64, floats as fp32, None as null."""
-    found = library()
+    found = library(source)
     assert found is not None
     getattr(found, name)(*map(_passed, args))
 
@@ -62,18 +66,19 @@ def _passed(arg: Any) -> Any:
     return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
 
 
-def _built(compiler: str) -> pathlib.Path:
+def _built(compiler: str, source: str) -> pathlib.Path:
     # All that decides the machine code: a library built otherwise has another name.
-    key = "\0".join([_SOURCE.read_text(), compiler, *_FLAGS, platform.machine(), *platform.libc_ver()])
-    path = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh = pathlib.Path(folder) / path.name
-            run = [compiler, *_FLAGS, "-o", str(fresh), str(_SOURCE)]
+    path, flags = _ROOM / source, (*_FLAGS, *_MORE.get(source, _FAST))
+    key = "\0".join([path.read_text(), compiler, *flags, platform.machine(), *platform.libc_ver()])
+    out = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not out.exists():
+        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+            fresh = pathlib.Path(folder) / out.name
+            run = [compiler, *flags, "-o", str(fresh), str(path)]
             subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
             # In one go: other ranks build, too, and must never load half a file.
-            fresh.replace(path)
-    return path
+            fresh.replace(out)
+    return out
 
 
 def _folder() -> pathlib.Path:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.core import bits, fold_in
@@ -81,7 +82,7 @@ def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
 
 
 def _known(name: str, key: Any) -> Tensor:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(key)
+    wrapped = is_functorch_wrapped_tensor(key)
     if type(key) is not Tensor or wrapped or key.device.type == "meta":
         raise ValueError(
             f"{name}: random blocks are part of the program, but their key is computed by it; pass one that is made"
