@@ -1,7 +1,5 @@
 """Attention over the tiles of a layout, on a CPU, in C++."""
 
-import functools
-import os
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,8 @@ from . import _reference
 from ._reference import QKV
 
 SOURCE = "block_sparse_attention/_native.cpp"
+# The newest generation of x86-64 whose code may run, where the processor has it; tests ask for older ones.
+NEWEST = 4
 
 
 def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: 
     table = None if given.table is None else given.table.to(q.dtype).contiguous()
     strides = (0,) * 4 if added is None else added.stride()
     heads = 0 if table is None else table.shape[0]
-    sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, torch.get_num_threads(), newest()
+    sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, torch.get_num_threads(), NEWEST
     ids = (None if x is None else x.contiguous() for x in (given.ids_q, given.ids_k))
     # Held until the call returns: what is passed on is where they lie.
     tensors = *qkv, *(x.contiguous() for x in tiles), *ids, added, table, *outer
@@ -60,9 +60,3 @@ def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: 
     places = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)
     numbers, factor = np.array(sizes, np.int64), np.array([scale])
     call("block_sparse_attention", numbers, factor, places, int(q.dtype == torch.float64), int(back), source=SOURCE)
-
-
-@functools.cache
-def newest() -> int:
-    """The newest generation of x86-64 whose code may run; tests ask for older ones."""
-    return int(os.environ.get("SHARDFN_X86_64", "4"))

@@ -1,5 +1,6 @@
 """Attention over the tiles of a layout, in plain torch: a block of queries of a head at a time, over its keys."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def _rows(qkv: QKV, tiles: Tiles, block: int) -> Iterator[Row]:
     starts, columns, kinds = (x.tolist() for x in tiles[:3])
     for h in range(H):
         row = starts[h if len(starts) > 1 else 0]
-        for i, (a, b) in enumerate(zip(row[:-1], row[1:], strict=True)):
+        for i, (a, b) in enumerate(itertools.pairwise(row)):
             queries = torch.arange(i * block, min((i + 1) * block, T), device=device)
             spans = [(j * block, min((j + 1) * block, S)) for j in columns[a:b]]
             if spans:
