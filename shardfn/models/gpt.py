@@ -343,7 +343,7 @@ def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
 def _embedded(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
     x_BTD = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
     if config.position == "learned":
-        whole = isinstance(config.attention, nn.Dense | nn.Blockwise)
+        whole = not config.attention.axes
         table_TD = params["position"]
         x_BTD = x_BTD + nn.own_tokens(table_TD[: len(positions_T)] if whole else table_TD[positions_T], *along)
     if config.embedding_norm:

@@ -14,17 +14,24 @@ Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+from shardfn.kernels import Given
 
 Span = tuple[int, int]
 Cover = Literal["all", "none", "some"]
+# A grid's words for them: an intersection is the least.
+COVERS: tuple[Cover, ...] = ("none", "some", "all")
+NONE, SOME, ALL = range(3)
+Array = np.ndarray
 
 # Elements of the largest dense block that is made to count pairs.
 _COUNTED = 4096
@@ -61,6 +68,36 @@ class Mask(abc.ABC):
         del tensors
         return self
 
+    @property
+    def parts(self) -> tuple["Mask", ...]:
+        """The masks of which it is the intersection."""
+        return (self,)
+
+    @property
+    def tile(self) -> int | None:
+        """Of how many tokens its blocks are, where it has blocks."""
+        return None
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        """`cover` of the tiles between edges 0, .., T of queries and of keys: int8 [heads or 1, N, M]."""
+        rows, columns = (list(itertools.pairwise(edges.tolist())) for edges in (queries, keys))
+        found = [[COVERS.index(self.cover(q, k)) for k in columns] for q in rows]
+        return np.array(found, np.int8).reshape(1, len(rows), len(columns))
+
+    def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Float[Tensor, "*bh q k"] | None:
+        """What is added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
+        del queries, keys, device
+
+    def given(self, queries: int, keys: int) -> Given:
+        """The data in it, as the kernels of attention take it.
+
+        Raises:
+            ValueError: they do not.
+        """
+        del queries, keys
+        told = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
+        raise ValueError(f"attention: {told} take Blockwise().")
+
     def of_heads(self, start: int, stop: int) -> "Mask":
         """The mask of some query heads."""
         del start, stop
@@ -88,7 +125,7 @@ class Mask(abc.ABC):
         return sum(self.count(queries, half) for half in _halves(keys))
 
     def __and__(self, other: "Mask") -> "Mask":
-        members = [m for mask in (self, other) for m in (mask.masks if isinstance(mask, Both) else (mask,))]
+        members = [m for mask in (self, other) for m in mask.parts]
         members = [m for m in members if not isinstance(m, Full)]
         return Both(tuple(members)) if len(members) > 1 else members[0] if members else Full()
 
@@ -104,6 +141,9 @@ class Full(Mask):
 
     def cover(self, queries: Span, keys: Span) -> Cover:
         return "all" if _size(queries) * _size(keys) else "none"
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        return np.full((1, len(queries) - 1, len(keys) - 1), ALL, np.int8)
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         return torch.ones(_size(queries), _size(keys), dtype=torch.bool, device=device)
@@ -143,6 +183,12 @@ class Window(Mask):
         if a >= b or c >= d or furthest < -left or nearest > right:
             return "none"
         return "all" if -left <= nearest and furthest <= right else "some"
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        left, right = (math.inf if x is None else x for x in (self.left, self.right))
+        nearest, furthest = keys[:-1] - (queries[1:, None] - 1), (keys[1:] - 1) - queries[:-1, None]
+        every = (-left <= nearest) & (furthest <= right)
+        return np.where(every, ALL, np.where((furthest < -left) | (nearest > right), NONE, SOME)).astype(np.int8)[None]
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         ahead = torch.arange(*keys, device=device) - torch.arange(*queries, device=device)[:, None]
@@ -188,6 +234,10 @@ class Prefix(Mask):
         ahead = causal == "none" and _size(queries) * _size(keys) > 0
         return "some" if ahead and keys[0] < self.length else causal
 
+    def grid(self, queries: Array, keys: Array) -> Array:
+        some = np.where(keys[:-1] < self.length, SOME, NONE)
+        return np.where(keys[1:] <= self.length, ALL, np.maximum(Causal().grid(queries, keys), some)).astype(np.int8)
+
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         return Causal().pairs(queries, keys, device) | (torch.arange(*keys, device=device) < self.length)
 
@@ -219,6 +269,9 @@ class Segments(Mask):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
         return Segments(*tensors)
+
+    def given(self, queries: int, keys: int) -> Given:
+        return Given(self.ids_BT, self.ids_BT)
 
     def cover(self, queries: Span, keys: Span) -> Cover:
         return "some" if _size(queries) * _size(keys) else "none"
@@ -301,6 +354,18 @@ class BlockLayout(Mask):
         part = self.blocks[..., a:b, c:d]
         return "all" if part.all() else "some" if part.any() else "none"
 
+    @property
+    def tile(self) -> int:
+        return self.block
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        blocks = self.blocks.reshape(-1, *self.blocks.shape[-2:])
+        sums = np.pad(blocks.astype(np.int32), ((0, 0), (1, 0), (1, 0))).cumsum(-1).cumsum(-2)
+        (a, b), (c, d) = ((x[:-1] // self.block, -(-x[1:] // self.block)) for x in (queries, keys))
+        a, b = a[:, None], b[:, None]
+        found = sums[:, b, d] - sums[:, a, d] - sums[:, b, c] + sums[:, a, c]
+        return np.where(found == (b - a) * (d - c), ALL, np.minimum(found, SOME)).astype(np.int8)
+
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         rows, columns = (np.arange(*span) // self.block for span in (queries, keys))
         return torch.from_numpy(self.blocks[..., rows[:, None], columns]).to(device)
@@ -338,6 +403,21 @@ class Both(Mask):
     @property
     def looks_back(self) -> bool:
         return any(m.looks_back for m in self.masks)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    @property
+    def tile(self) -> int | None:
+        return min((m.tile for m in self.masks if m.tile), default=None)
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        return functools.reduce(np.minimum, (m.grid(queries, keys) for m in self.masks))
+
+    def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor | None:
+        found = [x for m in self.masks if (x := m.bias(queries, keys, device)) is not None]
+        return functools.reduce(torch.add, found) if found else None
 
     @property
     def lead(self) -> tuple[int, int]:
