@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.kernels import Tiles
 
@@ -50,7 +51,8 @@ def tiles_of(mask: Mask, queries: int, keys: int, block: int) -> HostTiles:
         part = mask.of_heads(layout, layout + 1) if len(grid) > 1 else mask
         (a, b), (c, d) = rows[i : i + 2].tolist(), columns[j : j + 2].tolist()
         pattern = np.zeros((block, block), np.uint8)
-        pattern[: b - a, : d - c] = part.pairs((a, b), (c, d)).numpy().reshape(b - a, d - c)
+        with torch._C._DisableFuncTorch(), _disable_current_modes():  # part of a program, and not computed in it
+            pattern[: b - a, : d - c] = part.pairs((a, b), (c, d)).numpy().reshape(b - a, d - c)
         if not pattern.any():
             grid[layout, i, j] = NONE
         elif not pattern[: b - a, : d - c].all():
