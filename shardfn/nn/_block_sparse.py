@@ -102,9 +102,9 @@ class _BlockSparse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        qkvyl, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        grads = _Backward.apply(grad_outputs[0], *qkvyl, *rest, *ctx.options)
-        return (*grads, *(None for _ in range(len(rest) + 2)))
+        saved = ctx.saved_tensors  # once: remat makes them again at each look
+        grads = _Backward.apply(grad_outputs[0], *saved, *ctx.options)
+        return (*grads, *(None for _ in range(len(saved) - 3)))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
@@ -161,9 +161,7 @@ def _by_sample(function: Any, num: int, info: Any, in_dims: Any, args: Any) -> A
         part = at - num
         by_sample = part < 0 or (x is not None and 4 <= part < 7 and (dim is not None or x.shape[0] > 1 or part < 6))
         if dim is not None and not by_sample:
-            raise NotImplementedError(
-                "BlockSparse() under vmap takes one table of distances for all; Blockwise() others."
-            )
+            _refuse("vmap over tables of distances")
         out.append(folded(x, dim) if by_sample and x is not None else x)
     ys = function.apply(*out)
     return tuple(y.unflatten(0, (V, B)) for y in ys), (0,) * len(ys)
