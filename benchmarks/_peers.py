@@ -208,7 +208,7 @@ PEERS: dict[str, Build] = {
 def build(name: str) -> Build:
     """The peer of that name. Fields may follow a shardfn peer: those of `Zero.flat`, as in
     `shardfn3:prefetch_bytes=0:bucket_bytes=0`, a back end, as in `shardfn3:jit=graph`, and options of `sf.jit`,
-    as in `shardfn3:jit=graph:jit_prefetch=none`.
+    as in `shardfn3:jit=graph:jit_prefetch=none`; `channel=memory` says by what ranks of one host talk.
 
     Raises:
         ValueError: there is no such peer.
@@ -216,8 +216,10 @@ def build(name: str) -> Build:
     base, *fields = name.split(":")
     if base not in PEERS:
         raise ValueError(f"no peer {base!r}; there are {', '.join(PEERS)}.")
-    pairs = (field.split("=") for field in fields)
-    return functools.partial(PEERS[base], **{key: _value(value) for key, value in pairs})
+    pairs = dict(field.split("=") for field in fields)
+    if channel := pairs.pop("channel", ""):
+        os.environ["SHARDFN_CHANNEL"] = channel  # each peer has processes of its own
+    return functools.partial(PEERS[base], **{key: _value(value) for key, value in pairs.items()})
 
 
 def _value(text: str) -> int | str | None:

@@ -8,7 +8,6 @@ of a whole step, agreement and update included.
 
 import argparse
 import time
-from typing import Any
 
 import torch
 from _report import publish, table
@@ -22,31 +21,23 @@ RANKS, MICROBATCHES = 4, 8
 STEPS = 4
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_takes = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        time.sleep(ctx.backward_takes)
-        return grads[0], None, None
+def asleep(seconds: float, x: Tensor) -> Tensor:
+    time.sleep(seconds)
+    return x
 
 
 def seconds(schedule: str, num_chunks: int, forward: float) -> float:
-    """The shortest of a few steps; a backward takes twice as long as a forward."""
-    mesh = sf.make_mesh({"pp": RANKS}, device="cpu")
-
-    def block(p: Any, h: Tensor) -> Tensor:
-        return _Sleep.apply(h * p, forward / num_chunks, 2 * forward / num_chunks)  # pyright: ignore[reportReturnType]
-
+    """The shortest of a few steps; the gradients of activations and those of weights take as long as a forward each."""
+    mesh, took = sf.make_mesh({"pp": RANKS}, device="cpu"), forward / num_chunks
+    layer = sf.nn.Product(
+        lambda h, w: asleep(took, h * w),
+        (lambda dy, w, _: asleep(took, dy * w), lambda dy, h, _: asleep(took, (dy * h).sum())),
+    )
     stacks = [torch.ones(RANKS) for _ in range(num_chunks)]
     params = {"blocks": stacks if num_chunks > 1 else stacks[0], "scale": torch.ones(8)}
     loss = sf.pipeline(
         lambda p, x: x * p["scale"],
-        block,
+        lambda p, h: layer(h, p),
         lambda p, h, x: h.mean(),
         num_microbatches=MICROBATCHES,
         schedule=schedule,
@@ -62,10 +53,11 @@ def seconds(schedule: str, num_chunks: int, forward: float) -> float:
     return min(taken[1:])
 
 
-@distributed(world=RANKS)
+@distributed(world=RANKS, timeout=1500)
 def measured(forward: float) -> list[tuple[str, int, float]]:
     torch.set_num_threads(1)
-    return [(name, v, seconds(name, v, forward)) for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))]
+    chunks = {name: 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1 for name in schedules.SCHEDULES}
+    return [(name, v, seconds(name, v, forward)) for name, v in chunks.items()]
 
 
 def main() -> None:
@@ -78,14 +70,13 @@ def main() -> None:
     head = ["schedule", "on paper, s", "measured, s", "off by", "idle on paper", "idle measured"]
     rows, found = [], measured(args.forward) or []
     for name, v, took in found[0]:
-        made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b, "interleaved": schedules.interleaved}[name]
-        run = schedules.timeline(made(RANKS, MICROBATCHES), costs)
+        run = schedules.timeline(schedules.SCHEDULES[name](RANKS, MICROBATCHES), costs)
         idle = 1 - MICROBATCHES * 3 * args.forward / took
         off = f"{took / run.makespan - 1:.1%}"
         rows.append(
             [f"{name}, {v} a rank", f"{run.makespan:.3f}", f"{took:.3f}", off, f"{run.bubble:.1%}", f"{idle:.1%}"]
         )
-    what = f"{RANKS} ranks, {MICROBATCHES} microbatches; F takes {args.forward} s and B {2 * args.forward} s, asleep.\n"
+    what = f"{RANKS} ranks, {MICROBATCHES} microbatches; F, B and W take {args.forward} s each, asleep.\n"
     publish("Bubbles of pipelines", f"{what}The best of {STEPS - 1} whole steps.\n\n{table(head, rows)}", out=args.out)
 
 

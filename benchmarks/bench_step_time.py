@@ -1,10 +1,12 @@
 """Seconds per step of shardfn and its peers, in interleaved rounds.
 
 In each round every peer takes `--steps` steps in turn, while the other peers' processes sleep on a pipe. The ratio is
-formed within a round, so a machine that slows down for a while slows both sides of it.
+formed within a round, so a machine that slows down for a while slows both sides of it. `--clock processor` takes the
+processor's seconds of a rank instead, with all its threads: waiting costs nothing, and other programs count less.
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -37,7 +39,8 @@ def measure(
         link: where the ranks live; None is the loopback.
         whole: every rank gets all rows of a batch, not its share.
     """
-    groups = {name: _group(name, args.world, size, link, whole) for name in peers}
+    clock = getattr(args, "clock", "wall")
+    groups = {name: _group(name, args.world, size, link, whole, clock) for name in peers}
     times: Times = {name: [] for name in peers}
     losses: dict[str, float] = {}
     for group in groups.values():
@@ -52,26 +55,27 @@ def measure(
     return times, losses
 
 
-def _group(peer: str, world: int, size: Size, link: Link | None, whole: bool) -> Group:
+def _group(peer: str, world: int, size: Size, link: Link | None, whole: bool, clock: str) -> Group:
     name, _, checkout = peer.partition("@")
-    return Group(serve, world, (name, size, whole), link=link, checkout=checkout).ready()
+    return Group(serve, world, (name, size, whole, clock), link=link, checkout=checkout).ready()
 
 
 def serve(
-    rank: int, world: int, name: str, size: Size = FULL, whole: bool = False
+    rank: int, world: int, name: str, size: Size = FULL, whole: bool = False, clock: str = "wall"
 ) -> Callable[[int], tuple[float, float]]:
     """Builds one peer; its answer to k is (seconds per step, last loss) of k steps."""
     import torch.distributed as dist
     from _peers import build
 
+    now = time.process_time if clock == "processor" else time.perf_counter
     step, data = build(name)(rank, world, size), batches(size, *((0, 1) if whole else (rank, world)))
 
     def answer(steps: int) -> tuple[float, float]:
         rows = [next(data) for _ in range(steps)]
         dist.barrier()
-        start = time.perf_counter()
+        start = now()
         losses = [step(tokens) for tokens in rows]
-        return (time.perf_counter() - start) / steps, float(losses[-1])
+        return (now() - start) / steps, float(losses[-1])
 
     return answer
 
@@ -89,6 +93,8 @@ def report(
         rows.append([name, f"{median:.4f}", f"{min(seconds):.4f}", f"{speed:.0f}", *ratio, f"{losses[name]:.5f}"])
     head = ["peer", "median s/step", "best", "tokens/s", f"ratio to {args.base}", "quartiles", "last loss"]
     note = f"World {args.world}, one thread a rank, {args.rounds} rounds of {args.steps} steps; {size}"
+    load = " ".join(f"{x:.1f}" for x in os.getloadavg())
+    note += f"; seconds of the {getattr(args, 'clock', 'wall')} clock; load at the end (1, 5, 15 minutes) {load}"
     body = "\n\n".join(part for part in (note, table(head, rows), more) if part)
     publish(title, body, out=args.out, data={"seconds": times}, as_json=args.json)
 
@@ -117,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, peers: str, rounds: int = 
     parser.add_argument("--steps", type=int, default=2, help="steps a peer takes in one round")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--base", default="", help="the peer that ratios refer to")
     parser.add_argument("--out", default="", help="Markdown file")
     parser.add_argument("--json", action="store_true", help="also the raw numbers")

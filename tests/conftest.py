@@ -1,23 +1,27 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
 import argparse
+import importlib.util
 import os
 import pathlib
 import re
 import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 
-import jaxtyping
 import pytest
 import torch
 
-# Must precede the first import of shardfn. The tower lets an int stand for a float, as Python's type checkers do. The
-# rooms of graphs and of the command line have no tensors in their signatures; checking every call there takes minutes.
+# Must precede the first import of shardfn. The rooms of graphs and of the command line have no tensors in their
+# signatures; checking every call there takes minutes.
 CHECKED = ["core", "kernels", "collectives", "memory", "optim", "nn", "data", "models", "transforms", "testing"]
-jaxtyping.install_import_hook(
-    [f"shardfn.{room}" for room in CHECKED], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-)
+_spec = importlib.util.spec_from_file_location("shape_checks", pathlib.Path(__file__).with_name("shape_checks.py"))
+assert _spec is not None and _spec.loader is not None
+shape_checks = importlib.util.module_from_spec(_spec)
+sys.modules["shape_checks"] = shape_checks
+_spec.loader.exec_module(shape_checks)
+shape_checks.install([f"shardfn.{room}" for room in CHECKED])
 torch.set_num_threads(1)
 
 try:
@@ -32,6 +36,10 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 worker_setup(__file__)
+if __name__.startswith("_worker_setup"):
+    # In the process that workers are forked from: what a first capture imports, once rather than in each of them.
+    import torch._dynamo
+    import torch.fx.experimental.symbolic_shapes
 
 # What these show others show too, on another number of ranks, stage or optimizer, and long tests; every night they run.
 NIGHTLY = re.compile(
@@ -75,7 +83,23 @@ NIGHTLY = re.compile(
             r"test_activations\.py::test_in_captured_steps_the_moves_are_ops\[2\]",
             r"test_huggingface\.py::test_unmodified_models_equal_one_device\[gpt2\]",
             r"test_passes\.py::test_the_schedule_keeps_all_bits\[2000\]",
+            r"test_pipeline\.py::test_split_backwards\[3-",
             r"test_huggingface\.py::test_the_example_prints_the_plain_loop_s_losses\b.*",
+            r"test_train_gpt\.py::test_(ctrl_c_under_torchrun|minutes_end_the_run)",
+            r"test_gpt_sequence\.py::test_dp_and_tp_and_a_captured_step",
+            r"test_uneven_heads\.py::test_sixteen_ranks_on_paper",
+            r"test_partition_scans\.py::test_recomputed_layers_and_keys\[keys and remat\]",
+            r"test_partition_search\.py::test_no_plan_is_dearer_than_that_of_greedy\[[18]\]",
+            r"test_plan\.py::test_captured_step_agrees\[(False-1-[12]|True-2-[023])\]",
+            r"test_jit\.py::test_ten_steps_have_the_bits_of_eager\[1\]",
+            r"test_gpt_parallel\.py::test_every_style_on_two_ranks_in_float64\[(mqa|gpt2_tied)-",
+            r"test_gpt_parallel\.py::test_a_block_sends_four_all_reduces_or_their_volume_in_pairs\[2-",
+            r"test_partition\.py::test_(with_zero_over_the_other_axis\[3-False\]|a_captured_step_computes_the_same\[gpt2\])",
+            r"test_pipeline(_module)?\.py::test_stages_equal_one_device\[2-",
+            r"test_inductor\.py::test_gelu_and_its_gradient\[dtype(0-tanh|1-none)\]",
+            r"test_canonical\.py::test_any_number_of_ranks_gives_the_same_bits\[[24]\]",
+            r"test_zero\.py::test_one_gradient_tensor_for_two_leaves_is_not_overwritten\[2\]",
+            r"test_partition_losses\.py::test_losses_and_gradients_are_those_of_one_device\[2\]",
         ]
     )
 )

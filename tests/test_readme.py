@@ -65,6 +65,8 @@ DOCS = [
     "docs/checkpoints.md",
     "docs/elastic.md",
     "docs/long_sequences.md",
+    "docs/huggingface.md",
+    "docs/lora.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]

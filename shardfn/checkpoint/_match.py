@@ -16,7 +16,7 @@ from shardfn.collectives import Box
 from shardfn.core import did_you_mean
 
 from ._manifest import Manifest, StoredLeaf
-from ._read import ChunkReader, dtype_of
+from ._read import BoxReader, dtype_of
 
 # From the path of a leaf of the tree to its path in the checkpoint; None = it is not read, and stays as it is.
 Rename = Callable[[str], str | None]
@@ -76,7 +76,7 @@ class Source(NamedTuple):
         """The dtype that it has in the checkpoint."""
         return dtype_of(self.leaves[0])
 
-    def read(self, reader: ChunkReader, box: Box, out: Tensor, *, check: bool = True) -> None:
+    def read(self, reader: BoxReader, box: Box, out: Tensor, *, check: bool = True) -> None:
         """Fills `out`, a host tensor, with a box of the leaf."""
         if self.piled:
             (first, last), rest = box[0], box[1:]

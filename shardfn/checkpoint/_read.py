@@ -12,6 +12,7 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ _OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPE
 # Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
 _PAGE = 4096
 _REMEDY = "Take another checkpoint, and have the disk checked."
+
+
+class BoxReader(Protocol):
+    """What boxes of leaves are read by."""
+
+    def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
+        """Fills `out`, a host tensor of the box's shape and the leaf's dtype, with a box of a leaf."""
+        ...
 
 
 class ChunkReader:

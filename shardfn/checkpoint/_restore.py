@@ -26,7 +26,7 @@ from shardfn.state import check_alive
 from ._contents import mesh_of
 from ._directory import located, read_manifest
 from ._match import Rename, Source, Target, matched
-from ._read import ChunkReader
+from ._read import BoxReader, ChunkReader
 from ._recut import recut
 
 # Bytes of a leaf that goes to the disk, or to a device, that are in memory at a time.
@@ -49,7 +49,7 @@ class Restored(NamedTuple):
     read: int
 
 
-class _Task(NamedTuple):
+class LeafTask(NamedTuple):
     """A leaf to be filled."""
 
     like: Any
@@ -120,25 +120,25 @@ def restore(
         place = located(directory, step)
         manifest = read_manifest(place)
         leaves, treedef = tree_flatten(like)
-        targets = _targets(like, at)
+        targets = targets_of(like, at)
         recuts = recut(like, targets, manifest, rename)
         sources, problems = matched(targets, manifest, at, rename, partial=partial, cast=cast, but=recuts)
         problems += recuts.problems
-        problems = problems or _nowhere(targets, leaves, sources, pool, recuts.at)
+        problems = problems or nowhere(targets, leaves, sources, pool, recuts.at)
         raise_all(ValueError, f"the checkpoint {place} does not fit:", problems)
     agree_on_step(comms.control, "checkpoint.restore", (f"{place.name}, step {manifest.step}", ()))
     with losing_no_peer(comms), torch.no_grad(), ChunkReader(place, manifest) as reader:
-        out = _read_all(
-            [_Task(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)], recuts.at, reader, check
+        out = read_all(
+            [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)], recuts.at, reader, check
         )
         out = recuts.apply(out, reader, rebalance)
         if donate:
-            _donate(leaves, out)
+            donate_all(leaves, out)
         comms.control.exchange(0)  # all ranks have it, or none has
         return Restored(tree_unflatten(treedef, out), manifest.step, manifest.user, reader.read_bytes)
 
 
-def _read_all(tasks: Sequence[_Task], but: frozenset[int], reader: ChunkReader, check: bool) -> list[Any]:
+def read_all(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader, check: bool) -> list[Any]:
     """The leaves with their values, but some. Tied leaves stay tied where they are in the checkpoint."""
     # Before any is donated: the blocks as they are kept, which all live.
     blocks = [id(t.like.held if isinstance(t.like, GlobalTensor) else t.like) for t in tasks]
@@ -157,12 +157,12 @@ def _read_all(tasks: Sequence[_Task], but: frozenset[int], reader: ChunkReader, 
     return out
 
 
-def _targets(like: PyTree, at: str) -> list[Target]:
+def targets_of(like: PyTree, at: str) -> list[Target]:
     pairs = zip(tree_path_parts(like), tree_leaves(like), strict=True)
     return [Target((at, *parts), tuple(x.shape), x.dtype) for parts, x in pairs]
 
 
-def _nowhere(
+def nowhere(
     targets: Sequence[Target], leaves: Sequence[Any], sources: Sequence[Source | None], pool: Pool | None, but: Any
 ) -> list[str]:
     """Leaves that would have no value, or no place."""
@@ -183,7 +183,7 @@ def _is_empty(x: Any) -> bool:
     return isinstance(held, Tensor) and is_abstract([held])
 
 
-def _filled(task: _Task, reader: ChunkReader, check: bool) -> Any:
+def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
     """A leaf with the values of its source."""
     x, source = task.like, task.source
     if source is None:
@@ -208,7 +208,7 @@ def _filled(task: _Task, reader: ChunkReader, check: bool) -> Any:
     return GlobalTensor(block, x.shape, x.spec, x.mesh, x.memory_kind)
 
 
-def _fill(reader: ChunkReader, source: Source, box: Box, out: Any, check: bool) -> None:
+def _fill(reader: BoxReader, source: Source, box: Box, out: Any, check: bool) -> None:
     """Reads into a tensor: at once, or by way of one of the checkpoint's dtype on the host."""
     if out.device.type == "cpu" and out.dtype == source.dtype:
         source.read(reader, box, out, check=check)
@@ -218,7 +218,7 @@ def _fill(reader: ChunkReader, source: Source, box: Box, out: Any, check: bool) 
     out.copy_(staging)
 
 
-def _on_disk(reader: ChunkReader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
+def _on_disk(reader: BoxReader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
     """Reads a block to the disk, a few rows at a time."""
     shape = tuple(hi - lo for lo, hi in box)
     if not shape or not torch.Size(shape).numel():
@@ -235,7 +235,7 @@ def _on_disk(reader: ChunkReader, source: Source, box: Box, dtype: torch.dtype, 
     return writer.finish()
 
 
-def _donate(leaves: Sequence[Any], out: Sequence[Any]) -> None:
+def donate_all(leaves: Sequence[Any], out: Sequence[Any]) -> None:
     """Consumes the leaves that others stand for now."""
     for x, new in zip(leaves, out, strict=True):
         if isinstance(x, GlobalTensor) and x is not new and not x.donated:

@@ -28,7 +28,8 @@ from ._compressed_scatter import compressed_scatter_init as compressed_scatter_i
 from ._traffic import counting_nothing as counting_nothing
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels
-from ._channel import is_sole_owner as is_sole_owner
+from ._sole_owner import is_sole_owner as is_sole_owner
+from ._sharing import chosen_channel as chosen_channel
 from ._failure import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl

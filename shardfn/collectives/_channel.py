@@ -1,26 +1,30 @@
 """A channel: a communicator along mesh axes for the step's own asynchronous traffic, ordered apart from all other.
 
 `all_gather` fills the blocks of a destination in place; `reduce_scatter` sums in rank order, so its bits depend
-neither on bucketing nor on timing. On gloo they are a broadcast a block, and an all_to_all with a sum at home (its own
-all_gather costs three times as much and its reduce_scatter is an all_reduce; sends from the calling thread block on the
-connection while another transfer runs). Elsewhere the backend's native operations run.
+neither on bucketing nor on timing. Ranks of one host talk through memory where that is chosen (`_memory.py`). On gloo
+they are a broadcast a block, and an all_to_all with a sum at home (its own all_gather costs three times as much and its
+reduce_scatter is an all_reduce; sends from the calling thread block on the connection while another transfer runs).
+Elsewhere the backend's native operations run.
 """
 
 import collections
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.core import Mesh, Pending
 
 from ._failure import EndedGroup, TransportError, close
+from ._memory import IN, OUT, Entry
+from ._packing import dealt
+from ._sharing import MemoryWork, shared_lanes
+from ._sole_owner import is_sole_owner
 from ._traffic import record
+from ._transfers import as_raw, broadcast_from, native_all_gather, ordered_sum
 
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
 _ASYNC_ALL_TO_ALL.asyncOp = True
@@ -34,7 +38,7 @@ def _transport() -> Iterator[None]:
         raise TransportError(str(error)) from error
 
 
-def _when(works: Sequence[dist.Work], finish: Callable[[], Tensor]) -> Pending[Tensor]:
+def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], Tensor]) -> Pending[Tensor]:
     """What `finish` makes when all of `works` have ended; `done` is False where the backend cannot tell."""
 
     def result() -> Tensor:
@@ -68,13 +72,23 @@ class Channel:
         self.line: collections.deque[Any] = collections.deque()
         # Own blocks that may not have left, the oldest first, each kept alive by its entry. Empty after `flush` and
         # `close`.
-        self._sends: collections.deque[tuple[dist.Work, Tensor]] = collections.deque()
+        self._sends: collections.deque[tuple[dist.Work | MemoryWork, Tensor]] = collections.deque()
         self._made = mesh.made
         self._made.watch(self._sends)
         # Of the last `_exchange`. It counts calls, so it is the same on all ranks as long as `idle` is.
         self._tag = 0
-        self._roots = [_broadcast_from(rank) for rank in range(self.size)]
+        self._roots = [broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
+        # The way through memory: of all ranks of the group, or of none.
+        on_host = (
+            group is not None and dist.get_backend(group) == "gloo" and (backend == "gloo" or mesh.device.type == "cpu")
+        )
+        self._lanes = shared_lanes(group, mesh.timeout) if on_host else None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of memory that this rank has set aside for others to read; 0 where the channel goes another way."""
+        return 0 if self._lanes is None else self._lanes.nbytes
 
     def all_gather(
         self,
@@ -107,11 +121,13 @@ class Channel:
         record("all_gather", self.axes, mine.numel() * mine.element_size() * (self.size - 1), dtype=mine.dtype)
         if self.group is None:
             return Pending.of(out)
+        if self._lanes is not None:
+            return self._through_memory(own, blocks, out, settled)
         if self._direct:
             with _transport():
                 works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks, settled)
             return _when(works, lambda: out)
-        return _when([_native_all_gather(blocks, mine, self.group)], lambda: out)
+        return _when([native_all_gather(blocks, mine, self.group)], lambda: out)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """Sums rank r's block over all ranks, in rank order, and keeps the own one.
@@ -130,6 +146,9 @@ class Channel:
         group = self.group
         if group is None:
             return Pending.of(flat)
+        if self._lanes is not None:
+            out = flat[start : start + own] if reuse and is_sole_owner(flat) else flat.new_empty(own)
+            return self._shared(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
             work = dist.reduce_scatter_single(out, flat, group=group, async_op=True)
@@ -151,9 +170,9 @@ class Channel:
             if aside:
                 rows.insert(self.index, mine)
             if reuse and is_sole_owner(flat):
-                return _ordered_sum(rows, mine)
+                return ordered_sum(rows, mine)
             # With two ranks the exchange's buffer is as large as the result, and becomes it.
-            return _ordered_sum(rows, parts[0] if len(parts) == 1 else None)
+            return ordered_sum(rows, parts[0] if len(parts) == 1 else None)
 
         return _when([work], finish)
 
@@ -171,6 +190,10 @@ class Channel:
             return Pending.of(flat)
         out = flat.new_empty(own * self.size)
         back = [own] * self.size
+        if self._lanes is not None:
+            return self._shared(
+                self._lanes.all_to_all(flat.split_with_sizes(list(sizes)), out.split_with_sizes(back)), lambda: out
+            )
         with _transport():
             if self._direct:
                 work = group.alltoall_base(out, flat, back, list(sizes), _ASYNC_ALL_TO_ALL)
@@ -189,6 +212,9 @@ class Channel:
         # Of several ranks only: where there is no group, torch would take that of the whole job.
         nbytes = flat.numel() * flat.element_size()
         record("all_reduce", self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
+        if self._lanes is not None:
+            parts = flat.view(-1).split_with_sizes(dealt(flat.numel(), self.size))
+            return self._shared(self._lanes.all_reduce(parts), lambda: flat)
         with _transport():
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
@@ -197,13 +223,17 @@ class Channel:
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
         """To one rank, on a gloo channel: a contiguous host tensor, not to be written until the result is taken."""
         record("send", (), x.nbytes, dtype=x.dtype)
+        if self._lanes is not None:
+            return self._shared(self._lanes.message(x, to, tag, sends=True), lambda: x)
         with _transport():
-            return _when([self.group.send([_bytes(x)], to, tag)], lambda: x)
+            return _when([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """From one rank what that sends by the same tag, which nothing else has that is under way between the two."""
+        if self._lanes is not None:
+            return self._shared(self._lanes.message(into, source, tag, sends=False), lambda: into)
         with _transport():
-            return _when([self.group.recv([_bytes(into)], source, tag)], lambda: into)
+            return _when([self.group.recv([as_raw(into)], source, tag)], lambda: into)
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
@@ -214,11 +244,30 @@ class Channel:
 
     def close(self) -> None:
         """Ends the channel; what is under way fails, here and on the other ranks."""
+        if self._lanes is not None:
+            self._lanes.close()
         if self.group is not None and not isinstance(self.group, EndedGroup):
             close(self.group)
             self.group = EndedGroup()
         self._sends.clear()
         self._made.unwatch(self._sends)
+
+    def _through_memory(self, own: Tensor, blocks: Sequence[Tensor], out: Tensor, settled: bool) -> Pending[Tensor]:
+        assert self._lanes is not None
+        self._forget_sent()
+        entry = self._lanes.all_gather(own, blocks)
+        if settled:
+            return self._shared(entry, lambda: out)
+        self._sends.append((MemoryWork(self._lanes, entry, OUT), own))
+        return _when([MemoryWork(self._lanes, entry, IN)], lambda: out)
+
+    def _shared(self, entry: Entry, finish: Callable[[], Tensor]) -> Pending[Tensor]:
+        assert self._lanes is not None
+        return _when([MemoryWork(self._lanes, entry, IN | OUT)], finish)
+
+    def _forget_sent(self) -> None:
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
 
     def _exchange(self, own: Tensor, blocks: Sequence[Tensor]) -> list[dist.Work]:
         assert self.group is not None
@@ -234,8 +283,7 @@ class Channel:
 
     def _broadcasts(self, own: Tensor, blocks: Sequence[Tensor], settled: bool) -> list[dist.Work]:
         assert self.group is not None
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()
+        self._forget_sent()
         works: list[dist.Work] = []
         for rank, block in enumerate(blocks):
             if not block.numel():
@@ -279,6 +327,10 @@ class Channels:
         """The channel from rank to rank, through the host whatever the device."""
         return self._get("between", axes)
 
+    def shared(self) -> list[tuple[Channel, int]]:
+        """The channels that go through memory, and the bytes that this rank has set aside for each."""
+        return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
+
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it."""
         for channel in self._made.values():
@@ -303,62 +355,7 @@ class Channels:
         return self._made[key]
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
 def _last(kept: Tensor, value: Tensor) -> Tensor:
     """The value of a transfer that keeps alive what it sends."""
     del kept
     return value
-
-
-def is_sole_owner(flat: Tensor) -> bool:
-    """Whether a fresh `x.view(-1)`, and the `x` it keeps alive, are all that hold their memory."""
-    return _holders(flat) <= _SOLE
-
-
-def _holders(flat: Tensor) -> int:
-    storage = flat.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _count_sole() -> int:
-    view = torch.empty(4).detach().view(-1)
-    return _holders(view)
-
-
-# How many holders that makes depends on torch's build.
-_SOLE = _count_sole()
-
-
-def _ordered_sum(rows: list[Tensor], out: Tensor | None) -> Tensor:
-    if rows[0].dtype in (torch.bfloat16, torch.float16):
-        total = rows[0].float()
-        for row in rows[1:]:
-            total.add_(row)
-        return total.to(rows[0].dtype) if out is None else out.copy_(total)
-    if len(rows) == 2:
-        return torch.add(rows[0], rows[1], out=out)
-    total = torch.add(rows[0], rows[1])
-    for row in rows[2:]:
-        total.add_(row)
-    return total if out is None else out.copy_(total)
-
-
-def _broadcast_from(rank: int) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
-    return options
-
-
-def _native_all_gather(blocks: Sequence[Tensor], mine: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    equal = len({b.numel() for b in blocks}) == 1
-    adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in itertools.pairwise(blocks))
-    if equal and adjacent:
-        out = blocks[0].as_strided((len(blocks) * mine.numel(),), (1,))
-        work = dist.all_gather_single(out, mine.view(-1), group=group, async_op=True)
-    else:
-        work = dist.all_gather(list(blocks), mine, group=group, async_op=True)
-    assert work is not None
-    return work

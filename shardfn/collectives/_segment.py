@@ -52,6 +52,7 @@ class Segment:
         try:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, _HEAD + size)
+            os.posix_fallocate(fd, 0, _HEAD + size)  # where there is too little, an error now and not a signal later
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(fd, _HEAD + size)
         except BaseException:

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-# A queue of transfers that this rank has sent and not waited for: pairs of the work and what it sends.
-Sends = collections.deque[tuple[dist.Work, Any]]
+# A queue of transfers that this rank has sent and not waited for: pairs of the work, which can be waited for, and what
+# it sends.
+Sends = collections.deque[tuple[Any, Any]]
 # Some backends end a group together with the other ranks: groups end in the order in which they were made.
 _NUMBERS = itertools.count()
 

@@ -22,6 +22,20 @@ tree_leaves: Callable[..., list[Any]] = _optree.tree_leaves
 tree_structure: Callable[..., Any] = _optree.tree_structure
 
 
+def register_pytree_node(
+    cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], unflatten: Callable[[Any, Any], Any]
+) -> None:
+    """Makes a class an inner node of pytrees everywhere.
+
+    Args:
+        cls: the class itself, no subclass of it.
+        flatten: (children, what else it is made of, the children's names).
+        unflatten: `unflatten(what else, children)`; children may be anything.
+    """
+    # optree has no public name for "in every namespace".
+    _optree.register_pytree_node(cls, flatten, unflatten, namespace=_optree.registry.__GLOBAL_NAMESPACE)
+
+
 def tree_paths(tree: PyTree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The path of each leaf, in flattening order, as Python that reaches it from `root`.
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_map
 from shardfn.leaves import LeafBook, opened
-from shardfn.schedules import Action
+from shardfn.nn import DeferredGradients
+from shardfn.schedules import Action, split_backwards
 from shardfn.state import Ahead
 
 from ._accumulated import microbatches
@@ -146,8 +147,10 @@ class Engine:
     `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
     of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their
     losses may take different branches. Between actions a microbatch is what its course holds of it, with its graph,
-    from the forward to the backward; any number may be open. Nothing else is a microbatch's own: lazy leaves are opened
-    by whoever needs them, and the reducer adds up the gradients of the backward that runs.
+    from the forward to the backward; any number may be open. Where the schedule has W, the backward gives gradients of
+    activations, and W those of weights: until then the microbatch is what is left to multiply. Nothing else is a
+    microbatch's own: lazy leaves are opened by whoever needs them, and the reducer adds up the gradients of the
+    backward that runs.
 
     Args:
         plan: the layout.
@@ -172,9 +175,11 @@ class Engine:
         self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
         self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
-        kinds = [a.kind for a in course.actions]
-        self._last_forward = max(i for i, kind in enumerate(kinds) if kind == "forward")
-        self._last_backward = max(i for i, kind in enumerate(kinds) if kind == "backward")
+        self._split = split_backwards(course.actions)
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
+        ends = [self._ends(a) for a in course.actions]
+        self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
+        self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)
         self._performed = 0
         self._idle = False
         self._seen: dict[int, Value] = {}
@@ -211,7 +216,7 @@ class Engine:
             ahead.begin()
         self._comms.mark("forward")
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
-        with kept, self._model_state.through():
+        with kept, self._model_state.through(), self._recorded(action):
             value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
         if value is not None and not (plan.compared or plan.captured):
@@ -234,11 +239,15 @@ class Engine:
 
     def _backward(self, action: Action, *, last: bool) -> None:
         plan, reducer = self._plan, self._reducer
-        send = last or (plan.zero.pace.accumulate == "each" and plan.chunks is None)
+        each = plan.zero.pace.accumulate == "each" and plan.chunks is None
+        send = last or (each and self._ends(action))
         reducer.begin(send=send, last=last)
         self._gatherer.begin_phase()
         self._comms.mark("backward")
-        self._differentiate(action)
+        if action.kind == "weights":
+            self._deferred.pop(action[1:]).rest()
+        else:
+            self._differentiate(action)
         self._book.watch.check("the backward of the loss")
         without = last and self._handles and not reducer.received
         self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
@@ -246,13 +255,28 @@ class Engine:
         self._book.forget_dead()
 
     def _differentiate(self, action: Action) -> None:
-        ends = self._course.ends(action, self._seed)
+        ends, deferred = self._course.ends(action, self._seed), self._deferred.get(action[1:])
         wanted, num = [*self._handles, *ends.inputs], len(self._handles)
         grads: list[Tensor | None] = [None] * len(wanted)
-        if wanted and ends.outputs:
+        if not wanted or not ends.outputs:
+            pass
+        elif deferred is not None:
+            grads[:] = deferred.first(ends.outputs, ends.cotangents, ends.inputs)
+        else:
             with taking_early(ends.outputs[0]):
                 grads[:] = torch.autograd.grad(ends.outputs, wanted, ends.cotangents, allow_unused=True)
         self._course.send_back(action, grads[num:])
+
+    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward whose backward is split."""
+        if action[1:] not in self._split:
+            return contextlib.nullcontext()
+        deferred = self._deferred[action[1:]] = DeferredGradients(self._handles, opened)
+        return deferred.recorded()
+
+    def _ends(self, action: Action) -> bool:
+        """Whether a microbatch has all gradients of a chunk with an action."""
+        return action.kind == "weights" or (action.kind == "backward" and action[1:] not in self._split)
 
     def _seed(self, total: Tensor, weight: Tensor | None) -> Tensor:
         """The cotangent of a microbatch's loss."""

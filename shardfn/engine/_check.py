@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyControl, Constant
+from shardfn.collectives import AnyControl, Constant, chosen_channel
 from shardfn.core import (
     HOUSE_AXES,
     Draw,
@@ -235,7 +235,8 @@ def agree_on_step(
             rank has failed already.
     """
     control.begin(what)
-    return control.agree("what to run", f"{what}\n{batch[0]}", constant, batch[1])
+    lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
+    return control.agree("what to run", "\n".join(lines), constant, batch[1])
 
 
 def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from shardfn.collectives import AnyChannels, AnyControl, AnyRounds, Channels, Control, close, gather_channels
 from shardfn.core import Mesh, RankError
+from shardfn.memory import record_owner
 
 from ._plan import Plan
 
@@ -83,6 +84,9 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
         comms.channels.gather(axes)
     for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):
         comms.mesh.group(tuple(n for n in comms.mesh.axis_names if n in names))
+    if isinstance(comms.channels, Channels):  # others are of captures
+        for channel, nbytes in comms.channels.shared():
+            record_owner(channel, "host", nbytes)
 
 
 def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:

@@ -274,7 +274,7 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
 
     Raises:
         ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
-        ValueError: it is for other numbers of ranks or microbatches, splits backwards, or the loss is jitted.
+        ValueError: it is for other numbers of ranks or microbatches, or the loss is jitted.
     """
     of = pipelined_in(loss.loss)
     if of is None or mesh.axis_size(of.axis) == 1:
@@ -293,11 +293,6 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
             f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}."
         )
     timeline(table)
-    if table.splits:
-        raise ValueError(
-            f"the schedule {table.name} splits backwards into B and W, which a step does not do; use '1f1b' or"
-            " 'interleaved'."
-        )
     return table
 
 

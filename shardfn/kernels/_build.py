@@ -1,4 +1,4 @@
-"""The room's C++, built when a kernel on a CPU first runs, where there is a compiler.
+"""C++, built when it is first wanted, where there is a compiler: the room's kernels, and what other rooms bring.
 
 It needs no headers but the language's own, so that it builds in about a second. What is built is kept in the user's
 cache and found again by what it was built from. Ranks that start together may each build it, and the last to finish
@@ -23,24 +23,52 @@ from torch import Tensor
 
 _ROOM = pathlib.Path(__file__).parent
 _SHARED = "_native.cpp"
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # What is not held to the reference's bits has threads, and products and sums in one.
-_MORE = {_SHARED: ("-ffp-contract=off",)}
 _FAST = ("-ffp-contract=fast", "-pthread", "-Wno-psabi")
+
+
+class NoCompilerError(Exception):
+    """C++ cannot be built here, for want of a compiler or of what it takes."""
 
 
 @functools.cache
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
     """The functions of a file of C++; None where there is no compiler, and, with a warning, where it fails."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None or os.name != "posix" or sys.byteorder != "little":
-        return None
     try:
-        return ctypes.CDLL(str(_built(compiler, source)))
+        return build("kernels", _ROOM / source, flags=() if source == _SHARED else _FAST)
+    except NoCompilerError:
+        return None
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        warnings.warn(f"{compiler} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=2)
+        warnings.warn(
+            f"{_compiler()} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=2
+        )
         return None
+
+
+def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """What a C++ source exports.
+
+    Args:
+        name: of the file in the cache.
+        source: the file to build.
+        included: the files beside it that it includes.
+        flags: for the compiler, besides those of all.
+
+    Raises:
+        NoCompilerError: there is no compiler, or the system is none that the sources are written for.
+        OSError: what was built cannot be written or loaded.
+        subprocess.SubprocessError: the compiler failed.
+    """
+    compiler = _compiler()
+    if compiler is None or os.name != "posix" or sys.byteorder != "little":
+        raise NoCompilerError("there is no C++ compiler (c++, g++ or clang++)")
+    return ctypes.CDLL(str(_built(name, compiler, (source, *included), (*_FLAGS, *flags))))
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 def call(name: str, *args: Any, source: str = _SHARED) -> None:
@@ -66,19 +94,19 @@ def _passed(arg: Any) -> Any:
     return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
 
 
-def _built(compiler: str, source: str) -> pathlib.Path:
+def _built(name: str, compiler: str, sources: tuple[pathlib.Path, ...], flags: tuple[str, ...]) -> pathlib.Path:
     # All that decides the machine code: a library built otherwise has another name.
-    path, flags = _ROOM / source, (*_FLAGS, *_MORE.get(source, _FAST))
-    key = "\0".join([path.read_text(), compiler, *flags, platform.machine(), *platform.libc_ver()])
-    out = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not out.exists():
-        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-            fresh = pathlib.Path(folder) / out.name
-            run = [compiler, *flags, "-o", str(fresh), str(path)]
+    texts = [source.read_text() for source in sources]
+    key = "\0".join([*texts, compiler, *flags, platform.machine(), *platform.libc_ver()])
+    path = _folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            fresh = pathlib.Path(folder) / path.name
+            run = [compiler, *flags, "-o", str(fresh), str(sources[0])]
             subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
             # In one go: other ranks build, too, and must never load half a file.
-            fresh.replace(out)
-    return out
+            fresh.replace(path)
+    return path
 
 
 def _folder() -> pathlib.Path:

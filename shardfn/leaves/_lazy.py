@@ -32,6 +32,8 @@ _FETCH: "Ambient[Callable[[LeafBook, int], Tensor]]" = Ambient("gives the whole 
 class _FetchedLeaf(torch.autograd.Function):
     """handle -> whole tensor; the transpose is the identity, so a handle collects the sum over all uses of its leaf."""
 
+    hands_on = True  # for what defers the gradients of weights
+
     @staticmethod
     def forward(ctx: Any, handle: Tensor, fetch: Callable[[], Tensor]) -> Tensor:
         del ctx, handle

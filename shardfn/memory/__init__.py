@@ -10,6 +10,7 @@ from ._host import (
     return_freed_pages as return_freed_pages,
 )
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
+from ._ledger import record_owner as record_owner
 from ._pool import AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
 from ._traced import TracedPool as TracedPool, TracedStored as TracedStored

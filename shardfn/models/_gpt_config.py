@@ -7,6 +7,7 @@ from shardfn.core import did_you_mean, raise_all
 from shardfn.nn import Body, Dense
 
 DENSE = Dense()
+_SIZES = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile", "window")
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
 
 
@@ -27,6 +28,7 @@ class Config:
         position: "learned", "rope" or "alibi".
         tie_embeddings: the output layer is the embedding.
         bias: the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer have none.
+            "qkv" is those of queries, keys and values alone, as in Qwen2.
         dropout: rate, on the embeddings and on both residual branches; active only where a key is given.
         stacked: blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts; a step of many
             layers is then captured in seconds. Draws and values are the same.
@@ -37,6 +39,9 @@ class Config:
         attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, or on ranks that each have some tokens
             `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
         loss_tile: tokens whose logits are there at a time in the loss; None is all. Values are the same.
+        norm_eps: what norms add to the variance.
+        rope_base: of rotary positions: the longest wave is 2 pi rope_base tokens.
+        window: tokens that a token attends to, itself among them, as in Mistral; None is all before it.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -57,13 +62,16 @@ class Config:
     mlp: Literal["gelu", "swiglu"] = "gelu"
     position: Literal["learned", "rope", "alibi"] = "learned"
     tie_embeddings: bool = False
-    bias: bool = True
+    bias: bool | Literal["qkv"] = True
     dropout: float = 0.0
     stacked: bool = False
     embedding_norm: bool = False
     per_head: bool = False
     attention: Body = DENSE
     loss_tile: int | None = None
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    window: int | None = None
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -123,7 +131,7 @@ class Config:
 
 def _problems(c: Config) -> list[str]:
     out = []
-    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile"):
+    for name in _SIZES:
         value = getattr(c, name)
         if value is not None and value < 1:
             out.append(f"{name}={value} must be at least 1.")
@@ -131,6 +139,11 @@ def _problems(c: Config) -> list[str]:
         if getattr(c, name) not in choices:
             hint = did_you_mean(str(getattr(c, name)), choices)
             out.append(f"{name}={getattr(c, name)!r} is none of {choices}.{hint}")
+    if c.bias not in (True, False, "qkv"):
+        out.append(f"bias={c.bias!r} is none of (True, False, 'qkv').")
+    for name in ("norm_eps", "rope_base"):
+        if not getattr(c, name) > 0:
+            out.append(f"{name}={getattr(c, name)} must be above 0.")
     if not 0 <= c.dropout < 1:
         out.append(f"dropout={c.dropout} must lie in [0, 1).")
     if out:

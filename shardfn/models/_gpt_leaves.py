@@ -178,8 +178,9 @@ def _block_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     tree |= {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=residual, cut=1)}
     if config.mlp == "swiglu":
         tree["w_gate"] = _DrawnLeaf((F, D), cut=0)
-    cut = {"bq": rows, "bk": kv_rows, "bv": kv_rows} | ({"b_up": (F,)} if config.mlp == "gelu" else {})
-    whole = ("bo", *(("b_down",) if config.mlp == "gelu" else ()))
+    gelu = config.mlp == "gelu" and config.bias is True
+    cut = {"bq": rows, "bk": kv_rows, "bv": kv_rows} | ({"b_up": (F,)} if gelu else {})
+    whole = (*(("bo",) if config.bias is True else ()), *(("b_down",) if gelu else ()))
     biases = {name: _DrawnLeaf(shape, stddev=0.0, cut=0) for name, shape in cut.items()}
     biases |= {name: _DrawnLeaf((D,), stddev=0.0) for name in whole}
     return tree | (biases if config.bias else {})
@@ -187,6 +188,6 @@ def _block_leaves(config: Config) -> dict[str, _DrawnLeaf]:
 
 def _norm_leaves(config: Config, name: str) -> dict[str, _DrawnLeaf]:
     tree = {f"{name}_w": _DrawnLeaf((config.d_model,), mean=1.0, stddev=0.0)}
-    if config.norm == "layer" and config.bias:
+    if config.norm == "layer" and config.bias is True:
         tree[f"{name}_b"] = _DrawnLeaf((config.d_model,), stddev=0.0)
     return tree

@@ -377,10 +377,11 @@ def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Ten
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
     """What attention is told of positions and documents: of this rank's tokens and all heads."""
-    mask = nn.Causal() if ids_BT is None else nn.Causal() & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
+    mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
+    mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
     how: dict[str, Any] = {"how": nn.Attending(mask, config.attention)}
     if config.position == "rope":
-        return how | {"table": nn.rope_table(positions_T, config.head_dim, dtype=dtype)}
+        return how | {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
     if config.position == "alibi":
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         slopes_H = torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)
@@ -414,7 +415,8 @@ def _mlp(config: Config, along: _Along, p: Params, x_BTD: Tensor) -> Tensor:
 
 def _norm(config: Config, along: _Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
     w_D, b_D = nn.between(w_D, *along), None if b_D is None else nn.between(b_D, *along)
-    return nn.rms_norm(x_BTD, w_D) if config.norm == "rms" else nn.layer_norm(x_BTD, w_D, b_D)
+    eps = config.norm_eps
+    return nn.rms_norm(x_BTD, w_D, eps=eps) if config.norm == "rms" else nn.layer_norm(x_BTD, w_D, b_D, eps=eps)
 
 
 def _dropout(config: Config, along: _Along, key: Tensor | None, x_BTD: Tensor, index_B: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 from shardfn.core import Ambient
+from shardfn.nn import as_now
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _CALLS = Ambient["Running"]("calls of modules", by_thread=True)
@@ -93,9 +95,17 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
         # The innermost first: it wraps `f`, and those around wrap that, as in the forward.
         for run in reversed(_CALLS.all):
             f = run.again(f)
-        return original(f, *args, **kwargs)
+        return original(_within(as_now(), f), *args, **kwargs)
 
     return generator
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]], f: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return f(*args, **kwargs)
+
+    return run
 
 
 @functools.cache

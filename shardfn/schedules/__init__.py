@@ -7,7 +7,8 @@ from ._schedule import (
     StageAction as StageAction,
     PipelineSchedule as PipelineSchedule,
 )
-from ._schedule import as_text as as_text, loop_stages as loop_stages, parse as parse, v_stages as v_stages
+from ._schedule import as_text as as_text, loop_stages as loop_stages, parse as parse
+from ._schedule import split_backwards as split_backwards, v_stages as v_stages
 from ._single import gpipe as gpipe, one_f_one_b as one_f_one_b, zero_bubble_h1 as zero_bubble_h1
 from ._chunked import dual_pipe_v as dual_pipe_v, interleaved as interleaved, zero_bubble_v as zero_bubble_v
 from ._named import SCHEDULES as SCHEDULES, named_schedule as named_schedule

@@ -88,7 +88,7 @@ class PipelineSchedule:
     @functools.cached_property
     def splits(self) -> bool:
         """Whether any backward is split."""
-        return any(a.kind == "weights" for row in self.ranks for a in row)
+        return any(split_backwards(row) for row in self.ranks)
 
     def place(self, rank: int, action: Action) -> StageAction:
         """Where in the model an action of a rank is."""
@@ -114,6 +114,16 @@ class PipelineSchedule:
         """One line a rank; the same for the same schedule."""
         rows = (f"rank {r}, stages {self.stages[r]}: {as_text(row)}" for r, row in enumerate(self.ranks))
         return "\n".join([f"{self.name}, {self.num_microbatches} microbatches", *rows])
+
+
+def split_backwards(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Of one rank's list, the (microbatch, chunk) of backwards whose W comes apart.
+
+    Example:
+        >>> split_backwards(parse("F0 F1 B0 B1 W1"))
+        frozenset({(1, 0)})
+    """
+    return frozenset(a[1:] for a in actions if a.kind == "weights")
 
 
 def as_text(actions: Sequence[Action]) -> str:

@@ -48,15 +48,15 @@ def pipeline(
         num_microbatches: into how many pieces the batch is cut; must divide its rows.
         num_chunks: how many pieces of the model a rank has.
         schedule: a name of `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or one that
-            splits backwards, which a step refuses; or a schedule, for as many ranks as the axis has and as many
-            microbatches. Where its stages go down the ranks and up again, the second stack has its layers in reverse
-            order.
+            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks); or a schedule, for as many
+            ranks as the axis has and as many microbatches. Where its stages go down the ranks and up again, the second
+            stack has its layers in reverse order.
         layers_per_stage: how many layers each rank has, of stacks with unused rows (`pad_layers`); None = every row is
             a layer, cut evenly. `schedules.balance` finds it from what layers cost.
 
     Raises:
         ValueError: the schedule is unknown, or not of so many chunks. Also when a step is built or begins: the schedule
-            would never end (`schedules.ScheduleError`, with the ranks that wait in a circle), or splits backwards; a
+            would never end (`schedules.ScheduleError`, with the ranks that wait in a circle); a
             spec does not fit; there are fewer layers than stages; microbatches do not divide the batch; or the step is
             jitted.
 

@@ -254,17 +254,26 @@ def work(directory):
             os.write(1, b".")
             step += 1
 
-draw = random.Random(int(sys.argv[3]))
+draw, took = random.Random(int(sys.argv[3])), 0.1
 for n in range(int(sys.argv[2])):
+    saved, saves = os.pipe()
     child = os.fork()
     if child == 0:
+        os.dup2(saves, 1)
         try:
             work(sys.argv[1])
         finally:
             os._exit(1)
-    time.sleep(draw.uniform(0.0, 0.4))
+    os.close(saves)
+    # At the start, or between two saves of those that follow: whatever a save takes on this machine.
+    begun = time.monotonic()
+    for _ in range(draw.randint(0, 6)):
+        assert os.read(saved, 1), "it ended by itself"
+        took, begun = time.monotonic() - begun, time.monotonic()
+    time.sleep(draw.uniform(0.0, took))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(saved)
     os.write(1, f"killed {n}\\n".encode())
     sys.stdin.readline()
 """

@@ -234,29 +234,26 @@ def test_ranks_with_other_rows_a_chunk_are_told() -> None:
 
 
 @distributed(world=1, timeout=800)
-def long_on_1() -> list[list[Tensor]]:
-    return _all(steps=200)
+def long_on_1(number: int) -> list[Tensor]:
+    return _trained(*CASES[number], steps=200)
 
 
 @distributed(world=3, timeout=800)
-def long_on_3() -> list[list[Tensor]]:
-    return _all(steps=200)
+def long_on_3(number: int) -> list[Tensor]:
+    return _trained(*CASES[number], steps=200)
 
 
 @distributed(world=8, timeout=800)
-def long_on_8() -> list[list[Tensor]]:
-    return _all(CASES[1:4], steps=200)
+def long_on_8(number: int) -> list[Tensor]:
+    return _trained(*CASES[number], steps=200)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("world", [3, 8])
-def test_two_hundred_steps(world: int) -> None:
-    (want,) = long_on_1()
-    cases = CASES if world == 3 else CASES[1:4]
-    want = want if world == 3 else want[1:4]
-    for found in {3: long_on_3, 8: long_on_8}[world]():
-        for case, a, b in zip(cases, want, found, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), case
+@pytest.mark.parametrize("world, number", [*((3, n) for n in range(len(CASES))), *((8, n) for n in (1, 2, 3))])
+def test_two_hundred_steps(world: int, number: int) -> None:
+    (want,) = long_on_1(number)
+    for found in {3: long_on_3, 8: long_on_8}[world](number):
+        assert all(torch.equal(x, y) for x, y in zip(want, found, strict=True)), CASES[number]
 
 
 GPT = gpt.Config(vocab_size=65, num_layers=1, d_model=16, num_heads=2, max_len=8)

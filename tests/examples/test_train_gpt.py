@@ -11,6 +11,7 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/train_gpt.py"
 PLAIN = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # five rows: two ranks hold unequal parts
@@ -27,10 +28,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
 def start(launcher: list[str], text: pathlib.Path, out: pathlib.Path, *options: str) -> subprocess.Popen[str]:
-    command = [*launcher, str(ROOT / "examples/train_gpt.py"), "--data", str(text), "--out", str(out), *TINY, *options]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [*launcher, str(EXAMPLE), "--data", str(text), "--out", str(out), *TINY, *options]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -78,13 +82,55 @@ def test_a_mesh_of_several_axes_computes_the_same(text: pathlib.Path, tmp_path: 
     assert runs["many"][-1]["validation_loss"] == pytest.approx(runs["one"][-1]["validation_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,dp=1", "ep=1", "dp=x"])
-def test_a_mesh_that_does_not_fit_is_refused(text: pathlib.Path, tmp_path: pathlib.Path, mesh: str) -> None:
-    code, said = finish(start(PLAIN, text, tmp_path, "--mesh", mesh))
+# Runs the example in this process for each list of arguments; prints the codes and what was said.
+ONE_BY_ONE = """
+import contextlib, io, json, runpy, sys, traceback
+
+example, lists = sys.argv[1:]
+told = []
+for arguments in json.loads(lists):
+    sys.argv, said, code = [example, *arguments], io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_path(example, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        except Exception:
+            code = 1
+            traceback.print_exc()
+    told.append((code, said.getvalue()))
+print(json.dumps(told))
+"""
+NO_MESHES = ("dp=2,tp=2", "dp=1,dp=1", "ep=1", "dp=x")
+
+
+@pytest.fixture(scope="module")
+def refusals(text: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """What is said to arguments that do not fit, by the argument; by one process, as a start takes seconds."""
+    out = tmp_path_factory.mktemp("refused")
+    runs = {mesh: ["--data", str(text), "--mesh", mesh] for mesh in NO_MESHES}
+    runs["gone.txt"] = ["--data", str(out / "gone.txt")]
+    lists = json.dumps([[*arguments, "--out", str(out / "x"), *TINY] for arguments in runs.values()])
+    command = [*PLAIN, "-c", ONE_BY_ONE, str(EXAMPLE), lists]
+    code, said = finish(subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True))
+    assert code == 0, said
+    return {name: (code, text) for name, (code, text) in zip(runs, json.loads(said), strict=True)}
+
+
+@pytest.mark.parametrize("mesh", NO_MESHES)
+def test_a_mesh_that_does_not_fit_is_refused(refusals: dict[str, tuple[int, str]], mesh: str) -> None:
+    code, said = refusals[mesh]
     want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp, tp, sp and pp"
     assert code == 2 and want in said, said
 
 
+def test_missing_data_is_named(refusals: dict[str, tuple[int, str]]) -> None:
+    code, said = refusals["gone.txt"]
+    assert code != 0
+    assert "gone.txt" in said
+
+
+@pytest.mark.nightly
 def test_one_process_and_two_that_run_a_graph_agree(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     runs = {}
     for name, launcher, options in (("one", PLAIN, ()), ("two", TORCHRUN, ("--jit", "graph"))):
@@ -138,12 +184,6 @@ def test_minutes_end_the_run(text: pathlib.Path, tmp_path: pathlib.Path) -> None
     code, said = finish(start(PLAIN, text, tmp_path / "x", *options))
     assert code == 0, said
     assert_complete(tmp_path / "x")
-
-
-def test_missing_data_is_named(tmp_path: pathlib.Path) -> None:
-    code, said = finish(start(PLAIN, tmp_path / "gone.txt", tmp_path / "x"))
-    assert code != 0
-    assert "gone.txt" in said
 
 
 def weights(out: pathlib.Path) -> list[bytes]:

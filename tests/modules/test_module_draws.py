@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn.testing import assert_same, distributed, on_mesh, one_device
 
-ROWS = 6
+ROWS = 12
 
 
 class Net(nn.Module):

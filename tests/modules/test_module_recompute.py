@@ -115,13 +115,13 @@ def test_sharded_it_equals_one_device_without_checkpoint() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@distributed(world=[2, 3])
+@distributed(world=[2, 3], timeout=900)
 def test_every_stage_and_transform(world: int, stage: int) -> None:
     del world
-    params, loss = blocks(None, drops=True)
-    want = one_device(loss, sf.optim.sgd(0.5), params, batches(), key=sf.key(0))
     accumulated = functools.partial(sf.accumulate, num_microbatches=2)
-    for how in (BY_TORCH, REENTRANT, nested, WAYS["remat"][0]):
+    for how, plain in (WAYS[way] for way in ("checkpoint", "reentrant", "nested", "remat")):
+        params, loss = blocks(plain, drops=True)
+        want = one_device(loss, sf.optim.sgd(0.5), params, batches(), key=sf.key(0))
         for transform in (None, accumulated, sf.remat, GRAPH, lambda f: GRAPH(accumulated(sf.remat(f)))):
             assert_same(run_of(how, transform, stage), want)
 

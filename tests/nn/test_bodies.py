@@ -235,15 +235,17 @@ def test_bodies_on_a_grid() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("part", range(2))
 @distributed(world=[2, 3, 4], timeout=900)
-def test_many_bodies_on_a_line(world: int) -> None:
-    many_ranks(sf.make_mesh({"sp": world}), line, range(100, 200), 300)
+def test_many_bodies_on_a_line(part: int, world: int) -> None:
+    many_ranks(sf.make_mesh({"sp": world}), line, range(100 + part, 200, 2), 300)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("part", range(5))
 @distributed(world=6, timeout=900)
-def test_many_bodies_on_a_grid() -> None:
-    many_ranks(sf.make_mesh({"r": 3, "u": 2}), grid, range(100, 200), 300)
+def test_many_bodies_on_a_grid(part: int) -> None:
+    many_ranks(sf.make_mesh({"r": 3, "u": 2}), grid, range(100 + part, 200, 5), 300)
 
 
 # What is sent, and what is computed.

@@ -44,9 +44,14 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
         state, _ = step(state, torch.ones(2, WIDTH))
     del state
     until = time.monotonic() + 10  # a transfer's thread may hold its tensors a moment longer
-    while book.live("host") and zero.optimizer == "disk" and time.monotonic() < until:
+    while book.live("host") > _set_aside(mesh) and zero.optimizer == "disk" and time.monotonic() < until:
         time.sleep(0.01)
     return book, PSI // mesh.size
+
+
+def _set_aside(mesh: sf.Mesh) -> int:
+    """Bytes of the channels' own, where ranks share memory."""
+    return sum(nbytes for _, nbytes in mesh.resources["comms"].channels.shared())
 
 
 @distributed(world=[1, 2])
@@ -80,7 +85,7 @@ def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pa
     assert book.moved("disk", "host") == book.moved("host", "disk") == 12 * own  # master, mu and nu
     assert book.moved("device", "host") == book.moved("host", "device") == 2 * own
     # Gradients wait in float32, one of them beside its 16 bits as it is widened; three chunks are in the update.
-    assert book.peak("host") <= 4 * own + 2 * GRADIENT + 3 * chunk
+    assert book.peak("host") <= 4 * own + 2 * GRADIENT + 3 * chunk + _set_aside(mesh)
 
 
 @distributed(world=2)
@@ -92,5 +97,5 @@ def test_everything_on_disk_leaves_a_window_on_the_device(tmp_path: pathlib.Path
     )
     book, own = _measured(mesh, zero)
     assert book.peak("device") <= 3 * window + 8 * GRADIENT
-    assert book.live("device") <= 1 << 10 and book.live("host") == 0
+    assert book.live("device") <= 1 << 10 and book.live("host") == _set_aside(mesh)
     assert book.moved("host", "disk") == (12 + 2) * own  # state, parameters; gradients go straight into the update

@@ -9,7 +9,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, WeightedMean, Zero, optim, schedules
+from shardfn.engine._backward import Engine
 from shardfn.engine._staged import Staged
+from shardfn.nn import DeferredGradients
 from shardfn.testing import assert_parity, distributed
 
 V, D, B, T = 11, 6, 12, 3
@@ -193,11 +195,11 @@ def test_keys_give_the_masks_of_one_device() -> None:
         return last(p, x, batch, key)
 
     batches = [{**b, "rows": torch.arange(B)} for b in _batches(2)]
-    loss = sf.pipeline(first, _dropped, last, num_microbatches=3)
-    params = _params(5)
-    assert_parity(
-        loss, optim.sgd(0.1), params, batches, mesh=mesh, reference=plain, key=key, specs=_specs(params), batch=P("dp")
-    )
+    loss, params = sf.pipeline(first, _dropped, last, num_microbatches=3), _params(5)
+    split = sf.pipeline(first, sf.remat(_dropped), last, num_microbatches=3, schedule="zb-h1")
+    how: dict[str, Any] = {"mesh": mesh, "reference": plain, "key": key, "specs": _specs(params), "batch": P("dp")}
+    for f in (loss, split):
+        assert_parity(f, optim.sgd(0.1), params, batches, **how)
     # Before anything is summed in another order the losses have the same bits.
     _, _, (ours, *_) = _run(mesh, loss, params, batches[:1], key=key)
     _, _, (alone, *_) = _run(None, loss, params, batches[:1], key=key)
@@ -216,8 +218,8 @@ def test_mixed_precision_and_aux() -> None:
     params, batches = _params(4, torch.float32), _batches(2)
     rows = mesh.coords["dp"]
     mine = [sf.core.tree_map(lambda x: x.chunk(2)[rows], b) for b in batches]
-    for scaled in (None, optim.static_loss_scale(8.0)):
-        loss = sf.mixed_precision(_loss(last, m=2), policy, scaled)
+    for scaled, schedule in ((None, "1f1b"), (None, "zb-h1"), (optim.static_loss_scale(8.0), "1f1b")):
+        loss = sf.mixed_precision(_loss(last, m=2, schedule=schedule), policy, scaled)
         alone = sf.mixed_precision(_loss(last, m=4), policy, scaled)
         _, state, ours = _run(mesh, loss, params, mine, has_aux=True, zero=Zero(stage=2))
         _, want, theirs = _run(None, alone, params, batches, has_aux=True)
@@ -372,21 +374,102 @@ def _unsplit(of: schedules.PipelineSchedule) -> schedules.PipelineSchedule:
     return dataclasses.replace(of, ranks=ranks)
 
 
+def _turning(p: Any, batch: Any) -> Tensor:
+    """The plain loss where the second stack is in reverse."""
+    flipped = {k: v.flip(0) for k, v in p["blocks"][1].items()}
+    return _plain()({**p, "blocks": [p["blocks"][0], flipped]}, batch)
+
+
 @distributed(world=2)
 def test_down_the_ranks_and_up_again() -> None:
     """The second stack in reverse, whatever the number of ranks."""
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
     params = _params(7, chunks=2)
 
-    def plain(p: Any, batch: Any) -> Tensor:
-        flipped = {k: v.flip(0) for k, v in p["blocks"][1].items()}
-        return _plain()({**p, "blocks": [p["blocks"][0], flipped]}, batch)
-
     for make in V_LISTS.values():
         loss = _loss(m=4, schedule=_unsplit(make(2, 4)), num_chunks=2)
         (batch,) = _batches(1)
-        torch.testing.assert_close(loss(params, batch), plain(params, batch))
-        _parity(mesh, 7, loss, reference=plain, chunks=2)
+        torch.testing.assert_close(loss(params, batch), _turning(params, batch))
+        _parity(mesh, 7, loss, reference=_turning, chunks=2)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+@distributed(world=[2, 3])
+def test_split_backwards(world: int, name: str) -> None:
+    """B gives gradients of activations, W those of weights."""
+    mesh, chunks = sf.make_mesh({"pp": world}, device="cpu"), 1 if name == "zb-h1" else 2
+    for dtype in (torch.float32, torch.float64):
+        loss = _loss(m=6, schedule=name, num_chunks=chunks)
+        _parity(mesh, 7, loss, reference=_turning if chunks > 1 else _plain(), chunks=chunks, dtype=dtype)
+
+
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(n, marks=NIGHTLY) for n in (0, 2))])
+@distributed(world=4)
+def test_split_backwards_with_zero(stage: int) -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+    clipped = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
+    for accumulate in ("each", "once"):
+        zero = Zero.flat(stage=stage, accumulate=accumulate, **ODD)
+        _parity(mesh, loss=_loss(m=3, schedule="zb-h1", block=sf.remat(_block)), zero=zero, optimizer=clipped)
+
+
+@distributed(world=3)
+def test_split_backwards_hold_what_they_do_on_paper() -> None:
+    """From a microbatch's forward to its W; weights are not made before their W."""
+    mesh, opened, done = sf.make_mesh({"pp": 3}, device="cpu"), [0], [0, 0]
+    forward, note, rest = Engine._forward, DeferredGradients.note, DeferredGradients.rest
+
+    def counted(self: Engine, *args: Any, **named: Any) -> None:
+        forward(self, *args, **named)
+        opened[0] = max(opened[0], len(self._deferred))
+
+    def noted(self: DeferredGradients, *args: Any) -> None:
+        done[0] += 1
+        note(self, *args)
+
+    def made(self: DeferredGradients) -> Any:
+        done[1] += sum(map(len, self._noted.values()))
+        return rest(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_forward", counted)
+        patch.setattr(DeferredGradients, "note", noted)
+        patch.setattr(DeferredGradients, "rest", made)
+        loss = _loss(m=6, schedule="zb-h1")
+        _parity(mesh, 6, loss)
+    rank = mesh.coords["pp"]
+    assert opened[0] == schedules.timeline(schedules.zero_bubble_h1(3, 6)).peaks[rank]
+    steps = len(_batches())
+    # Two layers a stage, each with one product; on the last rank the head, too.
+    assert done == [steps * 6 * (2 + (rank == 2))] * 2
+
+
+@distributed(world=4)
+def test_a_split_backward_opens_leaves_no_third_time() -> None:
+    """What W needs are activations and cotangents, so that it costs no gather."""
+    mesh, sent = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu"), []
+    for schedule in ("1f1b", "zb-h1"):
+        params = _params(4)
+        with sf.count_traffic() as traffic:
+            _run(mesh, _loss(m=4, schedule=schedule), params, _batches(2), zero=Zero.flat(stage=3, **ODD))
+        sent.append((traffic.bytes, traffic.calls))
+    assert sent[0] == sent[1]
+
+
+@NIGHTLY
+@distributed(world=2)
+def test_split_backwards_of_what_else_a_loss_may_be() -> None:
+    """Weighted means; rows of all kinds of ranks; leaves that are frozen; optimizers that act on whole leaves."""
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    _parity(mesh, loss=_loss(_weighted, schedule="zb-h1"), last=_weighted, optimizer=optim.lamb(1e-2))
+    for wrap in (
+        lambda f: sf.offload(f, sf.policies.offload_larger_than(0)),
+        lambda f: sf.remat(f, sf.policies.dots_saveable),
+    ):
+        _parity(mesh, 4, _loss(m=4, schedule="zb-h1", block=wrap(_block)))
+    frozen = {"embed": False, "blocks": True, "scale": True, "unused": False}
+    _parity(mesh, loss=_loss(schedule="zb-h1"), trainable=frozen)
+    _parity(mesh, loss=sf.accumulate(_loss(m=2, schedule="zb-h1"), 2))
 
 
 @pytest.mark.parametrize("per_stage", [(1, 4, 2), (3, 1, 3)])

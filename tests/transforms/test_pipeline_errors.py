@@ -1,7 +1,6 @@
 """Covers what a pipeline refuses, and how the ranks learn of a stage that fails."""
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
@@ -60,13 +59,8 @@ def test_a_schedule_of_other_numbers_is_refused() -> None:
         _step(_loss(schedules.one_f_one_b(3, 2)))
     with pytest.raises(ValueError, match=r"is for 2 ranks .* and 3 microbatches; the step has 2 .* and 2\."):
         _step(_loss(schedules.one_f_one_b(2, 3)))
-    with pytest.raises(ValueError, match="splits backwards into B and W, which a step does not do; use '1f1b'"):
-        _step(_loss(schedules.zero_bubble_h1(2, 2)))
     with pytest.raises(ValueError, match="zb-v is of 2 chunks, not 1"):
         _loss(schedules.zero_bubble_v(2, 2))
-    for name, chunks in (("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)):
-        with pytest.raises(ValueError, match=f"{name} splits backwards into B and W"):
-            _step(_loss(name, 4, num_chunks=chunks))
     with pytest.raises(ValueError, match="'zb-v' with num_chunks=3: it has num_chunks=2"):
         _loss("zb-v", num_chunks=3)
     with pytest.raises(ValueError, match="'interleaved' with num_chunks=1: it has two chunks or more"):
@@ -154,6 +148,7 @@ class _FailingBackward(torch.autograd.Function):
 
 @distributed(world=4, timeout=120)
 def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
+    # At once: who waits for what never comes waits for 30 minutes, the limit of a mesh, and this test has two.
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
     fail, calls = {"at": ""}, [0]
 
@@ -176,11 +171,9 @@ def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
         for at, microbatch in (("forward", 2), ("backward", 1)):
             state, _ = step(state, torch.ones(8, 3))
             fail["at"], calls[0] = at, 0
-            start = time.monotonic()
             mine = mesh.coords == {"pp": 1, "dp": 0}
             with pytest.raises(ZeroDivisionError if mine else sf.RankError) as caught:
                 step(state, torch.ones(8, 3))
-            assert time.monotonic() - start < 5
             told = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
             assert f"in the {at}" in told and f"in stage 1 of 2, {at} of microbatch {microbatch}" in told, told
             if not mine:
@@ -188,6 +181,26 @@ def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
             fail["at"] = ""
             state, metrics = step(state, torch.ones(8, 3))  # the state lives on
             assert metrics["finite"]
+
+
+@distributed(world=2)
+def test_layers_that_differentiate_something_cannot_be_split() -> None:
+    mesh, params = sf.make_mesh({"pp": 2}, device="cpu"), _params()
+
+    def block(p: Any, h: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(_block(p, h.detach()).sum(), p["w"])
+        return _block(p, h) + slope.mean()
+
+    for schedule in ("1f1b", "zb-h1"):
+        step = _step(sf.pipeline(_first, block, _last, num_microbatches=2, schedule=schedule), mesh=mesh)
+        state = step.init(params)
+        if schedule == "1f1b":
+            step(state, torch.ones(2, 3))
+            continue
+        with pytest.raises((ValueError, sf.RankError)) as caught:
+            step(state, torch.ones(2, 3))
+        told = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        assert "differentiates something itself cannot have its backward split" in told, told
 
 
 @distributed(world=2)

@@ -1,5 +1,6 @@
 """Covers `pipeline_module`: unmodified Hugging Face decoders in stages equal one device."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ def _made(name: str, layers: int, tied: bool, dtype: torch.dtype) -> tuple[dict[
     make, path = MODELS[name]
     torch.manual_seed(0)
     module = make(layers, tied).to(dtype).eval()
+    module, alone = copy.deepcopy(module), module  # torch's own call of a checkpointed one would go wrong
     params, apply = from_module(module, layers=path)
 
     def loss(params: Any, batch: Any) -> Tensor:
@@ -75,7 +77,7 @@ def _made(name: str, layers: int, tied: bool, dtype: torch.dtype) -> tuple[dict[
         flat = {k: v for k, v in params.items() if k != path}
         for leaf, rows in params[path].items():
             flat |= {f"{path}.{i}.{leaf}": row for i, row in enumerate(rows)}
-        return torch.func.functional_call(module, flat, kwargs={**batch, "use_cache": False}).loss
+        return torch.func.functional_call(alone, flat, kwargs={**batch, "use_cache": False}).loss
 
     return params, (loss, apply), plain, path
 
@@ -96,6 +98,12 @@ def _parity(
 ) -> None:
     params, (loss, apply), plain, path = _made(name, layers, tied, dtype)
     mask = options.pop("mask", False)
+    if options.pop("checkpointed", False):
+        apply.module.activation_checkpointing_enable()
+        apply.module.train()
+        for part in apply.module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
     schedule = options.pop("schedule", "1f1b")
     piped = sf.pipeline_module(loss, apply, num_microbatches=m, schedule=schedule)
     specs = {key: P("pp") if key == path else P() for key in params}
@@ -129,6 +137,15 @@ def test_with_zero(name: str, stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
     for tied, dtype in ((True, torch.float64), (False, torch.float32))[name in IN_FLOAT32 :]:
         _parity(name, mesh, tied=tied, dtype=dtype, zero=Zero(stage=stage, persist_elements=0), layers=3)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "llama" else pytest.mark.nightly) for n in MODELS])
+@distributed(world=2)
+def test_split_backwards(name: str) -> None:
+    mesh = sf.make_mesh({"pp": 2}, device="cpu")
+    for checkpointed in (False, True):
+        dtype = torch.float32 if name in IN_FLOAT32 else torch.float64
+        _parity(name, mesh, dtype=dtype, schedule="zb-h1", m=4, checkpointed=checkpointed)
 
 
 @distributed(world=2)

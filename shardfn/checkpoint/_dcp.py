@@ -1,0 +1,139 @@
+"""Checkpoints of `torch.distributed.checkpoint` (DCP), in both directions.
+
+`save_dcp` writes each leaf's blocks as DCP's shards, of any spec and memory, also of those that no `DTensor` has.
+`restore_dcp` reads what any program has written by DCP, box by box as `restore` does. Keys are the paths of leaves.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardfn.core import Mesh, PyTree, raise_all, tree_flatten, tree_unflatten
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
+from shardfn.memory import Pool
+from shardfn.state import check_alive
+
+from ._contents import contents, mesh_of
+from ._match import Rename, matched
+from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
+
+# DCP takes as long to be imported as shardfn, so that only these functions do it.
+
+
+def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -> None:
+    """Saves a tree by `torch.distributed.checkpoint`, for programs that read that. Collective over all ranks.
+
+    Args:
+        directory: of this checkpoint, on a file system that all ranks see. DCP writes over one that is there.
+        tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; read only.
+        at: what paths begin with.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        ValueError: the mesh is not of all ranks, with whom DCP talks; or a leaf cannot be saved.
+        DonatedError: a step has consumed the state.
+        RankError: ranks save different things, or another one failed.
+
+    Example:
+        >>> import tempfile
+        >>> directory = tempfile.mkdtemp()
+        >>> save_dcp(directory, {"w": torch.ones(3)})
+        >>> restore_dcp(directory, {"w": torch.zeros(3)})
+        {'w': tensor([1., 1., 1.])}
+    """
+    from torch.distributed import checkpoint as dcp
+
+    from ._dcp_blocks import BlockPlanner
+
+    check_alive(tree)
+    mesh = mesh_of(tree)
+    comms = comms_of(mesh)
+    with told_before(comms.control):
+        _check_all_ranks(mesh)
+        leaves = contents(tree, at, mesh)
+    said = "\n".join(f"{x.path} {x.shape} {x.dtype} {x.spec!r}" for x in leaves)
+    agree_on_step(comms.control, "checkpoint.save_dcp", (said, ()))
+    alone = not dist.is_initialized()
+    with losing_no_peer(comms), torch.no_grad(), warnings.catch_warnings():
+        # DCP warns that it takes one process for one process.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        dcp.save(
+            {x.path: x for x in leaves},
+            storage_writer=dcp.FileSystemWriter(directory),
+            planner=BlockPlanner(),
+            no_dist=alone,
+        )
+
+
+def restore_dcp(
+    directory: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    at: str = "",
+    rename: Rename | None = None,
+    partial: bool = False,
+    cast: bool = False,
+    donate: bool = True,
+    pool: Pool | None = None,
+) -> Any:
+    """Reads a checkpoint of `torch.distributed.checkpoint` into a tree like this one. Collective over its mesh.
+
+    As `restore` does, it compares everything before a value is read, and each rank reads its own blocks. What
+    compressing optimizers owe is not shared out among other ranks. DCP's metadata is a pickle: open what you trust.
+
+    Args:
+        directory: of the checkpoint.
+        like: as `restore` takes it.
+        at: what the tree's paths begin with.
+        rename: from a path of the tree to the key in the checkpoint; None = the leaf stays as it is.
+        partial: whether leaves that only one side has are passed over.
+        cast: whether values may be rounded to a leaf's dtype.
+        donate: whether the memory of `like` is filled.
+        pool: for leaves on disk of an abstract tree.
+
+    Returns:
+        The tree.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values; lists all.
+        DamagedError: the checkpoint lacks a part of a leaf.
+        DonatedError: a step has consumed `like`.
+        RankError: another rank failed.
+    """
+    from ._dcp_blocks import DcpReader
+
+    check_alive(like)
+    mesh = mesh_of(like)
+    comms = comms_of(mesh)
+    with told_before(comms.control):
+        reader = DcpReader(directory)
+        leaves, treedef = tree_flatten(like)
+        targets = targets_of(like, at)
+        sources, problems = matched(targets, reader.manifest(), at, rename, partial=partial, cast=cast, but=_NoRecuts())
+        problems = problems or nowhere(targets, leaves, sources, pool, frozenset())
+        raise_all(ValueError, f"the DCP checkpoint {directory} does not fit:", problems)
+    with losing_no_peer(comms), torch.no_grad():
+        tasks = [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)]
+        out = read_all(tasks, frozenset(), reader, check=False)
+        if donate:
+            donate_all(leaves, out)
+        comms.control.exchange(0)  # all ranks have it, or none has
+    return tree_unflatten(treedef, out)
+
+
+class _NoRecuts:
+    """All leaves are read as they are."""
+
+    at: frozenset[int] = frozenset()
+    paths: frozenset[str] = frozenset()
+
+
+def _check_all_ranks(mesh: Mesh) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh.size != world:
+        raise ValueError(f"DCP talks among all {world} ranks, and the leaves are on {mesh!r}; save on a mesh of all.")

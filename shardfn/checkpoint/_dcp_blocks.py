@@ -1,0 +1,95 @@
+"""What `torch.distributed.checkpoint` asks of us: a planner whose shards are blocks, and boxes from its files."""
+
+import math
+import os
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from shardfn.collectives import Box
+from shardfn.core import Stored, dtype_name
+from shardfn.memory import DamagedError
+
+from ._contents import Content
+from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
+
+
+class BlockPlanner(dcp.DefaultSavePlanner):
+    """Plans each leaf's block as a shard; DCP lets one of the ranks that hold the same one write it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for x in self.state_dict.values() if (item := _write_item(x)) is not None]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        held: Tensor | Stored = self.state_dict[index.fqn].held
+        return held.detach() if isinstance(held, Tensor) else held.load()
+
+
+def _write_item(x: Content) -> WriteItem | None:
+    """What this rank has of a leaf; None if that is nothing, while others have something."""
+    sizes = torch.Size(x.held.shape)
+    if math.prod(x.shape) and not sizes.numel():
+        return None
+    empty = not math.prod(x.shape)  # one item, so that the leaf is there
+    start, sizes = (torch.Size([0] * len(x.shape)), torch.Size(x.shape)) if empty else (torch.Size(x.start), sizes)
+    data = TensorWriteData(ChunkStorageMetadata(start, sizes), TensorProperties(dtype=x.dtype), torch.Size(x.shape))
+    return WriteItem(MetadataIndex(x.path, start), WriteItemType.SHARD, tensor_data=data)
+
+
+class DcpReader:
+    """Boxes of leaves from DCP's files, which no other rank needs to be asked for."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.storage = dcp.FileSystemReader(directory)
+        self.metadata = self.storage.read_metadata()
+        self.storage.set_up_storage_reader(self.metadata, False)
+
+    def manifest(self) -> Manifest:
+        """The tensors as leaves of one chunk each, whose file is the key."""
+        leaves = {}
+        for key, x in self.metadata.state_dict_metadata.items():
+            if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
+                shape = tuple(x.size)
+                chunk = StoredChunk((0,) * len(shape), shape, key, 0, "")
+                leaves[key] = StoredLeaf(shape, dtype_name(x.properties.dtype), (), (chunk,))
+        return Manifest(0, None, {}, leaves, {})
+
+    def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
+        """Fills `out` with a box of a leaf."""
+        del check  # DCP has no digests
+        key = leaf.chunks[0].file
+        wanted = ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size([hi - lo for lo, hi in box]))
+        if not out.numel():
+            return
+        items = create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], [wanted])  # type: ignore[arg-type]
+        if sum(item.lengths.numel() for item in items) != out.numel():
+            raise DamagedError(f"the checkpoint has not all of {key}, box {box}. Take another checkpoint.")
+        self.storage.read_data(LoadPlan(items), _Into(out)).wait()
+
+
+class _Into(dcp.DefaultLoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, out: Tensor) -> None:
+        super().__init__()
+        self.out = out
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.out
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        del read_item, tensor  # it is a view of `out`

@@ -1,0 +1,303 @@
+"""The way through memory between ranks of one host: rings that each rank writes in its own segment and others read.
+
+A transfer is blocks in lanes (`_lanes.h`): each rank writes what it sends into lanes of its segment and counts it; the
+others copy from there, or sum from there, and count what they have read. Whoever starts or awaits a transfer moves all
+that can be moved, and so does one thread a process, which sleeps until a peer rings a pipe. Why that cannot lock is in
+docs/design/0020-shared-memory.md.
+"""
+
+import collections
+import contextlib
+import ctypes
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._engine import Address, Engine, addresses, engine, numbers
+from ._failure import TransportError
+from ._segment import NotSharedError, Offer, Reader, Segment
+
+# Bytes of a channel's rings on each rank, together; each is cut into as many as there are ranks.
+RINGS = 8 << 20
+_LEAST_RING = 1 << 19
+MOST_RANKS = 256
+# Milliseconds after which a wait looks whether the program was interrupted.
+_SLICE = 200
+# What a work waits for: that all has come, that all has left.
+IN, OUT = 1, 2
+_KINDS = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.uint8: 4,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 8,
+    torch.complex64: 0,
+    torch.complex128: 1,
+}
+Blocks = Sequence[Tensor]
+
+
+class LanesOffer(NamedTuple):
+    """What a rank tells others so that they can read its lanes, and ring.
+
+    Attributes:
+        segment: where they are.
+        bell: the number, among its open files, of the pipe that wakes it.
+    """
+
+    segment: Offer
+    bell: int
+
+
+class Lanes:
+    """One rank's end of a channel through memory. It is made in two steps, between which ranks tell one another.
+
+    All ranks start the same transfers in the same order, but for messages with tags. Tensors are contiguous, and
+    on the CPU.
+
+    Args:
+        size: the number of ranks.
+        index: this one's.
+        timeout: seconds that a wait may take; None is for ever.
+
+    Attributes:
+        offer: what the others need.
+        nbytes: of the segment.
+
+    Raises:
+        NotSharedError: this process cannot offer memory.
+    """
+
+    def __init__(self, size: int, index: int, timeout: float | None) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise NotSharedError("this system cannot watch processes (pidfd_open)")
+        if size > MOST_RANKS:
+            raise NotSharedError(f"there are {size} ranks, and memory serves {MOST_RANKS}")
+        self._engine = engine()
+        self.size, self.index, self._timeout = size, index, timeout
+        self._ring = max(_LEAST_RING, RINGS // size // 4096 * 4096)
+        self.nbytes: int = self._engine.plain("segment_bytes", size, self._ring)
+        self._ends = _Ends(self._engine, self.nbytes)
+        self.offer = LanesOffer(self._ends.segment.offer, self._engine.bell)
+        # Not at exit: what has not been read yet is, as long as the segment is there.
+        self._closing = weakref.finalize(self, self._ends.close)
+        self._closing.atexit = False
+
+    def open(self, offers: Sequence[LanesOffer]) -> None:
+        """Opens the lanes of the others.
+
+        Raises:
+            NotSharedError: one of them cannot be read, or rung.
+        """
+        bases, bells, pidfds = ([0] * self.size for _ in range(3))
+        for rank, offer in enumerate(offers):
+            if rank == self.index:
+                bases[rank] = self._ends.own
+            elif offer.segment.size != self.nbytes:
+                raise NotSharedError(f"rank {rank} of the channel has lanes of another size")
+            else:
+                bases[rank], bells[rank], pidfds[rank] = self._ends.peer(offer)
+        shape = (self.size, self.index, self._ring)
+        made = self._engine.call("channel_new", *shape, addresses(bases), numbers(bells), numbers(pidfds))
+        self._ends.channel = Address(made)
+
+    def close(self) -> None:
+        """Ends the channel; what is under way fails, here and on the other ranks."""
+        self._closing()
+
+    def all_gather(self, own: Tensor, blocks: Blocks) -> "Entry":
+        """Sends a block to all, and takes theirs."""
+        return self._start((own, *blocks), to_all=own, alls=blocks)
+
+    def all_to_all(self, parts: Blocks, into: Blocks) -> "Entry":
+        """Sends each rank its part, and takes theirs; the own one is copied."""
+        into[self.index].copy_(parts[self.index])
+        return self._start((*parts, *into), out=parts, come=into)
+
+    def reduce_scatter(self, parts: Blocks, out: Tensor) -> "Entry":
+        """Sends each rank its part, and sums the own ones in the order of ranks."""
+        return self._start((*parts, out), out=parts, sums=out)
+
+    def all_reduce(self, parts: Blocks) -> "Entry":
+        """Sums parts over all ranks, in place: each rank its own, which goes to all as it is summed."""
+        mine = parts[self.index]
+        return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
+
+    def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "Entry":
+        """To one rank, or from one: what the other end gives the same tag."""
+        self._check()
+        made = self._engine.call(
+            "message", self._ends.channel, int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size()
+        )
+        return self._entry(made, (x,))
+
+    def wait(self, entry: "Entry", asked: int) -> None:
+        """Waits until a transfer has come (IN), or left (OUT), or both.
+
+        Raises:
+            TransportError: it failed, or took too long.
+        """
+        start = time.monotonic()
+        while (state := entry.wait(self._engine, asked)) == 0:
+            if self._timeout is not None and time.monotonic() - start > self._timeout:
+                raise TransportError(
+                    f"waited {self._timeout:g} s through memory for ranks {self.why()} of the channel, in vain"
+                )
+        if state < 0:
+            raise TransportError(self.why())
+
+    def state(self, entry: "Entry", asked: int) -> int:
+        """1: what is asked for is so, 0: not yet, -1: it failed."""
+        return entry.state(self._engine, asked)
+
+    def why(self) -> str:
+        """What went wrong; or, of waiting, for which ranks of the channel."""
+        if self._ends.channel is None:
+            return "this communicator has ended"
+        text = ctypes.create_string_buffer(4096)
+        n: int = self._engine.call("why", self._ends.channel, text, len(text))
+        return text.raw[:n].decode(errors="replace")
+
+    def _start(
+        self,
+        kept: Blocks,
+        *,
+        out: Blocks | None = None,
+        come: Blocks | None = None,
+        alls: Blocks | None = None,
+        to_all: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> "Entry":
+        self._check()
+        if sums is not None and sums.dtype not in _KINDS:
+            raise TypeError(f"sums of {sums.dtype} are not known; of {', '.join(map(str, _KINDS))} they are.")
+        kind = -1 if sums is None else _KINDS[sums.dtype]
+        one, total = _place(to_all), _place(sums)
+        outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))
+        at = [[0 if x is None else ctypes.addressof(x) for x in pair] for pair in (outs, comes, all_blocks)]
+        # The fields of `Transfer` in `_memory.cpp`.
+        fields = numbers([kind, *at[0], *one, *at[1], *at[2], *total])
+        made = self._engine.call("start", self._ends.channel, fields)
+        return self._entry(made, kept)
+
+    def _entry(self, op: int | None, kept: Blocks) -> "Entry":
+        if op is None:
+            raise TransportError(self.why())
+        entries = self._ends.entries
+        while entries and entries[0].ended(self._engine):
+            entries.popleft()
+        entry = Entry(op, kept)
+        entries.append(entry)
+        return entry
+
+    def _check(self) -> None:
+        if self._ends.channel is None:
+            raise TransportError("this communicator has ended; a transfer was asked of it.")
+
+
+class Entry:
+    """A transfer under way. It keeps alive what is read and written until nothing touches it."""
+
+    def __init__(self, op: int, kept: Blocks) -> None:
+        self._op: Address | None = Address(op)
+        self._kept: Blocks = kept
+        self._state, self._waiting = 0, 0
+
+    def state(self, made: Engine, asked: int) -> int:
+        """1: what is asked for is so, 0: not yet, -1: it failed."""
+        return self._state if self._op is None else made.plain("op_state", self._op, asked)
+
+    def wait(self, made: Engine, asked: int) -> int:
+        """The state, after a while at most."""
+        if self._op is None:
+            return self._state
+        self._waiting += 1
+        try:
+            return made.call("op_wait", self._op, asked, _SLICE)
+        finally:
+            self._waiting -= 1
+            self.ended(made)
+
+    def ended(self, made: Engine) -> bool:
+        """Whether nothing touches its memory any more; then lets go of it."""
+        state = self.state(made, IN | OUT)
+        if state and self._op is not None and not self._waiting:
+            self._state, op, self._op, self._kept = state, self._op, None, ()
+            made.plain("op_free", op)
+        return state != 0
+
+
+class _Ends:
+    """What a channel holds of the system, apart from it, so that it can be given back when nobody has the channel."""
+
+    def __init__(self, made: Engine, nbytes: int) -> None:
+        try:
+            self.segment = Segment(nbytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise NotSharedError(f"this process cannot make {nbytes} bytes to share: {error}") from error
+        self._engine, self._process = made, os.getpid()
+        # The thread reads what is mapped until it is told to stop, which the end of the interpreter does not: until
+        # `close` nobody may collect this.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        self._views = [np.frombuffer(self.segment.view, np.uint8)]
+        self._readers: list[Reader] = []
+        self._fds: list[int] = []
+        self.own: int = self._views[0].ctypes.data
+        self.channel: Address | None = None
+        self.entries: collections.deque[Entry] = collections.deque()
+
+    def peer(self, offer: LanesOffer) -> tuple[int, int, int]:
+        """Where another rank's segment is, the pipe that wakes it, and what tells that it has ended."""
+        pid = offer.segment.pid
+        path = f"/proc/{pid}/fd/{offer.bell}"
+        try:
+            # First the process: what is then read under its number is its own.
+            self._fds.append(os.pidfd_open(pid))
+            reader = Reader(offer.segment)
+            self._readers.append(reader)
+            # For both ends, so that writing is no signal when the other has gone.
+            self._fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        except OSError as error:
+            raise NotSharedError(f"process {pid} cannot be watched or rung ({path}): {error.strerror}") from error
+        self._views.append(np.frombuffer(reader.view, np.uint8))
+        return self._views[-1].ctypes.data, self._fds[-1], self._fds[-2]
+
+    def close(self) -> None:
+        if self._process != os.getpid():  # a fork holds copies, and must not speak for the rank
+            return
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            self._engine.call("channel_close", channel)
+        for entry in self.entries:
+            entry.ended(self._engine)
+        self.entries.clear()
+        self._views.clear()
+        for ended in (*self._readers, self.segment):
+            ended.close()
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._fds.clear()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
+
+
+def _arrays(blocks: Blocks | None) -> tuple[Any, Any]:
+    """Bytes and addresses of each block."""
+    if blocks is None:
+        return None, None
+    return numbers([x.numel() * x.element_size() for x in blocks]), addresses([x.data_ptr() for x in blocks])
+
+
+def _place(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.data_ptr(), x.numel() * x.element_size())

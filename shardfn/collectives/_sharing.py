@@ -1,0 +1,113 @@
+"""Whether the ranks of a channel share memory: each tries the offers of all others, and they do only if all succeed."""
+
+import datetime
+import os
+import pathlib
+import platform
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from ._memory import Entry, Lanes
+from ._segment import NotSharedError
+
+# The variable by which a user chooses, and what is chosen where it is not set.
+VARIABLE, DEFAULT = "SHARDFN_CHANNEL", "gloo"
+_WAYS = ("memory", "gloo")
+# What has been warned of, by this process once.
+_SAID: set[str] = set()
+
+
+class MemoryWork:
+    """What torch's `Work` is, of a transfer through memory."""
+
+    def __init__(self, lanes: Lanes, entry: Entry, asked: int) -> None:
+        self._lanes, self._entry, self._asked = lanes, entry, asked
+
+    def wait(self) -> None:
+        """Waits; raises `TransportError` if it failed."""
+        self._lanes.wait(self._entry, self._asked)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._lanes.state(self._entry, self._asked) != 0
+
+
+def wished() -> str:
+    """What the user has chosen: "memory" or "gloo".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    way = os.environ.get(VARIABLE) or DEFAULT
+    if way not in _WAYS:
+        raise ValueError(f"{VARIABLE}={way!r} is none of {', '.join(map(repr, _WAYS))}; set one of them, or nothing.")
+    return way
+
+
+def chosen_channel() -> str:
+    """One line on what the user has chosen, for agreements of the ranks; nothing where it is what everybody has."""
+    way = wished()
+    return "" if way == DEFAULT else f"{VARIABLE}={way}"
+
+
+def shared_lanes(group: Any, timeout: datetime.timedelta | None) -> Lanes | None:
+    """The way through memory of a gloo group, or None and, where it was to be expected, a warning that says why.
+
+    Where memory is not wished for it does nothing. Else it is collective over the group; all of it get lanes, or none.
+    """
+    if wished() == "gloo":
+        return None
+    lanes, why = None, ""
+    try:
+        lanes = Lanes(group.size(), group.rank(), None if timeout is None else timeout.total_seconds())
+    except NotSharedError as error:
+        why = str(error)
+    told = _gathered((_machine(), lanes and lanes.offer, why), group)
+    same = all(machine == _machine() for machine, *_ in told)
+    reasons = _reasons(reason for *_, reason in told)
+    if same and not reasons:
+        assert lanes is not None
+        try:
+            lanes.open([offer for _, offer, _ in told])
+        except NotSharedError as error:
+            why = str(error)
+        reasons = _reasons(_gathered(why, group))
+        if not reasons:
+            return lanes
+    if lanes is not None:
+        lanes.close()
+    if same and group.rank() == 0:  # the ranks of several machines are expected to share none
+        rank, reason = reasons[0]
+        _warn(f"rank {dist.get_process_group_ranks(group)[rank]}: {reason}")
+    return None
+
+
+def _reasons(said: Iterable[str]) -> list[tuple[int, str]]:
+    return [(rank, reason) for rank, reason in enumerate(said) if reason]
+
+
+def _warn(reason: str) -> None:
+    if not _SAID:
+        _SAID.add(reason)
+        warnings.warn(
+            f"ranks of one machine talk by gloo and not through memory, of which they share none: {reason}."
+            f" {VARIABLE}=gloo asks for just that.",
+            stacklevel=2,
+        )
+
+
+def _gathered(value: object, group: Any) -> list[Any]:
+    out: list[Any] = [None] * group.size()
+    dist.all_gather_object(out, value, group=group)
+    return out
+
+
+def _machine() -> str:
+    """The same for all that one kernel runs, containers as well; of another machine another."""
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return platform.node()

@@ -1,0 +1,108 @@
+// Sums of rows in their order, with the bits of torch's: 16-bit floats are summed in 32 bits and rounded once.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+// The loops are compiled for several generations of processors; the loader takes the one it finds.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+enum Kind { F32, F64, BF16, F16, I8, I16, I32, I64, BOOL };
+
+namespace sums {
+
+constexpr int64_t LANES = 1 << 10;
+
+INLINE float bits_to_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+INLINE uint32_t float_to_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// Each says what an element is in memory, what it is summed in, and the ways between.
+template <class T> struct Plain {
+    typedef T Kept;
+    typedef T Wide;
+    static INLINE T widen(T x) { return x; }
+    static INLINE T narrow(T x) { return x; }
+};
+struct Bool {
+    typedef uint8_t Kept;
+    typedef uint32_t Wide;
+    static INLINE uint32_t widen(uint8_t x) { return x; }
+    static INLINE uint8_t narrow(uint32_t x) { return x != 0; }
+};
+struct Bfloat {
+    typedef uint16_t Kept;
+    typedef float Wide;
+    static INLINE float widen(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
+    static INLINE uint16_t narrow(float x) {
+        const uint32_t bits = float_to_bits(x);
+        const uint32_t even = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+        return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : even);
+    }
+};
+struct Half {
+    typedef uint16_t Kept;
+    typedef float Wide;
+    static INLINE float widen(uint16_t x) {
+        const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;
+        // 2^112 is what the exponents are apart; infinities and NaN get the greatest exponent.
+        const float scaled = bits_to_float(rest << 13) * 0x1p112f;
+        const uint32_t bits = rest >= 0x7c00 ? (rest << 13 | 0x7f800000u) : float_to_bits(scaled);
+        return bits_to_float(bits | sign);
+    }
+    static INLINE uint16_t narrow(float x) {
+        const uint32_t word = float_to_bits(x), sign = word >> 16 & 0x8000, bits = word & 0x7fffffffu;
+        // Below 2^-14 the sum with 0.5 has the ulp of half's subnormals, and so is rounded as they are.
+        const uint32_t small = float_to_bits(bits_to_float(bits) + 0.5f) - 0x3f000000u;
+        const uint32_t normal = (bits + 0xfffu + (bits >> 13 & 1) - 0x38000000u) >> 13;
+        const uint32_t great = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+        return (uint16_t)(sign | (bits >= 0x47800000u ? great : bits < 0x38800000u ? small : normal));
+    }
+};
+
+template <class E> INLINE void add_rows(const uint8_t* const* rows, int64_t k, int64_t bytes, uint8_t* out) {
+    typedef typename E::Kept Kept;
+    typedef typename E::Wide Wide;
+    Wide total[LANES];
+    const int64_t n = bytes / (int64_t)sizeof(Kept);
+    for (int64_t lo = 0; lo < n; lo += LANES) {
+        const int64_t num = n - lo < LANES ? n - lo : LANES;
+        const Kept* row = (const Kept*)rows[0] + lo;
+        for (int64_t j = 0; j < num; ++j) total[j] = E::widen(row[j]);
+        for (int64_t i = 1; i < k; ++i) {
+            row = (const Kept*)rows[i] + lo;
+            for (int64_t j = 0; j < num; ++j) total[j] = (Wide)(total[j] + E::widen(row[j]));
+        }
+        Kept* into = (Kept*)out + lo;  // written last: it may be one of the rows
+        for (int64_t j = 0; j < num; ++j) into[j] = E::narrow(total[j]);
+    }
+}
+
+}  // namespace sums
+
+extern "C" CLONES inline void sum_rows(int64_t kind, const uint8_t* const* rows, int64_t k, int64_t bytes,
+                                       uint8_t* out) {
+    using namespace sums;
+    switch (kind) {
+        case F32: return add_rows<Plain<float>>(rows, k, bytes, out);
+        case F64: return add_rows<Plain<double>>(rows, k, bytes, out);
+        case BF16: return add_rows<Bfloat>(rows, k, bytes, out);
+        case F16: return add_rows<Half>(rows, k, bytes, out);
+        case I8: return add_rows<Plain<uint8_t>>(rows, k, bytes, out);
+        case I16: return add_rows<Plain<uint16_t>>(rows, k, bytes, out);
+        case I32: return add_rows<Plain<uint32_t>>(rows, k, bytes, out);
+        case I64: return add_rows<Plain<uint64_t>>(rows, k, bytes, out);
+        case BOOL: return add_rows<Bool>(rows, k, bytes, out);
+    }
+}

@@ -1,0 +1,255 @@
+"""The weights of transformers' GPT-2, Llama, Mistral, Qwen2 and BLOOM as parameters of `models.gpt`, and back."""
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Draw, raise_all, tree_leaves
+from shardfn.models import gpt
+
+from ._archive import Archive, ArchiveWriter
+from ._gathered_leaf import is_writer, layer_of, whole
+from ._hf_config import gpt_config, hf_config, read_config
+from ._layouts import Row, empty_for, rows
+
+Slices = tuple[slice, ...]
+
+# Of older files: buffers, which have no information, and heads that are the embedding.
+_PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
+
+
+def gpt_from_hf(
+    directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **changes: Any
+) -> tuple[gpt.Config, gpt.Params]:
+    """A model of transformers as a `Config` and parameters that are read when they are used.
+
+    Nothing but headers is read here. The leaves are deferred: `step.init(params)` reads the rows and columns that this
+    rank is to hold, and no others, so that at most one leaf is there beyond what the rank keeps.
+
+    Args:
+        directory: has `config.json`, and `model.safetensors` or several files with an index.
+        dtype: what to convert to; default the dtype of the files, which must then be one.
+        **changes: fields of the `Config` that say how it computes: `stacked=True`, `per_head=True`.
+
+    Returns:
+        The config, and a tree as of `gpt.init(config, key)`. A use other than by `step.init` reads the whole leaf:
+        `tree_map(lambda x: x.full(), params)` on one device.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the model is another; or tensors are missing, left over, or of another shape; lists all.
+        DamagedError: a file is no safetensors file, or was cut short.
+
+    Example:
+        >>> import tempfile
+        >>> from shardfn.core import key
+        >>> directory = tempfile.mkdtemp()
+        >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, tie_embeddings=True)
+        >>> gpt_to_hf(directory, config, gpt.init(config, key(0)))
+        >>> config, params = gpt_from_hf(directory, stacked=True)
+        >>> params["blocks"]["wq"]
+        Draw(shape=(2, 32, 32), dtype=torch.float32, device=cpu)
+    """
+    config = gpt_config(read_config(directory), **changes)
+    archive = Archive(directory)
+    kind = read_config(directory)["model_type"]
+    table = rows(config, kind)
+    prefix = _prefix(archive, table)
+    _check(archive, table, config, prefix, dtype)
+    dtype = dtype or archive[prefix(table[0].name)].dtype
+
+    def leaf(row: Row, i: int | None = None) -> Draw:
+        name = prefix(row.name if i is None else row.name.format(i))
+        shape = _shape(config, row)
+        return Draw(lambda at: _block(archive, name, row, shape, at).to(dtype), shape, dtype, torch.device("cpu"))
+
+    params: dict[str, Any] = {row.path[0]: leaf(row) for row in table if len(row.path) == 1}
+    per_block = [row for row in table if len(row.path) == 2]
+    layers = [{row.path[1]: leaf(row, i) for row in per_block} for i in range(config.num_layers)]
+    params["blocks"] = {n: _stack([x[n] for x in layers]) for n in layers[0]} if config.stacked else layers
+    return config, params
+
+
+def gpt_to_hf(
+    directory: str | os.PathLike[str],
+    config: gpt.Config,
+    params: gpt.Params,
+    *,
+    model_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5 << 30,
+) -> None:
+    """Writes a model so that `transformers.AutoModelForCausalLM.from_pretrained(directory)` has the same logits.
+
+    Leaves are gathered one after another, stacked ones layer by layer; the first rank writes. Collective over the mesh
+    of the leaves.
+
+    Args:
+        directory: where to; made if missing.
+        config: the shape.
+        params: as of `gpt.init(config, key)`, sharded or not.
+        model_type: of transformers; default the one that fits.
+        dtype: what to convert to; default that of the leaves.
+        file_bytes: from when on another file begins, with an index of all.
+
+    Raises:
+        ValueError: transformers has no such model, or leaves do not fit the config; lists what is at odds.
+
+    Example:
+        >>> import tempfile
+        >>> from shardfn.core import key
+        >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> directory = tempfile.mkdtemp()
+        >>> gpt_to_hf(directory, config, gpt.init(config, key(0)))
+        >>> sorted(os.listdir(directory))
+        ['config.json', 'model.safetensors']
+    """
+    told = hf_config(config, model_type)
+    table = rows(config, told["model_type"])
+    leaves = {row.path: _find(params, config, row) for row in table}
+    _check_leaves(leaves, config, table)
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for row in sorted(table, key=lambda row: len(row.path)):
+        for i in range(config.num_layers if len(row.path) == 2 else 1):
+            x = leaves[row.path]
+            as_it_is = (x[i] if isinstance(x, list) else x).dtype
+            entries[row.name.format(i)] = dtype or as_it_is, row.shape
+    writes = is_writer(tree_leaves(params))
+    if not writes:
+        for group in _groups(table):
+            _each(config, leaves, group, lambda name, x: None, dtype)
+        return
+    with ArchiveWriter(directory, entries, file_bytes=file_bytes) as out:
+        for group in _groups(table):
+            _each(config, leaves, group, out.put, dtype)
+    first = next(iter(entries.values()))[0]
+    text = json.dumps(told | {"dtype": str(first).removeprefix("torch.")}, indent=2)
+    (pathlib.Path(directory) / "config.json").write_text(text + "\n")
+
+
+def _each(
+    config: gpt.Config, leaves: dict[Any, Any], group: list[Row], put: Callable[[str, Tensor], None], dtype: Any
+) -> None:
+    """Hands out one tensor of the file after another; the leaves that it has are gathered for it."""
+    per_block = len(group[0].path) == 2
+    for i in range(config.num_layers if per_block else 1):
+        target = None
+        for row in group:
+            x = leaves[row.path]
+            one = whole(x) if not per_block else whole(x[i]) if isinstance(x, list) else layer_of(x, i)
+            target = empty_for(row, dtype or one.dtype) if target is None else target
+            row.of(target).copy_(one.reshape(row.base))
+        assert target is not None
+        put(group[0].name.format(i), target.view(group[0].shape))
+
+
+def _groups(table: list[Row]) -> list[list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in table:
+        groups.setdefault(row.name, []).append(row)
+    return list(groups.values())
+
+
+def _shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
+    """Of the leaf: with heads and their features as one dim or two, as the config says."""
+    return row.base if config.per_head or row.heads is None else _merged(row.base, row.heads)
+
+
+def _merged(base: tuple[int, ...], at: int) -> tuple[int, ...]:
+    return (*base[:at], base[at] * base[at + 1], *base[at + 2 :])
+
+
+def _block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
+    """The part `slices` of a leaf; reads the box of the tensor that has it."""
+    box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
+    box = [(lo, max(lo, hi)) for lo, hi in box]
+    at = row.heads if len(shape) < len(row.base) else None
+    inner = box
+    if at is not None:  # the heads that these features belong to
+        K, (lo, hi) = row.base[at + 1], box[at]
+        heads = lo // K, max(-(-hi // K), lo // K)
+        inner = [*box[:at], heads, (0, K), *box[at + 1 :]]
+    wanted: list[tuple[int, int]] = [(0, 0)] * len(row.view)
+    kept = [d for d in range(len(row.view)) if row.pick is None or d != row.pick[0]]
+    for d, span in zip(row.order, inner, strict=True):
+        wanted[kept[d]] = span
+    if row.pick is not None:
+        wanted[row.pick[0]] = row.pick[1], row.pick[1] + 1
+    x = archive.box(name, wanted, row.view)
+    x = (x if row.pick is None else x.squeeze(row.pick[0])).permute(row.order)
+    if at is not None:
+        K, (lo, hi) = row.base[at + 1], box[at]
+        x = x.reshape(_merged(tuple(x.shape), at)).narrow(at, lo - lo // K * K, hi - lo)
+    return x.contiguous()
+
+
+def _stack(layers: list[Draw]) -> Draw:
+    """The layers' leaves as one; a block of it is filled layer by layer."""
+    like = layers[0]
+
+    def block(slices: Slices) -> Tensor:
+        first, *rest = slices or (slice(None),)
+        chosen, out = layers[first], None
+        for i, x in enumerate(chosen or layers[:1]):
+            part = x.block(tuple(rest))
+            out = part.new_empty((len(chosen), *part.shape)) if out is None else out
+            if chosen:
+                out[i] = part
+        assert out is not None
+        return out
+
+    return Draw(block, (len(layers), *like.shape), like.dtype, like.device)
+
+
+def _prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
+    """Files of a model without its head have names without its name in front."""
+    start = table[0].name.split(".")[0] + "."
+    bare = not any(name.startswith(start) for name in archive)
+    return lambda name: name.removeprefix(start) if bare else name
+
+
+def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None) -> None:
+    wanted = {prefix(r.name.format(i)): r for r in table for i in range(config.num_layers if len(r.path) == 2 else 1)}
+    problems = [
+        f"{name} is missing ({'/'.join(r.path)} of the model)" for name, r in wanted.items() if name not in archive
+    ]
+    extra = [name for name in archive if name not in wanted and not _PASSED_OVER.search(name)]
+    problems += [f"{name} is left over" for name in extra if not (config.tie_embeddings and name == "lm_head.weight")]
+    problems += [
+        f"{name} is {archive[name].shape} in the file, but {row.shape} by config.json"
+        for name, row in wanted.items()
+        if name in archive and archive[name].shape != row.shape
+    ]
+    raise_all(ValueError, f"the files of {archive.directory} are not those of the model in its config.json:", problems)
+    dtypes = {archive[name].dtype for name in wanted}
+    if dtype is None and len(dtypes) > 1:
+        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}; say dtype=.")
+
+
+def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
+    """The leaf of a row: a list of layers' where they are not stacked; None if it is not there."""
+    if len(row.path) == 1:
+        return params.get(row.path[0])
+    blocks, name = params.get("blocks"), row.path[1]
+    if config.stacked:
+        return blocks.get(name) if isinstance(blocks, dict) else None
+    found = [p.get(name) for p in blocks] if isinstance(blocks, list) else [None]
+    return None if None in [x if x is None else 0 for x in found] else found
+
+
+def _check_leaves(leaves: dict[tuple[str, ...], Any], config: gpt.Config, table: list[Row]) -> None:
+    problems = []
+    for row in table:
+        x, shape = leaves[row.path], _shape(config, row)
+        stacked = config.stacked and len(row.path) == 2
+        shape = (config.num_layers, *shape) if stacked else shape
+        shapes = {tuple(y.shape) for y in x} if isinstance(x, list) else {None if x is None else tuple(x.shape)}
+        if shapes != {shape}:
+            problems.append(f"params/{'/'.join(row.path)} is {sorted(map(str, shapes))}, but {shape} by the config")
+    raise_all(ValueError, "gpt_to_hf: these leaves do not fit; pass the config that they were made with:", problems)

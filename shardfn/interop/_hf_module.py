@@ -1,0 +1,170 @@
+"""The weights of any module of transformers, by the module's own names, for `from_module`; and back."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from shardfn.core import Draw, did_you_mean, raise_all
+
+from ._archive import Archive, ArchiveWriter
+from ._gathered_leaf import is_writer, whole
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Modules that are made in here have parameters of shape and dtype alone, on `meta`; their buffers are real.
+
+    Tied parameters stay tied. One parameter at a time is there while its module is made.
+
+    Example:
+        >>> with without_weights():
+        ...     module = nn.Linear(3, 2)
+        >>> module.weight.device
+        device(type='meta')
+    """
+
+    def hook(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
+        del module, name
+        if p is None or p.device.type == "meta":
+            return None
+        return nn.Parameter(p.data.to("meta"), requires_grad=p.requires_grad)
+
+    register: Any = register_module_parameter_registration_hook  # its type says that hooks return nothing
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def module_from_hf(
+    module: nn.Module, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
+
+    They are deferred: `step.init(params)` reads what this rank is to hold, leaf by leaf. The module's own parameters
+    are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it.
+
+    Args:
+        module: gives names, shapes, and which parameters are tied.
+        directory: where the files are.
+        dtype: what to convert to; default each tensor's own.
+
+    Returns:
+        name -> deferred tensor; a tied parameter once, under its first name.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        ValueError: tensors are missing, left over, or of another shape; or a buffer is on `meta`; lists all.
+
+    Example:
+        >>> import tempfile
+        >>> directory, module = tempfile.mkdtemp(), nn.Linear(3, 2)
+        >>> module_to_hf(module, dict(module.named_parameters()), directory)
+        >>> with without_weights():
+        ...     other = nn.Linear(3, 2)
+        >>> params = module_from_hf(other, directory)
+        >>> torch.equal(params["weight"].full(), module.weight)
+        True
+    """
+    archive, names = Archive(directory), _names(module)
+    buffers = {name: x for name, x in module.named_buffers() if name in archive}
+    found = {first: next((name for name in every if name in archive), None) for first, every in names.items()}
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    known = {name for every in names.values() for name in every} | buffers.keys()
+    problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
+    problems += [f"{n} is left over.{did_you_mean(n, known)}" for n in archive if n not in known]
+    pairs = [(n, archive[at].shape, shapes[n]) for n, at in found.items() if at is not None]
+    pairs += [(n, archive[n].shape, tuple(x.shape)) for n, x in buffers.items()]
+    problems += [f"{n} is {there} in the file, but {here} in the module" for n, there, here in pairs if there != here]
+    problems += [
+        f"buffer {n} is on meta; make the module under `without_weights()`, which leaves buffers as they are"
+        for n, x in module.named_buffers()
+        if x.is_meta
+    ]
+    raise_all(ValueError, f"the files of {archive.directory} do not fit the {type(module).__name__}:", problems)
+    with torch.no_grad():
+        for name, x in buffers.items():
+            x.copy_(archive.box(name, [(0, n) for n in x.shape]))
+    return {first: _deferred(archive, at, dtype) for first, at in found.items() if at is not None}
+
+
+def module_to_hf(
+    module: nn.Module,
+    params: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5 << 30,
+) -> None:
+    """Writes parameters under the module's names, its buffers, and its `config` if it has one, for `from_pretrained`.
+
+    Leaves are gathered one after another; the first rank writes. Collective over the mesh of the leaves.
+
+    Args:
+        module: which the parameters are of.
+        params: as `from_module` gives them, sharded or not.
+        directory: where to; made if missing.
+        dtype: what to convert parameters to; default that of the leaves.
+        file_bytes: from when on another file begins, with an index of all.
+
+    Raises:
+        ValueError: the names or shapes are not those of the module; lists all.
+
+    Example:
+        >>> import tempfile
+        >>> directory, module = tempfile.mkdtemp(), nn.Linear(3, 2)
+        >>> module_to_hf(module, dict(module.named_parameters()), directory)
+        >>> sorted(Archive(directory))
+        ['bias', 'weight']
+    """
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    problems = [f"{n} is missing.{did_you_mean(n, params)}" for n in shapes if n not in params]
+    problems += [f"{n} is no parameter of the module.{did_you_mean(n, shapes)}" for n in params if n not in shapes]
+    both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
+    problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
+    raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
+    kept = module.state_dict().keys()
+    buffers = {name: x for name, x in module.named_buffers() if name in kept}
+    entries = {name: (dtype or x.dtype, tuple(x.shape)) for name, x in params.items()}
+    entries |= {name: (x.dtype, tuple(x.shape)) for name, x in buffers.items()}
+    if not is_writer(list(params.values())):
+        for x in params.values():
+            whole(x)
+        return
+    with ArchiveWriter(directory, entries, file_bytes=file_bytes) as out:
+        for name, x in params.items():
+            out.put(name, whole(x).to(entries[name][0]))
+        for name, x in buffers.items():
+            out.put(name, x)
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "to_json_file"):
+        told: Any = type(config).from_dict(config.to_dict())
+        told.architectures = [type(module).__name__]
+        told.to_json_file(pathlib.Path(directory) / "config.json")
+
+
+def _names(module: nn.Module) -> dict[str, list[str]]:
+    """First name -> all names of a parameter."""
+    firsts = {id(p): name for name, p in module.named_parameters()}
+    out: dict[str, list[str]] = {name: [] for name in firsts.values()}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        out[firsts[id(p)]].append(name)
+    return out
+
+
+def _deferred(archive: Archive, name: str, dtype: torch.dtype | None) -> Draw:
+    kept = archive[name]
+
+    def block(slices: tuple[slice, ...]) -> Tensor:
+        rest = (slice(None),) * (len(kept.shape) - len(slices))
+        box = [s.indices(n)[:2] for s, n in zip((*slices, *rest), kept.shape, strict=True)]
+        return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(dtype or kept.dtype)
+
+    return Draw(block, kept.shape, dtype or kept.dtype, torch.device("cpu"))

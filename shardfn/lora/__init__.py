@@ -1,0 +1,5 @@
+"""Low-rank adapters: a few trainable leaves beside a model that stays as it is."""
+
+from ._lora import LoRA as LoRA
+from ._peft import load_peft as load_peft, save_peft as save_peft
+from ._weight import LowRankWeight as LowRankWeight

@@ -1,0 +1,192 @@
+"""A weight with a low-rank part that is never added to it: `w + scale * (left @ right)`, as two thin products.
+
+    x @ w                      what the model wrote
+    x @ w + scale * (x @ left) @ right      what is computed
+
+It is a tensor to whoever asks, and a node of pytrees, with its three parts as children, to `scan`, `remat` and their
+kind. What is no product of it, nor takes layers from a stack, sees the sum.
+"""
+
+import string
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import register_pytree_node
+from shardfn.nn import Product, product_of
+
+
+class _Joined(torch.autograd.Function):
+    """The parts -> the weight without values: gradients of what takes it past torch's functions end here."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(left, right)
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            LowRankWeight, weight.shape, dtype=weight.dtype, device=weight.device
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        left, right = ctx.saved_tensors
+        scaled = ctx.scale * grads[0]
+        return None, grads[0], scaled @ right.mT, left.mT @ scaled
+
+
+class LowRankWeight(torch.Tensor):
+    """A weight `[..., m, n]` as `weight + scale * (left @ right)`. Behaves as the tensor it stands for.
+
+    Attributes:
+        weight: `[..., m, n]`.
+        left: `[..., m, r]`.
+        right: `[..., r, n]`.
+        scale: a number.
+    """
+
+    weight: Tensor
+    left: Tensor
+    right: Tensor
+    scale: float
+
+    @staticmethod
+    def of(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> "LowRankWeight":
+        """The weight of these parts.
+
+        Raises:
+            ValueError: their shapes do not fit.
+        """
+        *batch, m, n = weight.shape
+        r = left.shape[-1]
+        if tuple(left.shape) != (*batch, m, r) or tuple(right.shape) != (*batch, r, n):
+            raise ValueError(
+                f"left {tuple(left.shape)} and right {tuple(right.shape)} do not make a weight {tuple(weight.shape)}."
+            )
+        made: Any = _Joined.apply(scale, weight, left, right)
+        made.weight, made.left, made.right, made.scale = weight, left, right, scale
+        return made
+
+    def whole(self) -> Tensor:
+        """The sum."""
+        return self.weight + self.scale * (self.left @ self.right)
+
+    def with_parts(self, f: Callable[[Tensor], Tensor]) -> "LowRankWeight":
+        """The weight of what `f` makes of each part."""
+        return LowRankWeight.of(f(self.weight), f(self.left), f(self.right), self.scale)
+
+    def transposed(self) -> "LowRankWeight":
+        """With the last two dims exchanged."""
+        return LowRankWeight.of(self.weight.mT, self.right.mT, self.left.mT, self.scale)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if type(args[0] if args else None) is LowRankWeight:
+            view = _view(func, args[0], args[1:], kwargs)
+            if view is not None:
+                return view
+        product, operands = product_of(func, args, kwargs)
+        known = product is not None and not isinstance(func, Product)
+        if known and sum(type(x) is LowRankWeight for x in operands[:2]) == 1:
+            return _multiplied(func, args, operands)
+        return func(*(_summed(x) for x in args), **{k: _summed(x) for k, x in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            f"a weight with a low-rank part reached {func} unopened: this op bypasses torch's functions. Leave that"
+            " leaf out of the targets, or merge it."
+        )
+
+
+_TENSOR: Any = torch.Tensor
+_METADATA: set[Any] = {
+    getattr(_TENSOR, name).__get__
+    for name in (
+        *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes"),
+        *("requires_grad", "is_leaf", "grad_fn"),
+    )
+} | {
+    *(_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.nelement, _TENSOR.__len__),
+    *(_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.element_size, _TENSOR.__hash__, torch.is_floating_point),
+    *(torch.is_complex, torch.numel),
+}
+_TRANSPOSES: set[Any] = {_TENSOR.t, torch.t, _TENSOR.T.__get__, _TENSOR.mT.__get__}
+_SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSOR.swapdims}
+
+
+def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What keeps the parts apart: a transpose, or layers of a stack. None if it is neither."""
+    if kwargs and func is not _TENSOR.unbind:
+        return None
+    if func in _TRANSPOSES and (x.ndim == 2 or func is _TENSOR.mT.__get__):
+        return x.transposed()
+    if func in _SWAPS and {d % x.ndim for d in args} == {x.ndim - 2, x.ndim - 1}:
+        return x.transposed()
+    if x.ndim < 3:
+        return None
+    if func in (_TENSOR.unbind, torch.unbind) and (args or (kwargs.get("dim", 0),))[0] == 0:
+        parts = zip(x.weight.unbind(0), x.left.unbind(0), x.right.unbind(0), strict=True)
+        return tuple(LowRankWeight.of(*own, x.scale) for own in parts)
+    if func is _TENSOR.__iter__:
+        return iter(x.unbind(0))
+    if func is _TENSOR.__getitem__ and isinstance(args[0], int):
+        return x.with_parts(lambda part: part[args[0]])
+    return None
+
+
+def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
+    """A product with the weight: that of the weight alone, and the two thin ones."""
+    a, b, *bias = operands
+    x, w, on_right = (a, b, True) if type(b) is LowRankWeight else (b, a, False)
+    if func is torch.einsum:
+        return torch.einsum(args[0], *(_alone(y) for y in operands)) + w.scale * _thin_einsum(args[0], x, w, on_right)
+    if func is torch.nn.functional.linear and not on_right:  # the weight is what is mapped
+        return torch.nn.functional.linear(w.whole(), x, *bias)
+    base = func(*(_alone(y) for y in args))
+    if func is torch.nn.functional.linear:
+        return base + w.scale * ((x @ w.right.mT) @ w.left.mT)
+    return base + w.scale * ((x @ w.left) @ w.right if on_right else w.left @ (w.right @ x))
+
+
+def _thin_einsum(equation: str, x: Tensor, w: LowRankWeight, on_right: bool) -> Tensor:
+    """The low-rank part of an einsum of two operands; what is summed with `x` goes first."""
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    of_x, of_w = terms if on_right else terms[::-1]
+    rank = next(c for c in string.ascii_letters if c not in inputs)
+    left, right = (of_w[:-1] + rank, w.left), (of_w[:-2] + rank + of_w[-1], w.right)
+    (first, a), (second, b) = (right, left) if of_w[-1] in of_x else (left, right)
+    return torch.einsum(f"{of_x},{first},{second}->{out}", x, a, b)
+
+
+def _alone(x: Any) -> Any:
+    return x.weight if type(x) is LowRankWeight else x
+
+
+def _summed(x: Any) -> Any:
+    if type(x) is LowRankWeight:
+        return x.whole()
+    if type(x) in (list, tuple):
+        return type(x)(_summed(y) for y in x)
+    return x
+
+
+def _parts(x: LowRankWeight) -> tuple[tuple[Any, ...], float, tuple[str, ...]]:
+    return (x.weight, x.left, x.right), x.scale, ("weight", "left", "right")
+
+
+def _of_parts(scale: float, parts: Any) -> Any:
+    weight, left, right = parts
+    if all(isinstance(x, Tensor) for x in (weight, left, right)):
+        return LowRankWeight.of(weight, left, right, scale)
+    return {"weight": weight, "left": left, "right": right}  # of a tree of something else: specs, names
+
+
+register_pytree_node(LowRankWeight, _parts, _of_parts)

@@ -1,0 +1,239 @@
+"""Backwards in two parts: gradients of activations first, gradients of weights when somebody asks for them.
+
+    y = x @ w        first:  dx = dy @ w.t()        later:  dw = x.t() @ dy
+
+A pipeline sends dx to the stage before at once, and makes dw when it would be idle. What is deferred are the products
+of an activation and a weight, which are nearly all of a model's arithmetic. Autograd alone cannot split a backward
+without running the chain of activations twice: a graph from which both parts could be taken has paths from one layer's
+weights through other layers, wherever leaves are stacked or tied. So such a product is one node of autograd here that
+knows its activation alone. Its backward notes dy and x, and how to make dw of them.
+
+Which operand is the weight, the graph says: it is reached from a leaf through views and casts, and nothing else. Where
+that holds of none of the operands, or of both, the product is left as it is, and its gradients come in the first part.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from shardfn.collectives import transforming
+from shardfn.core import Ambient
+
+from ._products import Product, product_of
+
+_DEFERRING = Ambient["DeferredGradients"]("puts off the gradients of weights")
+# Nodes of autograd whose backward needs nothing but the cotangent and sizes.
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Alias", "AsStrided", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes"),
+        *("Squeeze", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View", "Clone"),
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2", "SplitBackward1", "ViewBackward1"}
+
+
+_ITSELF = (
+    "a function that differentiates something itself cannot have its backward split, since it would get no gradients of"
+    " weights; use a schedule that does not split, such as '1f1b'."
+)
+
+
+class _Put(NamedTuple):
+    """A weight's gradient that is to be made: where it goes, and how."""
+
+    weight: GradientEdge
+    make: Callable[[], Tensor]
+
+
+class DeferredGradients:
+    """The gradients of one run of a function, in two parts.
+
+    `recorded` once, around the function; then `first` once; then `rest` once. Between `first` and `rest` it holds the
+    activations that the products took, and the cotangents of what they gave. Not thread-safe.
+
+    Args:
+        leaves: tensors that require gradients; nothing else is a weight.
+        opened: what makes a tensor of what stands in for a leaf.
+
+    Example:
+        >>> w, x = torch.ones(2, 3, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+        >>> deferred = DeferredGradients([w])
+        >>> with deferred.recorded():
+        ...     y = x @ w
+        >>> deferred.first([y.sum()], [torch.tensor(1.0)], [x])  # of w nothing yet
+        [None, tensor([[3., 3.],
+                [3., 3.],
+                [3., 3.],
+                [3., 3.]])]
+        >>> deferred.rest()
+        [tensor([[4., 4., 4.],
+                [4., 4., 4.]])]
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/abs/2401.10241
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], opened: Callable[[Any], Any] = lambda x: x) -> None:
+        self._leaves, self._opened = list(leaves), opened
+        self._roots = {get_gradient_edge(x).node: i for i, x in enumerate(self._leaves)}
+        self._noted: dict[int, list[_Put]] = {}
+        # Whether the first part is being computed.
+        self.runs = False
+        # Every deferred product depends on it, so that all of them are reached, whatever their activations depend on.
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def recorded(self) -> AbstractContextManager[Any]:
+        """While it is open, products are split."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(_DEFERRING.bound(self))
+        stack.enter_context(_Splitting(self))
+        return stack
+
+    def first(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Differentiates, and notes what is left to do. Lets the graph go.
+
+        Args:
+            outputs: tensors that the function has made.
+            cotangents: theirs.
+            inputs: tensors whose gradients are wanted whole.
+
+        Returns:
+            What the leaves get in this part, then the gradients of `inputs`; None where there is nothing.
+        """
+        wanted = [*self._leaves, *inputs, self.anchor]
+        self.runs = True
+        try:
+            with self.recorded():  # for what is computed again, which must save what it has saved
+                grads: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            return list(grads[:-1])
+        finally:
+            self.runs = False
+
+    @torch.no_grad()
+    def rest(self) -> list[Tensor | None]:
+        """What the leaves get in the second part, each as soon as it is made: hooks see one leaf after the other."""
+        out: list[Tensor | None] = [None] * len(self._leaves)
+        while self._noted:
+            i = next(iter(self._noted))
+            puts = self._noted.pop(i)
+            edges = [put.weight for put in puts]
+            (out[i],) = torch.autograd.grad(edges, [self._leaves[i]], _made(puts))
+        return out
+
+    def note(self, leaf: int, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
+        """Puts a gradient off. Called by backward functions of `first`.
+
+        Raises:
+            ValueError: something else differentiates.
+        """
+        if not self.runs or torch.is_grad_enabled():
+            raise ValueError(_ITSELF)
+        self._noted.setdefault(leaf, []).append(_Put(weight, make))
+
+    def leaf_of(self, x: Any) -> int | None:
+        """The leaf that a tensor is a view or a cast of."""
+        if not x.requires_grad:
+            return None
+        node = get_gradient_edge(x).node
+        while node not in self._roots:
+            following = [n for n, _ in node.next_functions if n is not None]
+            if len(following) != 1 or not _hands_on(node):
+                return None
+            node = following[0]
+        return self._roots[node]
+
+    def check_inputs(self, inputs: Any) -> None:
+        """Refuses gradients of leaves that the function itself asks for.
+
+        Raises:
+            ValueError: there is one.
+        """
+        asked = [self._opened(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
+        if any(isinstance(x, Tensor) and self.leaf_of(x) is not None for x in asked):
+            raise ValueError(_ITSELF)
+
+    def split(self, product: Product, args: Sequence[Any]) -> Any:
+        """The product: as one node whose weight is no input, if one of the two operands is a weight."""
+        given: list[Any] = [self._opened(x) for x in args]
+        leaves = [self.leaf_of(x) for x in given[:2]]
+        if (leaves[0] is None) == (leaves[1] is None):
+            return product.forward(*given)
+        at = 0 if leaves[1] is None else 1
+        leaf: Any = leaves[at]
+        note = functools.partial(self.note, leaf, get_gradient_edge(given[at]))
+        given[at] = given[at].detach()
+        return _Split.apply(product, at, note, self.anchor, *given)
+
+
+def as_now() -> Callable[[], AbstractContextManager[Any]]:
+    """For a function that is to be run again in a backward, on a thread of autograd's: what splits products as now."""
+    deferring = _DEFERRING.innermost()
+    return contextlib.nullcontext if deferring is None else deferring.recorded
+
+
+class _Splitting(TorchFunctionMode):
+    """Sees the products."""
+
+    def __init__(self, deferring: DeferredGradients) -> None:
+        super().__init__()
+        self._deferring = deferring
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.autograd.grad and not self._deferring.runs:
+            self._deferring.check_inputs(args[1])
+        if torch.is_grad_enabled() and not transforming():
+            product, operands = product_of(func, args, kwargs or {})
+            if product is not None:
+                return self._deferring.split(product, operands)
+        return func(*args, **(kwargs or {}))
+
+
+class _Split(torch.autograd.Function):
+    """A product of which autograd knows one operand. Both are saved as an op saves them, through hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Product, at: int, note: Any, anchor: Tensor, *operands: Any) -> Any:
+        del anchor
+        given: Any = operands
+        ctx.product, ctx.at, ctx.note = product, at, note
+        ctx.bias = given[2].shape if len(given) > 2 and given[2] is not None else None
+        ctx.num = len(given)
+        ctx.save_for_backward(given[0], given[1])
+        return product.forward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dy, at, product = grads[0], ctx.at, ctx.product
+        operands: Any = ctx.saved_tensors
+        wants = ctx.needs_input_grad[4:]
+        out: list[Tensor | None] = [None] * ctx.num
+        if wants[1 - at]:
+            out[1 - at] = product.grads[1 - at](dy, operands[at], operands[1 - at].shape)
+        if ctx.bias is not None and wants[2]:
+            out[2] = dy.sum_to_size(ctx.bias)
+        # The activation alone: the weight, perhaps gathered for this backward, goes.
+        ctx.note(functools.partial(product.grads[at], dy, operands[1 - at], operands[at].shape))
+        return None, None, None, None, *out
+
+
+def _hands_on(node: Any) -> bool:
+    """Whether a node's backward is that of a view, a cast or an identity: it can run apart from all others."""
+    return node.name() in _VIEWS or getattr(getattr(type(node), "_forward_cls", None), "hands_on", False)
+
+
+def _made(puts: list[_Put]) -> list[Tensor]:
+    """The gradients; what they are made of goes as they are made."""
+    made: list[Tensor] = []
+    while puts:
+        made.append(puts.pop(0).make())
+    return made

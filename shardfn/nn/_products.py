@@ -1,0 +1,183 @@
+"""Products of two tensors, with the gradient of each operand by itself."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+# (dy, the other operand, own shape) -> the gradient of an operand.
+OperandGrad = Callable[[Tensor, Tensor, torch.Size], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A function of two tensors that is linear in each, as `matmul` is, with the gradient of each by itself.
+
+    For a kernel of one's own: called on a weight and an activation, its two gradients come apart where a pipeline's
+    schedule splits backwards, as those of torch's own products do. It can be differentiated again if its gradients can.
+
+    Attributes:
+        forward: `forward(a, b) -> Tensor`.
+        grads: of a and of b: `grad(dy, the other operand, own shape) -> Tensor`.
+
+    Example:
+        >>> gram = Product(lambda a, b: a @ b.t(), (lambda dy, b, _: dy @ b, lambda dy, a, _: dy.t() @ a))
+        >>> w = torch.ones(2, 3, requires_grad=True)
+        >>> torch.autograd.grad(gram(torch.ones(1, 3), w).sum(), w)[0]
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    forward: Callable[..., Tensor]
+    grads: tuple[OperandGrad, OperandGrad]
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product."""
+        if has_torch_function((a, b)):  # a leaf that arrives when it is used, or what splits backwards
+            return handle_torch_function(self, (a, b), a, b)
+        return _Both.apply(self, a, b)  # pyright: ignore[reportReturnType]
+
+
+class _Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Product, a: Tensor, b: Tensor) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(a, b)
+        return product.forward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        operands, (of_a, of_b), wants = ctx.saved_tensors, ctx.product.grads, ctx.needs_input_grad
+        a, b = operands
+        return (
+            None,
+            of_a(grads[0], b, a.shape) if wants[1] else None,
+            of_b(grads[0], a, b.shape) if wants[2] else None,
+        )
+
+
+def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Product | None, tuple[Any, ...]]:
+    """The product that a call of torch is, and its operands; None if it is none, or one that is not known.
+
+    Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, and `einsum` of
+    two operands; real ones, outside of autocast.
+    """
+    if isinstance(func, Product):
+        return func, args
+    read = _READERS.get(func)
+    found = None if read is None else read(*args, **kwargs)
+    if found is None:
+        return None, ()
+    product, *operands = found
+    tensors = [x for x in operands if x is not None]
+    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
+        return None, ()
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return None, ()
+    return product, tuple(operands)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    return None if weight.ndim != 2 else (_LINEAR, input, weight, bias)
+
+
+def _matmul(input: Tensor, other: Any, **named: Any) -> Any:
+    """`matmul`, `mm`, `bmm`; the second operand has other names in some."""
+    if named or not isinstance(other, Tensor) or min(input.ndim, other.ndim) < 2:
+        return None
+    return _MATMUL, input, other
+
+
+def _matmul_named(input: Tensor, other: Any = None, *, tensor2: Any = None, mat2: Any = None, **named: Any) -> Any:
+    return _matmul(input, next((x for x in (other, tensor2, mat2) if x is not None), None), **named)
+
+
+def _rmatmul(self: Tensor, other: Any) -> Any:
+    return _matmul(other, self) if isinstance(other, Tensor) else None
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
+    if named or not isinstance(mat2, Tensor):
+        return None
+    return _ADDMM, mat1, mat2, input
+
+
+def _einsum(equation: Any, *operands: Any) -> Any:
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if not isinstance(equation, str) or len(tensors) != 2 or not all(isinstance(x, Tensor) for x in tensors):
+        return None
+    product = _einsum_product(equation.replace(" ", ""))
+    return None if product is None else (product, *tensors)
+
+
+def _einsum_product(equation: str) -> Product | None:
+    """The product that an equation is, if the gradient of each operand is another such equation."""
+    inputs, arrow, out = equation.partition("->")
+    a, comma, b = inputs.partition(",")
+    if not arrow or not comma or "," in b or "." in equation:
+        return None
+    plain = all(len(set(term)) == len(term) for term in (a, b, out))
+    # A dim that one term alone has was summed, or is missing from what its gradient is made of.
+    if not plain or set(a) - set(b + out) or set(b) - set(a + out):
+        return None
+
+    def of_a(dy: Tensor, b_value: Tensor, shape: torch.Size) -> Tensor:
+        return torch.einsum(f"{out},{b}->{a}", dy, b_value).sum_to_size(shape)
+
+    def of_b(dy: Tensor, a_value: Tensor, shape: torch.Size) -> Tensor:
+        return torch.einsum(f"{out},{a}->{b}", dy, a_value).sum_to_size(shape)
+
+    return Product(lambda a_value, b_value: torch.einsum(equation, a_value, b_value), (of_a, of_b))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
+
+
+def _left(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+    """Of a in a @ b."""
+    if b.ndim == 2:
+        return (_rows(dy) @ b.mT).reshape(shape)
+    return (dy @ b.mT).sum_to_size(shape)
+
+
+def _right(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
+    """Of b in a @ b."""
+    if len(shape) == 2:
+        return _rows(a).mT @ _rows(dy)
+    return (a.mT @ dy).sum_to_size(shape)
+
+
+def _linear_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    return (_rows(dy) @ weight).reshape(shape)
+
+
+def _linear_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+    del shape
+    return _rows(dy).mT @ _rows(x)
+
+
+_LINEAR = Product(torch.nn.functional.linear, (_linear_input, _linear_weight))
+_MATMUL = Product(torch.matmul, (_left, _right))
+_ADDMM = Product(lambda a, b, bias: torch.addmm(bias, a, b), (_left, _right))
+_READERS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: _linear,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    torch.einsum: _einsum,
+    torch.Tensor.__rmatmul__: _rmatmul,
+} | dict.fromkeys(
+    (
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.mm,
+        torch.Tensor.mm,
+        torch.bmm,
+        torch.Tensor.bmm,
+    ),
+    _matmul_named,
+)

@@ -1,0 +1,317 @@
+"""Covers ranks that die, stop or leave while others read their memory; and what keeps ranks from sharing memory."""
+
+import ctypes
+import os
+import pathlib
+import random
+import resource
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardfn as sf
+from shardfn.collectives import Channels, TransportError, TwoHops, _engine, _memory, _sharing
+from shardfn.collectives._memory import IN, OUT, RINGS, Lanes
+from shardfn.collectives._segment import NotSharedError
+from shardfn.testing import distributed
+
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_PATIENCE = 60.0  # seconds after which a test calls it a hang
+Body = Callable[[Lanes, Callable[[str], None]], None]
+
+
+class _Rank:
+    """A process that has one end of a channel, runs a body, and says what it is told to or what it raised."""
+
+    def __init__(self, body: Body, world: int, index: int, timeout: float) -> None:
+        self._pipe, there = Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+                torch.set_num_threads(1)
+                _run(body, Lanes(world, index, timeout), there)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        there.close()
+
+    def hear(self) -> Any:
+        assert self._pipe.poll(_PATIENCE), "a rank hangs"
+        return self._pipe.recv()
+
+    def tell(self, what: Any) -> None:
+        self._pipe.send(what)
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._pipe.close()
+
+
+def _run(body: Body, lanes: Lanes, pipe: Connection) -> None:
+    pipe.send(lanes.offer)
+    lanes.open(pipe.recv())
+    pipe.send("open")
+    pipe.recv()
+    try:
+        body(lanes, pipe.send)
+    except TransportError as error:
+        lanes.close()
+        pipe.send(str(error))
+    wait([pipe], _PATIENCE)
+
+
+def _start(body: Body, world: int, timeout: float = _PATIENCE) -> list[_Rank]:
+    ranks = [_Rank(body, world, i, timeout) for i in range(world)]
+    offers = [rank.hear() for rank in ranks]
+    for what in (offers, "go"):
+        for rank in ranks:
+            rank.tell(what)
+        assert what == "go" or all(rank.hear() == "open" for rank in ranks)
+    return ranks
+
+
+def _turn(lanes: Lanes, turn: int) -> None:
+    """All operations, some longer than a ring, waited for in an order of this rank's own."""
+    me, n = lanes.index, lanes.size
+    k = RINGS // 8 if turn % 4 == 0 else 1000 * turn % 7777 + 1
+    parts, into = [torch.full((k,), float(me + turn)) for _ in range(n)], [torch.empty(k) for _ in range(n)]
+    total, got, whole = torch.empty(k), torch.empty(k), [torch.full((k,), float(me + turn)) for _ in range(n)]
+    entries = [
+        lanes.all_gather(parts[me], into),
+        lanes.reduce_scatter(parts, total),
+        lanes.all_reduce(whole),
+    ]
+    for entry in random.sample(entries, len(entries)):
+        lanes.wait(entry, IN | OUT)
+    entries = [
+        lanes.message(parts[0], (me + 1) % n, turn, sends=True),
+        lanes.message(got, (me - 1) % n, turn, sends=False),
+    ]
+    for entry in entries:
+        lanes.wait(entry, IN | OUT)
+    assert [float(x[-1]) for i, x in enumerate(into) if i != me] == [float(i + turn) for i in range(n) if i != me]
+    assert {float(x[-1]) for x in (total, *whole)} == {sum(i + turn for i in range(n))}
+    assert float(got[0]) == (me - 1) % n + turn
+
+
+def _on_and_on(lanes: Lanes, say: Callable[[str], None]) -> None:
+    say("begins")
+    turn = 0
+    while True:
+        turn += 1
+        _turn(lanes, turn)
+
+
+def _a_while(lanes: Lanes, say: Callable[[str], None]) -> None:
+    for turn in range(1, 41):
+        _turn(lanes, turn)
+    say("done")
+
+
+def _kill(world: int, victims: int, seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = _start(_on_and_on, world)
+    try:
+        assert all(rank.hear() == "begins" for rank in ranks)
+        time.sleep(draw.random() * 0.3)
+        gone = draw.sample(range(world), victims)
+        for i in gone:
+            os.kill(ranks[i].pid, signal.SIGKILL)
+        said = [rank.hear() for i, rank in enumerate(ranks) if i not in gone]
+        # Who is woken by another's leaving says that; the first has seen the death.
+        assert all("closed it" in text or "died" in text for text in said), said
+        assert not said or any(f"rank {i} of the channel died" in text for i in gone for text in said), (gone, said)
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int) -> None:
+    ranks = _start(_a_while, world)
+    try:
+        assert all(rank.hear() == "done" for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+def _named_in_memory() -> set[str]:
+    return {path.name for path in pathlib.Path("/dev/shm").glob("*shardfn*")}
+
+
+@pytest.mark.parametrize(("world", "victims"), [(2, 1), (3, 1), (2, 2)])
+def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(world: int, victims: int) -> None:
+    before = _named_in_memory()
+    _kill(world, victims, seed=world + victims)
+    assert _named_in_memory() <= before
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed: int) -> None:
+    before = _named_in_memory()
+    _kill(2 + seed % 3, 1 + seed % 2, seed)
+    assert _named_in_memory() <= before
+
+
+def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_told() -> None:
+    ranks = _start(_on_and_on, 3, timeout=2.0)
+    try:
+        assert all(rank.hear() == "begins" for rank in ranks)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        said = [ranks[i].hear() for i in (0, 2)]
+        assert any("waited 2 s through memory for ranks" in text for text in said), said
+        assert all("waited 2 s" in text or "closed it" in text for text in said), said
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        late = ranks[1].hear()  # its own time has run out, too, whichever it sees first
+        assert "closed it" in late or "waited 2 s" in late, late
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+def _leave(lanes: Lanes, say: Callable[[str], None]) -> None:
+    """All do the same; rank 0 leaves as soon as it has what it wants."""
+    own, into = torch.full((RINGS // 32,), float(lanes.index)), [torch.empty(RINGS // 32) for _ in range(lanes.size)]
+    entry = lanes.all_gather(own, into)
+    if lanes.index == 0:
+        lanes.wait(entry, IN | OUT)
+        os._exit(0)
+    time.sleep(0.5)
+    lanes.wait(entry, IN)
+    say(str(float(into[0][-1])))
+
+
+def test_what_a_rank_has_written_is_read_after_its_end() -> None:
+    ranks = _start(_leave, 2)
+    try:
+        assert ranks[1].hear() == "0.0"
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+def _made(way: str = "memory") -> bool:
+    """Whether a channel that is wished for goes through memory."""
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_sharing.VARIABLE, way)
+        channel = Channels(mesh).gather(("dp",))
+    got = channel.all_gather(torch.full((3,), float(mesh.rank)), [3] * mesh.size, settled=True).result()
+    assert torch.equal(got, torch.arange(mesh.size).repeat_interleave(3).float())
+    shares = channel._lanes is not None
+    mesh.close()
+    return shares
+
+
+def _refused(reason: str) -> None:
+    """Channels are gloo's on all ranks, and the first rank says why, once."""
+    _sharing._SAID.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not _made() and not _made()
+    said = [str(w.message) for w in caught]
+    assert len(said) == (dist.get_rank() == 0), said
+    assert all(reason in text and "SHARDFN_CHANNEL=gloo" in text for text in said), said
+
+
+@distributed(world=2)
+def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
+    assert _made()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:  # as in two containers: a process's number means another one there
+            real = Lanes.__init__
+
+            def elsewhere(self: Lanes, *args: Any) -> None:
+                real(self, *args)
+                segment = self.offer.segment._replace(pid=os.getppid())
+                self.offer = self.offer._replace(segment=segment)
+
+            patch.setattr(Lanes, "__init__", elsewhere)
+        _refused("rank 0: /proc/")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+
+            def build(*args: Any, **kwargs: Any) -> Any:
+                raise _engine.NoCompilerError("there is no C++ compiler")
+
+            patch.setattr(_engine, "build", build)
+            patch.setattr(_memory, "engine", lambda: _engine.Engine())
+        _refused("rank 1: its C++ part cannot be built: there is no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_memory, "MOST_RANKS", 1)
+        _refused("rank 0: there are 2 ranks, and memory serves 1")
+    assert _made()
+
+
+@distributed(world=2)
+def test_ranks_of_two_machines_talk_by_gloo_without_a_word() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        machine = f"machine {dist.get_rank()}"
+        patch.setattr(_sharing, "_machine", lambda: machine)
+        assert not _made()
+
+
+@distributed(world=4)
+def test_of_two_hops_the_one_on_a_machine_goes_through_memory() -> None:
+    mesh, rank = sf.make_mesh({"node": 2, "gpu": 2}, device="cpu"), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_sharing.VARIABLE, "memory")
+        patch.setattr(_sharing, "_machine", lambda: f"machine {rank // 2}")
+        channels = Channels(mesh)
+        hops = TwoHops(channels, ("node", "gpu"), ("gpu",))
+        shares = [channels.gather(axes)._lanes is not None for axes in (("gpu",), ("node",))]
+    assert shares == [True, False]
+    brought = hops.bring(torch.full((3,), float(rank)), [3] * 4).result()
+    got = hops.all_gather(brought, [3] * 4).result()
+    assert torch.equal(got, torch.arange(4).repeat_interleave(3).float())
+    mesh.close()
+
+
+@distributed(world=2)
+def test_who_does_not_choose_memory_builds_nothing_and_asks_nobody() -> None:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("built though nobody asked")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_engine, "build", build)
+        patch.setattr(_sharing, "_gathered", build)
+        assert not _made("gloo")
+
+
+@distributed(world=2)
+def test_ranks_that_choose_differently_are_told_before_they_wait() -> None:
+    step = sf.sharded_step(lambda p, x: (x @ p).sum(), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}, device="cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_sharing.VARIABLE, ["memory", "gloo"][dist.get_rank()])
+        with pytest.raises(sf.RankError, match=r"(?s)rank 0: SHARDFN_CHANNEL=memory.*rank 1: .nothing"):
+            step.init(torch.ones(3))
+
+
+def test_another_word_than_the_two_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_sharing.VARIABLE, "shm")
+    with pytest.raises(ValueError, match="SHARDFN_CHANNEL='shm' is none of 'memory', 'gloo'"):
+        _sharing.wished()
+
+
+def test_a_limit_that_forbids_the_memory_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(NotSharedError, match=r"cannot make 8.* bytes to share"):
+            Lanes(2, 0, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,178 @@
+"""Covers shardfn/interop/_hf_gpt.py, _layouts.py, _hf_config.py: models of transformers in, and back out."""
+
+import copy
+import functools
+import json
+import pathlib
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.core import tree_leaves, tree_map
+from shardfn.interop import Archive, ArchiveWriter, gpt_config, gpt_from_hf, gpt_to_hf
+from shardfn.models import gpt
+from shardfn.testing import RTOL, distributed
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 61
+_ROPE = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "max_position_embeddings": 32}
+_ROPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+MODELS: dict[str, Any] = {
+    "gpt2": ("GPT2", {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 32}),
+    "llama": ("Llama", _ROPE | _THETA),
+    "llama_bias_tied": ("Llama", _ROPE | {"attention_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", _ROPE | {"sliding_window": 3}),
+    "qwen2": ("Qwen2", _ROPE | {"tie_word_embeddings": True} | _THETA),
+    "bloom": ("Bloom", {"hidden_size": 24, "n_layer": 3, "n_head": 3, "seq_length": 32}),
+}
+TOKENS = torch.arange(14).view(2, 7) * 5 % VOCAB
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    kind, told = MODELS[name]
+    torch.manual_seed(0)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, **told, **no_tokens)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, "BloomForCausalLM" if kind == "Bloom" else _class(kind))(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def _class(kind: str) -> str:
+    return "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+
+
+def saved(name: str, path: pathlib.Path, **how: Any) -> pathlib.Path:
+    model_of(name).save_pretrained(path / "in", **how)
+    return path / "in"
+
+
+def full(params: Any) -> Any:
+    return tree_map(lambda x: x.full(), params)
+
+
+def close(x: Tensor, y: Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=RTOL[x.dtype], atol=RTOL[x.dtype] * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
+    want, wide = model_of(name)(TOKENS).logits, copy.deepcopy(model_of(name)).double()(TOKENS).logits
+    place = saved(name, tmp_path, max_shard_size="9KB" if name in ("gpt2", "llama") else "1GB")
+    ways: list[dict[str, Any]] = [{}, {"stacked": True, "per_head": True}]
+    for how in ways:
+        config, params = gpt_from_hf(place, **how)
+        # transformers forms angles in float32, whatever the weights are.
+        exact = full(gpt_from_hf(place, dtype=torch.float64, **how)[1])
+        close(gpt.apply(config, exact, TOKENS).float(), wide.float())
+        params = full(params)
+        like = gpt.init(config, sf.key(0))
+        assert tree_map(lambda x: x.shape, params) == tree_map(lambda x: x.shape, like)
+        gpt_to_hf(tmp_path / "out", config, params, file_bytes=9000)
+        other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert type(other) is type(model_of(name))
+        ours, theirs = other.state_dict(), model_of(name).state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+        close(other(TOKENS).logits, want)
+    config, params = gpt_from_hf(place)
+    params, prompt = full(params), TOKENS[:1, :4]
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    told = other.generate(prompt, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(prompt))
+    assert torch.equal(gpt.generate(config, params, prompt, 5, sf.key(0), temperature=0), told)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama"])
+@pytest.mark.parametrize("how", [{}, {"per_head": True}])
+def test_a_block_is_the_block_of_the_whole(name: str, how: Any, tmp_path: pathlib.Path) -> None:
+    _, params = gpt_from_hf(saved(name, tmp_path), stacked=True, **how)
+    for x in tree_leaves(params):
+        where = tuple(slice(n // 3, n - n // 4) for n in x.shape)
+        assert torch.equal(x.block(where), x.full()[where])
+        assert x.block(tuple(slice(0, 0) for _ in x.shape)).numel() == 0
+
+
+def test_dtypes_are_converted_when_asked(tmp_path: pathlib.Path) -> None:
+    _, params = gpt_from_hf(saved("llama", tmp_path), dtype=torch.bfloat16)
+    assert {x.dtype for x in tree_leaves(params)} == {torch.bfloat16}
+    _, whole = gpt_from_hf(tmp_path / "in")
+    assert torch.equal(params["embed"].full(), whole["embed"].full().to(torch.bfloat16))
+
+
+@distributed(world=2)
+def test_ranks_read_their_part_and_write_the_whole(world: int) -> None:
+    place = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(place)
+    mesh = sf.make_mesh({"dp": world}, device="cpu")
+    config = gpt.Config(vocab_size=64, num_layers=3, d_model=24, num_heads=3, tie_embeddings=True, stacked=True)
+    whole = gpt.init(config, sf.key(0))
+    if mesh.rank == 0:
+        gpt_to_hf(place[0] + "/in", config, whole)
+    torch.distributed.barrier()
+    config, params = gpt_from_hf(place[0] + "/in", stacked=True)
+    options: dict[str, Any] = {"specs": gpt.specs(config), "zero": sf.Zero(stage=3, persist_elements=0)}
+    step = sf.sharded_step(functools.partial(gpt.loss, config), sf.optim.sgd(0.0), mesh=mesh, **options)
+    state = step.init(params)
+    for x, y in zip(tree_leaves(state.params), tree_leaves(whole), strict=True):
+        assert torch.equal(x.full_tensor(), y)
+    gpt_to_hf(place[0] + "/out", config, state.params)
+    torch.distributed.barrier()
+    again = full(gpt_from_hf(place[0] + "/out", stacked=True)[1])
+    assert all(map(torch.equal, tree_leaves(again), tree_leaves(whole)))
+
+
+def test_only_the_bytes_of_the_block_are_read(tmp_path: pathlib.Path) -> None:
+    x = torch.arange(64 * 3 * 1024, dtype=torch.float32).view(64, 3 * 1024)
+    with ArchiveWriter(tmp_path, {"w": (x.dtype, (64, 3072))}) as out:
+        out.put("w", x)
+    archive = Archive(tmp_path)
+    assert torch.equal(archive.box("w", [(8, 16), (0, 3072)]), x[8:16])
+    assert archive.read_bytes == 8 * 3072 * 4
+    archive.read_bytes = 0
+    # As of the queries of GPT-2, [D, 3, D]: rows of 4 KiB with 8 KiB between them.
+    assert torch.equal(archive.box("w", [(2, 64), (1, 2), (0, 1024)], (64, 3, 1024))[:, 0], x[2:, 1024:2048])
+    assert archive.read_bytes == 62 * 1024 * 4
+    archive.read_bytes = 0
+    assert torch.equal(archive.box("w", [(5, 7), (10, 3072)]), x[5:7, 10:])  # little is left out: whole rows are read
+    assert archive.read_bytes == 2 * 3072 * 4
+
+
+def test_everything_that_does_not_fit_is_listed(tmp_path: pathlib.Path) -> None:
+    place = saved("llama", tmp_path)
+    told = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(told | {"intermediate_size": 41, "num_hidden_layers": 2}))
+    with pytest.raises(ValueError) as error:
+        gpt_from_hf(place)
+    assert "model.layers.0.mlp.up_proj.weight is (40, 24) in the file, but (41, 24) by config.json" in str(error.value)
+    assert "model.layers.2.mlp.up_proj.weight is left over" in str(error.value)
+    wrong = {"model_type": "llama", "hidden_act": "gelu", "rope_scaling": {"type": "linear"}, "mlp_bias": True}
+    with pytest.raises(ValueError) as error:
+        gpt_config(wrong)
+    assert all(word in str(error.value) for word in ("hidden_act='gelu'", "rope_type='linear'", "mlp_bias=True"))
+    with pytest.raises(ValueError, match="Did you mean 'llama'"):
+        gpt_config({"model_type": "lama"})
+
+
+def test_a_model_that_transformers_lacks_is_refused(tmp_path: pathlib.Path) -> None:
+    config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, mlp="swiglu")
+    with pytest.raises(ValueError, match="mlp='swiglu', but a gpt2 has 'gelu'"):
+        gpt_to_hf(tmp_path, config, gpt.init(config, sf.key(0)))
+
+
+def test_damaged_files_are_refused(tmp_path: pathlib.Path) -> None:
+    place = saved("gpt2", tmp_path) / "model.safetensors"
+    data = place.read_bytes()
+    for bad in (data[:-10], data[:5], b"\xff" * 8 + data[8:], data[:9] + b"x" + data[10:]):
+        place.write_bytes(bad)
+        with pytest.raises(sf.memory.DamagedError):
+            Archive(place.parent)
