@@ -2,7 +2,8 @@
 
 from ._attention import alibi_slopes as alibi_slopes, attention as attention
 from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix
-from ._masks import Segments as Segments, segments as segments, BlockLayout as BlockLayout, Both as Both
+from ._masks import Segments as Segments, segments as segments, Both as Both
+from ._block_layout import BlockLayout as BlockLayout
 from ._given import Added as Added, Keys as Keys, Relative as Relative
 from ._block_sparse import BlockSparse as BlockSparse
 from ._local import Local as Local

@@ -7,7 +7,7 @@ count, none, or some; which; and how many. Bodies of attention skip the rectangl
 What an answer "none" or "all" depends on is known to the program (positions, lengths, layouts) and never read from a
 tensor: ranks agree on what is skipped, and a capture is good for all batches.
 
-B samples, T tokens, H query heads, N blocks of a layout.
+B samples, T tokens, H query heads, N and M tiles of queries and keys.
 Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496
 """
 
@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ class Mask(abc.ABC):
             >>> Causal().count((0, 4), (0, 4))
             10
         """
-        cover, (q, k) = self.cover(queries, keys), (_size(queries), _size(keys))
+        cover, (q, k) = self.cover(queries, keys), (size_of(queries), size_of(keys))
         if cover != "some":
             return q * k * math.prod(self.lead) * (cover == "all")
         if q * k <= _COUNTED:
@@ -140,13 +140,13 @@ class Full(Mask):
     """
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return "all" if _size(queries) * _size(keys) else "none"
+        return "all" if size_of(queries) * size_of(keys) else "none"
 
     def grid(self, queries: Array, keys: Array) -> Array:
         return np.full((1, len(queries) - 1, len(keys) - 1), ALL, np.int8)
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
-        return torch.ones(_size(queries), _size(keys), dtype=torch.bool, device=device)
+        return torch.ones(size_of(queries), size_of(keys), dtype=torch.bool, device=device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Window(Mask):
         return functools.reduce(torch.logical_and, near) if near else torch.ones_like(ahead, dtype=torch.bool)
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        return _alike(self, queries, keys)
+        return alike(self, queries, keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Prefix(Mask):
         if keys[1] <= self.length:
             return Full().cover(queries, keys)
         causal = Causal().cover(queries, keys)
-        ahead = causal == "none" and _size(queries) * _size(keys) > 0
+        ahead = causal == "none" and size_of(queries) * size_of(keys) > 0
         return "some" if ahead and keys[0] < self.length else causal
 
     def grid(self, queries: Array, keys: Array) -> Array:
@@ -242,7 +242,7 @@ class Prefix(Mask):
         return Causal().pairs(queries, keys, device) | (torch.arange(*keys, device=device) < self.length)
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        return _alike(self, queries, keys)
+        return alike(self, queries, keys)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -274,7 +274,7 @@ class Segments(Mask):
         return Given(self.ids_BT, self.ids_BT)
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return "some" if _size(queries) * _size(keys) else "none"
+        return "some" if size_of(queries) * size_of(keys) else "none"
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         q_BQ, k_BK = (self.ids_BT[:, start:stop] for start, stop in (queries, keys))
@@ -284,106 +284,6 @@ class Segments(Mask):
         own = self.ids_BT.shape[-1]
         told = f"Segments of {own} tokens for {queries} queries and {keys} keys: give the ids of the whole sequence"
         return [] if own == queries == keys else [told]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BlockLayout(Mask):
-    """Blocks of `block` queries and `block` keys that attend to each other, one layout for all heads or one a head.
-
-    Inside a block that counts every pair does: for a causal model, `Causal() & BlockLayout(...)`.
-
-    Attributes:
-        blocks: bool, [N, N], or [H, N, N] with 1 head for all; rows are blocks of queries. Kept as a
-            NumPy array that cannot be written.
-        block: tokens of a block.
-        padded: the last block may be shorter.
-        allow_empty: rows may have no block; their queries attend to nothing and give 0.
-
-    Raises:
-        ValueError: another shape, or a row without a block.
-
-    Example:
-        >>> BlockLayout([[1, 0], [1, 1]], block=2).count((0, 4), (0, 4))
-        12
-    """
-
-    blocks: Any
-    block: int
-    padded: bool = False
-    allow_empty: bool = False
-
-    def __post_init__(self) -> None:
-        given = self.blocks.numpy(force=True) if isinstance(self.blocks, Tensor) else self.blocks
-        blocks = np.array(given, dtype=bool)  # a copy
-        blocks.flags.writeable = False
-        object.__setattr__(self, "blocks", blocks)
-        if blocks.ndim not in (2, 3) or blocks.shape[-1] != blocks.shape[-2] or self.block < 1:
-            raise ValueError(
-                f"BlockLayout of shape {blocks.shape}, block={self.block}: give [N, N] or [H, N, N], and a block >= 1."
-            )
-        if blocks.shape[0] == 1 and blocks.ndim == 3:
-            object.__setattr__(self, "blocks", blocks[0])
-        empty = np.argwhere(~blocks.any(-1))
-        if len(empty) and not self.allow_empty:
-            raise ValueError(
-                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}; their queries"
-                " would attend to nothing. Give each at least its own block, or pass allow_empty=True."
-            )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockLayout) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.blocks.shape, self.blocks.tobytes(), self.block, self.padded, self.allow_empty
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        return 1, self.blocks.shape[0] if self.blocks.ndim == 3 else 1
-
-    def of_heads(self, start: int, stop: int) -> Mask:
-        return self if self.blocks.ndim == 2 else dataclasses.replace(self, blocks=self.blocks[start:stop])
-
-    def cover(self, queries: Span, keys: Span) -> Cover:
-        if not _size(queries) * _size(keys):
-            return "none"
-        (a, b), (c, d) = ((start // self.block, -(-stop // self.block)) for start, stop in (queries, keys))
-        part = self.blocks[..., a:b, c:d]
-        return "all" if part.all() else "some" if part.any() else "none"
-
-    @property
-    def tile(self) -> int:
-        return self.block
-
-    def grid(self, queries: Array, keys: Array) -> Array:
-        blocks = self.blocks.reshape(-1, *self.blocks.shape[-2:])
-        sums = np.pad(blocks.astype(np.int32), ((0, 0), (1, 0), (1, 0))).cumsum(-1).cumsum(-2)
-        (a, b), (c, d) = ((x[:-1] // self.block, -(-x[1:] // self.block)) for x in (queries, keys))
-        a, b = a[:, None], b[:, None]
-        found = sums[:, b, d] - sums[:, a, d] - sums[:, b, c] + sums[:, a, c]
-        return np.where(found == (b - a) * (d - c), ALL, np.minimum(found, SOME)).astype(np.int8)
-
-    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
-        rows, columns = (np.arange(*span) // self.block for span in (queries, keys))
-        return torch.from_numpy(self.blocks[..., rows[:, None], columns]).to(device)
-
-    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        num, out = self.blocks.shape[-1], _alike(self, queries, keys)
-        if queries == keys and (-(-queries // self.block) != num or (queries % self.block and not self.padded)):
-            out.append(
-                f"BlockLayout of {num} blocks of {self.block} for {queries} tokens: make a layout for"
-                f" {-(-queries // self.block)} blocks"
-                + (", and pass padded=True, as the last is shorter" if queries % self.block else "")
-            )
-        if self.lead[1] not in (1, heads):
-            out.append(f"BlockLayout for {self.lead[1]} heads, but there are {heads}")
-        return out
-
-    def __repr__(self) -> str:
-        return f"BlockLayout(shape={self.blocks.shape}, block={self.block})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,7 +361,8 @@ def segments(position_ids_BT: Int64[Tensor, "b t"]) -> Segments:
     return Segments((position_ids_BT == 0).cumsum(-1))
 
 
-def _size(span: Span) -> int:
+def size_of(span: Span) -> int:
+    """Positions of a span."""
     return max(span[1] - span[0], 0)
 
 
@@ -470,6 +371,7 @@ def _halves(span: Span) -> tuple[Span, Span]:
     return (span[0], middle), (middle, span[1])
 
 
-def _alike(mask: Mask, queries: int, keys: int) -> list[str]:
+def alike(mask: Mask, queries: int, keys: int) -> list[str]:
+    """The problem of a mask of positions where queries and keys are of other numbers."""
     told = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
     return [told] if queries != keys else []

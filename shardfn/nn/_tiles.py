@@ -47,12 +47,12 @@ def tiles_of(mask: Mask, queries: int, keys: int, block: int) -> HostTiles:
     rows, columns = (np.append(np.arange(0, n, block), n) for n in (queries, keys))
     grid = mask.grid(rows, columns)
     kinds, found = np.full(grid.shape, -1, np.int32), dict[bytes, int]()
+    own = [mask.of_heads(i, i + 1) for i in range(len(grid))] if len(grid) > 1 else [mask]
     for layout, i, j in np.argwhere(grid == SOME).tolist():
-        part = mask.of_heads(layout, layout + 1) if len(grid) > 1 else mask
         (a, b), (c, d) = rows[i : i + 2].tolist(), columns[j : j + 2].tolist()
         pattern = np.zeros((block, block), np.uint8)
         with torch._C._DisableFuncTorch(), _disable_current_modes():  # part of a program, and not computed in it
-            pattern[: b - a, : d - c] = part.pairs((a, b), (c, d)).numpy().reshape(b - a, d - c)
+            pattern[: b - a, : d - c] = own[layout].pairs((a, b), (c, d)).numpy().reshape(b - a, d - c)
         if not pattern.any():
             grid[layout, i, j] = NONE
         elif not pattern[: b - a, : d - c].all():

@@ -114,3 +114,23 @@ def test_older_processors_compute_the_same(generation: int, monkeypatch: pytest.
         for seed in range(12, 20):
             compare(seed, torch.float32)
         compare(20, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_triton_is_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with kernels.implemented_by("triton"):
+        for seed in range(30, 34):
+            compare(seed, dtype, small=True)
+
+
+@pytest.mark.nightly
+def test_triton_at_sizes_that_take_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of more rows than one program holds."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("shardfn.kernels.block_sparse_attention._triton.MOST", 16)
+    with kernels.implemented_by("triton"):
+        for seed in range(40, 52):
+            compare(seed, torch.float32)

@@ -10,7 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.core import bits, fold_in
-from shardfn.nn._masks import BlockLayout
+from shardfn.nn._block_layout import BlockLayout
 
 Blocks = np.ndarray
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.nn._masks import BlockLayout
+from shardfn.nn._block_layout import BlockLayout
 
 from ._parts import Blocks, as_layout, is_causal, num_blocks, random_blocks, ranges
 
