@@ -24,8 +24,9 @@ from torch import Tensor
 _ROOM = pathlib.Path(__file__).parent
 _SHARED = "_native.cpp"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# What is not held to the reference's bits has threads, and products and sums in one.
-_FAST = ("-ffp-contract=fast", "-pthread", "-Wno-psabi")
+# What is not held to the reference's bits has threads, and products and sums in one. It says itself what is unrolled,
+# and is built in a third of the time of -O3.
+_FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
 
 
 class NoCompilerError(Exception):

@@ -10,6 +10,8 @@
 #include <vector>
 
 #define INLINE inline __attribute__((always_inline))
+#define APART __attribute__((noinline))
+#define UNROLL _Pragma("GCC unroll 16")
 
 // Several generations of processors, of which `chosen` takes the one it finds; MR rows by NV vectors fill its registers.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
@@ -22,39 +24,54 @@
 
 namespace {
 
+// Of a type: elements to whose multiple rows are padded, and what its exponential needs.
 template <typename T>
 struct Of;
 template <>
 struct Of<float> {
-    typedef float V __attribute__((vector_size(64), aligned(4), may_alias));
-    typedef int32_t I __attribute__((vector_size(64), aligned(4), may_alias));
-    static constexpr int lanes = 16, mantissa = 23, terms = 7;
+    static constexpr int padded = 16, mantissa = 23, terms = 7;
     static constexpr float least = -87.0f, most = 88.0f, magic = 12582912.0f, high = 0.693359375f, low = -2.12194440e-4f;
 };
 template <>
 struct Of<double> {
-    typedef double V __attribute__((vector_size(64), aligned(8), may_alias));
-    typedef int64_t I __attribute__((vector_size(64), aligned(8), may_alias));
-    static constexpr int lanes = 8, mantissa = 52, terms = 13;
+    static constexpr int padded = 8, mantissa = 52, terms = 13;
     static constexpr double least = -708.0, most = 709.0, magic = 6755399441055744.0, high = 6.93145751953125e-1,
                             low = 1.42860682030941723212e-6;
 };
+
+// The vectors of a processor, which divide a row. Wider ones than it has would be taken to pieces, in memory.
+template <typename T, int BYTES>
+struct Vec;
+#define VECTORS(T, Int, BYTES)                                                                  \
+    template <>                                                                                 \
+    struct Vec<T, BYTES> {                                                                      \
+        typedef T V __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));         \
+        typedef Int I __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));       \
+        static constexpr int lanes = BYTES / sizeof(T);                                         \
+    };
+VECTORS(float, int32_t, 16)
+VECTORS(float, int32_t, 32)
+VECTORS(float, int32_t, 64)
+VECTORS(double, int64_t, 16)
+VECTORS(double, int64_t, 32)
+VECTORS(double, int64_t, 64)
 
 INLINE int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // e^x; 0 below the normal numbers, NaN of NaN. x = n log 2 + r, |r| <= log 2 / 2, and the series of e^r.
-template <typename T>
-INLINE typename Of<T>::V exponential(typename Of<T>::V x) {
+template <typename T, int BYTES>
+INLINE typename Vec<T, BYTES>::V exponential(typename Vec<T, BYTES>::V x) {
     typedef Of<T> O;
-    typedef typename O::V V;
-    typedef typename O::I I;
+    typedef typename Vec<T, BYTES>::V V;
+    typedef typename Vec<T, BYTES>::I I;
     const V given = x;
     x = x < O::least ? V{} + O::least : x;
     x = x > O::most ? V{} + O::most : x;
     const V n = x * (T)1.44269504088896340736 + O::magic;
     const V whole = n - O::magic, r = (x - whole * O::high) - whole * O::low;
     V y = V{} + 1;
+    UNROLL
     for (int i = O::terms; i; --i) y = y * r * ((T)1 / i) + 1;
     const I power = ((I)n + (O::mantissa == 23 ? 127 : 1023)) << O::mantissa;
     y *= (V)power;
@@ -62,45 +79,72 @@ INLINE typename Of<T>::V exponential(typename Of<T>::V x) {
 }
 
 // C [MR, n] (+)= A B [k, n], n whole vectors; element (i, t) of A lies at i * row + t * column.
-template <typename T, int MR, int NV, bool ADDS>
-INLINE void product_rows(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, int64_t ldb, int64_t k) {
-    typedef typename Of<T>::V V;
+template <typename T, int BYTES, int MR, int NV, bool ADDS>
+INLINE void rows_of(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, int64_t ldb, int64_t k) {
+    typedef typename Vec<T, BYTES>::V V;
+    constexpr int lanes = Vec<T, BYTES>::lanes;
     V sum[MR][NV];
+    UNROLL
     for (int i = 0; i < MR; ++i)
-        for (int v = 0; v < NV; ++v) sum[i][v] = ADDS ? *(V*)(c + i * ldc + v * Of<T>::lanes) : V{};
+        UNROLL
+        for (int v = 0; v < NV; ++v) sum[i][v] = ADDS ? *(V*)(c + i * ldc + v * lanes) : V{};
     for (int64_t t = 0; t < k; ++t) {
         V right[NV];
-        for (int v = 0; v < NV; ++v) right[v] = *(const V*)(b + t * ldb + v * Of<T>::lanes);
+        UNROLL
+        for (int v = 0; v < NV; ++v) right[v] = *(const V*)(b + t * ldb + v * lanes);
+        UNROLL
         for (int i = 0; i < MR; ++i) {
             const T left = a[i * row + t * column];
+            UNROLL
             for (int v = 0; v < NV; ++v) sum[i][v] += left * right[v];
         }
     }
+    UNROLL
     for (int i = 0; i < MR; ++i)
-        for (int v = 0; v < NV; ++v) *(V*)(c + i * ldc + v * Of<T>::lanes) = sum[i][v];
+        UNROLL
+        for (int v = 0; v < NV; ++v) *(V*)(c + i * ldc + v * lanes) = sum[i][v];
 }
 
-template <typename T, int MR, int NV, bool ADDS>
-INLINE void product_columns(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, int64_t ldb, int64_t k,
+template <typename T, int BYTES, int MR, int NV, bool ADDS>
+INLINE void columns_of(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, int64_t ldb, int64_t k,
                             int64_t m) {
     int64_t i = 0;
     for (; i + MR <= m; i += MR)
-        product_rows<T, MR, NV, ADDS>(c + i * ldc, ldc, a + i * row, row, column, b, ldb, k);
+        rows_of<T, BYTES, MR, NV, ADDS>(c + i * ldc, ldc, a + i * row, row, column, b, ldb, k);
     for (; MR > 4 && i + 4 <= m; i += 4)
-        product_rows<T, 4, NV, ADDS>(c + i * ldc, ldc, a + i * row, row, column, b, ldb, k);
-    for (; i < m; ++i) product_rows<T, 1, NV, ADDS>(c + i * ldc, ldc, a + i * row, row, column, b, ldb, k);
+        rows_of<T, BYTES, 4, NV, ADDS>(c + i * ldc, ldc, a + i * row, row, column, b, ldb, k);
+    for (; i < m; ++i) rows_of<T, BYTES, 1, NV, ADDS>(c + i * ldc, ldc, a + i * row, row, column, b, ldb, k);
 }
 
-template <typename T, int MR, int NV, bool ADDS>
-INLINE void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, int64_t ldb, int64_t m, int64_t k,
-                    int64_t n) {
-    const int64_t wide = NV * Of<T>::lanes;
+template <typename T, int BYTES, int MR, int NV, bool ADDS>
+INLINE void multiply(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, int64_t ldb, int64_t m, int64_t k,
+                     int64_t n) {
+    constexpr int lanes = Vec<T, BYTES>::lanes, wide = NV * lanes;
     int64_t j = 0;
     for (; j + wide <= n; j += wide)
-        product_columns<T, MR, NV, ADDS>(c + j, ldc, a, row, column, b + j, ldb, k, m);
-    for (; NV > 1 && j < n; j += Of<T>::lanes)
-        product_columns<T, MR, 1, ADDS>(c + j, ldc, a, row, column, b + j, ldb, k, m);
+        columns_of<T, BYTES, MR, NV, ADDS>(c + j, ldc, a, row, column, b + j, ldb, k, m);
+    for (; NV > 1 && j < n; j += lanes)
+        columns_of<T, BYTES, MR, 1, ADDS>(c + j, ldc, a, row, column, b + j, ldb, k, m);
 }
+
+// A generation's products are functions of their own: inlined wherever they are used, they would take long to compile.
+#define PRODUCTS(name, TARGET, BYTES, MR, NV)                                                                          \
+    struct name {                                                                                               \
+        static constexpr int bytes = BYTES;                                                                     \
+        template <typename T, bool ADDS>                                                                        \
+        TARGET APART static void product(T* c, int64_t ldc, const T* a, int64_t row, int64_t column, const T* b, \
+                                         int64_t ldb, int64_t m, int64_t k, int64_t n) {                        \
+            multiply<T, BYTES, MR, NV, ADDS>(c, ldc, a, row, column, b, ldb, m, k, n);                                 \
+        }                                                                                                       \
+    };
+
+#if GENERATIONS == 3
+PRODUCTS(OfV4, V4, 64, 8, 2)
+PRODUCTS(OfV3, V3, 32, 6, 2)
+PRODUCTS(OfAny, , 16, 4, 2)
+#else
+PRODUCTS(OfAny, , 16, 4, 2)
+#endif
 
 // What one call is about; pointers that are null are not there.
 template <typename T>
@@ -146,7 +190,7 @@ INLINE void turn(T* to, const T* from, int64_t columns, int64_t stride, int64_t 
 }
 
 // A block of keys and values, as products read them.
-template <typename T, int MR, int NV>
+template <typename T, typename X>
 INLINE void pack(const Call<T>& o, int64_t unit, T*) {
     const int64_t M = o.blocks(), j = unit % M, g = unit / M % o.G, b = unit / M / o.G, stride = o.G * o.K;
     const int64_t n = o.width(j), from = ((b * o.S + j * o.block) * o.G + g) * o.K, head = b * o.G + g;
@@ -186,30 +230,32 @@ INLINE void adjust(const Call<T>& o, T* s, int64_t ld, int64_t b, int64_t h, int
     }
 }
 
-template <typename T>
+template <typename T, int BYTES>
 INLINE T greatest(const T* x, int64_t n, T most) {
-    typedef typename Of<T>::V V;
+    typedef typename Vec<T, BYTES>::V V;
+    constexpr int lanes = Vec<T, BYTES>::lanes;
     V top = V{} + most;
-    for (int64_t c = 0; c < n; c += Of<T>::lanes) {
+    for (int64_t c = 0; c < n; c += lanes) {
         const V value = *(const V*)(x + c);
         top = value <= top ? top : value;  // NaN stays
     }
-    for (int l = 0; l < Of<T>::lanes; ++l) most = top[l] <= most ? most : top[l];
+    for (int l = 0; l < lanes; ++l) most = top[l] <= most ? most : top[l];
     return most;
 }
 
 // x [n] = e^(x - by), and its sum
-template <typename T>
+template <typename T, int BYTES>
 INLINE T exponentials(T* x, int64_t n, T by) {
-    typedef typename Of<T>::V V;
+    typedef typename Vec<T, BYTES>::V V;
+    constexpr int lanes = Vec<T, BYTES>::lanes;
     V sum = V{};
-    for (int64_t c = 0; c < n; c += Of<T>::lanes) {
-        const V p = exponential<T>(*(const V*)(x + c) - by);
+    for (int64_t c = 0; c < n; c += lanes) {
+        const V p = exponential<T, BYTES>(*(const V*)(x + c) - by);
         *(V*)(x + c) = p;
         sum += p;
     }
     T total = 0;
-    for (int l = 0; l < Of<T>::lanes; ++l) total += sum[l];
+    for (int l = 0; l < lanes; ++l) total += sum[l];
     return total;
 }
 
@@ -222,7 +268,7 @@ template <typename T>
 int64_t forward_scratch(const Call<T>& o) { return o.block * (2 * o.W + o.P * at_once(o) + 2); }
 
 // One block of queries of one head.
-template <typename T, int MR, int NV>
+template <typename T, typename X>
 INLINE void forward(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t N = o.rows(), M = o.blocks(), i = unit % N, h = unit / N % o.H, b = unit / N / o.H;
     const int64_t m = o.length(i), W = o.W, P = o.P, some = at_once(o), ld = some * P, head = b * o.G + h / (o.H / o.G);
@@ -236,24 +282,24 @@ INLINE void forward(const Call<T>& o, int64_t unit, T* scratch) {
         const int64_t num = less(some, starts[i + 1] - at);
         for (int64_t t = 0; t < num; ++t) {
             const int64_t j = o.columns[at + t];
-            product<T, MR, NV, false>(s + t * P, ld, q, W, 1, o.kt + (head * M + j) * o.K * P, P, m, o.K, P);
+            X::template product<T, false>(s + t * P, ld, q, W, 1, o.kt + (head * M + j) * o.K * P, P, m, o.K, P);
             adjust(o, s + t * P, ld, b, h, i, j, o.kinds[at + t]);
         }
         for (int64_t r = 0; r < m; ++r) {
-            const T most = greatest(s + r * ld, num * P, top[r]);
+            const T most = greatest<T, X::bytes>(s + r * ld, num * P, top[r]);
             const T shift = most == -(T)__builtin_inf() ? (T)0 : most;
             if (most != top[r]) {
-                typename Of<T>::V before = typename Of<T>::V{} + (top[r] - shift);
-                const T factor = exponential<T>(before)[0];
+                typedef typename Vec<T, X::bytes>::V V;
+                const T factor = exponential<T, X::bytes>(V{} + (top[r] - shift))[0];
                 total[r] *= factor;
                 for (int64_t d = 0; d < W; ++d) sum[r * W + d] *= factor;
                 top[r] = most;
             }
-            total[r] += exponentials(s + r * ld, num * P, shift);
+            total[r] += exponentials<T, X::bytes>(s + r * ld, num * P, shift);
         }
         for (int64_t t = 0; t < num; ++t) {
             const int64_t j = o.columns[at + t];
-            product<T, MR, NV, true>(sum, W, s + t * P, ld, 1, o.vr + (head * o.S + j * o.block) * W, W, m, o.width(j), W);
+            X::template product<T, true>(sum, W, s + t * P, ld, 1, o.vr + (head * o.S + j * o.block) * W, W, m, o.width(j), W);
         }
     }
     for (int64_t r = 0; r < m; ++r) {
@@ -268,7 +314,7 @@ template <typename T>
 int64_t backward_scratch(const Call<T>& o) { return o.block * (3 * o.W + 2 * o.P); }
 
 // Some blocks of queries of one head: their dq, and what they add to dk and dv.
-template <typename T, int MR, int NV>
+template <typename T, typename X>
 INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t c = unit % o.chunks, h = unit / o.chunks % o.H, b = unit / o.chunks / o.H;
     const int64_t N = o.rows(), M = o.blocks(), W = o.W, P = o.P, head = b * o.G + h / (o.H / o.G);
@@ -289,16 +335,16 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
         for (int64_t at = starts[i]; at < starts[i + 1]; ++at) {
             const int64_t j = o.columns[at], n = o.width(j), tile = (head * M + j) * o.K * P;
             const int64_t key = (head * o.S + j * o.block) * W;
-            product<T, MR, NV, false>(p, P, q, W, 1, o.kt + tile, P, m, o.K, P);
+            X::template product<T, false>(p, P, q, W, 1, o.kt + tile, P, m, o.K, P);
             adjust(o, p, P, b, h, i, j, o.kinds[at]);
-            product<T, MR, NV, false>(ds, P, dy, W, 1, o.vt + tile, P, m, o.K, P);
+            X::template product<T, false>(ds, P, dy, W, 1, o.vt + tile, P, m, o.K, P);
             for (int64_t r = 0; r < m; ++r) {
-                exponentials(p + r * P, P, lse[r] == -(T)__builtin_inf() ? (T)0 : lse[r]);
+                exponentials<T, X::bytes>(p + r * P, P, lse[r] == -(T)__builtin_inf() ? (T)0 : lse[r]);
                 for (int64_t e = 0; e < P; ++e) ds[r * P + e] = p[r * P + e] * (ds[r * P + e] - delta[r]);
             }
-            product<T, MR, NV, true>(dv + j * o.block * W, W, p, 1, P, dy, W, n, m, W);
-            product<T, MR, NV, true>(dk + j * o.block * W, W, ds, 1, P, q, W, n, m, W);
-            product<T, MR, NV, true>(dq, W, ds, P, 1, o.kr + key, W, m, n, W);
+            X::template product<T, true>(dv + j * o.block * W, W, p, 1, P, dy, W, n, m, W);
+            X::template product<T, true>(dk + j * o.block * W, W, ds, 1, P, q, W, n, m, W);
+            X::template product<T, true>(dq, W, ds, P, 1, o.kr + key, W, m, n, W);
         }
         for (int64_t r = 0; r < m; ++r)
             for (int64_t d = 0; d < o.K; ++d) o.dq[own + r * o.H * o.K + d] = dq[r * W + d] * (T)o.scale;
@@ -306,7 +352,7 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
 }
 
 // A block of keys: the sum over the query heads that read it, and over the parts.
-template <typename T, int MR, int NV>
+template <typename T, typename X>
 INLINE void gather(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t M = o.blocks(), j = unit % M, g = unit / M % o.G, b = unit / M / o.G, R = o.H / o.G;
     const int64_t n = o.width(j), size = n * o.W, to = ((b * o.S + j * o.block) * o.G + g) * o.K;
@@ -330,11 +376,11 @@ using Run = void (*)(const Call<T>&, int64_t, T*);
 #if GENERATIONS == 3
 #define GENERATION(name)                                                                                        \
     template <typename T>                                                                                       \
-    V4 void name##_v4(const Call<T>& o, int64_t unit, T* scratch) { name<T, 8, 2>(o, unit, scratch); }          \
+    V4 void name##_v4(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfV4>(o, unit, scratch); }          \
     template <typename T>                                                                                       \
-    V3 void name##_v3(const Call<T>& o, int64_t unit, T* scratch) { name<T, 6, 1>(o, unit, scratch); }          \
+    V3 void name##_v3(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfV3>(o, unit, scratch); }          \
     template <typename T>                                                                                       \
-    void name##_any(const Call<T>& o, int64_t unit, T* scratch) { name<T, 2, 1>(o, unit, scratch); }            \
+    void name##_any(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfAny>(o, unit, scratch); }            \
     template <typename T>                                                                                       \
     Run<T> name##_here(int64_t most) {                                                                          \
         __builtin_cpu_init();                                                                                   \
@@ -344,7 +390,7 @@ using Run = void (*)(const Call<T>&, int64_t, T*);
 #else
 #define GENERATION(name)                                                                                        \
     template <typename T>                                                                                       \
-    void name##_any(const Call<T>& o, int64_t unit, T* scratch) { name<T, 4, 1>(o, unit, scratch); }            \
+    void name##_any(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfAny>(o, unit, scratch); }            \
     template <typename T>                                                                                       \
     Run<T> name##_here(int64_t) { return name##_any<T>; }
 #endif
@@ -384,7 +430,8 @@ Call<T> read(const int64_t* numbers, const double* scale, void* const* at) {
     o.added = (const T*)*p++, o.table = (const T*)*p++;
     o.y = (T*)*p++, o.lse = (T*)*p++;
     o.dy = (const T*)*p++, o.delta = (const T*)*p++, o.dq = (T*)*p++, o.dk = (T*)*p++, o.dv = (T*)*p++;
-    o.W = ceil(o.K, Of<T>::lanes) * Of<T>::lanes, o.P = ceil(o.block, Of<T>::lanes) * Of<T>::lanes;
+    constexpr int unit = Of<T>::padded;
+    o.W = ceil(o.K, unit) * unit, o.P = ceil(o.block, unit) * unit;
     return o;
 }
 
