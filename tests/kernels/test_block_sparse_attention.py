@@ -1,5 +1,6 @@
 """Covers attention over the tiles of a layout: every implementation is the formula over the whole, with gradients."""
 
+import importlib
 import math
 import random
 from typing import Any
@@ -116,21 +117,24 @@ def test_older_processors_compute_the_same(generation: int, monkeypatch: pytest.
         compare(20, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_triton_is_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_is_the_formula(monkeypatch: pytest.MonkeyPatch, seeds: range, dtype: torch.dtype, small: bool) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with kernels.implemented_by("triton"):
-        for seed in range(30, 34):
-            compare(seed, dtype, small=True)
+        for seed in seeds:
+            compare(seed, dtype, small)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_triton_is_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_is_the_formula(monkeypatch, range(31, 33), dtype, small=True)
 
 
 @pytest.mark.nightly
-def test_triton_at_sizes_that_take_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of more rows than one program holds."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("shardfn.kernels.block_sparse_attention._triton.MOST", 16)
-    with kernels.implemented_by("triton"):
-        for seed in range(40, 52):
-            compare(seed, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_triton_is_the_formula_in_many_cases(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of tiles of more rows than one program holds."""
+    triton_is_the_formula(monkeypatch, range(40, 46), dtype, small=True)
+    module = importlib.import_module("shardfn.kernels.block_sparse_attention._triton")
+    monkeypatch.setattr(module, "MOST", 16)
+    triton_is_the_formula(monkeypatch, range(50, 52), dtype, small=False)

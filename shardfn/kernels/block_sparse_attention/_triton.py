@@ -82,7 +82,9 @@ def _sides(q: Tensor, block: int) -> dict[str, Any]:
     width = max(16, 1 << (K - 1).bit_length())
     most = max(16, min(MOST, (1 << 15) // (width * q.element_size())))
     rows = min(most, max(16, 1 << (block - 1).bit_length()))
-    return {"K": K, "BLOCK": block, "WIDTH": width, "ROWS": rows, "PARTS": ceil(block, rows)}
+    # Triton's interpreter, on a CPU, multiplies the bits of bf16 as whole numbers.
+    widened = q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    return {"K": K, "BLOCK": block, "WIDTH": width, "ROWS": rows, "PARTS": ceil(block, rows), "WIDENED": widened}
 
 
 def _told(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: float) -> tuple[Any, ...]:
@@ -98,9 +100,10 @@ def _told(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: float) -> tup
 
 @triton.jit
 @no_type_check
-def _rows_of(x, at, mask, d, stride, K: tl.constexpr):
+def _rows_of(x, at, mask, d, stride, K: tl.constexpr, WIDENED: tl.constexpr):
     """Rows [ROWS, WIDTH] of a head, zeros where there are none."""
-    return tl.load(x + at[:, None] * stride + d[None, :], mask=mask[:, None] & (d < K)[None, :], other=0.0)
+    rows = tl.load(x + at[:, None] * stride + d[None, :], mask=mask[:, None] & (d < K)[None, :], other=0.0)
+    return rows.to(tl.float32) if WIDENED else rows
 
 
 @triton.jit
@@ -121,7 +124,8 @@ def _scores(
         id = tl.load(ids_q + b * T + t, mask=t < T, other=0)
         counts = counts & (id == tl.load(ids_k + b * S + s, mask=s < S, other=0))
     place = patterns + kind.to(tl.int64) * BLOCK * BLOCK + r[:, None] * BLOCK + c[None, :]
-    pattern = tl.load(place, mask=counts & (kind >= 0), other=1)
+    # Of a vector: the interpreter takes no bool of a scalar and a tensor for a mask.
+    pattern = tl.load(place, mask=counts & (kind + 0 * c >= 0)[None, :], other=1)
     return tl.where(counts & (pattern != 0), x, float("-inf"))
 
 
@@ -131,6 +135,7 @@ def _forward(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
     T, S, H, G, L, scale, y, lse,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    WIDENED: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one head."""
     program, N = tl.program_id(0).to(tl.int64), (T + BLOCK - 1) // BLOCK
@@ -138,7 +143,7 @@ def _forward(
     h, b = program // PARTS // N % H, program // PARTS // N // H
     d, t, g = tl.arange(0, WIDTH), i * BLOCK + r, h // (H // G)
     mine = (r < BLOCK) & (t < T)
-    own = _rows_of(q + (b * T * H + h) * K, t, mine, d, H * K, K)
+    own = _rows_of(q + (b * T * H + h) * K, t, mine, d, H * K, K, WIDENED)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.full([ROWS], 0.0, tl.float32)
     sum = tl.full([ROWS, WIDTH], 0.0, tl.float32)
     row = starts + tl.where(L > 1, h, 0) * (N + 1) + i
@@ -147,15 +152,16 @@ def _forward(
         for c0 in range(0, BLOCK, ROWS):
             c = c0 + tl.arange(0, ROWS)
             theirs, head = (c < BLOCK) & (j * BLOCK + c < S), (b * S * G + g) * K
+            key = _rows_of(k + head, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
             x = _scores(
-                own, _rows_of(k + head, j * BLOCK + c, theirs, d, G * K, K), r, c, i, j, b, h, kind, patterns, ids_q,
-                ids_k, added, s_b, s_h, s_t, s_s, table, table_head, T, S, scale, BLOCK,
+                own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
+                T, S, scale, BLOCK,
             )  # fmt: skip
             most = tl.maximum(top, tl.reduce(x, 1, greatest))
             shift = tl.where(most == float("-inf"), 0.0, most)
             p, before = tl.exp(x - shift[:, None]), tl.exp(top - shift)
             total = total * before + tl.reduce(p, 1, plus)
-            value = _rows_of(v + head, j * BLOCK + c, theirs, d, G * K, K)
+            value = _rows_of(v + head, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
             sum = sum * before[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
             top = most
     none = total == 0.0
@@ -172,6 +178,7 @@ def _backward_queries(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
     T, S, H, G, L, scale, dy, lse, delta, dq,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    WIDENED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of some queries of one head."""
     program, N = tl.program_id(0).to(tl.int64), (T + BLOCK - 1) // BLOCK
@@ -179,7 +186,10 @@ def _backward_queries(
     h, b = program // PARTS // N % H, program // PARTS // N // H
     d, t, g, head = tl.arange(0, WIDTH), i * BLOCK + r, h // (H // G), (b * T * H + h) * K
     mine = (r < BLOCK) & (t < T)
-    own, cotangent = _rows_of(q + head, t, mine, d, H * K, K), _rows_of(dy + head, t, mine, d, H * K, K)
+    own, cotangent = (
+        _rows_of(q + head, t, mine, d, H * K, K, WIDENED),
+        _rows_of(dy + head, t, mine, d, H * K, K, WIDENED),
+    )
     by = tl.load(lse + (b * H + h) * T + t, mask=mine, other=0.0)
     by = tl.where(by == float("-inf"), 0.0, by)
     less = tl.load(delta + (b * H + h) * T + t, mask=mine, other=0.0)
@@ -190,8 +200,8 @@ def _backward_queries(
         for c0 in range(0, BLOCK, ROWS):
             c = c0 + tl.arange(0, ROWS)
             theirs, place = (c < BLOCK) & (j * BLOCK + c < S), (b * S * G + g) * K
-            key = _rows_of(k + place, j * BLOCK + c, theirs, d, G * K, K)
-            value = _rows_of(v + place, j * BLOCK + c, theirs, d, G * K, K)
+            key = _rows_of(k + place, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
+            value = _rows_of(v + place, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
             x = _scores(
                 own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
                 T, S, scale, BLOCK,
@@ -208,6 +218,7 @@ def _backward_keys(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
     T, S, H, G, L, scale, dy, lse, delta, column_starts, order, rows, dk, dv,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    WIDENED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some keys and values of one key head: sums over the query heads that read it."""
     program, M = tl.program_id(0).to(tl.int64), (S + BLOCK - 1) // BLOCK
@@ -215,7 +226,7 @@ def _backward_keys(
     g, b = program // PARTS // M % G, program // PARTS // M // G
     d, s, place = tl.arange(0, WIDTH), j * BLOCK + c, (b * S * G + g) * K
     mine = (c < BLOCK) & (s < S)
-    key, value = _rows_of(k + place, s, mine, d, G * K, K), _rows_of(v + place, s, mine, d, G * K, K)
+    key, value = _rows_of(k + place, s, mine, d, G * K, K, WIDENED), _rows_of(v + place, s, mine, d, G * K, K, WIDENED)
     sum_k, sum_v = tl.full([ROWS, WIDTH], 0.0, tl.float32), tl.full([ROWS, WIDTH], 0.0, tl.float32)
     for h in range(g * (H // G), (g + 1) * (H // G)):
         column, head = column_starts + tl.where(L > 1, h, 0) * (M + 1) + j, (b * T * H + h) * K
@@ -226,7 +237,10 @@ def _backward_keys(
                 r = r0 + tl.arange(0, ROWS)
                 t = i * BLOCK + r
                 theirs = (r < BLOCK) & (t < T)
-                own, cotangent = _rows_of(q + head, t, theirs, d, H * K, K), _rows_of(dy + head, t, theirs, d, H * K, K)
+                own, cotangent = (
+                    _rows_of(q + head, t, theirs, d, H * K, K, WIDENED),
+                    _rows_of(dy + head, t, theirs, d, H * K, K, WIDENED),
+                )
                 by = tl.load(lse + (b * H + h) * T + t, mask=theirs, other=0.0)
                 by = tl.where(by == float("-inf"), 0.0, by)
                 less = tl.load(delta + (b * H + h) * T + t, mask=theirs, other=0.0)
