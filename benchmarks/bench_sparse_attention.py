@@ -41,7 +41,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     parts = [
         f"{args.rounds} rounds, {args.threads} threads, {args.dtype}, 1 sample, {args.heads} heads of {args.dim},"
-        f" blocks of {args.block}; seconds are medians of forward and backward"
+        f" blocks of {args.block}; CPU seconds are medians of forward and backward"
     ]
     for length, make in ((args.tokens, wide_cases), (args.long, long_cases)):
         if length:
@@ -104,15 +104,15 @@ def measure(cases: dict[str, Case], rounds: int) -> Times:
     for turn in range(rounds + 1):
         at = turn % len(names)
         for name in names[at:] + names[:at]:
-            begin = time.perf_counter()
+            begin = time.process_time()
             cases[name].run()
             if turn:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(time.process_time() - begin)
     return times
 
 
 def report(cases: dict[str, Case], times: Times) -> str:
-    head = ["case", "blocks", "s", "torch / it", "quartiles", "it / (Blockwise x blocks)", "quartiles"]
+    head = ["case", "blocks", "CPU s", "torch / it", "quartiles", "it / (Blockwise x blocks)", "quartiles"]
     rows = []
     for name, taken in times.items():
         causal = f"{DENSE}, causal" if name.endswith("causal") else DENSE

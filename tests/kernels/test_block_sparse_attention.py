@@ -45,7 +45,8 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32, small: bool = False) ->
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
 
-    ids = [torch.randint(2, (B, n), generator=g) for n in (T, S)] if draw.random() < 0.4 else [None, None]
+    some = draw.random() < 0.4
+    ids_q, ids_k = (torch.randint(2, (B, n), generator=g) if some else None for n in (T, S))
     added = table = None
     if draw.random() < 0.5:
         added = normal(*(draw.choice([1, n]) for n in (B, H, T, S)))
@@ -56,7 +57,7 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32, small: bool = False) ->
         (normal(B, T, H, K), normal(B, S, G, K), normal(B, S, G, K)),
         tiles,
         pairs,
-        Given(*ids, added, table),
+        Given(ids_q, ids_k, added, table),
         block,
         K**-0.5,
     )

@@ -59,7 +59,7 @@ def parity(mesh: sf.Mesh, config: gpt.Config, *, stage: int = 3, remat: bool = F
         [batch_of(config, n) for n in range(2)],
         mesh=mesh,
         reference=functools.partial(gpt.loss, plain),
-        zero=sf.Zero(stage=stage, axis=("dp", *config.attention.axes), persist_elements=0),
+        zero=sf.Zero(stage=stage, axis=("dp", *config.attention.axes), persist_elements=0) if stage else None,
         specs=gpt.specs(config, tp="tp"),
         batch=sf.P("dp", config.attention.axes),
     )
@@ -86,21 +86,21 @@ def test_bodies_compute_the_same(causal: bool) -> None:
 def test_ranks_compute_what_one_device_does() -> None:
     """Along sp each rank has the layouts of its heads; along tp, too; scanned, recomputed and captured."""
     parity(sf.make_mesh({"sp": 2}), dataclasses.replace(CONFIG, attention=nn.Ulysses("sp", T, nn.BlockSparse())))
-    parity(sf.make_mesh({"tp": 2}), dataclasses.replace(CONFIG, causal=False), remat=True)
+    parity(sf.make_mesh({"tp": 2}), dataclasses.replace(CONFIG, causal=False), remat=True, stage=0)
     parity(sf.make_mesh({"dp": 2}), dataclasses.replace(CONFIG, stacked=True), remat=True, jit=True)
 
 
 @pytest.mark.nightly
 @distributed(world=[3, 4], timeout=600)
 def test_more_ranks_and_kinds(world: int) -> None:
-    bodies = nn.Ulysses("sp", T, nn.BlockSparse(3)), nn.Ring("sp", T, zigzag=True, block=2)
+    bodies = nn.Ulysses("sp", T, nn.BlockSparse(3)), nn.Ring("sp", T, block=2)
     for n, body in enumerate(bodies):
         config = dataclasses.replace(CONFIG, attention=body, stacked=n == 0, causal=n == 0)
         sizes = {"sp": 3} if world == 3 else {"sp": 2, "tp": 2} if n else {"sp": 2, "dp": 2}
         parity(sf.make_mesh(sizes), config, remat=n == 0, jit=n == 1, stage=3 * (1 - n))
     random = functools.partial(nn.layouts.bigbird, block=1, random=(1, sf.key(0)), num_heads=4)
     config = dataclasses.replace(CONFIG, layout=random)
-    parity(sf.make_mesh({"dp": 1, "tp": world}), config, jit=True)
+    parity(sf.make_mesh({"tp": world}), config, jit=True, stage=0)
 
 
 def test_pipeline_stages() -> None:

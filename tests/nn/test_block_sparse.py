@@ -68,6 +68,7 @@ def test_layouts_of_one_length_are_told_apart() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 def test_transforms() -> None:
     ids = torch.tensor([[0] * 3 + [1] * 3] * 2)
     bias = torch.randn(6, 6, dtype=torch.float64)
