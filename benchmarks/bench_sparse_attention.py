@@ -5,7 +5,8 @@ all pairs times the density; 1 is a kernel that is as fast a pair as the dense o
 the fixed layout of Sparse Transformers is than torch's `scaled_dot_product_attention`, with windows of the square root
 of the number of blocks, as in the paper, and with DeepSpeed's default of 4. And `nn.Blockwise` over all pairs beside
 torch's kernel. Cases take turns within a round, whose order rotates, and ratios are formed within a round: on a machine
-that others use too, ratios mean something and seconds do not.
+that others use too, ratios mean something and seconds do not. Seconds are the processor's: a thread may wait for its
+turn.
 """
 
 import argparse
