@@ -105,7 +105,16 @@ def compare(seed: int, dtype: torch.dtype, small: bool = False) -> None:
 @pytest.mark.parametrize("which", ["reference", "native"])
 def test_implementations_are_the_formula(which: str, dtype: torch.dtype) -> None:
     with kernels.implemented_by(which):
-        for seed in range(12):
+        for seed in range(6):
+            compare(seed, dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("which", ["reference", "native"])
+def test_implementations_are_the_formula_in_many_cases(which: str, dtype: torch.dtype) -> None:
+    with kernels.implemented_by(which):
+        for seed in range(100, 130):
             compare(seed, dtype)
 
 
@@ -113,7 +122,7 @@ def test_implementations_are_the_formula(which: str, dtype: torch.dtype) -> None
 def test_older_processors_compute_the_same(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "NEWEST", generation)
     with kernels.implemented_by("native"):
-        for seed in range(12, 20):
+        for seed in range(12, 16):
             compare(seed, torch.float32)
         compare(20, torch.float64)
 

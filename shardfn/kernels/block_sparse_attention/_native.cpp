@@ -161,6 +161,7 @@ struct Call {
     T *dq, *dk, *dv;
     // scratch
     T *kt, *vt, *kr, *vr, *partial;
+    uint8_t* touched;  // of each part, which blocks of keys it adds to; of others its sums are not there
     int64_t W, P, chunks;  // rows of K and of a block in whole vectors; parts of the queries of a head
 
     int64_t rows() const { return ceil(T_, block); }
@@ -168,6 +169,7 @@ struct Call {
     int64_t length(int64_t i) const { return less(block, T_ - i * block); }
     int64_t width(int64_t j) const { return less(block, S - j * block); }
     const int32_t* row(int64_t h) const { return starts + (layouts > 1 ? h : 0) * (rows() + 1); }
+    uint8_t* blocks_of(int64_t b, int64_t h, int64_t c) const { return touched + ((b * H + h) * chunks + c) * blocks(); }
     T* part(int64_t b, int64_t h, int64_t c) const { return partial + ((b * H + h) * chunks + c) * 2 * S * W; }
 };
 
@@ -320,7 +322,8 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t N = o.rows(), M = o.blocks(), W = o.W, P = o.P, head = b * o.G + h / (o.H / o.G);
     T *q = scratch, *dy = q + o.block * W, *dq = dy + o.block * W, *p = dq + o.block * W, *ds = p + o.block * P;
     T *dk = o.part(b, h, c), *dv = dk + o.S * W;
-    std::memset(dk, 0, sizeof(T) * 2 * o.S * W);
+    uint8_t* touched = o.blocks_of(b, h, c);
+    std::memset(touched, 0, M);
     const int32_t* starts = o.row(h);
     const int64_t tiles = starts[N] - starts[0];
     for (int64_t i = 0; i < N; ++i) {
@@ -334,7 +337,11 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
         std::memset(dq, 0, sizeof(T) * m * W);
         for (int64_t at = starts[i]; at < starts[i + 1]; ++at) {
             const int64_t j = o.columns[at], n = o.width(j), tile = (head * M + j) * o.K * P;
-            const int64_t key = (head * o.S + j * o.block) * W;
+            const int64_t key = (head * o.S + j * o.block) * W, sum = j * o.block * W;
+            if (!touched[j]) {
+                touched[j] = 1;
+                std::memset(dk + sum, 0, sizeof(T) * n * W), std::memset(dv + sum, 0, sizeof(T) * n * W);
+            }
             X::template product<T, false>(p, P, q, W, 1, o.kt + tile, P, m, o.K, P);
             adjust(o, p, P, b, h, i, j, o.kinds[at]);
             X::template product<T, false>(ds, P, dy, W, 1, o.vt + tile, P, m, o.K, P);
@@ -342,8 +349,8 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
                 exponentials<T, X::bytes>(p + r * P, P, lse[r] == -(T)__builtin_inf() ? (T)0 : lse[r]);
                 for (int64_t e = 0; e < P; ++e) ds[r * P + e] = p[r * P + e] * (ds[r * P + e] - delta[r]);
             }
-            X::template product<T, true>(dv + j * o.block * W, W, p, 1, P, dy, W, n, m, W);
-            X::template product<T, true>(dk + j * o.block * W, W, ds, 1, P, q, W, n, m, W);
+            X::template product<T, true>(dv + sum, W, p, 1, P, dy, W, n, m, W);
+            X::template product<T, true>(dk + sum, W, ds, 1, P, q, W, n, m, W);
             X::template product<T, true>(dq, W, ds, P, 1, o.kr + key, W, m, n, W);
         }
         for (int64_t r = 0; r < m; ++r)
@@ -357,13 +364,17 @@ INLINE void gather(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t M = o.blocks(), j = unit % M, g = unit / M % o.G, b = unit / M / o.G, R = o.H / o.G;
     const int64_t n = o.width(j), size = n * o.W, to = ((b * o.S + j * o.block) * o.G + g) * o.K;
     for (int which = 0; which < 2; ++which) {
+        bool some = false;
         for (int64_t x = 0; x < R * o.chunks; ++x) {
+            if (!o.blocks_of(b, g * R + x / o.chunks, x % o.chunks)[j]) continue;
             const T* from = o.part(b, g * R + x / o.chunks, x % o.chunks) + (which * o.S + j * o.block) * o.W;
-            if (!x)
+            if (!some)
                 std::memcpy(scratch, from, sizeof(T) * size);
             else
                 for (int64_t e = 0; e < size; ++e) scratch[e] += from[e];
+            some = true;
         }
+        if (!some) std::memset(scratch, 0, sizeof(T) * size);
         T* out = (which ? o.dv : o.dk) + to;
         for (int64_t r = 0; r < n; ++r)
             for (int64_t d = 0; d < o.K; ++d) out[r * o.G * o.K + d] = scratch[r * o.W + d];
@@ -443,6 +454,7 @@ void attend(Call<T> o, bool back, int64_t threads, int64_t newest) {
         o.vt = aligned<T>(turned), o.kr = aligned<T>(straight);
         o.chunks = less(o.rows(), ceil(16, o.B * o.H));
         o.partial = aligned<T>(o.B * o.H * o.chunks * 2 * o.S * o.W);
+        o.touched = (uint8_t*)std::malloc(o.B * o.H * o.chunks * o.blocks());
     }
     spread(o, pack_here<T>(newest), keys, 0, threads);
     if (back) {
@@ -451,6 +463,7 @@ void attend(Call<T> o, bool back, int64_t threads, int64_t newest) {
     } else
         spread(o, forward_here<T>(newest), o.B * o.H * o.rows(), forward_scratch(o), threads);
     for (T* x : {o.kt, o.vr, o.vt, o.kr, o.partial}) std::free(x);
+    std::free(o.touched);
 }
 
 }  // namespace
