@@ -90,7 +90,7 @@ def compare(seed: int, dtype: torch.dtype, small: bool = False) -> None:
     want, want_lse = plain(leaves, pairs, given, scale)
     dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
     grads = torch.autograd.grad(want, leaves, dy.double())
-    y, lse = block_sparse_attention(*qkv, tiles, given, block=block, scale=scale)
+    y, lse = block_sparse_attention(qkv[0], qkv[1], qkv[2], tiles, given, block=block, scale=scale)
     assert y.dtype == dtype and y.is_contiguous()
     got = block_sparse_attention_backward(dy, qkv, y, lse, tiles, given, block=block, scale=scale)
     near: dict[str, Any] = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}

@@ -16,11 +16,11 @@ X, ERROR, SCALES = torch.randn(2, 16), torch.randn(2, 16), torch.rand(2)
 BITS = torch.randint(0, 256, (2, 2), dtype=torch.uint8)
 CODES, FACTORS = kernels.quantize(torch.randn(3, 2, 5).view(6, 5), bits=4, block=2)
 MOMENTS = X, ERROR, X.square(), *torch.tensor([0.1, 0.9, 0.01])
-TILES = tuple(torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 3]], [0, 0, 1], [-1, 0, -1])), torch.ones(1, 2, 2)
-TILES = (*TILES[0], TILES[1].byte())
+TILES: Any = [torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 3]], [0, 0, 1], [-1, 0, -1])]
+TILES += [torch.ones(1, 2, 2, dtype=torch.uint8)]
 QKV = torch.randn(3, 1, 3, 2, 4).unbind()
-SPARSE = {"block": 2, "scale": 0.5}
-RESULTS = kernels.block_sparse_attention(*QKV, kernels.Tiles(*TILES), **SPARSE)
+SPARSE: dict[str, Any] = {"block": 2, "scale": 0.5}
+RESULTS = kernels.block_sparse_attention(QKV[0], QKV[1], QKV[2], kernels.Tiles(*TILES), **SPARSE)
 MANY = CODES.view(3, 2, 3), FACTORS.view(3, 2, 3)
 
 # name, public function, its arguments, the op's arguments
