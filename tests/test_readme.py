@@ -65,6 +65,7 @@ DOCS = [
     "docs/checkpoints.md",
     "docs/elastic.md",
     "docs/long_sequences.md",
+    "docs/sparse_attention.md",
     "docs/huggingface.md",
     "docs/from_deepspeed.md",
     "docs/lora.md",

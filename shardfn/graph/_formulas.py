@@ -49,6 +49,23 @@ def added_matrix_vector(bias: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel()
 
 
+def tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, columns: Tensor, *rest: Any, **_: Any) -> int:
+    """Two products of each tile, of all heads that have it."""
+    del k, v
+    return 2 * _tile_product(q, starts, columns, rest[-2])
+
+
+def tiles_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any, **_: Any) -> int:
+    """Five products of each tile."""
+    del dy, k, v, y, lse
+    return 5 * _tile_product(q, rest[0], rest[1], rest[-2])
+
+
+def _tile_product(q: Tensor, starts: Tensor, columns: Tensor, block: int) -> int:
+    B, _, H, K = q.shape
+    return 2 * B * K * block**2 * columns.shape[0] * (H // max(starts.shape[0], 1))
+
+
 # Bytes held meanwhile, of a node.
 
 
@@ -82,6 +99,31 @@ def flash_backward(node: Node) -> int:
     q, k = _argument(node, 1), _argument(node, 2)
     rows, columns = _tile(q.shape[2], k.shape[2])
     return torch.get_num_threads() * 4 * rows * 2 * columns
+
+
+def tiles_forward_scratch(node: Node) -> int:
+    """Keys and values in whole vectors, and those of 16 bits in fp32."""
+    return _packed(node, 0) + sum(_widened(_argument(node, i)) for i in (0, 0, 1, 2))
+
+
+def tiles_backward_scratch(node: Node) -> int:
+    """Both once more for the other products, and what each part of the queries adds to their gradients."""
+    q, k = _argument(node, 1), _argument(node, 2)
+    (B, T, H, K), S, block = q.shape, k.shape[1], int(node.args[-2])  # pyright: ignore[reportArgumentType]
+    parts = min(-(-T // block), -(-16 // max(B * H, 1)))
+    sums = B * H * parts * 2 * S * -(-K // 16) * 16 * max(q.element_size(), 4)
+    return 2 * _packed(node, 1) + sums + sum(_widened(_argument(node, i)) for i in (0, 1, 1, 2, 2, 3, 3))
+
+
+def _packed(node: Node, first: int) -> int:
+    k, block = _argument(node, first + 1), int(node.args[-2])  # pyright: ignore[reportArgumentType]
+    B, S, G, K = k.shape
+    turned, straight = -(-S // block) * K * -(-block // 16) * 16, S * -(-K // 16) * 16
+    return B * G * (turned + straight) * max(k.element_size(), 4)
+
+
+def _widened(x: Tensor) -> int:
+    return 4 * x.numel() if x.element_size() == 2 else 0
 
 
 def _tile(queries: int, keys: int) -> tuple[int, int]:

@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 import shardfn.collectives
-import shardfn.memory  # noqa: F401  # both define ops
+import shardfn.kernels
+import shardfn.memory  # noqa: F401  # all of them define ops
 
 from . import _formulas as formulas
 from . import _strides as strides
@@ -23,7 +24,7 @@ from ._op import Crossing, Op, with_schema
 from ._sharding import POINTWISE, RULES
 
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
-_WIRE, _MEMORY = torch.ops.shardfn, torch.ops.shardfn_memory
+_WIRE, _MEMORY, _KERNELS = torch.ops.shardfn, torch.ops.shardfn_memory, torch.ops.shardfn_kernels
 
 # Ops that passes write themselves.
 ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
@@ -113,6 +114,8 @@ OPS: dict[Any, Op] = {
     ),
     _ATEN._scaled_dot_product_fused_attention_overrideable: _ATTENTION,
     _ATEN._scaled_dot_product_fused_attention_overrideable_backward: _ATTENTION_BACKWARD,
+    _KERNELS.block_sparse_attention: Op(formulas.tiles, formulas.tiles_forward_scratch),
+    _KERNELS.block_sparse_attention_backward: Op(formulas.tiles_backward, formulas.tiles_backward_scratch),
     _ATEN.mkldnn_rnn_layer: Op(calls={"default": _as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
     # lookups
     **_rows("embedding index_select gather index nll_loss2d_forward", _LOOKUP),

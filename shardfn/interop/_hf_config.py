@@ -71,14 +71,15 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     back = gpt_config(told, **{name: getattr(config, name) for name in _OURS})
     wrong = [
         f"{name}={getattr(config, name)!r}, but a {kind} has {getattr(back, name)!r}"
-        for name in ("norm", "mlp", "position", "bias", "embedding_norm", "window", "kv_heads", "ff_dim", "max_len")
+        for name in (*_OF_THE_MODEL, "kv_heads", "ff_dim", "max_len")
         if getattr(config, name) != getattr(back, name)
     ]
     raise_all(ValueError, f"this Config is no {kind} of transformers:", wrong)
     return told
 
 
-# Fields that say how we compute, and not what.
+# Fields that say what is computed; and those that say only how.
+_OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
 _Told = tuple[dict[str, Any], list[str]]
 

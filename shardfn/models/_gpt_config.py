@@ -1,10 +1,11 @@
 """The shape of the GPT."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 from shardfn.core import did_you_mean, raise_all
-from shardfn.nn import Body, Dense
+from shardfn.nn import Body, Dense, Mask
 
 DENSE = Dense()
 _SIZES = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile", "window")
@@ -36,12 +37,16 @@ class Config:
         per_head: the projections of attention have a dim of heads: wq [H, K, D], wk and wv [G, K, D], wo [D, H, K],
             biases [H, K] and [G, K]. A mesh axis then cuts between heads, also one that does not divide their number.
             Draws and values are the same.
-        attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, or on ranks that each have some tokens
-            `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
+        attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, `nn.BlockSparse()`, or on ranks that each
+            have some tokens `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
         loss_tile: tokens whose logits are there at a time in the loss; None is all. Values are the same.
         norm_eps: what norms add to the variance.
         rope_base: of rotary positions: the longest wave is 2 pi rope_base tokens.
         window: tokens that a token attends to, itself among them, as in Mistral; None is all before it.
+        layout: from the number of tokens to a mask: of those pairs only that it counts, too. Block-sparse attention is
+            `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. Heads, where it tells
+            them apart, are num_heads.
+        causal: False: tokens attend to later ones, too, as in BERT. A batch then says its "targets".
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -72,6 +77,8 @@ class Config:
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
     window: int | None = None
+    layout: Callable[[int], Mask] | None = None
+    causal: bool = True
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -154,4 +161,7 @@ def _problems(c: Config) -> list[str]:
         out.append(f"num_kv_heads={c.kv_heads} does not divide num_heads={c.num_heads}.")
     if c.position == "rope" and c.head_dim % 2:
         out.append(f"position='rope' needs an even head dim, but d_model={c.d_model} / num_heads={c.num_heads} is odd.")
+    for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
+        if asked and not c.causal:
+            out.append(f"{name} looks back only, but causal=False; leave one of them out.")
     return out

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2 and Llama are two settings of one `Config`.
+"""A transformer of one stack: GPT-2, Llama and, with `causal=False`, BERT's encoder are settings of one `Config`.
 
 B batch, T tokens, D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 
@@ -82,7 +82,7 @@ def loss(
     axis: Axes = None,
     sequence: bool = False,
 ) -> Any:
-    """Mean cross entropy of each token given those before it.
+    """Mean cross entropy of each token given those before it; without `causal`, of the "targets" given all tokens.
 
     Sequences that are cut, packed or padded have unequal numbers of targets that count, so there it is a WeightedMean.
 
@@ -100,6 +100,9 @@ def loss(
     Returns:
         A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
 
+    Raises:
+        ValueError: a model that looks ahead and a batch without "targets", whose tokens it would see.
+
     Example:
         >>> import shardfn.core as core
         >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
@@ -107,7 +110,7 @@ def loss(
         >>> loss(config, init(config, core.key(0)), batch).shape
         torch.Size([])
     """
-    given, batch = batch, shifted(batch)
+    given, batch = batch, _shifted(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
     x_BTD = _hidden(config, params, batch, key, wrap, along)
     return _mean(config, params, x_BTD, batch, along, weighted=_weighted(given))
@@ -154,7 +157,7 @@ def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str
         >>> cut_sequences(config, batch, core.make_mesh({"sp": 1}))["targets"].tolist()
         [[6, 7]]
     """
-    out = shifted(batch)
+    out = _shifted(config, batch)
     T = out["tokens"].shape[1]
     with bind_mesh(mesh):
         length = nn.whole_length(config.attention, T)
@@ -212,7 +215,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         return _Along(axis, num_tokens if sequence else None)
 
     def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
-        batch = shifted(batch)
+        batch = _shifted(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
         cut, positions_T = along(tokens_BT.shape[1]), _positions(config, tokens_BT)
         x_BTD = _embedded(config, params, tokens_BT, positions_T, cut)
@@ -246,8 +249,8 @@ def generate(
 ) -> Int64[Tensor, "b s"]:
     """Samples a continuation: argmax(logits / temperature + Gumbel noise), token by token.
 
-    Every step runs the model on the last `max_len` tokens. The noise is a function of (key, step), so all ranks that
-    hold the same prompt sample the same.
+    Every step runs the model on the last `max_len` tokens; a `layout` must take any number of them (`padded=True`).
+    The noise is a function of (key, step), so all ranks that hold the same prompt sample the same.
 
     Args:
         config: the shape.
@@ -262,7 +265,7 @@ def generate(
         The prompt and its continuation, [B, T + num_tokens].
 
     Raises:
-        ValueError: an empty prompt or a negative temperature.
+        ValueError: an empty prompt, a negative temperature, or a model that looks ahead.
 
     Example:
         >>> import shardfn.core as core
@@ -276,6 +279,8 @@ def generate(
             f"generate: prompt of shape {tuple(prompt_BT.shape)}, temperature {temperature}: give at least one token"
             " (a start token, say) and a temperature of 0 or more."
         )
+    if not config.causal:
+        raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
     tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
         x_BTD = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis))
@@ -343,12 +348,21 @@ def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
 def _embedded(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
     x_BTD = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
     if config.position == "learned":
-        whole = isinstance(config.attention, nn.Dense | nn.Blockwise)
+        whole = not config.attention.axes
         table_TD = params["position"]
         x_BTD = x_BTD + nn.own_tokens(table_TD[: len(positions_T)] if whole else table_TD[positions_T], *along)
     if config.embedding_norm:
         x_BTD = _norm(config, along, x_BTD, params["embed_norm_w"], params.get("embed_norm_b"))
     return x_BTD
+
+
+def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+    if not config.causal and "targets" not in batch:
+        raise ValueError(
+            'Config(causal=False): each token sees the next, which cannot be its target; give the batch "targets": the'
+            ' tokens that are masked in its "tokens", and -100 elsewhere.'
+        )
+    return shifted(batch)
 
 
 def _weighted(batch: dict[str, Any]) -> bool:
@@ -377,7 +391,10 @@ def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Ten
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
     """What attention is told of positions and documents: of this rank's tokens and all heads."""
-    mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
+    causal = nn.Causal() if config.window is None else nn.Window(config.window - 1)
+    mask = causal if config.causal else nn.Full()
+    if config.layout is not None:
+        mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
     mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
     how: dict[str, Any] = {"how": nn.Attending(mask, config.attention)}
     if config.position == "rope":

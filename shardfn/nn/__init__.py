@@ -2,7 +2,12 @@
 
 from ._attention import alibi_slopes as alibi_slopes, attention as attention
 from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix
-from ._masks import Segments as Segments, segments as segments, BlockLayout as BlockLayout, Both as Both
+from ._masks import Segments as Segments, segments as segments, Both as Both
+from ._block_layout import BlockLayout as BlockLayout
+from ._given import Added as Added, Keys as Keys, Relative as Relative
+from ._block_sparse import BlockSparse as BlockSparse
+from ._local import Local as Local
+from . import layouts as layouts
 from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
 from ._bodies import Attending as Attending, part_of as part_of, whole_sequence as whole_sequence
 from ._bodies import whole_length as whole_length

@@ -37,8 +37,8 @@ def attention(
         scale: default 1 / sqrt(K).
         slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
             look back only.
-        impl: how it is computed: `Dense()`, `Blockwise()`, `Ulysses(axis, length)` or `Ring(axis, length)`. All give
-            the same.
+        impl: how it is computed: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or
+            `Ring(axis, length)`. All give the same.
 
     Raises:
         ValueError: G does not divide H, masks that look at other numbers of tokens or heads, slopes with a mask that

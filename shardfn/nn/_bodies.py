@@ -2,6 +2,7 @@
 
     Dense()                                 torch's kernel
     Blockwise(block)                        a tile of scores at a time
+    BlockSparse(block)                      one kernel over the tiles that the mask leaves
     Ulysses(axis, length, inner)            tokens of some heads: heads are dealt to ranks and back by `all_to_all`
     Ring(axis, length, zigzag)              keys and values go round
     Ulysses("u", T, inner=Ring("r"))        both: the tokens are cut by r, and then by u
@@ -29,6 +30,8 @@ from torch import Tensor
 from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
+from ._block_sparse import narrowed, refuse_gradients
+from ._local import Local
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores, Rows
 from ._parallel import all_ranges, own_range
@@ -36,12 +39,8 @@ from ._ring import course, num_rows, online
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class Dense(Local):
     """`scaled_dot_product_attention`; masks other than causal and full ones are there whole, [T, S] or larger."""
-
-    def rows(self, length: int) -> Rows:
-        """The positions of this rank's tokens of a sequence."""
-        return ((0, length),)
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -63,7 +62,7 @@ class Dense:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blockwise:
+class Blockwise(Local):
     """A tile of scores at a time, forward and backward: memory O(T), and no work for tiles that the mask leaves out.
 
     Attributes:
@@ -71,10 +70,6 @@ class Blockwise:
     """
 
     block: int = 512
-
-    def rows(self, length: int) -> Rows:
-        """The positions of this rank's tokens of a sequence."""
-        return ((0, length),)
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -103,9 +98,26 @@ class Ring:
         """Axes that cut the tokens, major to minor."""
         return _names(self.axis)
 
+    @property
+    def lengths(self) -> frozenset[int]:
+        """What it says of the tokens of the whole sequence."""
+        return frozenset() if self.length is None else frozenset({self.length})
+
     def rows(self, length: int) -> Rows:
         """The positions of this rank's tokens of a sequence."""
         return self._all_rows(length)[axis_index(self.axis)]
+
+    def order(self, length: int, num_ranks: int) -> Rows:
+        """The positions of all tokens, in the order in which they lie before they are cut."""
+        if not self.zigzag:
+            return ((0, length),)
+        sizes = [len(x) for x in torch.arange(length).chunk(num_ranks)]
+        return tuple(span for rows in _zigzag(sizes) for span in rows)
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of its ring."""
+        return axis_size(self.axis)
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -131,12 +143,26 @@ class Ulysses:
 
     axis: Axes
     length: int | None = None
-    inner: "Dense | Blockwise | Ring" = dataclasses.field(default_factory=Dense)
+    inner: Local | Ring = dataclasses.field(default_factory=Dense)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes that cut the tokens, major to minor."""
-        return (self.inner.axes if isinstance(self.inner, Ring) else ()) + _names(self.axis)
+        return self.inner.axes + _names(self.axis)
+
+    @property
+    def lengths(self) -> frozenset[int]:
+        """What it says of the tokens of the whole sequence."""
+        return self.inner.lengths | (frozenset() if self.length is None else {self.length})
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of the ring within."""
+        return self.inner.ring_size
+
+    def order(self, length: int, num_ranks: int) -> Rows:
+        """The positions of all tokens, in the order in which they lie before they are cut."""
+        return self.inner.order(length, num_ranks)
 
     def rows(self, length: int) -> Rows:
         """The positions of this rank's tokens of a sequence."""
@@ -157,7 +183,7 @@ class Ulysses:
         return all_to_all(y, self.axis, split_dim=1, concat_dim=2, size=H)
 
 
-Body = Dense | Blockwise | Ulysses | Ring
+Body = Local | Ulysses | Ring
 DENSE = Dense()
 CAUSAL = Causal()
 
@@ -186,11 +212,7 @@ def sequence_order(body: Body, length: int, num_ranks: int) -> Int64[Tensor, " t
         >>> sequence_order(Ring("sp", 8, zigzag=True), 8, num_ranks=2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    ring = body.inner if isinstance(body, Ulysses) else body
-    if not (isinstance(ring, Ring) and ring.zigzag):
-        return torch.arange(length)
-    sizes = [len(x) for x in torch.arange(length).chunk(num_ranks)]
-    return torch.cat([torch.arange(a, b) for rows in _zigzag(sizes) for a, b in rows])
+    return torch.cat([torch.arange(a, b) for a, b in (*body.order(length, num_ranks), (0, 0))])
 
 
 def own_rows(body: Body, num_tokens: int) -> Rows:
@@ -212,7 +234,7 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
     if num_rows(rows) != num_tokens:
         raise ValueError(
             f"attention: this rank has {num_tokens} tokens, but of {length} over {_told(body)} its part is"
-            f" {num_rows(rows)}; cut the batch along {_axes(body)}, or correct length."
+            f" {num_rows(rows)}; cut the batch along {body.axes}, or correct length."
         )
     return rows
 
@@ -250,11 +272,10 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t
         [[1, 1, 2]]
     """
     own_rows(body, x_BT.shape[1])
-    if isinstance(body, Dense | Blockwise):
+    if not body.axes:
         return x_BT
     length = whole_length(body, x_BT.shape[1])
-    ring = body.inner if isinstance(body, Ulysses) else body
-    order = sequence_order(body, length, axis_size(ring.axis) if isinstance(ring, Ring) else 1)
+    order = sequence_order(body, length, body.ring_size)
     return all_gather(x_BT, body.axes, dim=1, size=length)[:, order.argsort().to(x_BT.device)]
 
 
@@ -264,10 +285,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
     Raises:
         ValueError: it is said nowhere, or twice.
     """
-    if isinstance(body, Dense | Blockwise):
-        return num_tokens
-    inner = body.inner.length if isinstance(body, Ulysses) and isinstance(body.inner, Ring) else None
-    lengths = {x for x in (body.length, inner) if x is not None}
+    lengths = set(body.lengths)
     if len(lengths) > 1:
         raise ValueError(f"attention: {body} says two lengths; leave out that of the inner one.")
     if not lengths and math.prod(axis_size(a) for a in body.axes) > 1:
@@ -292,18 +310,12 @@ def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
 def _online(
     axis: Axes, rows: tuple[Rows, ...], qkv: tuple[Tensor, Tensor, Tensor], how: OnlineScores, block: int
 ) -> Tensor:
-    kind = qkv[0].device.type
-    if torch.is_autocast_enabled(kind) and qkv[0].dtype != torch.float64:  # once, as its forward and backward are apart
-        narrow = torch.get_autocast_dtype(kind)
-        with torch.autocast(kind, enabled=False):
-            q, k, v = (x.to(narrow) for x in qkv)
-            return _online(axis, rows, (q, k, v), how, block)
-    q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in qkv)
+    refuse_gradients(how)
+    q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in narrowed(*qkv))
     H, G = q_BHTK.shape[1], k_BGSK.shape[1]
-    if how.slopes_H is not None and how.slopes_H.requires_grad:
-        raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes; pass slopes_H.detach().")
     q_BGRTK = q_BHTK.unflatten(1, (G, H // G if G else 1))
-    y_BGRTK = online(q_BGRTK, k_BGSK, v_BGSK, course(axis, rows, q_BHTK.shape[2], how, block))
+    with torch.autocast(q_BHTK.device.type, enabled=False):
+        y_BGRTK = online(q_BGRTK, k_BGSK, v_BGSK, course(axis, rows, q_BHTK.shape[2], how, block))
     return y_BGRTK.flatten(1, 2).transpose(1, 2)
 
 
@@ -345,9 +357,5 @@ def _names(axis: Axes) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _axes(body: Body) -> tuple[str, ...]:
-    return () if isinstance(body, Dense | Blockwise) else body.axes
-
-
 def _told(body: Body) -> str:
-    return " x ".join(f"{axis_size(a)} ranks of {a!r}" for a in _axes(body))
+    return " x ".join(f"{axis_size(a)} ranks of {a!r}" for a in body.axes)

@@ -7,24 +7,31 @@ count, none, or some; which; and how many. Bodies of attention skip the rectangl
 What an answer "none" or "all" depends on is known to the program (positions, lengths, layouts) and never read from a
 tensor: ranks agree on what is skipped, and a capture is good for all batches.
 
-B samples, T tokens, H query heads, N blocks of a layout.
+B samples, T tokens, H query heads, N and M tiles of queries and keys.
 Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496
 """
 
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+from shardfn.kernels import Given
 
 Span = tuple[int, int]
 Cover = Literal["all", "none", "some"]
+# A grid's words for them: an intersection is the least.
+COVERS: tuple[Cover, ...] = ("none", "some", "all")
+NONE, SOME, ALL = range(3)
+Array = np.ndarray
 
 # Elements of the largest dense block that is made to count pairs.
 _COUNTED = 4096
@@ -61,6 +68,36 @@ class Mask(abc.ABC):
         del tensors
         return self
 
+    @property
+    def parts(self) -> tuple["Mask", ...]:
+        """The masks of which it is the intersection."""
+        return (self,)
+
+    @property
+    def tile(self) -> int | None:
+        """Of how many tokens its blocks are, where it has blocks."""
+        return None
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        """`cover` of the tiles between edges 0, .., T of queries and of keys: int8 [heads or 1, N, M]."""
+        rows, columns = (list(itertools.pairwise(edges.tolist())) for edges in (queries, keys))
+        found = [[COVERS.index(self.cover(q, k)) for k in columns] for q in rows]
+        return np.array(found, np.int8).reshape(1, len(rows), len(columns))
+
+    def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Float[Tensor, "*bh q k"] | None:
+        """What is added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
+        del queries, keys, device
+
+    def given(self, queries: int, keys: int) -> Given:
+        """The data in it, as the kernels of attention take it.
+
+        Raises:
+            ValueError: they do not.
+        """
+        del queries, keys
+        told = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
+        raise ValueError(f"attention: {told} take Blockwise().")
+
     def of_heads(self, start: int, stop: int) -> "Mask":
         """The mask of some query heads."""
         del start, stop
@@ -78,7 +115,7 @@ class Mask(abc.ABC):
             >>> Causal().count((0, 4), (0, 4))
             10
         """
-        cover, (q, k) = self.cover(queries, keys), (_size(queries), _size(keys))
+        cover, (q, k) = self.cover(queries, keys), (size_of(queries), size_of(keys))
         if cover != "some":
             return q * k * math.prod(self.lead) * (cover == "all")
         if q * k <= _COUNTED:
@@ -88,7 +125,7 @@ class Mask(abc.ABC):
         return sum(self.count(queries, half) for half in _halves(keys))
 
     def __and__(self, other: "Mask") -> "Mask":
-        members = [m for mask in (self, other) for m in (mask.masks if isinstance(mask, Both) else (mask,))]
+        members = [m for mask in (self, other) for m in mask.parts]
         members = [m for m in members if not isinstance(m, Full)]
         return Both(tuple(members)) if len(members) > 1 else members[0] if members else Full()
 
@@ -103,10 +140,13 @@ class Full(Mask):
     """
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return "all" if _size(queries) * _size(keys) else "none"
+        return "all" if size_of(queries) * size_of(keys) else "none"
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        return np.full((1, len(queries) - 1, len(keys) - 1), ALL, np.int8)
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
-        return torch.ones(_size(queries), _size(keys), dtype=torch.bool, device=device)
+        return torch.ones(size_of(queries), size_of(keys), dtype=torch.bool, device=device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +184,12 @@ class Window(Mask):
             return "none"
         return "all" if -left <= nearest and furthest <= right else "some"
 
+    def grid(self, queries: Array, keys: Array) -> Array:
+        left, right = (math.inf if x is None else x for x in (self.left, self.right))
+        nearest, furthest = keys[:-1] - (queries[1:, None] - 1), (keys[1:] - 1) - queries[:-1, None]
+        every = (-left <= nearest) & (furthest <= right)
+        return np.where(every, ALL, np.where((furthest < -left) | (nearest > right), NONE, SOME)).astype(np.int8)[None]
+
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         ahead = torch.arange(*keys, device=device) - torch.arange(*queries, device=device)[:, None]
         near = [] if self.left is None else [ahead >= -self.left]
@@ -151,7 +197,7 @@ class Window(Mask):
         return functools.reduce(torch.logical_and, near) if near else torch.ones_like(ahead, dtype=torch.bool)
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        return _alike(self, queries, keys)
+        return alike(self, queries, keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,14 +231,18 @@ class Prefix(Mask):
         if keys[1] <= self.length:
             return Full().cover(queries, keys)
         causal = Causal().cover(queries, keys)
-        ahead = causal == "none" and _size(queries) * _size(keys) > 0
+        ahead = causal == "none" and size_of(queries) * size_of(keys) > 0
         return "some" if ahead and keys[0] < self.length else causal
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        some = np.where(keys[:-1] < self.length, SOME, NONE)
+        return np.where(keys[1:] <= self.length, ALL, np.maximum(Causal().grid(queries, keys), some)).astype(np.int8)
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         return Causal().pairs(queries, keys, device) | (torch.arange(*keys, device=device) < self.length)
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        return _alike(self, queries, keys)
+        return alike(self, queries, keys)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,8 +270,11 @@ class Segments(Mask):
     def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
         return Segments(*tensors)
 
+    def given(self, queries: int, keys: int) -> Given:
+        return Given(self.ids_BT, self.ids_BT)
+
     def cover(self, queries: Span, keys: Span) -> Cover:
-        return "some" if _size(queries) * _size(keys) else "none"
+        return "some" if size_of(queries) * size_of(keys) else "none"
 
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         q_BQ, k_BK = (self.ids_BT[:, start:stop] for start, stop in (queries, keys))
@@ -231,89 +284,6 @@ class Segments(Mask):
         own = self.ids_BT.shape[-1]
         told = f"Segments of {own} tokens for {queries} queries and {keys} keys: give the ids of the whole sequence"
         return [] if own == queries == keys else [told]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BlockLayout(Mask):
-    """Blocks of `block` queries and `block` keys that attend to each other, one layout for all heads or one a head.
-
-    Inside a block that counts every pair does: for a causal model, `Causal() & BlockLayout(...)`.
-
-    Attributes:
-        blocks: bool, [N, N] or [H, N, N]; rows are blocks of queries. Kept as a NumPy array that cannot be written.
-        block: tokens of a block.
-        padded: the last block may be shorter.
-
-    Raises:
-        ValueError: another shape, or a row without a block.
-
-    Example:
-        >>> BlockLayout([[1, 0], [1, 1]], block=2).count((0, 4), (0, 4))
-        12
-    """
-
-    blocks: Any
-    block: int
-    padded: bool = False
-
-    def __post_init__(self) -> None:
-        given = self.blocks.numpy(force=True) if isinstance(self.blocks, Tensor) else self.blocks
-        blocks = np.array(given, dtype=bool)  # a copy
-        blocks.flags.writeable = False
-        object.__setattr__(self, "blocks", blocks)
-        if blocks.ndim not in (2, 3) or blocks.shape[-1] != blocks.shape[-2] or self.block < 1:
-            raise ValueError(
-                f"BlockLayout of shape {blocks.shape}, block={self.block}: give [N, N] or [H, N, N], and a block >= 1."
-            )
-        empty = np.argwhere(~blocks.any(-1))
-        if len(empty):
-            raise ValueError(
-                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}; their queries"
-                " would attend to nothing. Give each at least its own block."
-            )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockLayout) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.blocks.shape, self.blocks.tobytes(), self.block, self.padded
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        return 1, self.blocks.shape[0] if self.blocks.ndim == 3 else 1
-
-    def of_heads(self, start: int, stop: int) -> Mask:
-        return self if self.blocks.ndim == 2 else dataclasses.replace(self, blocks=self.blocks[start:stop])
-
-    def cover(self, queries: Span, keys: Span) -> Cover:
-        if not _size(queries) * _size(keys):
-            return "none"
-        (a, b), (c, d) = ((start // self.block, -(-stop // self.block)) for start, stop in (queries, keys))
-        part = self.blocks[..., a:b, c:d]
-        return "all" if part.all() else "some" if part.any() else "none"
-
-    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
-        rows, columns = (np.arange(*span) // self.block for span in (queries, keys))
-        return torch.from_numpy(self.blocks[..., rows[:, None], columns]).to(device)
-
-    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        num, out = self.blocks.shape[-1], _alike(self, queries, keys)
-        if queries == keys and (-(-queries // self.block) != num or (queries % self.block and not self.padded)):
-            out.append(
-                f"BlockLayout of {num} blocks of {self.block} for {queries} tokens: make a layout for"
-                f" {-(-queries // self.block)} blocks"
-                + (", and pass padded=True, as the last is shorter" if queries % self.block else "")
-            )
-        if self.lead[1] not in (1, heads):
-            out.append(f"BlockLayout for {self.lead[1]} heads, but there are {heads}")
-        return out
-
-    def __repr__(self) -> str:
-        return f"BlockLayout(shape={self.blocks.shape}, block={self.block})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +303,21 @@ class Both(Mask):
     @property
     def looks_back(self) -> bool:
         return any(m.looks_back for m in self.masks)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    @property
+    def tile(self) -> int | None:
+        return min((m.tile for m in self.masks if m.tile), default=None)
+
+    def grid(self, queries: Array, keys: Array) -> Array:
+        return functools.reduce(np.minimum, (m.grid(queries, keys) for m in self.masks))
+
+    def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor | None:
+        found = [x for m in self.masks if (x := m.bias(queries, keys, device)) is not None]
+        return functools.reduce(torch.add, found) if found else None
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -376,7 +361,8 @@ def segments(position_ids_BT: Int64[Tensor, "b t"]) -> Segments:
     return Segments((position_ids_BT == 0).cumsum(-1))
 
 
-def _size(span: Span) -> int:
+def size_of(span: Span) -> int:
+    """Positions of a span."""
     return max(span[1] - span[0], 0)
 
 
@@ -385,6 +371,7 @@ def _halves(span: Span) -> tuple[Span, Span]:
     return (span[0], middle), (middle, span[1])
 
 
-def _alike(mask: Mask, queries: int, keys: int) -> list[str]:
+def alike(mask: Mask, queries: int, keys: int) -> list[str]:
+    """The problem of a mask of positions where queries and keys are of other numbers."""
     told = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
     return [told] if queries != keys else []

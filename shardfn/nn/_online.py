@@ -39,11 +39,13 @@ class OnlineScores(NamedTuple):
     slopes_H: Tensor | None = None
 
     def bias(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
-        """[H, Q, K]: -slope * distance."""
+        """What is added to scores: that of the mask, [Q, K] or [.., Q, K], and -slope * distance, [H, Q, K]."""
+        added = self.mask.bias(queries, keys, device)
         if self.slopes_H is None:
-            return None
+            return added
         distance = torch.arange(*queries, device=device)[:, None] - torch.arange(*keys, device=device)
-        return -self.slopes_H[:, None, None] * distance.abs()
+        sloped = -self.slopes_H[:, None, None] * distance.abs()
+        return sloped if added is None else sloped + added
 
     def of_heads(self, start: int, stop: int) -> "OnlineScores":
         """Those of some query heads."""

@@ -16,6 +16,11 @@ X, ERROR, SCALES = torch.randn(2, 16), torch.randn(2, 16), torch.rand(2)
 BITS = torch.randint(0, 256, (2, 2), dtype=torch.uint8)
 CODES, FACTORS = kernels.quantize(torch.randn(3, 2, 5).view(6, 5), bits=4, block=2)
 MOMENTS = X, ERROR, X.square(), *torch.tensor([0.1, 0.9, 0.01])
+TILES: Any = [torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 3]], [0, 0, 1], [-1, 0, -1])]
+TILES += [torch.ones(1, 2, 2, dtype=torch.uint8)]
+QKV = torch.randn(3, 1, 3, 2, 4).unbind()
+SPARSE: dict[str, Any] = {"block": 2, "scale": 0.5}
+RESULTS = kernels.block_sparse_attention(QKV[0], QKV[1], QKV[2], kernels.Tiles(*TILES), **SPARSE)
 MANY = CODES.view(3, 2, 3), FACTORS.view(3, 2, 3)
 
 # name, public function, its arguments, the op's arguments
@@ -38,6 +43,12 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (CODES, FACTORS, torch.empty(6, 5)), (CODES, FACTORS, 4, 2, torch.empty(6, 5))),
     ("moving_average_", lambda m, x: kernels.moving_average_(m, x, 0.9), (X, ERROR), (X, ERROR, 0.9)),
     ("preconditioned_step", lambda *xs: kernels.preconditioned_step(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.0)),
+    ("block_sparse_attention", lambda q, k, v, *t: kernels.block_sparse_attention(q, k, v, kernels.Tiles(*t), **SPARSE),
+     (*QKV, *TILES), (*QKV, *TILES, *[None] * 4, 2, 0.5)),
+    ("block_sparse_attention_backward",
+     lambda dy, q, k, v, y, lse, *t: kernels.block_sparse_attention_backward(
+         dy, (q, k, v), y, lse, kernels.Tiles(*t), **SPARSE),
+     (QKV[1], *QKV, *RESULTS, *TILES), (QKV[1], *QKV, *RESULTS, *TILES, *[None] * 4, 2, 0.5)),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip
 

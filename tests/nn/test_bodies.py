@@ -26,10 +26,19 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, slopes: Tensor | None 
     s = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(K)
     if slopes is not None:
         s = s - slopes[:, None, None] * (torch.arange(T)[:, None] - torch.arange(S)).abs()
+    bias = mask.bias((0, T), (0, S))
+    s = s if bias is None else s + bias
     pairs = mask.pairs((0, T), (0, S)).expand(s.shape)
     p = torch.where(pairs, s, -1e300 if s.dtype == torch.float64 else -1e30).softmax(-1)
     p = torch.where(pairs, p, 0.0)
     return torch.einsum("bhts,bshk->bthk", p, v)
+
+
+def drawn_numbers(draw: random.Random, B: int, H: int, T: int) -> Tensor:
+    """Numbers to be added to scores, some of them -inf."""
+    lead = draw.choice([(), (1,), (H,), (B, 1), (1, H), (B, H)])
+    numbers = torch.randn(*lead, draw.choice([1, T]), draw.choice([1, T]), dtype=torch.float64)
+    return numbers.masked_fill(torch.rand(numbers.shape) < 0.1, -math.inf)
 
 
 def drawn_mask(draw: random.Random, B: int, T: int, H: int) -> nn.Mask:
@@ -44,6 +53,10 @@ def drawn_mask(draw: random.Random, B: int, T: int, H: int) -> nn.Mask:
         nn.Prefix(draw.randrange(T + 1)),
         nn.Segments(torch.randint(3, (B, T)).sort(-1).values),
         nn.BlockLayout(layout | torch.eye(num).bool(), block, padded=True),
+        nn.BlockLayout(layout, block, padded=True, allow_empty=True),
+        nn.Keys(torch.rand(B, T) < 0.8),
+        nn.Added(drawn_numbers(draw, B, H, T)),
+        nn.Relative(torch.randn(draw.choice([1, H]), 2 * draw.randint(0, T) + 1, dtype=torch.float64)),
     ]
     mask = draw.choice(choices)
     for other in draw.sample(choices, draw.randrange(3)):
@@ -87,7 +100,8 @@ def one_rank(seed: int, longest: int) -> None:
     draw = random.Random(seed)
     qkv, w, mask, slopes = case(draw, longest)
     want = differentiated(qkv, w, mask, slopes)
-    for impl in (nn.Dense(), nn.Blockwise(draw.choice([1, 7, 32, 512]) if longest < 50 else 64), nn.Ring("sp")):
+    blocks = nn.Blockwise(draw.choice([1, 7, 32, 512]) if longest < 50 else 64)
+    for impl in (nn.Dense(), blocks, nn.BlockSparse(draw.choice([None, 3, 16, 64])), nn.Ring("sp")):
         got = differentiated(qkv, w, mask, slopes, impl)
         assert_close(got, want, f"{impl} {mask} seed {seed}")
 
@@ -103,7 +117,7 @@ def test_rows_without_keys_are_zeros() -> None:
     """The first two rows see nothing; nor does anything of theirs reach the gradients."""
     qkv = [torch.randn(1, 4, 2, 3, dtype=torch.float64) for _ in range(3)]
     mask = nn.Causal() & nn.BlockLayout([[0, 1], [1, 0]], 2)
-    for impl in (nn.Dense(), nn.Blockwise(2), nn.Blockwise(3)):
+    for impl in (nn.Dense(), nn.Blockwise(2), nn.Blockwise(3), nn.BlockSparse(), nn.BlockSparse(3)):
         y, dq, dk, dv = differentiated(qkv, torch.ones(1, 4, 2, 3, dtype=torch.float64), mask, None, impl)
         assert not y[:, :2].any()
         assert not dq[:, :2].any()
@@ -118,17 +132,18 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     qkv = [torch.randn(2, 50, 4, 8).to(dtype) for _ in range(3)]
     w = torch.randn(2, 50, 4, 8).to(dtype)
     want = differentiated([x.double() for x in qkv], w.double(), nn.Causal(), None)
-    dense, blocks = (differentiated(qkv, w, nn.Causal(), None, i) for i in (nn.Dense(), nn.Blockwise(16)))
-    for a, b, c in zip(want, dense, blocks, strict=True):
-        assert c.dtype == dtype
-        assert (c - a).abs().max() <= 2 * (b - a).abs().max() + torch.finfo(dtype).eps * a.abs().max()
+    dense = differentiated(qkv, w, nn.Causal(), None, nn.Dense())
+    for impl in (nn.Blockwise(16), nn.BlockSparse(16)):
+        for a, b, c in zip(want, dense, differentiated(qkv, w, nn.Causal(), None, impl), strict=True):
+            assert c.dtype == dtype
+            assert (c - a).abs().max() <= 2 * (b - a).abs().max() + torch.finfo(dtype).eps * a.abs().max()
 
 
 def test_queries_and_keys_of_other_numbers() -> None:
     q, k, v = (torch.randn(2, n, 2, 3, dtype=torch.float64) for n in (5, 9, 9))
     w = torch.randn(2, 5, 2, 3, dtype=torch.float64)
     want = differentiated([q, k, v], w, nn.Full(), None)
-    for impl in (nn.Dense(), nn.Blockwise(4)):
+    for impl in (nn.Dense(), nn.Blockwise(4), nn.BlockSparse(4)):
         assert_close(differentiated([q, k, v], w, nn.Full(), None, impl), want)
 
 
@@ -198,6 +213,7 @@ def line(T: int, draw: random.Random) -> list[nn.Body]:
     return [
         nn.Ulysses("sp", T),
         nn.Ulysses("sp", T, nn.Blockwise(block)),
+        nn.Ulysses("sp", T, nn.BlockSparse()),
         nn.Ring("sp", T, block=block),
         nn.Ring("sp", T, zigzag=True, block=block),
     ]
@@ -319,9 +335,9 @@ def test_autocast_rounds_bodies_alike() -> None:
 
     exact = gradients(nn.Dense(), False, torch.float64)[1]
     kinds, errors = [], []
-    for impl in (nn.Dense(), nn.Blockwise(16)):
+    for impl in (nn.Dense(), nn.Blockwise(16), nn.BlockSparse(16)):
         dtype, found = gradients(impl, True)
         kinds.append(dtype)
         errors.append(max(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)))
-    assert kinds == [torch.bfloat16] * 2
-    assert errors[1] < 1.5 * errors[0]
+    assert kinds == [torch.bfloat16] * 3
+    assert max(errors) < 1.5 * errors[0]

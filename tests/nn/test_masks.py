@@ -3,11 +3,13 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
 import shardfn as sf
 from shardfn import nn
+from shardfn.nn._masks import COVERS
 
 T = 37
 IDS = torch.tensor([[0] * 20 + [1] * 13 + [2] * 4, [5] * T])
@@ -22,6 +24,9 @@ MASKS = [
     nn.Segments(IDS),
     nn.BlockLayout(torch.eye(5), 8, padded=True),
     nn.BlockLayout(HEADS | torch.eye(5).bool(), 8, padded=True),
+    nn.Keys(IDS % 2 == 0),
+    nn.Added(torch.where(torch.rand(3, T, T, generator=torch.Generator().manual_seed(1)) < 0.8, 0.5, -torch.inf)),
+    nn.Relative(torch.arange(7.0)[None]),
 ]
 PAIRS = [a & b for a, b in itertools.product(MASKS, MASKS)]
 
@@ -39,8 +44,24 @@ def test_rectangles_are_those_of_the_whole(mask: nn.Mask) -> None:
         assert mask.count((a, b), (c, d)) == int(want.sum())
         assert cover != "all" or (want.all() and want.numel())
         assert cover != "none" or not want.any()
+        bias, part = mask.bias((0, T), (0, T)), mask.bias((a, b), (c, d))
+        assert (bias is None) == (part is None)
+        assert bias is None or part is None or torch.equal(part, bias[..., a:b, c:d])
     if mask.looks_back:
         assert not whole.triu(1).any()
+
+
+@pytest.mark.parametrize("mask", [*MASKS, *PAIRS], ids=str)
+def test_grids_are_the_covers_of_their_tiles(mask: nn.Mask) -> None:
+    draw = random.Random(0)
+    for _ in range(3):
+        rows, columns = (np.array([0, *sorted(draw.sample(range(1, T), draw.randint(0, 9))), T]) for _ in range(2))
+        for head, layout in enumerate(mask.grid(rows, columns)):
+            own = mask.of_heads(head, head + 1)
+            got = [[COVERS[x] for x in row] for row in layout.tolist()]
+            spans = (list(itertools.pairwise(edges.tolist())) for edges in (rows, columns))
+            tiles = itertools.product(*spans)
+            assert [x for row in got for x in row] == [own.cover(*tile) for tile in tiles]
 
 
 def test_intersections_are_those_of_the_dense_masks() -> None:
@@ -92,7 +113,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="make a layout for 10 blocks"):
         nn.attention(q, q, q, mask=nn.BlockLayout(torch.eye(5), 4, padded=True))
     with pytest.raises(ValueError, match="for 3 heads, but there are 2"):
-        nn.attention(q[:, :, :2], q[:, :, :2], q[:, :, :2], mask=MASKS[-1])
+        nn.attention(q[:, :, :2], q[:, :, :2], q[:, :, :2], mask=MASKS[8])
     with pytest.raises(ValueError, match="give the ids of the whole sequence"):
         nn.attention(q, q, q, mask=nn.Segments(IDS[:, :9]))
     with pytest.raises(ValueError, match="the counts must agree"):

@@ -1,0 +1,62 @@
+"""Attention over the tiles of a layout, on a CPU, in C++."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardfn.kernels._build import call, library
+from shardfn.kernels.block_sparse_attention._api import Given, Tiles, wide
+
+from . import _reference
+from ._reference import QKV
+
+SOURCE = "block_sparse_attention/_native.cpp"
+# The newest generation of x86-64 whose code may run, where the processor has it; tests ask for older ones.
+NEWEST = 4
+
+
+def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Y [B, T, H, K] and lse [B, H, T]."""
+    if library(SOURCE) is None:
+        return _reference.forward(qkv, tiles, given, block, scale)
+    B, T, H, _ = qkv[0].shape
+    q, k, v = (_wide(x) for x in qkv)
+    y, lse = torch.empty_like(q), q.new_empty(B, H, T)
+    _run((q, k, v), tiles, given, block, scale, (y, lse), back=False)
+    return y.to(qkv[0].dtype), lse
+
+
+def backward(
+    dy: Tensor, qkv: QKV, lse: Tensor, delta: Tensor, tiles: Tiles, given: Given, block: int, scale: float
+) -> QKV:
+    """The gradients of q, k and v."""
+    if library(SOURCE) is None:
+        return _reference.backward(dy, qkv, lse, delta, tiles, given, block, scale)
+    q, k, v = (_wide(x) for x in qkv)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    outer = None, lse.contiguous(), _wide(dy), delta, dq, dk, dv
+    _run((q, k, v), tiles, given, block, scale, outer, back=True)
+    return dq.to(qkv[0].dtype), dk.to(qkv[0].dtype), dv.to(qkv[0].dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype)).contiguous()
+
+
+def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: tuple[Any, ...], *, back: bool) -> None:
+    q, k, _ = qkv
+    (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
+    added = None if given.added is None else given.added.to(q.dtype).expand(B, H, T, S)
+    table = None if given.table is None else given.table.to(q.dtype).contiguous()
+    strides = (0,) * 4 if added is None else added.stride()
+    heads = 0 if table is None else table.shape[0]
+    sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, torch.get_num_threads(), NEWEST
+    ids = (None if x is None else x.contiguous() for x in (given.ids_q, given.ids_k))
+    # Held until the call returns: what is passed on is where they lie.
+    tensors = *qkv, *(x.contiguous() for x in tiles), *ids, added, table, *outer
+    tensors += (None,) * (18 - len(tensors))
+    places = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)
+    numbers, factor = np.array(sizes, np.int64), np.array([scale])
+    call("block_sparse_attention", numbers, factor, places, int(q.dtype == torch.float64), int(back), source=SOURCE)

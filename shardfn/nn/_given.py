@@ -1,0 +1,201 @@
+"""Masks that are data of a batch or a model: keys that count, and what is added to scores.
+
+    Keys(keep_BS)          only some keys: padding
+    Added(numbers)         a number for each pair, -inf where it does not count
+    Relative(table_HD)     a number for each distance
+
+They compose by `&` as the others do. With a body that computes its own gradient they have none: `Dense()` gives it.
+
+B samples, T queries, S keys, H query heads.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shardfn.kernels import Given
+
+from ._masks import Cover, Mask, Span
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keys(Mask):
+    """Only some keys count: those of a batch's rows that are no padding. A boolean key padding mask.
+
+    Attributes:
+        keep_BS: which, of the whole sequence.
+
+    Example:
+        >>> Keys(torch.tensor([[True, True, False]])).pairs((0, 2), (0, 3)).int().tolist()
+        [[[[1, 1, 0], [1, 1, 0]]]]
+    """
+
+    keep_BS: Bool[Tensor, "b s"]
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.keep_BS.shape[0], 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.keep_BS,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
+        return Keys(*tensors)
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        return _some(queries, keys)
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        rows = max(queries[1] - queries[0], 0)
+        return self.keep_BS[:, None, None, keys[0] : keys[1]].expand(-1, 1, rows, -1).to(device)
+
+    def given(self, queries: int, keys: int) -> Given:
+        ids_BS = self.keep_BS.long() - 1
+        return Given(ids_BS.new_zeros(ids_BS.shape[0], queries), ids_BS)
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        own = self.keep_BS.shape[-1]
+        return [] if own == keys else [f"Keys of {own} tokens for {keys} keys: say of each key whether it counts"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Added(Mask):
+    """Numbers that are added to the scores; -inf leaves a pair out. A boolean mask is `torch.where(keep, 0.0, -inf)`.
+
+    Attributes:
+        numbers: [T, S], [H, T, S] or [B, H, T, S], of the whole sequence; each may be 1 for all.
+
+    Example:
+        >>> Added(torch.tensor([[0.5, -torch.inf]])).pairs((0, 2), (0, 2)).int().tolist()
+        [[1, 0], [1, 0]]
+    """
+
+    numbers: Float[Tensor, "*bh t s"]
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return (1, 1, *self.numbers.shape[:-2])[-2:]  # pyright: ignore[reportReturnType]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.numbers,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
+        return Added(*tensors)
+
+    def of_heads(self, start: int, stop: int) -> Mask:
+        return self if self.lead[1] == 1 else Added(self.numbers[..., start:stop, :, :])
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        return _some(queries, keys)
+
+    def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        x = self.numbers
+        for dim, (start, stop) in ((-2, queries), (-1, keys)):
+            rows = x.narrow(dim, start, max(stop - start, 0)) if x.shape[dim] > 1 else x
+            x = rows.expand(*(stop - start if d == dim % x.ndim else -1 for d in range(x.ndim)))
+        return x.to(device)
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        return self.bias(queries, keys, device) > -math.inf
+
+    def given(self, queries: int, keys: int) -> Given:
+        return Given(added=self.numbers[(None,) * (4 - self.numbers.ndim)])
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        (T, S), H, shape = self.numbers.shape[-2:], self.lead[1], tuple(self.numbers.shape)
+        fits = T in (1, queries) and S in (1, keys) and H in (1, heads) and self.numbers.ndim <= 4
+        told = f"Added of shape {shape} for {queries} queries, {keys} keys and {heads} heads: give [B, H, T, S], or 1"
+        return [] if fits else [told + " for all of a kind"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Relative(Mask):
+    """Numbers that are added to the scores by the distance s - t of a key from a query: relative position bias.
+
+    Attributes:
+        table_HD: [H or 1, 2 R + 1], of distances -R .. R; what is further away has the number of R, or -R.
+
+    Example:
+        >>> Relative(torch.tensor([[-1.0, 0, 1]])).bias((0, 2), (0, 3)).tolist()
+        [[[0.0, 1.0, 1.0], [-1.0, 0.0, 1.0]]]
+    """
+
+    table_HD: Float[Tensor, "h d"]
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return 1, self.table_HD.shape[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.table_HD,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
+        return Relative(*tensors)
+
+    def of_heads(self, start: int, stop: int) -> Mask:
+        return self if self.lead[1] == 1 else Relative(self.table_HD[start:stop])
+
+    def cover(self, queries: Span, keys: Span) -> Cover:
+        return "all" if _some(queries, keys) == "some" else "none"
+
+    def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        sizes = (max(stop - start, 0) for start, stop in (queries, keys))
+        return torch.ones(*sizes, dtype=torch.bool, device=device)
+
+    def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
+        table = self.table_HD.to(device)
+        return self._at(torch.arange(*keys, device=table.device) - torch.arange(*queries, device=table.device)[:, None])
+
+    def given(self, queries: int, keys: int) -> Given:
+        return Given(table=self._at(torch.arange(1 - queries, keys, device=self.table_HD.device)))
+
+    def problems(self, queries: int, keys: int, heads: int) -> list[str]:
+        H, D = self.table_HD.shape
+        told = f"Relative of shape {(H, D)} for {heads} heads: give [H or 1, 2 R + 1], of distances -R .. R"
+        return [] if H in (1, heads) and D % 2 else [told]
+
+    def _at(self, distance: Tensor) -> Tensor:
+        R = self.table_HD.shape[1] // 2
+        return self.table_HD[:, distance.clamp(-R, R) + R]
+
+
+def together(found: Iterable[Given]) -> Given:
+    """All that is given as one: sums of what is added, and numbers that are equal where all are.
+
+    Example:
+        >>> a, b = (Given(torch.tensor([ids]), torch.tensor([ids])) for ids in ([7, 7, 9], [1, 2, 1]))
+        >>> ids = together((a, b)).ids_q[0]
+        >>> (ids[:, None] == ids).int().tolist()
+        [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    """
+    return functools.reduce(_joined, found, Given())
+
+
+def _joined(a: Given, b: Given) -> Given:
+    added, table = (x if y is None else y if x is None else x + y for x, y in ((a.added, b.added), (a.table, b.table)))
+    if a.ids_q is None or a.ids_k is None or b.ids_q is None or b.ids_k is None:
+        own = b if a.ids_q is None else a
+        return Given(own.ids_q, own.ids_k, added, table)
+    sizes = [a.ids_q.shape[1], a.ids_k.shape[1]]
+    first, second = (_numbered(torch.cat(x, 1)) for x in ((a.ids_q, a.ids_k), (b.ids_q, b.ids_k)))
+    ids_q, ids_k = (first * sum(sizes) + second).split(sizes, 1)
+    return Given(ids_q, ids_k, added, table)
+
+
+def _numbered(ids_BN: Tensor) -> Tensor:
+    """The numbers as 0 .. N - 1, equal where they are."""
+    ordered, index = ids_BN.sort(-1)
+    new = torch.cat([torch.zeros_like(ordered[:, :1]), (ordered[:, 1:] != ordered[:, :-1]).long()], -1)
+    return torch.zeros_like(ids_BN).scatter(-1, index, new.cumsum(-1))
+
+
+def _some(queries: Span, keys: Span) -> Cover:
+    return "some" if queries[0] < queries[1] and keys[0] < keys[1] else "none"

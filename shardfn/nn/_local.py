@@ -1,0 +1,39 @@
+"""What bodies of attention on one device have in common: each has all tokens, in the order of positions."""
+
+import abc
+
+from torch import Tensor
+
+from ._online import OnlineScores, Rows
+
+
+class Local(abc.ABC):
+    """A body that cuts nothing."""
+
+    @abc.abstractmethod
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
+        """Attention of this rank's queries over all keys."""
+
+    def rows(self, length: int) -> Rows:
+        """The positions of this rank's tokens of a sequence."""
+        return ((0, length),)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that cut the tokens, major to minor."""
+        return ()
+
+    @property
+    def lengths(self) -> frozenset[int]:
+        """What it says of the tokens of the whole sequence."""
+        return frozenset()
+
+    def order(self, length: int, num_ranks: int) -> Rows:
+        """The positions of all tokens, in the order in which they lie before they are cut."""
+        del num_ranks
+        return ((0, length),)
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of a ring within."""
+        return 1

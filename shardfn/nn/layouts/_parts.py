@@ -1,0 +1,91 @@
+"""What the layouts share: numbers of blocks, ranges of them, random ones, and what is refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfn.core import bits, fold_in
+from shardfn.nn._block_layout import BlockLayout
+
+Blocks = np.ndarray
+
+
+def num_blocks(length: int, block: int, padded: bool = False) -> int:
+    """How many blocks a sequence has.
+
+    Args:
+        length: tokens of the sequence.
+        block: tokens of a block.
+        padded: the last block may be shorter.
+
+    Raises:
+        ValueError: the block does not divide the length, and it is not padded.
+
+    Example:
+        >>> num_blocks(17, 16, padded=True)
+        2
+    """
+    if block < 1 or length < 1:
+        raise ValueError(f"a layout of {length} tokens in blocks of {block}: both must be 1 or more.")
+    if length % block and not padded:
+        raise ValueError(
+            f"a layout of {length} tokens in blocks of {block}, which do not divide them: pass padded=True for a"
+            f" shorter last block, or pad the sequence to {-(-length // block) * block} tokens."
+        )
+    return -(-length // block)
+
+
+def as_layout(out: Blocks, block: int, padded: bool) -> BlockLayout:
+    """One layout where there is one head."""
+    return BlockLayout(out[0] if len(out) == 1 else out, block, padded)
+
+
+def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
+    """(start, stop) of what is chosen."""
+    out = [(x, x + 1) if isinstance(x, int) else x for x in chosen]
+    wrong = [x for x in out if not 0 <= x[0] < x[1]]
+    if wrong:
+        raise ValueError(f"{name}: global_blocks={list(chosen)}: {wrong} are not 0 <= start < stop.")
+    return out
+
+
+def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) -> Blocks:
+    """`num` blocks of each row, or as many as there are to choose from; all choices are equally likely."""
+    N = among.shape[0]
+    if not 0 <= num <= N:
+        raise ValueError(f"{name}: {num} random blocks of {N}; draw at most as many as there are.")
+    known = _known(name, key)
+    with torch._C._DisableFuncTorch(), _disable_current_modes():  # part of a program, and not computed in it
+        words = bits(fold_in(known.cpu(), head), 0, N * N).view(N, N).numpy()
+    rank = np.where(among, words, np.iinfo(np.int64).max).argsort(-1, kind="stable").argsort(-1)
+    return (rank < num) & among
+
+
+def is_causal(name: str, attention: str, *more: str) -> bool:
+    """Whether later blocks are left out."""
+    known = ("bidirectional", "unidirectional", *more)
+    if attention not in known:
+        raise ValueError(f"{name}: attention={attention!r} is none of {', '.join(map(repr, known))}.")
+    return attention == "unidirectional"
+
+
+def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
+    """Refuses numbers of blocks that there are not."""
+    wrong = [f"{option}={n}" for option, n in asked.items() if not 0 <= n <= N]
+    if wrong:
+        raise ValueError(f"{name} of {N} blocks cannot have {', '.join(wrong)}; take smaller blocks or lower it.")
+
+
+def _known(name: str, key: Any) -> Tensor:
+    wrapped = is_functorch_wrapped_tensor(key)
+    if type(key) is not Tensor or wrapped or key.device.type == "meta":
+        raise ValueError(
+            f"{name}: random blocks are part of the program, but their key is computed by it; pass one that is made"
+            " outside of what is captured or differentiated."
+        )
+    return key

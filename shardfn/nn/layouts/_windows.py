@@ -1,0 +1,147 @@
+"""Layouts of windows that do not overlap, and of blocks that all see.
+
+L blocks of a window, g blocks of it that all see, N blocks.
+Child et al., Generating Long Sequences with Sparse Transformers, 2019, https://arxiv.org/abs/1904.10509
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int64
+from torch import Tensor
+
+from shardfn.nn._block_layout import BlockLayout
+
+from ._parts import Blocks, as_layout, is_causal, num_blocks, random_blocks, ranges
+
+
+def dense(length: int, *, block: int = 16, padded: bool = False) -> BlockLayout:
+    """Every block: what the others are measured against.
+
+    Args:
+        length: tokens of the sequence.
+        block: tokens of a block.
+        padded: the last block may be shorter.
+
+    Raises:
+        ValueError: the block does not divide the length, and it is not padded.
+
+    Example:
+        >>> int(dense(256).blocks.sum())
+        256
+    """
+    N = num_blocks(length, block, padded)
+    return BlockLayout(np.ones((N, N), bool), block, padded)
+
+
+def fixed(
+    length: int,
+    *,
+    block: int = 16,
+    num_heads: int = 1,
+    num_local_blocks: int = 4,
+    num_global_blocks: int = 1,
+    num_patterns: int = 1,
+    attention: str = "bidirectional",
+    padded: bool = False,
+) -> BlockLayout:
+    """Windows of L blocks that attend to themselves; of each window g blocks that all (unidirectional: all later) see.
+
+    Those are the last g of the window, of pattern p of a head the g that lie p g further in front. What is left of the
+    blocks at the end, fewer than a window, has its own as far in, or as far as there is room.
+
+    Args:
+        length: tokens of the sequence.
+        block: tokens of a block.
+        num_heads: H for a layout a head, 1 for one that is all heads'.
+        num_local_blocks: L.
+        num_global_blocks: g, which divides L.
+        num_patterns: of the blocks that are seen; head h has pattern h mod num_patterns. At most L / g.
+        attention: "unidirectional": without later blocks; "horizontal": the blocks that all see see all, too.
+        padded: the last block may be shorter.
+
+    Raises:
+        ValueError: g does not divide L, too many patterns, several of them for one layout, an unknown attention,
+            or the block does not divide the length and it is not padded.
+
+    Example:
+        >>> fixed(6, block=1, num_local_blocks=2, attention="unidirectional").blocks.astype(int).tolist()[-1]
+        [0, 1, 0, 1, 1, 1]
+    """
+    L, g = num_local_blocks, num_global_blocks
+    if g < 1 or L % g:
+        raise ValueError(f"fixed: num_global_blocks={g} must divide num_local_blocks={L}.")
+    if not 1 <= num_patterns <= L // g:
+        raise ValueError(f"fixed: num_patterns={num_patterns}; windows of {L} blocks have 1 to {L // g} groups of {g}.")
+    if num_patterns > 1 and num_heads == 1:
+        raise ValueError(f"fixed: num_patterns={num_patterns} differ between heads; pass num_heads.")
+    causal = is_causal("fixed", attention, "horizontal")
+    N = num_blocks(length, block, padded)
+    local = _own_windows(np.arange(N) // L)
+    out = np.empty((num_heads, N, N), bool)
+    for h, blocks in enumerate(out):
+        blocks[...] = np.tril(local) if causal else local
+        first = L - (1 + h % num_patterns) * g
+        starts = [k + first if k + L <= N else min(k + first, max(N - g, 0)) for k in range(0, N, L)]
+        for start in starts:
+            blocks[start if causal else 0 :, start : start + g] = True
+            if attention == "horizontal":
+                blocks[start : start + g] = True
+    return as_layout(out, block, padded)
+
+
+def variable(
+    length: int,
+    *,
+    block: int = 16,
+    num_heads: int = 1,
+    local_window_blocks: Sequence[int] = (4,),
+    global_blocks: Sequence[int | tuple[int, int]] = (0,),
+    random: tuple[int, Int64[Tensor, "2"]] | None = None,
+    attention: str = "bidirectional",
+    padded: bool = False,
+) -> BlockLayout:
+    """Windows of several sizes, one after another; blocks that all (unidirectional: all later) see; and random ones.
+
+    Args:
+        length: tokens of the sequence.
+        block: tokens of a block.
+        num_heads: H for a layout a head, 1 for one that is all heads'.
+        local_window_blocks: the windows' sizes; the last is repeated to the end.
+        global_blocks: which blocks all see: a block, or (start, stop) of several. What lies behind the end is left
+            out, since a short sequence has none of it.
+        random: how many blocks, and the key of which they are drawn, for each block of queries among all, later ones
+            too: compose with `Causal()` where they must not count.
+        attention: "unidirectional": without later blocks, but for random ones; "horizontal": the blocks that all see
+            see all, too.
+        padded: the last block may be shorter.
+
+    Raises:
+        ValueError: windows or ranges of no blocks, more random blocks than there are, an unknown attention, or
+            the block does not divide the length and it is not padded.
+
+    Example:
+        >>> variable(4, block=1, local_window_blocks=(1, 2), global_blocks=()).blocks.astype(int).tolist()
+        [[1, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    """
+    sizes = list(local_window_blocks)
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"variable: local_window_blocks={sizes}; give one or more sizes of 1 or more blocks.")
+    causal = is_causal("variable", attention, "horizontal")
+    N = num_blocks(length, block, padded)
+    windows = np.repeat(np.arange(len(sizes) + N), [*sizes, *[sizes[-1]] * N])[:N]
+    local = _own_windows(windows)
+    out = np.empty((num_heads, N, N), bool)
+    for h, blocks in enumerate(out):
+        blocks[...] = np.tril(local) if causal else local
+        if random is not None:
+            blocks |= random_blocks("variable", *random, h, np.ones((N, N), bool))
+        for start, stop in ranges("variable", global_blocks):
+            blocks[start if causal else 0 :, start:stop] = True
+            if attention == "horizontal":
+                blocks[start:stop] = True
+    return as_layout(out, block, padded)
+
+
+def _own_windows(windows: np.ndarray) -> Blocks:
+    return windows[:, None] == windows
