@@ -153,8 +153,9 @@ class _Reading:
             self.problems.append(f"{given}: none of them may be 0")
             return 1, None
         if times is None:
-            whole = rows is not None and micro is not None and rows % (micro * ranks) == 0
-            times = rows // (micro * ranks) if whole else 1
+            times = 1
+            if rows is not None and micro is not None and rows % (micro * ranks) == 0:
+                times = rows // (micro * ranks)
         if rows is None and micro is not None:
             rows = micro * times * ranks
         fits = rows is None or (rows % (times * ranks) == 0 and micro in (None, rows // (times * ranks)))
