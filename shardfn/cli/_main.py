@@ -10,6 +10,7 @@ from shardfn.memory import DamagedError
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
+from ._env import env_text
 from ._exact import exact
 from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
@@ -40,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_plan_arguments(commands.add_parser("plan", help=about, description=about))
     about = "Looks at checkpoints: what they hold, whether they are intact, what differs."
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
+    about = "Says what this machine has of what shardfn uses, and what does not work."
+    commands.add_parser("env", help=about, description=about)
     args = parser.parse_args(argv)
+    if args.command == "env":
+        print(env_text())
+        return 0
     try:
         return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
     except (ValueError, OSError) as e:

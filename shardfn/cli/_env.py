@@ -1,0 +1,144 @@
+"""`shardfn env`: what this machine has of what shardfn uses, and what does not work. For a report, or a first look."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardfn.kernels import NoCompilerError, build
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "optree",
+    "einops",
+    "jaxtyping",
+    "numpy",
+    "safetensors",
+    "transformers",
+    "peft",
+    "deepspeed",
+)
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_PROBE = 'extern "C" int answer() { return 42; }\n'
+
+
+class Fact(NamedTuple):
+    """A line of `shardfn env`.
+
+    Attributes:
+        what: is looked at.
+        found: what there is.
+        lacks: what does not work for want of it; empty if nothing.
+    """
+
+    what: str
+    found: str
+    lacks: str = ""
+
+
+def facts() -> list[Fact]:
+    """What this machine has. Builds a line of C++ to see whether that works; starts no process group."""
+    return [*_software(), *_hardware(), *_transports()]
+
+
+def env_text() -> str:
+    """The facts as text, what is lacking last."""
+    rows = facts()
+    width = max(len(x.what) for x in rows)
+    lines = [f"{x.what:<{width}}  {x.found}" for x in rows]
+    lacking = [f"  {x.what}: {x.lacks}" for x in rows if x.lacks]
+    return "\n".join([*lines, "", *(["not there:", *lacking] if lacking else ["all of it works"])])
+
+
+def _software() -> Iterator[Fact]:
+    yield Fact("shardfn", _version("shardfn") or "not installed, run from its sources")
+    yield Fact("python", f"{platform.python_version()}, {platform.platform()}")
+    needs = {
+        "triton": "kernels on a GPU; elsewhere C++ and torch do without",
+        "transformers": "models of Hugging Face",
+        "peft": "nothing but the comparison with it",
+        "deepspeed": "nothing but the comparison with it (pytest -m deepspeed)",
+    }
+    for name in _PACKAGES:
+        version = _version(name)
+        yield Fact(name, version or "-", "" if version or name not in needs else needs[name])
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    yield _compiler(compiler)
+
+
+def _compiler(compiler: str | None) -> Fact:
+    lacks = "kernels in C++ and the channel through memory; torch and gloo do without, more slowly"
+    if compiler is None:
+        return Fact("C++ compiler", "-", lacks)
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    found = f"{compiler}, {(said.splitlines() or ['?'])[0]}"
+    source = pathlib.Path(os.environ.get("TMPDIR", "/tmp")) / f"shardfn-env-{os.getpid()}.cpp"
+    try:
+        source.write_text(_PROBE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            works = build("env", source).answer() == 42
+        return Fact("C++ compiler", found, "" if works else lacks)
+    except (NoCompilerError, OSError, subprocess.SubprocessError) as problem:
+        return Fact("C++ compiler", f"{found}: {type(problem).__name__}: {str(problem)[:200]}", lacks)
+    finally:
+        source.unlink(missing_ok=True)
+
+
+def _hardware() -> Iterator[Fact]:
+    yield Fact("cores", f"{len(os.sched_getaffinity(0))} for this process, {torch.get_num_threads()} threads of torch")
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        lines = dict(x.split(":", 1) for x in text.split("\n\n")[0].splitlines() if ":" in x)
+        told = {k.strip(): v.strip() for k, v in lines.items()}
+        flags = set(told.get("flags", "").split())
+        yield Fact(
+            "processor", f"{told.get('model name', '?')}, {', '.join(f for f in _FLAGS if f in flags) or 'no AVX2'}"
+        )
+    except OSError:
+        yield Fact("processor", platform.processor() or "?")
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Fact("memory", f"{pages / 2**30:.1f} GiB")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(i)
+            yield Fact(f"cuda:{i}", f"{about.name}, {about.total_memory / 2**30:.1f} GiB, {about.major}.{about.minor}")
+    else:
+        built = torch.version.cuda
+        why = f"torch is built for CUDA {built}, and finds no device" if built else "torch is built for CPUs"
+        yield Fact("GPU", f"- ({why})")
+
+
+def _transports() -> Iterator[Fact]:
+    for name, there, lacks in (
+        ("gloo", dist.is_available() and dist.is_gloo_available(), "several ranks on CPUs, and ranks' agreements"),
+        (
+            "nccl",
+            dist.is_available() and dist.is_nccl_available(),
+            "several ranks on GPUs" if torch.cuda.is_available() else "",
+        ),
+    ):
+        yield Fact(name, "yes" if there else "-", "" if there else lacks)
+    shared = pathlib.Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        small = "the channel through memory (SHARDFN_CHANNEL=memory) wants some hundred MiB" if free < 2**28 else ""
+        yield Fact("/dev/shm", f"{free / 2**30:.2f} GiB free", small)
+    cache = pathlib.Path.home()
+    yield Fact("home", f"{cache}, {shutil.disk_usage(cache).free / 2**30:.1f} GiB free")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,39 @@
+"""Covers `shardfn env`: what a machine has, and what does not work for want of something."""
+
+import shutil
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn.cli import _env, main
+
+
+def test_it_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = {line.split("  ")[0]: line for line in lines if "  " in line.strip()}
+    assert torch.__version__.split("+")[0] in told["torch"]
+    assert "yes" in told["gloo"] and "GiB" in told["memory"]
+    assert lines[-1] == "all of it works" or "not there:" in lines
+
+
+def test_it_says_what_does_not_work_for_want_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(_env.importlib.metadata, "version", missing)
+    monkeypatch.setattr(_env.shutil, "which", lambda name: None)
+    text = _env.env_text()
+    below = text[text.index("not there:") :]
+    assert "triton: kernels on a GPU" in below and "C++ compiler: kernels in C++" in below
+    assert "not installed" in text.splitlines()[0]
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("there is no compiler")
+    monkeypatch.setattr(_env, "_PROBE", "this is no C++")
+    (found,) = [x for x in _env.facts() if x.what == "C++ compiler"]
+    assert "CalledProcessError" in found.found and "gloo do without" in found.lacks
