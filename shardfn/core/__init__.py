@@ -2,7 +2,7 @@
 
 # First, as what follows may not import on another torch.
 from ._torch_version import check_torch as check_torch
-from ._describe import describe as describe
+from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError
 from ._errors import did_you_mean as did_you_mean, raise_all as raise_all
 from ._keywords import explains_keywords as explains_keywords

@@ -58,6 +58,8 @@ def remat(
         True
     """
     check_order("remat", f)
+    if policy is not None and not callable(policy):
+        raise TypeError(f"remat takes a policy, which is a function of a SavedTensor (sf.policies); got {policy!r}.")
 
     def contexts() -> tuple[Any, Any]:
         assert policy is not None
