@@ -24,6 +24,16 @@ def _noisy(params: dict, batch: dict, key: Tensor) -> Tensor:
     return _loss(params, batch)
 
 
+def _loss_of_named(params: dict, batch: dict) -> Tensor:
+    return (sf.checkpoint_name(batch["x"] @ params["w"], "hidden") ** 2).mean()
+
+
+def _of_torch(rate: float) -> torch.optim.Optimizer:
+    made = object.__new__(torch.optim.AdamW)  # its own constructor imports much
+    made.defaults = {"lr": rate}
+    return made
+
+
 def _named(params: dict, batch: dict) -> Tensor:
     return sum((batch["x"] * x).mean() for x in params.values())  # type: ignore[return-value]
 
@@ -114,7 +124,7 @@ _HALF, _SINGLE = torch.bfloat16, torch.float32
 MISTAKES: dict[str, Mistake] = {
     # An optimizer.
     "an optimizer of torch": Mistake(
-        lambda: _made(optimizer=torch.optim.AdamW(_NETS.parameters(), lr=0.01)),
+        lambda: _made(optimizer=_of_torch(0.01)),
         TypeError, "of type AdamW", "optim.adamw(0.01)",
     ),
     "the class of one": Mistake(
@@ -208,6 +218,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a dtype for a policy": Mistake(
         lambda: _mixed(_loss, _HALF), TypeError, "torch.bfloat16", "sf.Policy.bf16()"
+    ),
+    "a name that no value has": Mistake(
+        lambda: _run(sf.offload(_loss_of_named, sf.policies.offload_only_these_names("hiden"))),
+        UserWarning, "'hiden', which no value", "Did you mean 'hidden'?",
+    ),
+    "a name that no value has under remat": Mistake(
+        lambda: _run(sf.remat(_loss_of_named, sf.policies.save_only_these_names("hiden"))),
+        UserWarning, "'hiden', which no value", "Did you mean 'hidden'?",
     ),
     "exceptions in a list": Mistake(
         lambda: sf.Policy.bf16(exceptions=["norm"]), TypeError, "['norm']", "{'norm': torch.float32}"
@@ -314,7 +332,7 @@ MISTAKES: dict[str, Mistake] = {
 # What is told of an argument alone, as on one rank.
 _ALONE = re.compile(
     r"lr of|betas|a scheduler|the (name|class)|parameters for a l|from_module|accumulate\(2"
-    r"|a (list|chain|rule|dtype|stage)|exceptions|a policy in|a misspelt|a module|aux|zero of|a loss (of|without a s)|a seed to"
+    r"|a (list|chain|rule|dtype|stage)|exceptions|a policy in|a misspelt|a module|aux|zero of|a seed to"
 )
 
 
