@@ -20,6 +20,9 @@ from tqdm import tqdm
 import shardfn as sf
 from shardfn.models import gpt
 
+# Rows by which losses are compared: those of single batches differ by more than what a few steps gain.
+HELD_OUT = 24
+
 
 def main() -> None:
     args = arguments()
@@ -32,6 +35,9 @@ def main() -> None:
     )
     text = b"".join(path.read_bytes() for path in itertools.islice(sf.data.default_corpus(), 40))
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, 129, 128)
+    # The corpus is one file after another, some harder than others: drawn in its order, losses would tell of the files.
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    held_out, order = order[:HELD_OUT], order[HELD_OUT:]
 
     optimizer = sf.optim.onebit_adam(args.lr, freeze_step=args.freeze_step)
     if args.adamw:
@@ -47,13 +53,17 @@ def main() -> None:
             first = (n * world + rank) * args.batch
             start = time.perf_counter()
             with sf.collectives.count_traffic() as traffic:
-                state, metrics = step(state, {"tokens": rows[first : first + args.batch].long()})
+                state, metrics = step(state, {"tokens": rows[order[first : first + args.batch]].long()})
             if rank == 0 and n in (0, args.freeze_step + 1):
                 tqdm.write(f"step {n + 1}: {traffic.bytes:,} bytes sent, {time.perf_counter() - start:.2f} s")
+            if n + 1 in (args.freeze_step, args.steps):
+                own = held_out[rank::world][: HELD_OUT // world]
+                with torch.no_grad():
+                    loss = step.loss(state.params, {"tokens": rows[own].long()})
+                if rank == 0:
+                    tqdm.write(f"step {n + 1}: loss {loss:.4f} of rows that are held out")
             bar.set_postfix(loss=f"{metrics['loss']:.4f}")
             bar.update()
-    if rank == 0:
-        print(f"step {args.steps}: loss {metrics['loss']:.4f}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -22,7 +22,7 @@ import sys
 import types
 import typing
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from typing import Any, Union
 
@@ -34,12 +34,23 @@ _CONF = BeartypeConf(is_pep484_tower=True, violation_type=jaxtyping.TypeCheckErr
 _VERSION = f"checks{zlib.crc32(pathlib.Path(__file__).read_bytes()):x}"
 # What names a line of the user's skips frames whose file is called so: as those that beartype makes.
 _FILE = "<@beartype of shape_checks>"
+_ACTIVE = [True]
 _CHECKS: dict[int, "Checks"] = {}  # by the id of the code, which they keep
 
 
 def install(modules: Sequence[str]) -> None:
     """Checks all that is imported from now on of these modules and what is in them."""
     sys.meta_path.insert(0, _Finder(tuple(modules)))
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Nothing is checked here: a user's mistake meets the package as it is."""
+    before, _ACTIVE[0] = _ACTIVE[0], False
+    try:
+        yield
+    finally:
+        _ACTIVE[0] = before
 
 
 def checked(of: Any) -> Any:
@@ -130,6 +141,8 @@ class _Name(str):
 def _plain(function: types.FunctionType, checks: Checks) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not _ACTIVE[0]:
+            return function(*args, **kwargs)
         checks.arguments(*args, **kwargs)
         return checks.returned(function(*args, **kwargs))
 
@@ -139,6 +152,8 @@ def _plain(function: types.FunctionType, checks: Checks) -> Callable[..., Any]:
 def _with_shapes(function: types.FunctionType, checks: Checks) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not _ACTIVE[0]:
+            return function(*args, **kwargs)
         with jaxtyping.jaxtyped("context"):
             checks.arguments(*args, **kwargs)
             return checks.returned(function(*args, **kwargs))

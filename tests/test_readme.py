@@ -42,6 +42,7 @@ DESIGN = [
 ]
 DOCS = [
     "docs/index.md",
+    "docs/mistakes.md",
     "docs/jit.md",
     "docs/partition.md",
     "docs/scan.md",

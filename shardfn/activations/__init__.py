@@ -4,5 +4,6 @@ from ._activation_pool import pool_of as pool_of
 from ._away import is_plain as is_plain
 from . import policies as policies
 from .policies import SavePolicy as SavePolicy, SavedTensor as SavedTensor
+from ._heard import noticing_names as noticing_names
 from ._saved import SavedValue as SavedValue
 from ._selective import Forward as Forward, Rerun as Rerun, Results as Results

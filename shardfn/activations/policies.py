@@ -118,6 +118,21 @@ def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
 # By name.
 
 
+def names_of(policy: SavePolicy) -> tuple[str, ...]:
+    """The names that a policy of these goes by; none of any other.
+
+    Example:
+        >>> names_of(save_only_these_names("attn_out")), names_of(everything_saveable)
+        (('attn_out',), ())
+    """
+    return getattr(policy, "names", ())
+
+
+def _going_by(names: tuple[str, ...], policy: SavePolicy) -> SavePolicy:
+    policy.names = names  # pyright: ignore[reportFunctionMemberAccess]
+    return policy
+
+
 def save_only_these_names(*names: str) -> SavePolicy:
     """Keeps what is so named, recomputes the rest.
 
@@ -125,7 +140,7 @@ def save_only_these_names(*names: str) -> SavePolicy:
         >>> save_only_these_names("attn_out")(SavedTensor("attn_out", (2,), torch.float32, 8))
         'keep'
     """
-    return lambda saved: "keep" if saved.name in names else "recompute"
+    return _going_by(names, lambda saved: "keep" if saved.name in names else "recompute")
 
 
 def save_anything_except_these_names(*names: str) -> SavePolicy:
@@ -135,7 +150,7 @@ def save_anything_except_these_names(*names: str) -> SavePolicy:
         >>> save_anything_except_these_names("logits")(SavedTensor(None, (2,), torch.float32, 8))
         'keep'
     """
-    return lambda saved: "recompute" if saved.name in names else "keep"
+    return _going_by(names, lambda saved: "recompute" if saved.name in names else "keep")
 
 
 def save_and_offload_only_these_names(
@@ -164,7 +179,7 @@ def save_and_offload_only_these_names(
             return "keep"
         return offload_dst if saved.name in names_which_can_be_offloaded else "recompute"
 
-    return policy
+    return _going_by((*names_which_can_be_saved, *names_which_can_be_offloaded), policy)
 
 
 def offload_only_these_names(*names: str, to: Action = "host") -> SavePolicy:
@@ -174,7 +189,7 @@ def offload_only_these_names(*names: str, to: Action = "host") -> SavePolicy:
         >>> offload_only_these_names("mlp")(SavedTensor("mlp", (2,), torch.float32, 8))
         'host'
     """
-    return lambda saved: to if saved.name in names else "keep"
+    return _going_by(names, lambda saved: to if saved.name in names else "keep")
 
 
 def offload_anything_except_these_names(*names: str, to: Action = "host") -> SavePolicy:
@@ -184,7 +199,7 @@ def offload_anything_except_these_names(*names: str, to: Action = "host") -> Sav
         >>> offload_anything_except_these_names("mlp")(SavedTensor("mlp", (2,), torch.float32, 8))
         'keep'
     """
-    return lambda saved: "keep" if saved.name in names else to
+    return _going_by(names, lambda saved: "keep" if saved.name in names else to)
 
 
 # By size.

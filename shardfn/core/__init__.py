@@ -1,8 +1,11 @@
 """What a value is: trees, specs, the mesh, keys, errors. No tensor moves between ranks here."""
 
-from ._describe import describe as describe
+# First, as what follows may not import on another torch.
+from ._torch_version import check_torch as check_torch
+from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError
 from ._errors import did_you_mean as did_you_mean, raise_all as raise_all
+from ._keywords import explains_keywords as explains_keywords
 from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._groups import is_known as is_known
 from ._mesh import all_coords as all_coords
@@ -20,7 +23,9 @@ from ._travel import BITS as BITS, Travel as Travel
 from ._pace import Pace as Pace
 from ._disk import Disk as Disk
 from ._zero import Zero as Zero, zero_spec as zero_spec
-from ._key import bits as bits, fold_in as fold_in, key as key, split as split, threefry2x32 as threefry2x32
+from ._as_zero import as_zero as as_zero
+from ._key import bits as bits, check_key as check_key, fold_in as fold_in, key as key, split as split
+from ._key import threefry2x32 as threefry2x32
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
 from ._draw import stack_draws as stack_draws

@@ -6,6 +6,9 @@ every mesh, remat and microbatching. The words are those of `jax.random` with it
 Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, https://doi.org/10.1145/2063384.2063405
 """
 
+import numbers
+from typing import Any
+
 import torch
 from jaxtyping import Int, Int32, Int64
 from torch import Tensor
@@ -34,6 +37,8 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor,
         >>> key(42).tolist()
         [0, 42]
     """
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"key({seed!r}): a seed is an integer, as in key(0).")
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"key({seed}): a seed has at most 64 bits; use {seed & (2**64 - 1)}, its low 64 bits.")
     return torch.tensor([(seed >> 32) & MASK, seed & MASK], dtype=torch.int64, device=device)
@@ -57,6 +62,7 @@ def split(key: Int64[Tensor, "2"], num: int = 2) -> Int64[Tensor, "n 2"]:
         >>> torch.equal(b, fold_in(key(0), 1))
         True
     """
+    _check_tensor("split", key)
     if num < 0:
         raise ValueError(f"split(key, {num}): the number of keys must not be negative.")
     return fold_in(key, torch.arange(num, device=key.device))
@@ -79,12 +85,36 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[
         >>> fold_in(key(42), 7).tolist()
         [2547012911, 1371500959]
     """
+    _check_tensor("fold_in", key)
     if isinstance(data, int):
         if not -(1 << 63) <= data < 1 << 64:
             raise ValueError(f"fold_in(key, {data}): data has at most 64 bits.")
         data = torch.tensor(data - (1 << 64) if data >> 63 > 0 else data, device=key.device)
     words = threefry2x32(key, data.to(device=key.device, dtype=torch.int64))
     return torch.stack(words, dim=-1).to(torch.int64) & MASK
+
+
+def check_key(who: str, key: Any) -> None:
+    """Refuses what is no key.
+
+    Raises:
+        TypeError: says how to make one.
+
+    Example:
+        >>> check_key("sharded_step", key(0))
+    """
+    _check_tensor(who, key)
+    if key.shape != (2,) or key.dtype != torch.int64:
+        raise TypeError(
+            f"{who}: key is {key.dtype} of shape {tuple(key.shape)}, and a key is int64 of shape (2,). Make it of a"
+            " seed: key=sf.key(0)."
+        )
+
+
+def _check_tensor(who: str, key: Any) -> None:
+    if not isinstance(key, Tensor):
+        seed = key if isinstance(key, int) else 0
+        raise TypeError(f"{who}: key is {key!r}, a {type(key).__name__}. Make a key of a seed: sf.key({seed}).")
 
 
 def bits(key: Int64[Tensor, "2"], start: int, count: int) -> Int64[Tensor, " n"]:

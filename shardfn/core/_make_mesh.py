@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import math
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._groups import MadeGroups, end_lost, end_with
+from ._keywords import explains_keywords
 from ._mesh import Mesh, close_at_exit
 from ._rendezvous import start_group
 
 
+@explains_keywords(otherwise="the axes as a dict: make_mesh({{'{name}': {value!r}}})")
 def make_mesh(
     axes: Mapping[str, int] | None = None,
     *,
@@ -44,6 +47,7 @@ def make_mesh(
         The mesh; `close` it, or use it in a `with`, where a program makes many.
 
     Raises:
+        TypeError: `axes` is no dict of sizes.
         ValueError: the sizes do not multiply to the number of ranks; or `ranks` are not the program's, in order.
 
     Example:
@@ -54,9 +58,9 @@ def make_mesh(
     """
     if ranks is not None and (abstract or alone):
         raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=; give one of them.")
+    shape = _checked_axes(({} if abstract else {"dp": -1}) if axes is None else axes)
     if abstract:
-        return _abstract_mesh(dict(axes or {}), torch.device(device or "cpu"))
-    shape = dict(axes if axes is not None else {"dp": -1})
+        return _abstract_mesh(shape, torch.device(device or "cpu"))
     dev = _local_device(device)
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     if alone:
@@ -83,6 +87,30 @@ def make_mesh(
     end_with(grid, own)
     mesh._made_by_grid = own
     return mesh
+
+
+def _checked_axes(axes: Any) -> dict[str, int]:
+    """The axes as a dict of sizes.
+
+    Raises:
+        TypeError: they are none; says what to write.
+    """
+    how = "axes are a dict of names and sizes, of which one may be -1, what is left of the ranks"
+    if isinstance(axes, str) or (isinstance(axes, list | tuple) and axes and all(isinstance(a, str) for a in axes)):
+        names = [axes] if isinstance(axes, str) else axes
+        example = {a: -1 if i == 0 else 2 for i, a in enumerate(names)}
+        raise TypeError(f"make_mesh({axes!r}): {how}; write make_mesh({example}).")
+    if not isinstance(axes, Mapping):
+        example = {"dp": axes if isinstance(axes, int) else -1}
+        raise TypeError(f"make_mesh({axes!r}) is given a {type(axes).__name__}: {how}; write make_mesh({example}).")
+    wrong = [f"{name!r}: {size!r}" for name, size in axes.items() if not _is_size(size) or not isinstance(name, str)]
+    if wrong:
+        raise TypeError(f"make_mesh({dict(axes)}): {how}, but not {', '.join(wrong)}.")
+    return {name: int(size) for name, size in axes.items()}
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, numbers.Integral) and not isinstance(size, bool)
 
 
 def num_launched() -> int:
@@ -117,6 +145,9 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
     if isinstance(mesh, Mesh):
         mesh.check_member()
         return mesh
+    if not isinstance(mesh, DeviceMesh):
+        made = dict(mesh) if isinstance(mesh, Mapping) else {"dp": -1}
+        raise TypeError(f"mesh={mesh!r} is a {type(mesh).__name__}, not a mesh; make one: mesh=sf.make_mesh({made}).")
     known: _Wrapped | None = getattr(mesh, "_shardfn", None)
     if known is not None and known.mesh is not None and not known.mesh.closed:
         return known.mesh
@@ -184,7 +215,10 @@ def _fill(shape: dict[str, int], world: int) -> dict[str, int]:
 
 def _local_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        dev = torch.device(device)
+        try:
+            dev = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device={device!r} is none that torch knows; use 'cuda' or 'cpu'.") from error
     else:
         dev = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if dev.type == "cuda" and dev.index is None:

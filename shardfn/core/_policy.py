@@ -65,6 +65,7 @@ class Policy:
             that dtype; the last match counts. Paths read `params['blocks'][0]['norm_w']`.
 
     Raises:
+        TypeError: `exceptions` is no dict.
         ValueError: a dtype is none of bfloat16, float16, float32 and float64; or a pattern is no regular expression.
 
     Example:
@@ -87,6 +88,11 @@ class Policy:
     exceptions: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.exceptions, Mapping):
+            raise TypeError(
+                f"Policy(exceptions={self.exceptions!r}): a dict from patterns to dtypes, as in"
+                " exceptions={'norm': torch.float32}."
+            )
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exceptions"}
         named |= {f"exceptions[{p!r}]": d for p, d in self.exceptions.items()}
         bad = [f"{n} is {d!r}" for n, d in named.items() if d not in _ALLOWED and not (n == "master" and d is None)]
@@ -175,9 +181,11 @@ class Policy:
             >>> Policy.bf16(exceptions={"norm": torch.float32}).check(["params['norm_w']"])
         """
         unused = [p for p in self.exceptions if not any(re.search(p, path) for path in paths)]
+        # What is within the quotes of a path: a whole path, with its brackets, is no pattern that finds itself.
+        names = dict.fromkeys(name for path in paths for name in re.findall(r"'([^']*)'", path))
         shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
         raise_all(
             ValueError,
             f"exceptions of the policy match no leaf of {shown}:",
-            [f"{p!r}{did_you_mean(p, paths)}; drop it, or write what re.search finds in a path" for p in unused],
+            [f"{p!r}: drop it, or write what re.search finds in a path.{did_you_mean(p, names)}" for p in unused],
         )

@@ -95,7 +95,7 @@ def broadcast_prefix(
             problems.append(f"{path_pre} is None, but {path_sub} has leaves. Instead of `None`, did you mean `P()`?")
             return
         if _is_leaf(pre):
-            problems.append(f"{path_pre} is a {type(pre).__name__}, which is no leaf of {names[0]}.")
+            problems.append(f"{path_pre} is {_shown(pre)}, which is no leaf of {names[0]}.{_example(names)}")
             return
         if _is_leaf(sub):
             problems.append(f"{path_pre} is a {type(pre).__name__}, but {path_sub} is a leaf.")
@@ -103,12 +103,11 @@ def broadcast_prefix(
         pre_kids, sub_kids = _children(pre), _children(sub)
         missing = [k for k in sub_kids if k not in pre_kids and tree_leaves(sub_kids[k])]
         extra = [k for k in pre_kids if k not in sub_kids]
-        for k in missing:
-            hint = did_you_mean(str(k), [str(e) for e in extra])
-            problems.append(f"{_join(path_sub, sub, k)} has no entry in {names[0]}.{hint}")
+        # First the names that are wrong, each with the right one; these are never said to be meant as others.
         for k in extra:
             hint = did_you_mean(str(k), [str(m) for m in missing])
             problems.append(f"{_join(path_pre, pre, k)} has no leaf in {names[1]}.{hint}")
+        problems.extend(f"{_join(path_sub, sub, k)} has no entry in {names[0]}." for k in missing)
         for k in sub_kids:
             if k in pre_kids:
                 walk(pre_kids[k], sub_kids[k], _join(path_pre, pre, k), _join(path_sub, sub, k))
@@ -116,6 +115,20 @@ def broadcast_prefix(
     walk(prefix, tree, names[0], names[1])
     raise_all(ValueError, f"{names[0]} does not match {names[1]}:", problems)
     return out
+
+
+def _shown(x: Any) -> str:
+    """A leaf that should not be there: its value where that is short, and its type."""
+    text = repr(x)
+    return f"{text}, a {type(x).__name__}" if len(text) <= 40 else f"a {type(x).__name__}"
+
+
+def _example(names: tuple[str, str]) -> str:
+    """What to write where a prefix of bools is asked for."""
+    prefix, tree = names
+    if prefix not in ("trainable", "mask", "exact"):
+        return ""
+    return f" Write True or False, or one for each leaf: {{name: 'norm' in name for name in {tree}}}."
 
 
 def _is_leaf(x: Any) -> bool:

@@ -26,6 +26,8 @@ from shardfn.core import (
     tree_paths,
 )
 
+from ._no_tensor import no_tensors
+
 
 def is_spec(x: Any) -> bool:
     """Whether `x` is a leaf of a tree of specs."""
@@ -133,12 +135,7 @@ def check_params(params: PyTree) -> None:
     Raises:
         TypeError: lists every such leaf.
     """
-    named = zip(tree_paths(params, "params"), tree_leaves(params), strict=True)
-    raise_all(
-        TypeError,
-        "params must be a tree of tensors:",
-        [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, Tensor)],
-    )
+    raise_all(TypeError, "params must be a tree of tensors:", no_tensors(params, "params"))
 
 
 def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
@@ -251,12 +248,10 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
     """
     paths, leaves = tree_paths(batch, "batch"), tree_leaves(batch)
     named = list(zip(paths, leaves, strict=True))
-    raise_all(
-        TypeError,
-        "the batch must be a tree of tensors:",
-        [f"{p} is a {type(x).__name__}" for p, x in named if not isinstance(x, Tensor)]
-        or ([] if named else ["it is empty"]),
-    )
+    if not all(isinstance(x, Tensor) for x in leaves) or not leaves:
+        raise_all(
+            TypeError, "the batch must be a tree of tensors:", no_tensors(batch, "batch") or ["it is empty: no leaf"]
+        )
     cuts = broadcast_prefix(specs, batch, is_spec, names=("batch spec", "batch"))
     raise_all(
         ValueError,

@@ -17,7 +17,6 @@ from shardfn.core import (
     PyTree,
     Stored,
     block_slices,
-    deferred,
     draw_block,
     raise_all,
     tree_entries,
@@ -31,7 +30,7 @@ from shardfn.leaves import LeafLayout
 from shardfn.optim import GradientTransformation
 from shardfn.state import TrainState, send_home, state_owners
 
-from ._check import check_params
+from ._made import made
 from ._plan import Plan
 from ._planner import Planner
 from ._pools import pool_of
@@ -99,10 +98,7 @@ def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list
         raise ValueError(
             "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
         )
-    if callable(params):
-        with deferred():
-            params = params(*args)
-    check_params(params)
+    params = made(params, args)
     leaves, treedef = tree_flatten(params)
     return leaves, planner.plan(treedef, leaves)
 

@@ -12,6 +12,8 @@ step takes over, which would be hidden in there.
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from ._callable import check_function
+
 Level = Literal["around a step", "around a loss", "inside a loss", "a program"]
 
 
@@ -141,8 +143,10 @@ def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> Non
         deep: whether to look further into `f`, through what a step takes over.
 
     Raises:
+        TypeError: `f` is no function.
         ValueError: says which order to use.
     """
+    check_function(outer, f)
     for x in _inward(f):
         if outer not in TABLE[x.transform].within:
             raise ValueError(WHY[outer, x.transform])

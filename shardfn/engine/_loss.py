@@ -5,7 +5,7 @@ itself may be a `WeightedMean` when ranks or microbatches hold unequal numbers o
 """
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +101,10 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     aux: Any = {}
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2) or isinstance(out, WeightedMean):
-            raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out).__name__}.")
+            raise TypeError(
+                f"with has_aux=True the loss must return (loss, aux), got {type(out).__name__}. Return a dict of what"
+                " is to join the metrics beside it, or drop has_aux=True."
+            )
         out, aux = out
     weight = None
     if isinstance(out, WeightedMean):
@@ -110,13 +113,24 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     if isinstance(out, tuple):
         raise TypeError(f"the loss returned a tuple of {len(out)}; did you mean has_aux=True?")
     if not isinstance(out, Tensor):
-        raise TypeError(f"the loss must return a 0-d tensor or a WeightedMean, got {type(out).__name__}.")
+        raise TypeError(f"the loss must return a 0-d tensor or a WeightedMean, got {type(out).__name__}.{_hint(out)}")
     for name, x in (("loss", out), ("weight", weight)):
         if x is not None and x.shape != ():
             raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
     if not out.is_floating_point():
         raise TypeError(f"the loss must be a floating-point tensor, got {out.dtype}.")
     return Value(out, weight, _check_aux(aux, out))
+
+
+def _hint(out: Any) -> str:
+    """What to return in place of something that is no tensor."""
+    if out is None:
+        return " Is there a return at its end?"
+    if isinstance(out, numbers.Number):
+        return " A number has no gradient: leave out item(), float() and numpy()."
+    if isinstance(getattr(out, "loss", None), Tensor) or (isinstance(out, Mapping) and "loss" in out):
+        return " Return its loss: out.loss, or out['loss']."
+    return ""
 
 
 def _check_aux(aux: Any, like: Tensor) -> dict[str, WeightedMean]:

@@ -28,7 +28,7 @@ from shardfn.leaves import (
     stacked_layout,
     with_ratio,
 )
-from shardfn.state import TrainState
+from shardfn.state import TrainState, check_passed
 
 from ._check import check_travel, is_spec
 from ._plan import Plan
@@ -66,7 +66,7 @@ class Planner:
         self, mesh: Mesh, specs: PyTree, batch: PyTree, zero: Zero, trainable: PyTree, policy: Policy | None = None
     ) -> None:
         self.mesh, self.batch, self.zero, self.policy = mesh, batch, zero, policy
-        self._specs, self._trainable = specs, trainable
+        self._specs, self.trainable = specs, trainable
         used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
         self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
         self._plans: dict[Any, Plan] = {}
@@ -107,8 +107,7 @@ class Planner:
             TypeError: it is no state of global tensors.
             ValueError: it was made under other annotations; every leaf is listed.
         """
-        if not isinstance(state, TrainState):
-            raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}.")
+        check_passed(state)
         return self.kept(state.params, OF_A_STATE)
 
     def kept(self, params: PyTree, words: "Words") -> Plan:
@@ -155,7 +154,7 @@ class Planner:
         tree = tree_unflatten(treedef, list(range(len(shapes))))
         paths = tree_paths(tree, "params")
         specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
-        train = broadcast_prefix(self._trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
+        train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.
         homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]

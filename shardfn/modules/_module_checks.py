@@ -28,8 +28,15 @@ def check_module(module: nn.Module) -> None:
     """Refuses what a step cannot do as torch does it.
 
     Raises:
+        TypeError: it is no module.
         ValueError: lists every parameter and submodule that is not possible, with a remedy.
     """
+    if not isinstance(module, nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"of type {type(module).__name__}"
+        raise TypeError(
+            f"from_module takes an nn.Module, and this is {what}. A class is to be called first,"
+            " from_module(Net(...)); a function of parameters needs no from_module."
+        )
     problems = [*_lazy(module)] or [*_hooks(module), *_embeddings(module), *_shared(module)]
     raise_all(ValueError, f"a step cannot train this {type(module).__name__} as torch does:", problems)
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten
+from shardfn.core import PyTree, explains_keywords, tree_flatten
 
 from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
@@ -28,6 +28,7 @@ from ._leaves import (
     zero_count,
     zeros_like,
 )
+from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
@@ -90,6 +91,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
     return GradientTransformation(init, update, needs=Needs("element"))
 
 
+@explains_keywords(**MEANT)
 def adam(
     learning_rate: LearningRate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8
 ) -> GradientTransformation:
@@ -120,6 +122,7 @@ def adam(
     return _fused(pure, 2, learning_rate, b1, b2, eps, 0.0, None)
 
 
+@explains_keywords(**MEANT)
 def adamw(
     learning_rate: LearningRate,
     b1: Number = 0.9,

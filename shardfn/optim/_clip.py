@@ -6,17 +6,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.core import tree_flatten, tree_map, tree_unflatten
+from shardfn.core import explains_keywords, tree_flatten, tree_map, tree_unflatten
 
 from ._base import EmptyState, GradientTransformation, Measure, Needs, Phase, stateless
 from ._checks import positive
 from ._hyper import beside
 from ._kernels import foreach_mul_
 from ._leaves import disjoint
+from ._no_rule import MEANT
 from ._norm import block_squares, global_norm
 from ._types import OptState, Params, Specs, Updates
 
 
+@explains_keywords(**MEANT)
 def clip(max_delta: float | int) -> GradientTransformation:
     """Clips every element: `u = min(max(g, -max_delta), max_delta)`. NaN stays NaN.
 
@@ -39,6 +41,7 @@ def clip(max_delta: float | int) -> GradientTransformation:
     return stateless(update, "element")
 
 
+@explains_keywords(**MEANT)
 def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
     """Scales the whole tree to a norm of at most `max_norm`: `u = g * max_norm / max(|g|, max_norm)`.
 

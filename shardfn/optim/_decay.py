@@ -5,16 +5,18 @@ from typing import Any
 
 from torch import Tensor
 
-from shardfn.core import tree_flatten, tree_unflatten
+from shardfn.core import explains_keywords, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs, stateless
 from ._checks import not_negative
 from ._decide import per_leaf, resolved
 from ._hyper import beside, is_zero
 from ._leaves import check_params, leaves_like, wide
+from ._no_rule import MEANT
 from ._types import Mask, Number, Params, Specs, Updates
 
 
+@explains_keywords(**MEANT)
 def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> GradientTransformation:
     """Adds decay: `u = g + weight_decay * p` on the leaves that the mask names, `u = g` elsewhere.
 

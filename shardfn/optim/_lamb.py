@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
+from shardfn.core import P, PyTree, explains_keywords, tree_flatten, tree_unflatten
 
 from ._adam import bias_corrections, moments, moments_like
 from ._base import GradientTransformation, Needs, stateless
@@ -31,6 +31,7 @@ from ._leaves import (
     zero_count,
     zeros_like,
 )
+from ._no_rule import MEANT
 from ._norm import squares_of
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
@@ -169,6 +170,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
     return GradientTransformation(init, update, needs=Needs("element"))
 
 
+@explains_keywords(**MEANT)
 def lamb(
     learning_rate: LearningRate,
     b1: Number = 0.9,
@@ -230,6 +232,7 @@ def lamb(
     return GradientTransformation(pure.init, pure.update, apply, Needs("leaf", decide=decide))
 
 
+@explains_keywords(**MEANT)
 def lamb_in_place(
     learning_rate: LearningRate,
     b1: Number,

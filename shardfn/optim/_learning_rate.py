@@ -6,12 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs, stateless
 from ._checks import not_negative
 from ._hyper import beside
 from ._leaves import check_state, zero_count
+from ._no_rule import MEANT, no_rate
 from ._types import LearningRate, OptState, Params, Specs, Updates
 
 
@@ -25,6 +26,7 @@ class ScaleByScheduleState(NamedTuple):
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
 
 
+@explains_keywords(**MEANT)
 def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
     """Steps downhill: `u = -lr * g`, where lr is a number or `schedule(count)` with count = 0 at the first step.
 
@@ -65,7 +67,14 @@ def _descend(updates: Updates, rate: Any, specs: Specs) -> PyTree:
 
 
 def check_rate(who: str, learning_rate: LearningRate) -> None:
-    """`learning_rate` is a schedule or a finite number >= 0."""
+    """`learning_rate` is a schedule or a finite number >= 0.
+
+    Raises:
+        TypeError: it is parameters, a class, or a scheduler of torch.
+        ValueError: it is no such number.
+    """
+    if (problem := no_rate(who, learning_rate)) is not None:
+        raise TypeError(problem)
     if not callable(learning_rate):
         not_negative(who, learning_rate=learning_rate)
 

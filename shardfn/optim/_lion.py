@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten
+from shardfn.core import PyTree, explains_keywords, tree_flatten
 
 from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
@@ -27,6 +27,7 @@ from ._leaves import (
     wide,
     zeros_like,
 )
+from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
@@ -80,6 +81,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     return GradientTransformation(init, update, needs=Needs("element"))
 
 
+@explains_keywords(**MEANT)
 def lion(
     learning_rate: LearningRate,
     b1: Number = 0.9,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Compressor, sign
-from shardfn.core import Axes, PyTree, tree_leaves
+from shardfn.core import Axes, PyTree, explains_keywords, tree_leaves
 from shardfn.kernels import preconditioned_step, preconditioned_step_
 
 from ._adam import bias_corrections, moments_like
@@ -21,6 +21,7 @@ from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
 from ._hyper import rounded_root
 from ._inplace import inplace
 from ._leaves import wide
+from ._no_rule import MEANT
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
@@ -43,6 +44,7 @@ class OneBitAdamState(NamedTuple):
     codes: PyTree
 
 
+@explains_keywords(**MEANT)
 def onebit_adam(
     learning_rate: LearningRate,
     b1: float = 0.9,
@@ -119,6 +121,7 @@ def onebit_adam(
     ).rule()  # fmt: skip
 
 
+@explains_keywords(**MEANT)
 def apmsqueeze(
     learning_rate: LearningRate,
     b1: float = 0.9,

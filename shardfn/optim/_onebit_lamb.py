@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.collectives import Compressor, GlobalTensor, current_mesh, pmax
-from shardfn.core import Axes, P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn.core import Axes, P, PyTree, explains_keywords, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._adam import moments_like
 from ._apart import Apart, add_, apart, blend, purely
@@ -31,6 +31,7 @@ from ._lamb import (
 )
 from ._learning_rate import scale_by_learning_rate
 from ._leaves import spec_leaves, wide, zeros_like
+from ._no_rule import MEANT
 from ._norm import over_blocks, sum_squares
 from ._onebit_adam import SIGN, StepNumbers
 from ._onebit_messages import messages_of, split
@@ -64,6 +65,7 @@ class OneBitLambState(NamedTuple):
     codes: PyTree
 
 
+@explains_keywords(**MEANT)
 def onebit_lamb(
     learning_rate: LearningRate,
     b1: float = 0.9,

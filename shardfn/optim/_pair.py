@@ -34,6 +34,7 @@ from shardfn.core import (
 from ._base import GradientTransformation
 from ._decide import Resolved
 from ._leaves import leaves_like, spec_leaves
+from ._no_rule import no_rule
 from ._types import OptState, Params, Specs, Updates
 
 
@@ -67,10 +68,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
         if _takes_specs(tx.update, keywords=False):
             return tx
     else:
-        raise TypeError(
-            f"an optimizer is a pair of functions (init, update), but this is a {type(tx).__name__}; use one of"
-            " shardfn.optim, or write optim.GradientTransformation(init, update)."
-        )
+        raise TypeError(no_rule(tx))
     # A block is as good as the leaf.
     if tx.needs.grain == "element":
         return tx._replace(update=_without_specs(tx.update), apply=tx.apply and _without_specs(tx.apply))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten
+from shardfn.core import PyTree, explains_keywords, tree_flatten
 
 from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
@@ -16,6 +16,7 @@ from ._hyper import is_zero, leafwise, number
 from ._kernels import foreach_add_, foreach_mul_, fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zeros_like
+from ._no_rule import MEANT
 from ._types import LearningRate, Number, OptState, Params, Specs, Updates
 
 
@@ -73,6 +74,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     return GradientTransformation(init, update, needs=Needs("element"))
 
 
+@explains_keywords(**MEANT)
 def sgd(
     learning_rate: LearningRate,
     momentum: Number | None = None,

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.collectives import Compressor, current_mesh, local
-from shardfn.core import Axes, P, PyTree, raise_all, tree_leaves, tree_map, tree_paths
+from shardfn.core import Axes, P, PyTree, explains_keywords, raise_all, tree_leaves, tree_map, tree_paths
 
 from ._adam import bias_corrections, moments_like
 from ._apart import Apart, add_, apart, blend, pieces, purely
@@ -18,6 +18,7 @@ from ._compressed import averaging, written
 from ._freeze import PROBE, SWITCH, WARMUP, FreezeState, FreezeStep, freeze_rule
 from ._inplace import inplace
 from ._leaves import wide, zero_count, zeros_like
+from ._no_rule import MEANT
 from ._onebit_adam import SIGN, StepNumbers
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
@@ -63,6 +64,7 @@ class ZeroOneAdamState(NamedTuple):
     residual: PyTree
 
 
+@explains_keywords(**MEANT)
 def zero_one_adam(
     learning_rate: LearningRate,
     b1: float = 0.9,

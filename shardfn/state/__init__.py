@@ -3,6 +3,7 @@
 from ._ahead import Ahead as Ahead, Promised as Promised
 from ._origin import check_origins as check_origins, cuts_of as cuts_of, origin_of as origin_of
 from ._parts import Parts as Parts, added as added, send_home as send_home
+from ._passed import check_passed as check_passed
 from ._state import TrainState as TrainState, check_alive as check_alive, looked_at as looked_at, scale_of as scale_of
 from ._state import state_owners as state_owners, taken as taken, version_of as version_of
 from ._stored import StoredSlice as StoredSlice, layers_of as layers_of, loaded as loaded, piled as piled

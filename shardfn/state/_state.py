@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import DonatedError, PyTree, Stored, tree_entries, tree_leaves, tree_map, tree_paths
@@ -85,7 +86,7 @@ def check_alive(state: PyTree, name: str = "state") -> None:
 
     Raises:
         DonatedError: leaves were donated; lists them.
-        ValueError: it is the stacked state of a population.
+        ValueError: it is the stacked state of a population, or has no values.
     """
     dead = [i for i, x in enumerate(tree_leaves(state)) if isinstance(x, GlobalTensor) and x.donated]
     if dead:
@@ -95,6 +96,11 @@ def check_alive(state: PyTree, name: str = "state") -> None:
         raise DonatedError(
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
             " the step with donate=False."
+        )
+    if any(isinstance(x.held, FakeTensor) for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)):
+        raise ValueError(
+            f"this {name} has shapes and no values, as init makes it of tensors on 'meta' or without data: it is for"
+            " step.lower. To run, give init values; of a module on 'meta', a function that draws or loads them."
         )
     if any(x.stacked for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)):
         raise ValueError(

@@ -28,7 +28,7 @@ def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
         >>> accumulate(loss, 2)(torch.tensor(2.0), torch.arange(4.0))
         tensor(3.)
     """
+    check_order("accumulate", loss)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"accumulate needs a positive number of microbatches, got {num_microbatches!r}.")
-    check_order("accumulate", loss)
     return Accumulated(loss, num_microbatches)

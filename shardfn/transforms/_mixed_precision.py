@@ -1,5 +1,6 @@
 """`mixed_precision`: the same loss, computed in the precision of a policy."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossSc
             one.
 
     Raises:
+        TypeError: `policy` is none.
         ValueError: `loss` has a policy already; or gradients are to be scaled and added up in float16, where dividing
             them by the scale would lose what it has saved; (when called) an exception of the policy matches no leaf.
 
@@ -43,6 +45,12 @@ def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossSc
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
     check_order("mixed_precision", loss, deep=True)
+    if not isinstance(policy, Policy):
+        shown = policy.__name__ if isinstance(policy, types.FunctionType) else repr(policy)
+        raise TypeError(
+            f"mixed_precision(loss, {shown}): the policy is a Policy; write sf.Policy.bf16(), or name the dtypes,"
+            " sf.Policy(param=..., compute=...)."
+        )
     if loss_scale is not None and policy.accum == torch.float16:
         raise ValueError(
             "Policy(accum=torch.float16) with a loss scale: gradients are divided by the scale in the dtype they are"

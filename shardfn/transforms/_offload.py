@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardfn.activations import SavedValue, SavePolicy, is_plain, pool_of
+from shardfn.activations import SavedValue, SavePolicy, is_plain, noticing_names, pool_of
 from shardfn.collectives import transforming
 from shardfn.core import tree_leaves
 from shardfn.engine import Transform, check_order, in_section
@@ -34,6 +34,7 @@ class Offloaded(Transform):
     policy: SavePolicy
     directory: str | os.PathLike[str] | None = None
     window: int = WINDOW
+    _called: list[None] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's value."""
@@ -44,8 +45,9 @@ class Offloaded(Transform):
         written, out = in_section(again, lambda: self.inner(*args, **kwargs))
         if written:
             return out
+        noticing = noticing_names("offload", self.policy, self._called)
         saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held((args, kwargs)))
-        with saved.saving():
+        with noticing, saved.saving():
             return self.inner(*args, **kwargs)
 
 

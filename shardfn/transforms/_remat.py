@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardfn.activations import Forward, Rerun, Results, SavePolicy, pool_of
+from shardfn.activations import Forward, Rerun, Results, SavePolicy, noticing_names, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_unflatten
@@ -58,12 +58,15 @@ def remat(
         True
     """
     check_order("remat", f)
+    if policy is not None and not callable(policy):
+        raise TypeError(f"remat takes a policy, which is a function of a SavedTensor (sf.policies); got {policy!r}.")
 
     def contexts() -> tuple[Any, Any]:
         assert policy is not None
         results = Results(policy, window, pool_of(directory))
         return Forward(results), Rerun(results)
 
+    called: list[None] = []
     options: dict[str, Any] = {"use_reentrant": False} | ({} if policy is None else {"context_fn": contexts})
 
     @functools.wraps(f)
@@ -98,6 +101,7 @@ def remat(
                 ran.append(None)
                 return f(*args, **kwargs)
 
-        return checkpoint(run, *tensors, **options)
+        with noticing_names("remat", policy, called):
+            return checkpoint(run, *tensors, **options)
 
     return recomputed

@@ -21,6 +21,7 @@ from shardfn.core import (
     Sharding,
     Zero,
     as_mesh,
+    as_zero,
     tree_flatten,
     tree_leaves,
     tree_structure,
@@ -92,7 +93,7 @@ def sharded(
     *,
     mesh: Mesh | DeviceMesh | None = None,
     specs: PyTree = P(),
-    zero: Zero | None = None,
+    zero: Zero | int | None = None,
     in_specs: Sequence[PyTree] = (),
     out_specs: PyTree = None,
     batch: P | None = None,
@@ -110,7 +111,8 @@ def sharded(
         f: `f(params, *args)`; may be jitted, accumulated, of mixed precision.
         mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params.
-        zero: how params are kept; default stage 0. What it says of gradients and of an optimizer means nothing here.
+        zero: how params are kept, a rule or its stage; default stage 0. What it says of gradients and of an optimizer
+            means nothing here.
         in_specs: an entry for each argument beyond the first: a prefix tree of `P` for one that is a tree of
             `GlobalTensor`s, of whose leaves `f` sees this rank's blocks; None, and nothing, for one that is passed on
             as it is, this rank's own.
@@ -140,7 +142,7 @@ def sharded(
         >>> push(push.init(torch.tensor(3.0)), cache, 2).full_tensor(), cache.donated
         (tensor([6., 0.]), True)
     """
-    on, rule = as_mesh(mesh), zero or Zero()
+    on, rule = as_mesh(mesh), as_zero(zero)
     check_order("sharded", f)
     check_specs(specs, batch or P(), rule, on)
     donated = (donate,) if isinstance(donate, int) else tuple(donate)

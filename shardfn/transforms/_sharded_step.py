@@ -13,12 +13,16 @@ from shardfn.core import (
     PyTree,
     Zero,
     as_mesh,
+    as_zero,
+    check_key,
+    explains_keywords,
 )
 from shardfn.engine import (
     Loss,
     Planner,
     bind,
     check_cuts,
+    check_loss,
     check_specs,
     default_batch,
     step_parts,
@@ -28,7 +32,26 @@ from shardfn.optim import GradientTransformation, Pair, as_transformation
 
 from ._training_step import ShardedStep
 
+# What users of other libraries ask a step for, and where it is said here.
+_MEANT = {
+    "stage": "zero={value!r}",
+    "zero_stage": "zero={value!r}",
+    "policy": "sharded_step(sf.mixed_precision(loss, policy), ...)",
+    "precision": "sharded_step(sf.mixed_precision(loss, sf.Policy.bf16()), ...)",
+    "dtype": "sharded_step(sf.mixed_precision(loss, sf.Policy.bf16()), ...)",
+    "accumulate": "sharded_step(sf.accumulate(loss, {value!r}), ...)",
+    "num_microbatches": "sharded_step(sf.accumulate(loss, {value!r}), ...)",
+    "jit": "sharded_step(sf.jit(loss), ...)",
+    "params": "step = sharded_step(loss, optimizer); state = step.init(params)",
+    "seed": "key=sf.key({value!r})",
+    "max_norm": "sf.optim.chain(sf.optim.clip_by_global_norm({value!r}), optimizer)",
+    "clip": "sf.optim.chain(sf.optim.clip_by_global_norm({value!r}), optimizer)",
+    "tx": "it as optimizer=",
+    "loss_fn": "it as loss=",
+}
 
+
+@explains_keywords(**_MEANT)
 def sharded_step(
     loss: Loss,
     optimizer: GradientTransformation | Pair,
@@ -36,7 +59,7 @@ def sharded_step(
     mesh: Mesh | DeviceMesh | None = None,
     specs: PyTree = P(),
     batch: PyTree = None,
-    zero: Zero | None = None,
+    zero: Zero | int | None = None,
     key: Tensor | None = None,
     has_aux: bool = False,
     has_state: bool = False,
@@ -60,7 +83,7 @@ def sharded_step(
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
         batch: how the global batch is cut: a prefix tree of `P`; each rank passes its own rows. Default: along "dp" and
             all axes of the mesh that no spec uses. Along axes that do not cut it ranks pass the same rows.
-        zero: the ZeRO rule; default stage 0.
+        zero: the ZeRO rule, or its stage alone; default stage 0.
         key: when given, the loss gets `fold_in(key, step)`, the same on all ranks.
         has_aux: whether the loss returns `(loss, aux)`; aux is a dict of scalars, averaged into the metrics.
         has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`: it takes
@@ -78,6 +101,8 @@ def sharded_step(
         "finite" (whether both are), "skipped", with a loss scale "loss_scale" (the one that was used), and the aux.
 
     Raises:
+        TypeError: an argument is of another kind, or the loss takes other arguments than it will be given; says what to
+            write.
         ValueError: (at `init` or first call) specs, batch or state do not fit; every failing leaf is listed by path.
             Or there is no mesh, in a program of several processes.
         DonatedError: (when called) the state was consumed by an earlier step.
@@ -97,7 +122,11 @@ def sharded_step(
     References:
         Rajbhandari et al., ZeRO, 2019, https://arxiv.org/abs/1910.02054
     """
-    on, rule = as_mesh(mesh), zero or Zero()
+    check_loss(loss, key=key is not None, has_state=has_state)
+    update = as_transformation(optimizer)
+    if key is not None:
+        check_key("sharded_step", key)
+    on, rule = as_mesh(mesh), as_zero(zero)
     batch = default_batch(specs, on) if batch is None else batch
     check_specs(specs, batch, rule, on)
     check_cuts(batch, rule)
@@ -106,6 +135,4 @@ def sharded_step(
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
     unwrapped = bind(unwrapped, planner)
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
-    return ShardedStep(
-        step_parts(unwrapped, as_transformation(optimizer), on, **flags), unwrapped, planner, key, state_specs
-    )
+    return ShardedStep(step_parts(unwrapped, update, on, **flags), unwrapped, planner, key, state_specs)

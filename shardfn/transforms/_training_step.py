@@ -7,7 +7,7 @@ communicators, so that no rank waits.
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from shardfn.engine import (
     Plan,
     Planner,
     StepParts,
+    Transform,
     Unwrapped,
     abstract_leaves,
     abstract_state,
@@ -40,12 +41,14 @@ from shardfn.engine import (
     begin,
     bind,
     check_alike,
+    check_has_rows,
     check_kept,
     check_phases,
     check_pure,
     check_replicas,
     check_scale,
     check_schedule,
+    check_trains,
     close_pool,
     commit,
     comms_of,
@@ -75,14 +78,16 @@ from shardfn.engine import (
     unwrap,
 )
 from shardfn.optim import Phase
-from shardfn.state import TrainState, check_alive
+from shardfn.state import TrainState, check_alive, check_passed
 
 from ._lower import Lowered
 from ._sharded import MAX_APPLIED, Sharded, kept_as
 
 
-class ShardedStep:
+class ShardedStep(Transform):
     """A training step. Build one with `sharded_step`, which documents it."""
+
+    transform: ClassVar[str] = "sharded"
 
     def __init__(
         self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None, state_specs: PyTree = P()
@@ -117,6 +122,7 @@ class ShardedStep:
             RankError: ranks pass different trees or different values.
         """
         leaves, plan = drawn(self._planner, params, args)
+        check_trains(plan, self._planner.trainable)
         check_phases(plan, self._optimizer)
         kept = first_model_state(model_state, self._state_specs, self.mesh)
         check_kept(kept, self._state_specs, has_state=self._parts.has_state)
@@ -242,6 +248,7 @@ class ShardedStep:
         """One step by `run`, which may be made for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
+            check_passed(state, batch)
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, rows = int(state.step), describe_rows(plan, batch)
@@ -257,6 +264,7 @@ class ShardedStep:
                 )
         what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
         even = agree_on_step(comms.control, what, rows, constant)
+        check_has_rows(batch, even=even)
         # All ranks have begun this step, and so have committed the one before.
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):

@@ -86,9 +86,9 @@ def test_labels_without_a_rule_are_listed() -> None:
 )
 def test_a_mask_of_another_tree_is_refused(make: Any) -> None:
     params = make_params()
-    with pytest.raises(ValueError, match=r"params\['norm'\] has no entry in mask. Did you mean 'nrom'"):
+    with pytest.raises(ValueError, match=r"mask\['nrom'\] has no leaf in params. Did you mean 'norm'"):
         step(make({"w": True, "nrom": False}), params, params, False)
-    with pytest.raises(ValueError, match=r"mask\['w'\] is a int, which is no leaf of mask"):
+    with pytest.raises(ValueError, match=r"mask\['w'\] is 1, a int, which is no leaf of mask"):
         step(make({"w": 1, "norm": False}), params, params, False)
 
 

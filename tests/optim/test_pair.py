@@ -198,7 +198,7 @@ def test_what_counts_as_specs() -> None:
 
 @pytest.mark.parametrize("wrong", [None, torch.optim.SGD, (torch.zeros_like,), [len, len], (len, 1)])
 def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"an optimizer is a pair of functions \(init, update\), but this is a"):
+    with pytest.raises(TypeError, match=r"an optimizer is a pair of functions \(init, update\), but this is "):
         optim.as_transformation(wrong)
 
 

@@ -41,7 +41,7 @@ def test_leaf_without_spec_and_spec_without_leaf_are_both_listed() -> None:
     with pytest.raises(ValueError) as error:
         _step(specs={"w": sf.P(), "bb": sf.P()}).init(_params())
     text = str(error.value)
-    assert "params['b'] has no entry in specs. Did you mean 'bb'?" in text
+    assert "params['b'] has no entry in specs." in text and "mean 'bb'" not in text
     assert "specs['bb'] has no leaf in params. Did you mean 'b'?" in text
 
 

@@ -1,0 +1,36 @@
+"""Whether the names that a policy goes by are said at all by the function that it is for."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+from shardfn.core import did_you_mean, hearing_names
+
+from .policies import SavePolicy, names_of
+
+
+@contextlib.contextmanager
+def noticing_names(who: str, policy: SavePolicy | None, done: list[None]) -> Iterator[None]:
+    """Around the first call of a function: warns of names that nothing in it has.
+
+    Args:
+        who: the transform.
+        policy: what it goes by.
+        done: empty before the first call.
+    """
+    names = () if policy is None else names_of(policy)
+    if done or not names:
+        yield
+        return
+    heard: dict[str, None] = {}
+    with hearing_names(lambda x, name: heard.setdefault(name)):
+        yield
+    done.append(None)
+    for name in names:
+        if name not in heard:
+            there = f"it has {', '.join(map(repr, heard))}" if heard else "it names none"
+            warnings.warn(
+                f"{who}: the policy goes by {name!r}, which no value of the function is called; {there}."
+                f"{did_you_mean(name, heard)} Name values where they are made, sf.checkpoint_name(x, {name!r}).",
+                stacklevel=3,
+            )

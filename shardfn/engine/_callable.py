@@ -1,0 +1,104 @@
+"""What is passed as a loss and cannot be one: found when the step is built, before anything is sent."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardfn.core import is_own
+from shardfn.optim import GradientTransformation
+
+
+def check_function(who: str, f: Any) -> None:
+    """Refuses what is no function of parameters.
+
+    Args:
+        who: what takes it, such as "jit".
+        f: what was passed.
+
+    Raises:
+        TypeError: says what it is, and what to write.
+    """
+    if isinstance(f, GradientTransformation):
+        raise TypeError(
+            f"{who}: the loss is an optimizer; the loss comes first: sf.sharded_step(loss, sf.optim.adamw(1e-3))."
+        )
+    if isinstance(f, Tensor):
+        raise TypeError(
+            f"{who} takes a function, and this is a tensor of shape {tuple(f.shape)}: what a function has returned?"
+            " Pass the function itself, as in sf.sharded_step(loss, ...), not loss(params, batch)."
+        )
+    if not callable(f):
+        raise TypeError(f"{who} takes a function, loss(params, batch), and this is of type {type(f).__name__}.")
+
+
+def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
+    """Refuses a loss that cannot be called as a step calls it.
+
+    Args:
+        loss: the loss, perhaps in transforms.
+        key: whether the step has a key, which the loss then takes.
+        has_state: whether it takes a model state.
+
+    Raises:
+        TypeError: says which arguments it takes, which it will be given, and how to bring them together.
+    """
+    check_function("sharded_step", loss)
+    if isinstance(loss, nn.Module) or (isinstance(loss, type) and issubclass(loss, nn.Module)):
+        name = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+        raise TypeError(
+            f"sharded_step takes a function of parameters and a batch, and {name} is a module, which keeps its"
+            " parameters itself. Write params, apply = sf.from_module(module), and a function that calls it:"
+            " def loss(params, batch): return criterion(apply(params, batch['x']), batch['y'])."
+        )
+    inner = _innermost(loss)
+    given = ["params", *(["model_state"] if has_state else []), "batch", *(["key"] if key else [])]
+    takes = _signature(inner)
+    if takes is None or _fits(takes, len(given)):
+        return
+    name = getattr(inner, "__name__", type(inner).__name__)
+    calls = f"{name}{takes} cannot be called as this step calls it, {name}({', '.join(given)})"
+    raise TypeError(f"{calls}. {_remedy(takes, len(given), key=key, has_state=has_state)}")
+
+
+def _remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -> str:
+    if not key and _fits(takes, num + 1):
+        last = [p.name for p in takes.parameters.values()][num]
+        return (
+            f"Is {last!r} a key? Then say so: sharded_step(..., key=sf.key(0)). If not, bind it before:"
+            f" functools.partial(loss, {last}=...)."
+        )
+    if key and _fits(takes, num - 1):
+        return "With key= a loss takes a key for its random numbers; take one, loss(params, batch, key), or drop key=."
+    if not has_state and _fits(takes, num + 1):
+        return "A loss that takes a model state, loss(params, model_state, batch), needs has_state=True."
+    if has_state and _fits(takes, num - 1):
+        return "With has_state=True a loss takes a model state after the parameters; take one, or drop has_state=."
+    return "Bind what else it takes before, functools.partial(loss, name=...); parameters and batch may be any trees."
+
+
+def _innermost(f: Any) -> Any:
+    """What transforms of this package are around; a decorator from elsewhere may call with other arguments."""
+    while True:
+        if hasattr(type(f), "transform") and hasattr(f, "inner"):
+            f = f.inner
+        elif is_own(f) and hasattr(f, "__wrapped__"):
+            f = f.__wrapped__
+        else:
+            return f
+
+
+def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(f, follow_wrapped=False)
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return None
+
+
+def _fits(takes: inspect.Signature, num: int) -> bool:
+    try:
+        takes.bind(*range(num))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,66 @@
+"""Parameters as `init` takes them: a tree of tensors, or a function that makes one."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardfn.core import PyTree, deferred, raise_all, tree_leaves, tree_paths
+
+from ._check import check_params
+
+
+def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
+    """The tree itself, or what the function makes of `args`, with its draws deferred.
+
+    Raises:
+        TypeError: there is no such tree; says what was passed, and what to write.
+    """
+    _refuse_module(params)
+    if callable(params):
+        _check_arguments(params, args)
+        with deferred():
+            params = params(*args)
+        _refuse_module(params)
+    check_params(params)
+    _refuse_mixture(params)
+    return params
+
+
+def _refuse_module(params: Any) -> None:
+    is_class = isinstance(params, type) and issubclass(params, nn.Module)
+    if isinstance(params, nn.Module) or is_class:
+        name = params.__name__ if is_class else type(params).__name__
+        raise TypeError(
+            f"init takes a tree of tensors, or a function that makes one, and {name} is a module. Take its parameters"
+            " out: params, apply = sf.from_module(module); call apply(params, ...) in the loss, and step.init(params)."
+        )
+
+
+def _refuse_mixture(params: PyTree) -> None:
+    """Of leaves all have values, or none: without any, what is made is for `step.lower`."""
+    named = list(zip(tree_paths(params, "params"), tree_leaves(params), strict=True))
+    without = [path for path, x in named if x.device.type == "meta"]
+    if 0 < len(without) < len(named):
+        raise_all(
+            ValueError,
+            "some parameters are on 'meta', where they have no values, and others are not; load or draw these first"
+            " (of a module: module.to_empty(device='cpu'), and then its weights):",
+            without,
+        )
+
+
+def _check_arguments(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        takes = inspect.signature(f)
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return
+    try:
+        takes.bind(*args)
+    except TypeError as error:
+        name = getattr(f, "__name__", type(f).__name__)
+        raise TypeError(
+            f"init({name}, ...) calls {name}{takes} with {len(args)} arguments: {error}. Pass them after it, as in"
+            f" step.init({name}, sf.key(0)); or pass the parameters themselves."
+        ) from error

@@ -1,0 +1,54 @@
+"""What is said of leaves that are no tensors: which they are, and how to make tensors of them."""
+
+import re
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_leaves, tree_paths
+
+_SHOWN = 20
+_INDICES = re.compile(r"(\[\d+\])+$")
+
+
+def no_tensors(tree: PyTree, name: str) -> list[str]:
+    """A line for each leaf of a tree, called `name`, that is no tensor, with the remedy.
+
+    Lists are trees here: of numbers in one, however deep, the list is told, with the first of them.
+
+    Example:
+        >>> no_tensors({"x": [[1, 2], [3, 4]]}, "batch")
+        ["batch['x'] is a list of numbers (batch['x'][0][0] is an int); write torch.tensor(batch['x'])"]
+    """
+    told: dict[str, str] = {}
+    for path, x in zip(tree_paths(tree, name), tree_leaves(tree), strict=True):
+        if isinstance(x, Tensor):
+            continue
+        of = _INDICES.sub("", path)
+        if isinstance(x, int | float) and of != path:
+            told.setdefault(of, f"{of} is a list of numbers ({path} is {_kind(x)}); write torch.tensor({of})")
+        else:
+            told[path] = f"{path} is {_kind(x)}{_remedy(path, x)}"
+    lines = list(told.values())
+    return [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
+
+
+def _kind(x: Any) -> str:
+    name = type(x).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _remedy(path: str, x: Any) -> str:
+    if isinstance(x, numpy.ndarray | numpy.generic):
+        make = f"torch.from_numpy({path})" if isinstance(x, numpy.ndarray) else f"torch.tensor({path})"
+        return f"; write {make}"
+    if isinstance(x, bool | int | float | complex):
+        return f"; write torch.tensor({x!r})"
+    if isinstance(x, str | bytes):
+        return ", which no rank can compute with; leave it out"
+    if hasattr(x, "__iter__"):
+        if path == "batch":
+            return ", which is not one batch but an iterable: pass what it yields, for batch in ...: step(state, batch)"
+        return "; of a module write params, apply = sf.from_module(module)"
+    return ""

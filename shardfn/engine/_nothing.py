@@ -1,0 +1,59 @@
+"""What would go through a step and train nothing, or be computed of nothing: said at the first step, or before."""
+
+from torch import Tensor
+
+from shardfn.core import PyTree, raise_all, tree_leaves, tree_paths
+
+from ._plan import Plan
+
+_SHOWN = 6
+
+
+def check_trains(plan: Plan, trainable: PyTree) -> None:
+    """Refuses parameters of which none would be trained, unless `trainable=False` says just that.
+
+    Raises:
+        ValueError: says which leaves there are, and what to change.
+    """
+    if trainable is False or any(leaf.trainable for leaf in plan.leaves):
+        return
+    if not plan.leaves:
+        raise ValueError(
+            "the parameters have no leaves, so there is nothing to train. Pass the tree of tensors that the loss takes"
+            " as its first argument; of a module, params, apply = sf.from_module(module)."
+        )
+    whole = [leaf for leaf in plan.leaves if leaf.dtypes.param.is_floating_point]
+    shown = ", ".join(leaf.path for leaf in (whole or plan.leaves)[:_SHOWN])
+    if not whole:
+        raise ValueError(
+            f"no parameter is of floating point, so there is nothing to train: {shown} is"
+            f" {plan.leaves[0].dtypes.param}. Pass weights as float tensors: x.float()."
+        )
+    raise ValueError(
+        f"trainable is True of no parameter of floating point, so there is nothing to train. There are {shown}. Say"
+        " True of those that are to be trained, as in trainable={name: 'lora' in name for name in params}; a step that"
+        " is to leave all as they are takes trainable=False."
+    )
+
+
+def check_has_rows(batch: PyTree, *, even: bool) -> None:
+    """Refuses a batch without rows on all ranks; called by all, after they have agreed on its shapes.
+
+    A rank without rows beside others that have some is no mistake where the loss is a `WeightedMean`.
+
+    Args:
+        batch: this rank's rows.
+        even: whether all ranks have batches of the same shapes.
+
+    Raises:
+        ValueError: lists the leaves.
+    """
+    leaves: list[Tensor] = tree_leaves(batch)
+    if not even or any(x.numel() for x in leaves):
+        return
+    raise_all(
+        ValueError,
+        "the batch is empty on every rank, and the mean of no rows is no number. Skip it, or end the epoch there; a"
+        " loader's last batch may have fewer rows than ranks (drop_last=True). Its leaves are:",
+        [f"{path} of shape {tuple(x.shape)}" for path, x in zip(tree_paths(batch, "batch"), leaves, strict=True)],
+    )
