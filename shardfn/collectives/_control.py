@@ -207,8 +207,8 @@ class Control:
         did = "came to {0}, but did not go on in it" if self._met else "did not come to {0}"
         return (
             f"{_ranks(absent)} {did.format(self._call)}; {here} waited{seconds}. The process is there: it is slow,"
-            f" stopped, cut off, or at another call; `py-spy dump --pid` on its host shows where. If it is slow, give it a"
-            f" longer timeout{more}."
+            " stopped, cut off, or at another call; `py-spy dump --pid` on its host shows where. If it is slow, give it"
+            f" a longer timeout{more}."
         )
 
     def _cut_off(self) -> str:
