@@ -42,6 +42,7 @@ from shardfn.core import (
     make_mesh as make_mesh,
     split as split,
 )
+from shardfn.interop import export as export, master_params as master_params, to_module as to_module
 from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
