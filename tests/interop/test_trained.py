@@ -52,7 +52,7 @@ def test_the_masters_come_out_not_their_roundings(world: int, tmp_path: pathlib.
     assert all(torch.equal(p, wide[n].float()) for n, p in module.named_parameters())
     sf.export(state, module, tmp_path)
     torch.distributed.barrier() if world > 1 else None
-    read = sf.interop.module_from_hf(_module(), tmp_path)
+    read: dict[str, Any] = sf.interop.module_from_hf(_module(), tmp_path)
     assert all(torch.equal(x.full(), wide[n]) for n, x in read.items())
     other = _module()
     before = {n: p.clone() for n, p in other.named_parameters()}
