@@ -66,6 +66,7 @@ DOCS = [
     "docs/elastic.md",
     "docs/long_sequences.md",
     "docs/huggingface.md",
+    "docs/training_loop.md",
     "docs/lora.md",
     *DESIGN,
 ]

@@ -27,7 +27,7 @@ def pad(length: int | None = None, *, token: int = 0) -> Collate:
     token of a row is predicted by nothing, and does not count.
 
     Args:
-        length: T; default the longest of the batch. Under `jit`, and where ranks must agree on T, name it.
+        length: T; default the longest of the batch, for one rank: several must have one T, so name it there.
         token: what rows are filled up with.
 
     Raises:
