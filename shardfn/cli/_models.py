@@ -30,7 +30,7 @@ class Preset:
 
 
 def parse_model(text: str) -> gpt.Config:
-    """The model that `text` names: a preset, `gpt:field=value,...`, or a `config.json` of transformers or its directory.
+    """The model that `text` names: a preset, `gpt:field=value,...`, or a `config.json` (or its directory).
 
     Fields after a name change it: `gpt2:num_layers=2`, `config.json:max_len=4096`.
 

@@ -18,6 +18,7 @@ from shardfn.core import (
     P,
     PyTree,
     chunk_bounds,
+    dtype_name,
     fold_in,
     tree_flatten,
     tree_leaves,
@@ -34,6 +35,7 @@ from shardfn.engine import (
     Plan,
     Planner,
     StepParts,
+    Transform,
     Unwrapped,
     abstract_leaves,
     abstract_state,
@@ -104,6 +106,18 @@ class ShardedStep:
         self._applied: dict[Any, Sharded] = {}
         self._measured: dict[Any, Sharded] = {}
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
+
+    def __repr__(self) -> str:
+        inner = self._unwrapped.loss
+        while isinstance(inner, Transform):
+            inner = getattr(inner, "inner", type(inner).__name__)
+        name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
+        mixed, count = self._unwrapped.mixed, num_microbatches(self._parts.loss)
+        told = [f"ZeRO stage {self._planner.zero.stage}"]
+        told += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []
+        told += [f"{count} microbatches"] if count > 1 else []
+        told += ["jit"] if self._jitted is not None else []
+        return f"ShardedStep({name}: {', '.join(told)}; {self.mesh!r})"
 
     def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The first state: every rank keeps its own blocks only.
