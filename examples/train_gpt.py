@@ -18,7 +18,6 @@ for bit as if nothing had happened, else to rounding.
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -30,7 +29,6 @@ from contextlib import closing
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import shardfn as sf
@@ -147,7 +145,7 @@ def train(args, mesh, preemption):
                     f"--resume: the run in {args.out} has the data {restored.user['data']}, this one {data}"
                 )
 
-    log = Log(args, enabled=mesh.rank == 0, start=start)
+    log = Log(args, mesh, start=start)
     log.say(f"{gpt.num_params(config):,} parameters, {source.num_tokens:,} tokens")
     sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
     ours = functools.partial(gpt.cut_sequences, config, mesh=mesh) if cut else lambda batch: batch
@@ -215,30 +213,12 @@ def to_device(batch, mesh):
     return {name: x.to(mesh.device, non_blocking=True) for name, x in batch.items()}
 
 
-class Log:
-    """metrics.jsonl, TensorBoard events, a curve and the terminal; on other ranks than the first it does nothing."""
+class Log(sf.metrics.Logger):
+    """What a logger writes, a curve and the terminal; on other ranks than the first it does nothing."""
 
-    def __init__(self, args, enabled, start=0):
-        self.out, self.enabled, self.rows, self.said = args.out, enabled, [], 0.0
-        path = self.out / "metrics.jsonl"
-        if enabled and start and path.exists():  # what the run before did after its last checkpoint is done again
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            self.rows = [row for row in rows if row["step"] <= start]
-        if enabled:
-            for old in self.out.glob("events.out.tfevents.*"):  # TensorBoard would join two runs in one curve
-                old.unlink()
-            self.events = SummaryWriter(str(self.out))
-            self.lines = path.open("w")
-            self.lines.writelines(json.dumps(row) + "\n" for row in self.rows)
-
-    def write(self, step, row):
-        if self.enabled:
-            row = {"step": step} | {name: float(x) for name, x in row.items()}
-            self.rows.append(row)
-            self.lines.write(json.dumps(row) + "\n")
-            self.lines.flush()
-            for name, value in row.items():
-                self.events.add_scalar(name, value, step)
+    def __init__(self, args, mesh, start=0):
+        super().__init__(args.out, mesh, tensorboard=True, start=start)
+        self.out, self.enabled, self.said = args.out, mesh.rank == 0, 0.0
 
     def progress(self, step):
         """A line every few seconds."""
@@ -248,10 +228,7 @@ class Log:
             self.say(f"step {step}: loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s")
 
     def close(self):
-        if not self.enabled:
-            return
-        self.lines.close()
-        self.events.close()
+        super().close()
         if not self.rows:
             return
         self.draw()

@@ -4,8 +4,7 @@
 from shardfn import collectives as collectives, core as core, kernels as kernels, memory as memory
 from shardfn import data as data, graph as graph, nn as nn, optim as optim, schedules as schedules
 from shardfn import checkpoint as checkpoint, models as models, transforms as transforms
-from shardfn import interop as interop, lora as lora, testing as testing
-from shardfn.interop import from_deepspeed_config as from_deepspeed_config
+from shardfn import interop as interop, lora as lora, metrics as metrics, testing as testing
 
 from shardfn.collectives import (
     GlobalTensor as GlobalTensor,
@@ -43,6 +42,8 @@ from shardfn.core import (
     make_mesh as make_mesh,
     split as split,
 )
+from shardfn.interop import export as export, from_deepspeed_config as from_deepspeed_config
+from shardfn.interop import master_params as master_params, to_module as to_module
 from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,

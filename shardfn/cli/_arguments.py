@@ -16,12 +16,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `shardfn plan`."""
     run = parser.add_argument_group("the run")
     run.add_argument(
-        "--model", default="gpt2", help=f"{', '.join(PRESETS)}; or gpt:field=value,...; or preset:field=.."
+        "--model",
+        default="gpt2",
+        help=f"{', '.join(PRESETS)}; or gpt:field=value,...; or preset:field=..; or a config.json of"
+        " transformers (default gpt2)",
     )
-    run.add_argument("--mesh", default="dp=1", help="dp=64, or pp=4,dp=8,tp=8: axis sizes, major to minor")
-    run.add_argument("--device", default="a100-80", help=", ".join(DEVICES))
+    run.add_argument(
+        "--mesh", default="dp=1", help="dp=64, or pp=4,dp=8,tp=8: axis sizes, major to minor (default dp=1)"
+    )
+    run.add_argument("--device", default="a100-80", help=f"{', '.join(DEVICES)} (default %(default)s)")
     run.add_argument("--zero", type=int, default=3, help="stage 0, 1, 2 or 3 (default 3)")
-    run.add_argument("--precision", default="bf16-adam", help=", ".join(PRECISIONS))
+    run.add_argument("--precision", default="bf16-adam", help=f"{', '.join(PRECISIONS)} (default %(default)s)")
     run.add_argument("--batch", type=int, default=1, help="sequences a rank and step (default 1)")
     run.add_argument("--seq", type=int, help="tokens a sequence (default: the model's longest, at most 2048)")
     run.add_argument(

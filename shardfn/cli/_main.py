@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardfn.memory import DamagedError
 
+from ._advice import advice
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
@@ -14,7 +15,7 @@ from ._env import env_text
 from ._exact import exact
 from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
-from ._report import dump, found_json, found_text, plan_json, plan_text
+from ._report import advice_text, dump, found_json, found_text, plan_json, plan_text
 from ._search import search
 from ._tables import preset_tables
 
@@ -69,7 +70,10 @@ def _planned(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     setup = parse_setup(args)
     made = plan(setup)
     captured = exact(setup) if args.exact else None
-    return dump(plan_json(made, captured)) if args.json else plan_text(made, captured), [made]
+    told = advice(made)
+    if args.json:
+        return dump(plan_json(made, captured) | {"advice": list(told)}), [made]
+    return plan_text(made, captured) + advice_text(told), [made]
 
 
 def _of_recipe(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:

@@ -2,10 +2,13 @@
 
 import ast
 import dataclasses
+import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from shardfn.core import did_you_mean, raise_all
+from shardfn.interop import gpt_config
 from shardfn.models import gpt
 
 _SWITCHES = ("tie_embeddings", "bias", "stacked", "embedding_norm")
@@ -27,7 +30,9 @@ class Preset:
 
 
 def parse_model(text: str) -> gpt.Config:
-    """The model that `text` names: a preset, or `gpt:field=value,...`; fields after a preset's name change it.
+    """The model that `text` names: a preset, `gpt:field=value,...`, or a `config.json` (or its directory).
+
+    Fields after a name change it: `gpt2:num_layers=2`, `config.json:max_len=4096`.
 
     Raises:
         ValueError: no such preset; or lists every field that does not exist, has a bad value or is missing.
@@ -37,13 +42,16 @@ def parse_model(text: str) -> gpt.Config:
         (12, 2)
     """
     name, _, rest = text.partition(":")
+    path = pathlib.Path(name.strip())
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        return _of_config_json(path, rest)
     name = name.strip().lower()
     if name != "gpt" and name not in PRESETS:
         known = ("gpt", *PRESETS)
         listed = ", ".join(PRESETS)
         raise ValueError(
             f"--model {name!r} is not known.{did_you_mean(name, known)} Known: {listed}; or gpt:num_layers=..,"
-            "d_model=..,num_heads=..,vocab_size=.."
+            "d_model=..,num_heads=..,vocab_size=..; or a config.json of transformers"
         )
     fields = _parse_fields(rest)
     if name == "gpt":
@@ -51,6 +59,18 @@ def parse_model(text: str) -> gpt.Config:
         raise_all(ValueError, f"--model {text}:", [f"{f} is missing; add {f}=.." for f in missing])
         return gpt.Config(**fields)
     return dataclasses.replace(PRESETS[name].config, **fields)
+
+
+def _of_config_json(path: pathlib.Path, rest: str) -> gpt.Config:
+    """The model of a `config.json` of transformers. How rotary positions are scaled changes nothing of a plan."""
+    try:
+        told = json.loads((path if path.suffix == ".json" else path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model {path}: no JSON: {error}.") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"--model {path}: a config.json is an object, this is a {type(told).__name__}.")
+    kept = {name: x for name, x in told.items() if name not in ("rope_scaling", "rope_parameters")}
+    return dataclasses.replace(gpt_config(kept), **_parse_fields(rest))
 
 
 def _parse_fields(text: str) -> dict[str, Any]:

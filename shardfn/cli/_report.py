@@ -41,6 +41,11 @@ def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def advice_text(told: Sequence[str]) -> str:
+    """Advice as the last part of a report; nothing where there is none."""
+    return "\n## Advice\n\n" + "\n".join(f"- {line}" for line in told) + "\n" if told else ""
+
+
 def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
     """Memory by kind."""
     measured = exact.memory if exact else {}

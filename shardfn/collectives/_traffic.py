@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from shardfn.core import Ambient
+from shardfn.core import Ambient, as_html, columns
 
 
 @dataclasses.dataclass
@@ -36,6 +36,24 @@ class Traffic:
     def bytes(self) -> int:
         """The bytes sent, over all operations and axes."""
         return sum(sent for _, sent in self.by_op.values())
+
+    def __str__(self) -> str:
+        """A line a kind of collective, the most bytes first.
+
+        Example:
+            >>> print(Traffic({("psum", ("dp",)): [2, 64], ("all_gather", ("dp", "tp")): [1, 4096]}))
+            collective  axes   calls  bytes
+            all_gather  dp,tp      1  4,096
+            psum        dp         2     64
+            all                    3  4,160
+        """
+        most = sorted(self.by_op.items(), key=lambda item: (-item[1][1], item[0]))
+        rows = [(op, ",".join(axes), f"{calls:,}", f"{sent:,}") for (op, axes), (calls, sent) in most]
+        ends = [("collective", "axes", "calls", "bytes"), ("all", "", f"{self.calls:,}", f"{self.bytes:,}")]
+        return columns([ends[0], *rows, ends[1]])
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def across(self, axis: str, shape: Mapping[str, int]) -> float:
         """The bytes sent to ranks of another index along `axis`, if each collective sends as much to each rank.

@@ -32,5 +32,6 @@ from ._draw import stack_draws as stack_draws
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros
 from ._pending import Pending as Pending
 from ._stored import Absent as Absent, Stored as Stored
+from ._shown import as_html as as_html, columns as columns, size as size
 from ._ambient import Ambient as Ambient, ambient_names as ambient_names
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names

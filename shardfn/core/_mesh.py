@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import did_you_mean
 from ._groups import MadeGroups, NamedGroups, end_lost, end_with
+from ._shown import as_html
 
 HOUSE_AXES = ("dp", "tp", "sp", "ep", "pp")
 Axes = str | tuple[str, ...] | None
@@ -315,6 +316,35 @@ class Mesh:
         where = "abstract" if self.abstract else f"rank {self.rank}" if self.is_member else "not this rank"
         where += "" if self.ranks == tuple(range(self.size)) else f" of the program's {list(self.ranks)}"
         return f"Mesh({axes}; {where} on {self.device})"
+
+    def drawing(self) -> str:
+        """The ranks in their grid, the last axis across, this one in brackets.
+
+        Example:
+            >>> from shardfn.core import make_mesh
+            >>> print(make_mesh({"dp": 2, "tp": 2}, abstract=True).drawing())
+            Mesh(dp=2, tp=2; abstract on cpu)
+                  tp 0  tp 1
+            dp 0   [0]     1
+            dp 1     2     3
+        """
+        *outer, last = self.axis_names or ("",)
+        rows = self._grid.reshape(-1, self._grid.shape[-1])
+        where = list(np.ndindex(*self._grid.shape[:-1]))
+        head = ("", *(f"{last} {i}".strip() for i in range(rows.shape[1])))
+        lines = [head] + [
+            (", ".join(f"{a} {i}" for a, i in zip(outer, at, strict=True)), *(self._cell(r) for r in row))
+            for at, row in zip(where, rows.tolist(), strict=True)
+        ]
+        first, width = max(len(line[0]) for line in lines), max(len(c) for line in lines for c in line[1:])
+        drawn = ["  ".join((line[0].ljust(first), *(c.rjust(width) for c in line[1:]))) for line in lines]
+        return "\n".join([repr(self), *drawn])
+
+    def _cell(self, rank: int) -> str:
+        return f"[{rank}]" if rank == self.rank else str(rank)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.drawing() if self.size <= 1024 else repr(self))
 
 
 # Whose communicators must end before the interpreter does.

@@ -1,7 +1,11 @@
 """What batch n is: a pure function of (seed, n), the same under any number of ranks."""
 
 from ._batches import Batches as Batches, TokenSource as TokenSource
+from ._collate import IGNORED as IGNORED, first_fit as first_fit, pack as pack, pad as pad
 from ._corpus import default_corpus as default_corpus
+from ._examples import Cursor as Cursor, ExampleBatches as ExampleBatches, Examples as Examples
+from ._json_lines import JSONLines as JSONLines
+from ._own_rows import own_rows as own_rows
 from ._permute import permute as permute
 from ._prefetch import prefetch as prefetch
 from ._tokenizers import BPETokenizer as BPETokenizer, ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer

@@ -15,6 +15,8 @@ from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losi
 from ._constant import describe_function as describe_function, describe_step as describe_step
 from ._crossed import crossed as crossed
 from ._eager_step import run_eager as run_eager
+from ._evaluation import evaluation as evaluation, num_rows as num_rows, one_row as one_row
+from ._evaluation import without_values as without_values
 from ._first import abstract_params as abstract_params, abstract_state as abstract_state, drawn as drawn
 from ._first import first_params as first_params, first_state as first_state, own_blocks as own_blocks
 from ._functional import global_mean as global_mean, pure_apply as pure_apply, pure_step as pure_step

@@ -26,6 +26,7 @@ from shardfn.memory import Fetch
 
 from ._gathered import GatheredUnit, Piece, arrived, start_gather
 from ._order import Turn, UseOrder
+from ._profiled import named_range
 
 # What a rank says in a round where it wants no unit: that it is done; that it failed; that it is done with the step's
 # backwards, and none has given a gradient.
@@ -97,7 +98,8 @@ class Gatherer:
     def whole(self, leaf: int) -> Tensor:
         """The whole leaf; waits for it, and issues what is used next."""
         unit, slot = self._slot[leaf]
-        return self._need(unit).leaf(slot)
+        with named_range("gather", self._leaves[leaf].path):
+            return self._need(unit).leaf(slot)
 
     def end_phase(self, *, ask: bool, says: int = DONE) -> bool:
         """Issues what the phase still owes to other ranks and serves those that ask for more.

@@ -7,3 +7,4 @@ from ._hf_module import module_from_hf as module_from_hf, module_to_hf as module
 from ._hf_module import without_weights as without_weights
 from ._ds_config import Recipe as Recipe, from_deepspeed_config as from_deepspeed_config
 from ._ds_checkpoint import DeepSpeedState as DeepSpeedState, read_deepspeed as read_deepspeed
+from ._trained import export as export, master_params as master_params, to_module as to_module

@@ -73,7 +73,7 @@ def module_from_hf(
         >>> torch.equal(params["weight"].full(), module.weight)
         True
     """
-    archive, names = Archive(directory), _names(module)
+    archive, names = Archive(directory), parameter_names(module)
     buffers = {name: x for name, x in module.named_buffers() if name in archive}
     found = {first: next((name for name in every if name in archive), None) for first, every in names.items()}
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -150,7 +150,7 @@ def module_to_hf(
         told.to_json_file(pathlib.Path(directory) / "config.json")
 
 
-def _names(module: nn.Module) -> dict[str, list[str]]:
+def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     """First name -> all names of a parameter."""
     firsts = {id(p): name for name, p in module.named_parameters()}
     out: dict[str, list[str]] = {name: [] for name in firsts.values()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfn.core import Ambient, MemoryKind, PyTree, Stored, did_you_mean, tree_leaves
+from shardfn.core import Ambient, MemoryKind, PyTree, Stored, as_html, did_you_mean, tree_leaves
 
 KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 
@@ -94,6 +94,12 @@ class Ledger:
             lines += ["", f"{'traffic':<16}{'transfers':>10} {'bytes':>{width}}"]
             lines += [f"{way:<16}{n:>10} {size:>{width}}" for way, n, size in moves]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
 
     def hold(self, owner: Any, key: int, kind: str, nbytes: int) -> None:
         """Counts `nbytes` as alive until `owner` is garbage; an owner that is known already counts once."""

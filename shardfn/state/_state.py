@@ -9,7 +9,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import DonatedError, PyTree, Stored, tree_entries, tree_leaves, tree_map, tree_paths
+from shardfn.core import (
+    DonatedError,
+    PyTree,
+    Stored,
+    as_html,
+    columns,
+    dtype_name,
+    size,
+    tree_entries,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+)
 from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation
 
@@ -33,6 +45,13 @@ class TrainState(NamedTuple):
     key: Tensor | tuple[()] = ()
     loss_scale: PyTree = ()
     model_state: PyTree = ()
+
+    def __repr__(self) -> str:
+        """A line a leaf: path, global shape, dtype, spec, memory, bytes here; long states are cut short."""
+        return _shown(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
 
 def scale_of(state: TrainState) -> Tensor | None:
@@ -69,6 +88,40 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
         raise
     if donate:
         _map_held(lambda x: x.donate(), tree)
+
+
+# So many leaves are shown; then come the sums of all.
+_SHOWN = 40
+
+
+def _shown(state: TrainState) -> str:
+    named = [
+        (path, x)
+        for name in ("params", "opt_state", "model_state")
+        for path, x in zip(tree_paths(getattr(state, name), name), tree_leaves(getattr(state, name)), strict=True)
+    ]
+    here = [_bytes_here(x) for _, x in named]
+    number = "without data" if state.step.is_meta or type(state.step) is not Tensor else f"step {int(state.step)}"
+    head = f"TrainState({number}, {len(named)} leaves, {size(sum(here))} here)"
+    rows = [("path", "shape", "dtype", "spec", "memory", "here")]
+    rows += [_row(path, x, n) for (path, x), n in zip(named[:_SHOWN], here, strict=False)]
+    rest = [f"and {len(named) - _SHOWN} more, {size(sum(here[_SHOWN:]))} here"] if len(named) > _SHOWN else []
+    return "\n".join([head, columns(rows), *rest])
+
+
+def _row(path: str, x: Any, nbytes: int) -> tuple[str, ...]:
+    if not isinstance(x, GlobalTensor):
+        told = (str(tuple(x.shape)), dtype_name(x.dtype)) if isinstance(x, Tensor) else (type(x).__name__, "")
+        return (path, *told, "", "", size(nbytes))
+    if x.donated:
+        return path, str(tuple(x.shape)), "donated", repr(x.spec), x.memory_kind, size(nbytes)
+    return path, str(tuple(x.shape)), dtype_name(x.dtype), repr(x.spec), x.memory_kind, size(nbytes)
+
+
+def _bytes_here(x: Any) -> int:
+    if isinstance(x, GlobalTensor):
+        return 0 if x.donated else x.held.nbytes
+    return x.nbytes if isinstance(x, Tensor) else 0
 
 
 def _map_held(f: Callable[[GlobalTensor], Any], tree: PyTree) -> PyTree:

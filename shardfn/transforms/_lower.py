@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from shardfn.core import Mesh
+from shardfn.core import Mesh, as_html
 from shardfn.graph import (
     Choice,
     Cluster,
@@ -17,6 +17,7 @@ from shardfn.graph import (
     cost_analysis,
     estimate,
     memory_analysis,
+    transfers,
 )
 
 
@@ -40,6 +41,13 @@ class Lowered:
         self.gm, self.mesh, self._compile = gm, mesh, compile
         self.choice = schedule if isinstance(schedule, Choice) else None
         self.schedule = schedule.schedule if isinstance(schedule, Choice) else schedule
+
+    def __repr__(self) -> str:
+        ops = [node for node in self.gm.graph.nodes if node.op == "call_function"]
+        return f"Lowered({len(ops):,} ops, {len(transfers(self.gm)):,} transfers; {self.mesh!r})"
+
+    def _repr_html_(self) -> str:
+        return as_html(f"{self!r}\n\n{self.cost_analysis()}\n\n{self.memory_analysis()}")
 
     def as_text(self) -> str:
         """The graph to be read: a line an op, with leaf names, shapes, collectives and their bytes."""

@@ -1,0 +1,173 @@
+"""Batches of a map-style dataset as a function: row i of batch n is an example that (seed, n, i) name.
+
+    g = n B + i,   epoch, k = divmod(g, N),   example = permute(k, N, seed, epoch)
+
+As for `Batches`, nothing is remembered between batches, and the number of ranks changes none of it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int64
+
+from shardfn.core import Mesh, PyTree, chunk_bounds
+
+from ._collate import first_rows
+from ._permute import permute
+
+
+@runtime_checkable
+class Examples(Protocol):
+    """A map-style dataset: numbered examples. Lists are, and so is any of torch or of Hugging Face."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Example `index`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleBatches:
+    """The global batches of a map-style dataset, and every rank's rows of them.
+
+    Attributes:
+        examples: the dataset, the same on all ranks.
+        batch_size: B, examples of a global batch, over all ranks.
+        collate: a list of examples -> a batch, as `pad(...)` and `pack(...)` make; also torch's `default_collate`.
+        seed: names the order of each epoch; None = in the dataset's order.
+
+    Raises:
+        ValueError: the dataset is empty, or `batch_size` is not positive.
+
+    Example:
+        >>> from shardfn.data import pad
+        >>> batches = ExampleBatches([[1, 2, 3], [4], [5, 6]], batch_size=2, collate=pad(), seed=None)
+        >>> batches(0)["tokens"].tolist(), batches(1)["tokens"].tolist()  # the second one reaches into the next epoch
+        ([[1, 2, 3], [4, 0, 0]], [[5, 6, 0], [1, 2, 3]])
+        >>> [batch["tokens"].tolist() for batch in batches.once(rank=1, world=2)]  # of the last batch it has no row
+        [[[4]], []]
+    """
+
+    examples: Examples
+    batch_size: int
+    collate: Callable[[list[Any]], PyTree]
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"ExampleBatches(batch_size={self.batch_size}): must be at least 1.")
+        if not len(self.examples):
+            raise ValueError("ExampleBatches: the dataset is empty.")
+
+    @property
+    def batches_per_epoch(self) -> float:
+        """N / B; not whole where the last batch of an epoch reaches into the next one."""
+        return len(self.examples) / self.batch_size
+
+    def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> PyTree:
+        """Batch n, or the rows of it that rank `rank` of `world` holds, collated on their own.
+
+        Args:
+            n: number of the batch, from 0 on, through all epochs.
+            rank: index of the rank along the batch axis.
+            world: ranks along the batch axis; rows are cut as `core.chunk_bounds` cuts them.
+
+        Raises:
+            ValueError: `n` is negative, or `rank` is not below `world`.
+        """
+        if n < 0 or not 0 <= rank < world:
+            raise ValueError(
+                f"batch {n} of rank {rank} of {world}: batches count from 0, and so do ranks, below {world}."
+            )
+        return self._rows(n * self.batch_size, self.batch_size, rank, world)
+
+    def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Which example each row number n B + i is."""
+        size = len(self.examples)
+        epoch, place = np.divmod(rows, size)
+        if self.seed is not None:
+            for e in np.unique(epoch):
+                place[epoch == e] = permute(place[epoch == e], size, self.seed, int(e))
+        return place
+
+    def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
+        """Batches `first` to `stop` (exclusive) in order."""
+        return (self(n, rank=rank, world=world) for n in range(first, stop))
+
+    def once(self, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
+        """Every example once, in the order of the first epoch, for evaluation: the last batch may be shorter."""
+        size = len(self.examples)
+        for first in range(0, size, self.batch_size):
+            yield self._rows(first, min(self.batch_size, size - first), rank, world)
+
+    def _rows(self, first: int, count: int, rank: int, world: int) -> PyTree:
+        lo, hi = chunk_bounds(count, world, rank)
+        # A rank without rows collates one and keeps none: so it has the names and dtypes.
+        rows = np.arange(first + lo, first + hi, dtype=np.int64) if hi > lo else np.array([first], np.int64)
+        batch = self.collate([self.examples[int(i)] for i in self.index(rows)])
+        return first_rows(batch, 0) if hi == lo else batch
+
+
+@dataclasses.dataclass
+class Cursor:
+    """A place in the batches of a run: an iterator over this rank's rows that can be saved and gone on from.
+
+    Attributes:
+        batches: `batches(n, rank=, world=)`: an `ExampleBatches`, a `Batches`, or a function.
+        stop: the number of the batch before which it ends.
+        mesh: says which rank's rows; None = all of them.
+        axes: those of the mesh that cut the batch.
+        next: the number of the batch that comes next.
+
+    Example:
+        >>> cursor = Cursor(lambda n, rank, world: 10 * n, stop=4)
+        >>> next(cursor), next(cursor), cursor.state()
+        (0, 10, {'next': 2})
+        >>> list(Cursor(lambda n, rank, world: 10 * n, stop=4).at({'next': 2}))
+        [20, 30]
+    """
+
+    batches: Callable[..., PyTree]
+    stop: int
+    mesh: Mesh | None = None
+    axes: str | Sequence[str] = "dp"
+    next: int = 0
+
+    def __iter__(self) -> "Cursor":
+        return self
+
+    def __next__(self) -> PyTree:
+        if self.next >= self.stop:
+            raise StopIteration
+        axes = self.axes if isinstance(self.axes, str) else tuple(self.axes)
+        rank, world = (0, 1) if self.mesh is None else (self.mesh.axis_index(axes), self.mesh.axis_size(axes))
+        batch = self.batches(self.next, rank=rank, world=world)
+        self.next += 1
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """What to save, beside the state of the step: plain numbers, for `Manager.save(user=...)`.
+
+        With it go the seed and the size of the batches, where they have some: another batch n would follow otherwise.
+        """
+        told = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
+        return {"next": self.next} | {name: x for name, x in told.items() if x is not None}
+
+    def at(self, state: dict[str, int]) -> "Cursor":
+        """This cursor, moved to where `state` was taken; the number of ranks may be another one.
+
+        Raises:
+            ValueError: the batches have another seed or size.
+        """
+        mine = self.state()
+        changed = [name for name, x in state.items() if name != "next" and mine.get(name) != x]
+        differ = [f"{name} is {mine.get(name)}, and was {state[name]}" for name in changed]
+        if differ:
+            raise ValueError(f"the cursor is of other batches: {'; '.join(differ)}; make them as the saved run did.")
+        self.next = state["next"]
+        return self

@@ -1,0 +1,110 @@
+"""What an evaluation sums up of one batch: of each metric its total and its weight.
+
+A metric that is no `WeightedMean` is a mean over rows, and its weight is their number.
+"""
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, broadcast_prefix, raise_all, tree_leaves, tree_map, tree_structure, tree_unflatten
+
+from ._accumulated import Accumulated
+from ._check import is_spec
+from ._loss import Loss, WeightedMean
+from ._mixed import Mixed
+from ._model_state import ModelState
+
+Metric = Callable[..., Any]
+
+
+def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bool, has_state: bool) -> Metric:
+    """`sums(params, batch[, key])`, or with `has_state` `sums(params, model_state, batch[, key])`, without a psum.
+
+    Args:
+        loss: the step's, bound to its leaves. A batch is not cut in microbatches.
+        metrics: what is measured instead of the loss: `metrics(params, batch)` in the precision of the loss.
+        specs: how the global batch is cut.
+        has_aux: whether the loss returns aux.
+        has_state: whether it takes a model state.
+
+    Returns:
+        A function to name -> [total, weight], float64; it raises `TypeError` or `ValueError` for what is no metric.
+    """
+    while isinstance(loss, Accumulated):
+        loss = loss.inner
+
+    def sums(params: PyTree, *args: Any) -> dict[str, Tensor]:
+        state, batch, *key = args if has_state else ((), *args)
+        if metrics is not None:
+            found = (Mixed(metrics, loss.policy) if isinstance(loss, Mixed) else metrics)(params, batch)
+            return _sums(found, "what metrics= returns", num_rows(batch, specs))
+        with ModelState(state).through():
+            out = loss(params, batch, *key)
+        main, aux = out if has_aux else (out, {})
+        return _sums({"loss": main, **aux}, "the loss and its aux", num_rows(batch, specs))
+
+    return sums
+
+
+def num_rows(batch: PyTree, specs: PyTree) -> int:
+    """Rows of this rank: of the first leaf whose rows are cut, else of the first that has rows; 1 where none has.
+
+    Raises:
+        ValueError: the leaves that are cut have different numbers of rows.
+    """
+    leaves = tree_leaves(batch)
+    cut = _cuts_rows(batch, specs)
+    sizes = {x.shape[0] for x, c in zip(leaves, cut, strict=True) if c}
+    if len(sizes) > 1:
+        raise ValueError(f"the leaves of a batch have different numbers of rows: {sorted(sizes)}.")
+    return sizes.pop() if sizes else next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 1)
+
+
+def one_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
+    """A batch of one row of zeros, for a rank that has none; of `batch` only shapes and dtypes count."""
+    rows = [
+        torch.zeros((1, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+        for x, cut in zip(tree_leaves(batch), _cuts_rows(batch, specs), strict=True)
+    ]
+    return tree_unflatten(tree_structure(batch), rows)
+
+
+def without_values(batch: PyTree) -> PyTree:
+    """A batch that is cheap to send: shapes and dtypes."""
+    return tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
+
+
+def _cuts_rows(batch: PyTree, specs: PyTree) -> list[bool]:
+    found = broadcast_prefix(specs, batch, is_spec, names=("batch spec", "batch"))
+    pairs = zip(tree_leaves(batch), found, strict=True)
+    return [isinstance(x, Tensor) and x.ndim > 0 and bool(spec.dim_axes(0)) for x, spec in pairs]
+
+
+def _sums(found: Any, what: str, rows: int) -> dict[str, Tensor]:
+    if not isinstance(found, dict) or not found:
+        raise TypeError(f"{what} must be a dict of scalars with a name each; got {type(found).__name__} {found!r}.")
+    pairs = {name: x if isinstance(x, WeightedMean) else WeightedMean(x, rows) for name, x in found.items()}
+    raise_all(
+        ValueError,
+        f"{what}: 0-d tensors, numbers or WeightedMeans of them are wanted; take a mean, or a total and its weight:",
+        [f"{name!r} is {_told(x)}" for name, pair in pairs.items() for x in pair if not _is_scalar(x)],
+    )
+    device = next((x.device for pair in pairs.values() for x in pair if isinstance(x, Tensor)), None)
+    out = {}
+    for name, (total, weight) in pairs.items():
+        row = [torch.as_tensor(x, device=device).detach().to(torch.float64) for x in (total, weight)]
+        # A mean is made a total; a `WeightedMean` is one already.
+        out[name] = torch.stack(row if isinstance(found[name], WeightedMean) else [row[0] * row[1], row[1]])
+    return out
+
+
+def _is_scalar(x: Any) -> bool:
+    return x.shape == () if isinstance(x, Tensor) else isinstance(x, numbers.Real)
+
+
+def _told(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

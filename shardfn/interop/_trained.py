@@ -1,0 +1,157 @@
+"""What was trained, on its way out: the widest copy of each parameter, into a module or into files."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.core import PyTree, did_you_mean, raise_all, tree_entries, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.optim import MasterState
+from shardfn.state import TrainState, check_alive
+
+from ._gathered_leaf import is_writer, whole
+from ._hf_module import module_to_hf, parameter_names
+
+
+def master_params(state: TrainState) -> PyTree:
+    """The parameters of a state, each as its master copy where the optimizer keeps one; nothing is gathered.
+
+    Parameters in 16 bits are roundings of their copies: these are what to go on from elsewhere.
+
+    Args:
+        state: what a step returned.
+
+    Returns:
+        A tree like `state.params`, of the state's own leaves: as long as the next step does not consume it.
+
+    Raises:
+        DonatedError: the state was consumed by a step.
+
+    Example:
+        >>> import shardfn as sf
+        >>> loss = sf.mixed_precision(lambda w, x: (w * x).sum(), sf.Policy.bf16())
+        >>> step = sf.sharded_step(loss, sf.optim.sgd(2.0**-10))
+        >>> state, _ = step(step.init(torch.ones(1)), torch.ones(1))
+        >>> state.params.full_tensor(), master_params(state).full_tensor()
+        (tensor([1.], dtype=torch.bfloat16), tensor([0.9990]))
+    """
+    check_alive(state)
+    nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, MasterState))
+    wide: dict[Any, Any] = {}
+    for node in nodes:
+        if isinstance(node, MasterState):
+            wide |= dict(zip(tree_entries(node.master), tree_leaves(node.master), strict=True))
+    leaves, treedef = tree_flatten(state.params)
+    pairs = zip(tree_entries(state.params), leaves, strict=True)
+    return tree_unflatten(treedef, [wide.get(path, x) for path, x in pairs])
+
+
+def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False) -> None:
+    """Writes what was trained into a module: master copies where there are some, and its changing buffers.
+
+    Leaves are gathered one after another. Collective.
+
+    Args:
+        state: of a step over the parameters that `from_module(module)` gave.
+        module: its parameters are written in their own dtype; those on `meta` are replaced, in the dtype of the state.
+        rank0_only: whether the other ranks keep their module as it was; a module takes memory on each.
+
+    Raises:
+        ValueError: names or shapes are not those of the module; lists all.
+        DonatedError: the state was consumed by a step.
+
+    Example:
+        >>> import shardfn as sf
+        >>> module = nn.Linear(2, 1, bias=False)
+        >>> params, apply = sf.from_module(module)
+        >>> step = sf.sharded_step(lambda p, x: apply(p, x).sum(), sf.optim.sgd(1.0))
+        >>> before = module.weight.detach().clone()
+        >>> state, _ = step(step.init(params), torch.ones(1, 2))
+        >>> to_module(state, module)
+        >>> torch.allclose(module.weight, before - 1)
+        True
+    """
+    params = master_params(state)
+    names, buffers = parameter_names(module), dict(module.named_buffers())
+    kept = state.model_state if isinstance(state.model_state, Mapping) else {}
+    changed = {name: x for name, x in kept.items() if name in buffers}
+    _check(params, {name: tuple(p.shape) for name, p in module.named_parameters()}, type(module).__name__)
+    writes = not rank0_only or is_writer(tree_leaves(params))
+    for name, x in params.items():
+        value = whole(x)
+        if writes:
+            _put(module, names[name], value)
+    for name, x in changed.items():
+        value = whole(x)
+        if writes:
+            with torch.no_grad():
+                buffers[name].copy_(value)
+
+
+def export(
+    state: TrainState,
+    module: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5 << 30,
+) -> None:
+    """Writes what was trained as safetensors and `config.json`, for `from_pretrained`: `module_to_hf(master_params)`.
+
+    Leaves are gathered one after another; the first rank writes. Collective.
+
+    Args:
+        state: of a step over the parameters that `from_module(module)` gave.
+        module: gives names, buffers and its `config`; its parameters may be on `meta`.
+        directory: where to; made if missing.
+        dtype: what to convert to; default that of the master copies.
+        file_bytes: from when on another file begins.
+
+    Raises:
+        ValueError: names or shapes are not those of the module; lists all.
+        DonatedError: the state was consumed by a step.
+
+    Example:
+        >>> import tempfile
+        >>> import shardfn as sf
+        >>> module, directory = nn.Linear(2, 1), tempfile.mkdtemp()
+        >>> params, apply = sf.from_module(module)
+        >>> step = sf.sharded_step(lambda p, x: apply(p, x).sum(), sf.optim.sgd(1.0))
+        >>> export(step.init(params), module, directory)
+        >>> sorted(sf.interop.Archive(directory))
+        ['bias', 'weight']
+    """
+    params = master_params(state)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    _check(params, shapes, type(module).__name__)
+    module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes)
+
+
+def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+    if not isinstance(params, Mapping):
+        raise ValueError(
+            f"the parameters of the state are a {type(params).__name__}, not a dict of names as from_module({what})"
+            " gives them; build the step over those."
+        )
+    problems = [f"{n} is missing.{did_you_mean(n, list(params))}" for n in shapes if n not in params]
+    problems += [
+        f"{n} is no parameter of the module.{did_you_mean(n, list(shapes))}" for n in params if n not in shapes
+    ]
+    both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
+    problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
+    raise_all(ValueError, f"the state is not one of the parameters of the {what}:", problems)
+
+
+@torch.no_grad()
+def _put(module: nn.Module, names: list[str], value: Tensor) -> None:
+    """Writes a parameter; one on `meta` is replaced wherever it stands."""
+    p = module.get_parameter(names[0])
+    if not p.is_meta:
+        p.copy_(value)
+        return
+    fresh = nn.Parameter(value.clone(), requires_grad=p.requires_grad)
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, fresh)

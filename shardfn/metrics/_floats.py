@@ -1,0 +1,54 @@
+"""Metrics as Python numbers, in one transfer from each device that holds some."""
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import raise_all
+
+
+def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as floats: all tensors of a device are stacked there and brought over at once.
+
+    Waits for the device, so a loop that calls it every few steps, and not after each, keeps the device busy.
+
+    Args:
+        metrics: 0-d tensors of any dtype, on any device, and numbers.
+
+    Returns:
+        The same names in the same order. In float64 on the way, so that float32 and integers below 2^53 stay as they
+        are; on a device without float64 in float32.
+
+    Raises:
+        TypeError: values are neither; lists all.
+
+    Example:
+        >>> to_floats({"loss": torch.tensor(0.5), "finite": torch.tensor(True), "learning_rate": 1e-3})
+        {'loss': 0.5, 'finite': 1.0, 'learning_rate': 0.001}
+    """
+    raise_all(
+        TypeError,
+        "metrics are 0-d tensors or numbers; take a mean, or leave these out:",
+        [f"metrics[{name!r}] is {_told(x)}" for name, x in metrics.items() if not _is_scalar(x)],
+    )
+    by_device: dict[torch.device, list[str]] = {}
+    for name, x in metrics.items():
+        if isinstance(x, Tensor):
+            by_device.setdefault(x.device, []).append(name)
+    found: dict[str, float] = {}
+    for device, names in by_device.items():
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        row = torch.stack([metrics[name].detach().to(wide) for name in names])
+        found |= dict(zip(names, row.tolist(), strict=True))
+    return {name: found[name] if name in found else float(x) for name, x in metrics.items()}
+
+
+def _is_scalar(x: Any) -> bool:
+    return x.shape == () if isinstance(x, Tensor) else isinstance(x, numbers.Real)
+
+
+def _told(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

@@ -1,0 +1,87 @@
+"""The loop of `step.evaluate`: batch after batch, until no rank has one; then the sums of all ranks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import AnyControl
+from shardfn.core import Mesh, PyTree, all_coords, raise_all, tree_leaves
+from shardfn.engine import is_spec, num_rows, one_row, told_before, without_values
+
+
+def evaluate(
+    sums: Callable[[PyTree], dict[str, Tensor]],
+    batches: Iterable[PyTree],
+    specs: PyTree,
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    control: AnyControl,
+) -> dict[str, float]:
+    """The means of the metrics over all rows of all ranks, the same floats on all of them. Collective.
+
+    A rank that has no rows runs a row of zeros, since others may wait for its leaves; it counts for nothing.
+
+    Args:
+        sums: of a batch, by name a total and a weight; collective.
+        batches: this rank's.
+        specs: how the global batch is cut.
+        axes: along which ranks have rows of their own.
+        mesh: the mesh.
+        control: its control plane.
+
+    Raises:
+        ValueError: no rank has a row, or a metric has no weight.
+    """
+    own, rest = dict[str, Tensor](), iter(batches)
+    while True:
+        with told_before(control):
+            batch = next(rest, None)
+            rows = 0 if batch is None else num_rows(batch, specs)
+        there = control.exchange(2 if rows else 1 if batch is not None else 0)
+        if not any(there):
+            break
+        if 2 not in there:
+            continue  # batches without rows: nobody runs them
+        if 0 in there:
+            shapes = control.gather(None if batch is None else without_values(batch))
+            batch = shapes[_nearest(there, specs, mesh)] if batch is None else batch
+        found = sums(batch if rows else one_row(batch, specs, mesh.device))
+        for name, x in found.items():
+            x = x if rows else torch.zeros_like(x)
+            own[name] = own[name] + x if name in own else x
+    return _means(own, axes, mesh, control)
+
+
+def _nearest(there: list[int], specs: PyTree, mesh: Mesh) -> int:
+    """The rank whose batch shows the shape of this one's: it has one, and the same part of all dims but the rows."""
+    rows = {a for spec in tree_leaves(specs, is_leaf=is_spec) for a in mesh.axes(spec.dim_axes(0))}
+    places = all_coords(mesh.shape)
+    alike = [r for r, at in enumerate(places) if all(at[a] == mesh.coords[a] for a in at if a not in rows)]
+    return next(r for r in [*alike, *range(mesh.size)] if there[r])
+
+
+def _means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: AnyControl) -> dict[str, float]:
+    names = list(own)
+    mine = torch.stack([own[name] for name in names]).tolist() if names else []
+    told: Any = control.gather((names, mine))
+    # In rank order, of those that differ from this one along `axes` alone: so all have the same sum.
+    near = [
+        r for r, at in enumerate(all_coords(mesh.shape)) if all(at[a] == mesh.coords[a] for a in at if a not in axes)
+    ]
+    if not names:
+        raise ValueError("evaluate: no rank has a row; pass batches of at least one row, on one rank or more.")
+    if any(told[r][0] != names for r in near):
+        raise ValueError(f"evaluate: ranks measure other metrics: {[told[r][0] for r in near]}.")
+    sums = [[sum(told[r][1][k][i] for r in near) for i in (0, 1)] for k in range(len(names))]
+    raise_all(
+        ValueError,
+        "evaluate: metrics without weight have no mean; give each batch that counts a weight above 0:",
+        [
+            f"{name!r} has a total of {total} and weight 0"
+            for name, (total, weight) in zip(names, sums, strict=True)
+            if not weight
+        ],
+    )
+    return {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}

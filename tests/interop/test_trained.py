@@ -1,0 +1,95 @@
+"""Covers shardfn/interop/_trained.py: what was trained, out of a state, unrounded."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardfn as sf
+from shardfn.testing import distributed
+
+
+def _module() -> nn.Module:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False), nn.Linear(3, 3, bias=False))
+    module[3].weight = nn.Parameter(torch.eye(3))
+    return module
+
+
+def _trained(mesh: sf.Mesh, module: nn.Module, policy: sf.Policy | None, **settings: Any) -> Any:
+    """The state after three steps whose updates are too small for 16 bits."""
+    params, apply = sf.from_module(module)
+
+    def loss(p: Any, x: Any) -> Any:
+        return apply(p, x).float().square().mean()
+
+    wrapped = loss if policy is None else sf.mixed_precision(loss, policy)
+    step = sf.sharded_step(wrapped, sf.optim.adam(1e-4), mesh=mesh, zero=sf.Zero(stage=3), **settings)
+    state = step.init(params)
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2, 5))
+    return state
+
+
+@distributed(world=[1, 2, 3])
+def test_the_masters_come_out_not_their_roundings(world: int, tmp_path: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    module = _module()
+    state = _trained(
+        mesh,
+        module,
+        sf.Policy.bf16(),
+        trainable={"3.weight": False} | dict.fromkeys(("0.weight", "0.bias", "2.weight"), True),
+    )
+    wide = sf.unshard(sf.master_params(state))
+    rounded = sf.unshard(state.params)
+    for name in ("0.weight", "0.bias", "2.weight"):
+        assert wide[name].dtype == torch.float32 and torch.equal(wide[name].bfloat16(), rounded[name])
+        assert not torch.equal(wide[name], rounded[name].float())
+    sf.to_module(state, module)
+    assert all(torch.equal(p, wide[n].float()) for n, p in module.named_parameters())
+    sf.export(state, module, tmp_path)
+    torch.distributed.barrier() if world > 1 else None
+    read: dict[str, Any] = sf.interop.module_from_hf(_module(), tmp_path)
+    assert all(torch.equal(x.full(), wide[n]) for n, x in read.items())
+    other = _module()
+    before = {n: p.clone() for n, p in other.named_parameters()}
+    sf.to_module(state, other, rank0_only=True)
+    assert all(torch.equal(p, before[n] if mesh.rank else wide[n].float()) for n, p in other.named_parameters())
+
+
+def test_parameters_that_are_wide_are_their_own_masters() -> None:
+    state = _trained(sf.make_mesh({"dp": 1}, device="cpu"), _module(), None)
+    masters = sf.master_params(state)
+    assert all(masters[name] is x for name, x in state.params.items())
+
+
+def test_a_module_without_weights_gets_them_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4, bias=False)
+            self.b = nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+            self.register_buffer("seen", torch.zeros(()))
+
+    params, _ = sf.from_module(Tied())
+    step = sf.sharded_step(lambda p, s, x: (p["a.weight"].sum() * x.sum(), s), sf.optim.sgd(0.1), has_state=True)
+    state = step.init(params, model_state={"seen": torch.tensor(7.0)})
+    with sf.interop.without_weights():
+        module = Tied()
+    sf.to_module(state, module)
+    assert module.a.weight is module.b.weight and torch.equal(module.a.weight, params["a.weight"])
+    assert isinstance(module.seen, torch.Tensor) and module.seen == 7
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    state = _trained(sf.make_mesh({"dp": 1}, device="cpu"), nn.Sequential(nn.Linear(5, 7)), None)
+    with pytest.raises(ValueError, match=r"0\.weight is \(7, 5\), but \(2, 5\) in the module") as error:
+        sf.to_module(state, nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2)))
+    assert "1.weight is missing" in str(error.value) and "0.bias is (7,), but (2,)" in str(error.value)
+    step = sf.sharded_step(lambda w, x: (w * x).sum(), sf.optim.sgd(0.1))
+    with pytest.raises(ValueError, match="not a dict of names"):
+        sf.export(step.init(torch.ones(1)), nn.Linear(1, 1), "nowhere")
