@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from shardfn.memory import FULL, Bytes, DiskFullError, locked, sync, unlock
 
 from ._manifest import Manifest, encoded
-from ._place import MANIFEST, STEP, Place, damaged, read_manifest, step_name, there_already
+from ._place import MANIFEST, STEP, Location, damaged, read_manifest, step_name, there_already
 
 _REST = re.compile(r"(step_\d{1,18})\.(tmp|was|old)-[0-9a-f]+", re.ASCII)
 _REMEDY = "Give each job a directory of its own, or end that process."
@@ -137,7 +137,7 @@ class FileDraft(FilePlace):
         finally:
             os.close(fd)
 
-    def take(self, other: Place, old: str, name: str) -> bool:
+    def take(self, other: Location, old: str, name: str) -> bool:
         """A second name for a file, where the file system has such."""
         if not isinstance(other, FilePlace):
             return False

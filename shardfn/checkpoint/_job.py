@@ -22,7 +22,7 @@ from shardfn.memory import DamagedError, DiskFullError, InUseError
 
 from ._contents import Content, FilePlan, Part, contents, describe, files_of, local_slices, manifest_of, windows
 from ._owners import Owned, owned
-from ._place import Draft, Store, read_manifest
+from ._place import NewLocation, Store, read_manifest
 from ._write import LastFiles, WrittenFile, write_files
 
 # All ranks' picklable values, in rank order.
@@ -76,7 +76,7 @@ class SaveJob(NamedTuple):
     leaves: list[Content]
     boxes: list[Owned]
     store: Store
-    draft: Draft
+    draft: NewLocation
     options: SaveOptions
 
     def without_tensors(self) -> "SaveJob":

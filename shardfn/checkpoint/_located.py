@@ -6,7 +6,7 @@ import re
 
 from ._directory import DirectoryStore, FilePlace
 from ._objects import ObjectPlace, ObjectStore
-from ._place import MANIFEST, Place, Store
+from ._place import MANIFEST, Location, Store
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
@@ -39,7 +39,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     return store_of(directory).steps()
 
 
-def located(directory: str | os.PathLike[str], step: int | None = None) -> Place:
+def located(directory: str | os.PathLike[str], step: int | None = None) -> Location:
     """The checkpoint that a directory is, or has.
 
     Args:
@@ -51,7 +51,7 @@ def located(directory: str | os.PathLike[str], step: int | None = None) -> Place
     """
     store = store_of(directory)
     if isinstance(store, ObjectStore):
-        one: Place = ObjectPlace(store.fs, store.root)
+        one: Location = ObjectPlace(store.fs, store.root)
     else:
         one = FilePlace(pathlib.Path(directory))
     if one.size(MANIFEST) >= 0:

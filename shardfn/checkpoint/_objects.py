@@ -21,7 +21,7 @@ import numpy as np
 from shardfn.memory import Bytes, InUseError
 
 from ._manifest import Manifest, decoded, encoded
-from ._place import MANIFEST, STEP, Place, damaged, read_manifest, step_name, there_already
+from ._place import MANIFEST, STEP, Location, damaged, read_manifest, step_name, there_already
 
 _WRITER = "writer.json"
 # What drafts write; other objects are never removed.
@@ -115,7 +115,7 @@ class ObjectDraft(ObjectPlace):
         """A new object. One that is left half-written is in no manifest."""
         return self.fs.open(f"{self.root}/{name}", "wb")
 
-    def take(self, other: Place, old: str, name: str) -> bool:
+    def take(self, other: Location, old: str, name: str) -> bool:
         """A copy that the store makes by itself."""
         if not isinstance(other, ObjectPlace) or other.fs is not self.fs:
             return False

@@ -1,8 +1,8 @@
 """Where checkpoints are, as what writes and reads them sees it: a directory of a file system, or an object store.
 
     Store    a run's checkpoints
-    Place    the files of one of them; `str` of it is where it is
-    Draft    the files of one that is being written, which no `Store.steps` has yet
+    Location    the files of one of them; `str` of it is where it is
+    NewLocation    the files of one that is being written, which no `Store.steps` has yet
 
 Both kinds promise that a step is listed from the moment on when all of it is there, and never before.
 """
@@ -21,7 +21,7 @@ STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 _REMEDY = "Take another checkpoint, and have the disk checked."
 
 
-class Source(Protocol):
+class OpenedFile(Protocol):
     """A file that is open for reading."""
 
     def into(self, data: Bytes, start: int) -> int:
@@ -33,7 +33,7 @@ class Source(Protocol):
         ...
 
 
-class Place(Protocol):
+class Location(Protocol):
     """The files of one checkpoint.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place(Protocol):
         """
         ...
 
-    def opened(self, name: str, size: int) -> Source:
+    def opened(self, name: str, size: int) -> OpenedFile:
         """Opens a file.
 
         Raises:
@@ -72,7 +72,7 @@ class Sink(Protocol):
         ...
 
 
-class Draft(Place, Protocol):
+class NewLocation(Location, Protocol):
     """The files of a checkpoint that is being written. Each rank has one; rank 0 publishes or discards it."""
 
     def seen(self) -> bool:
@@ -87,7 +87,7 @@ class Draft(Place, Protocol):
         """A new file, complete when the context ends."""
         ...
 
-    def take(self, other: Place, old: str, name: str) -> bool:
+    def take(self, other: Location, old: str, name: str) -> bool:
         """Takes a file over from another checkpoint without reading it; whether that could be done."""
         ...
 
@@ -111,7 +111,7 @@ class Store(Protocol):
         """The steps of the complete ones, in order."""
         ...
 
-    def at(self, step: int) -> Place:
+    def at(self, step: int) -> Location:
         """The one of a step, whether it is there or not."""
         ...
 
@@ -136,7 +136,7 @@ class Store(Protocol):
         """
         ...
 
-    def draft(self, step: int, token: str) -> Draft:
+    def draft(self, step: int, token: str) -> NewLocation:
         """The draft that rank 0 has begun."""
         ...
 
@@ -159,7 +159,7 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def read_manifest(place: Place) -> Manifest:
+def read_manifest(place: Location) -> Manifest:
     """The manifest of one checkpoint.
 
     Raises:

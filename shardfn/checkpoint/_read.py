@@ -17,7 +17,7 @@ from shardfn.collectives import Box
 from shardfn.memory import Bytes, as_bytes, on_host
 
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
-from ._place import Place, Source, damaged
+from ._place import Location, OpenedFile, damaged
 
 _PIECE = 8 << 20
 # Files of one checkpoint that are open at a time; a process may have some thousand in all, often.
@@ -45,10 +45,10 @@ class ChunkReader:
         read_bytes: that were read so far.
     """
 
-    def __init__(self, place: Place, manifest: Manifest) -> None:
+    def __init__(self, place: Location, manifest: Manifest) -> None:
         self.place, self.manifest, self.read_bytes = place, manifest, 0
         # Open files by name, the one that was used last at the end. Whoever reads from one holds the lock meanwhile.
-        self._open: dict[str, Source] = {}
+        self._open: dict[str, OpenedFile] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> "ChunkReader":
@@ -95,7 +95,7 @@ class ChunkReader:
                 raise damaged(f"{self.place}/{name} was cut short while it was read")
             self.read_bytes += len(data)
 
-    def _file(self, name: str) -> Source:
+    def _file(self, name: str) -> OpenedFile:
         """An open file, until others have been asked for."""
         file = self._open.pop(name, None)
         if file is None:

@@ -10,7 +10,7 @@ from shardfn.memory import Bytes
 
 from ._contents import FilePlan, Part
 from ._manifest import Manifest
-from ._place import Draft, Place
+from ._place import Location, NewLocation
 
 # The token of a draft in the name of a file; those of directories have none.
 _TOKEN = re.compile(r"-[0-9a-f]{8}(?=\.safetensors$)", re.ASCII)
@@ -21,7 +21,7 @@ Read = Callable[[Part], Iterator[Bytes]]
 class LastFiles(NamedTuple):
     """The checkpoint before."""
 
-    place: Place
+    place: Location
     manifest: Manifest
 
     def named(self, name: str) -> str | None:
@@ -45,7 +45,7 @@ class WrittenFile(NamedTuple):
 
 
 def write_files(
-    place: Draft, plans: Sequence[FilePlan], read: Read, before: LastFiles | None, *, durable: bool
+    place: NewLocation, plans: Sequence[FilePlan], read: Read, before: LastFiles | None, *, durable: bool
 ) -> WrittenFile:
     """Writes files that nobody reads yet.
 
@@ -99,7 +99,7 @@ def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | Non
 
 
 def _write(
-    place: Draft,
+    place: NewLocation,
     plan: FilePlan,
     read: Read,
     known: Sequence[str],

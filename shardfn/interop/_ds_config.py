@@ -13,7 +13,7 @@ from shardfn import optim
 from shardfn.core import Disk, Pace, Policy, Travel, Zero, raise_all
 from shardfn.transforms import accumulate, mixed_precision
 
-from ._ds_keys import Row, sorted_out
+from ._ds_keys import ReadKey, sorted_out
 from ._ds_optimizer import optimizer_of
 from ._ds_schedule import schedule_of
 
@@ -34,7 +34,7 @@ _FP16 = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class DeepSpeedRecipe:
     """What a configuration says. `str` of it is a table of its keys: taken, another default here, no counterpart.
 
     Attributes:
@@ -55,7 +55,7 @@ class Recipe:
     num_microbatches: int
     rows_per_step: int | None
     learning_rate: Any
-    rows: tuple[Row, ...]
+    rows: tuple[ReadKey, ...]
 
     def of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss in the file's precision, over its microbatches; give it to `sharded_step`."""
@@ -78,7 +78,7 @@ def from_deepspeed_config(
     axis: str | tuple[str, ...] = "dp",
     secondary_axis: str | None = None,
     gradient_clipping: float = 1.0,
-) -> Recipe:
+) -> DeepSpeedRecipe:
     """Reads a DeepSpeed configuration. Nothing in it is passed over in silence: see `str` of what is returned.
 
     Args:
@@ -114,7 +114,7 @@ def from_deepspeed_config(
     zero = reading.zero(axis, secondary_axis, torch.float32 if policy is None else policy.compute)
     rule, rate = reading.optimizer(axis, gradient_clipping)
     raise_all(ValueError, "this DeepSpeed configuration cannot be taken as it is:", reading.problems)
-    return Recipe(rule, zero, policy, scale, *steps, rate, tuple(reading.rows))
+    return DeepSpeedRecipe(rule, zero, policy, scale, *steps, rate, tuple(reading.rows))
 
 
 class _Reading:
@@ -131,10 +131,10 @@ class _Reading:
         return found if isinstance(found, dict) else {}
 
     def _took(self, key: str, value: Any, note: str) -> None:
-        self.rows.append(Row(key, value, "taken", note))
+        self.rows.append(ReadKey(key, value, "taken", note))
 
     def _differs(self, key: str, value: Any, note: str) -> None:
-        self.rows.append(Row(key, value, "another default here", note))
+        self.rows.append(ReadKey(key, value, "another default here", note))
 
     def _number(self, section: Mapping[str, Any], key: str, at: str, otherwise: Any, kind: Any = int) -> Any:
         value = section.get(key, otherwise)

@@ -172,7 +172,7 @@ KEYS |= dict.fromkeys(
 )
 
 
-class Row(NamedTuple):
+class ReadKey(NamedTuple):
     """What became of a key.
 
     Attributes:
@@ -188,9 +188,9 @@ class Row(NamedTuple):
     note: str
 
 
-def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[list[Row], list[str]]:
+def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[list[ReadKey], list[str]]:
     """The keys that have no counterpart, and what is wrong with others: unknown, or refused."""
-    rows: list[Row] = []
+    rows: list[ReadKey] = []
     problems: list[str] = []
     for key, value in config.items():
         path, kind = f"{at}{key}", known.get(key)
@@ -207,9 +207,9 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
             problems += wrong
         elif isinstance(kind, Refused):
             if value in kind.off:
-                rows.append(Row(path, value, "no counterpart", "it is off"))
+                rows.append(ReadKey(path, value, "no counterpart", "it is off"))
             else:
                 problems.append(f"{path} = {value!r} has no counterpart: {kind.why}")
         elif kind != TAKEN:
-            rows.append(Row(path, value, "no counterpart", kind))
+            rows.append(ReadKey(path, value, "no counterpart", kind))
     return rows, problems

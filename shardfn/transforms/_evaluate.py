@@ -1,5 +1,6 @@
 """The loop of `step.evaluate`: batch after batch, until no rank has one; then the sums of all ranks."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,7 +9,76 @@ from torch import Tensor
 
 from shardfn.collectives import AnyControl
 from shardfn.core import Mesh, PyTree, all_coords, raise_all, tree_leaves
-from shardfn.engine import is_spec, num_rows, one_row, told_before, without_values
+from shardfn.engine import (
+    Jitted,
+    Planner,
+    StepParts,
+    Unwrapped,
+    comms_of,
+    evaluation,
+    is_spec,
+    num_rows,
+    one_row,
+    told_before,
+    without_values,
+)
+from shardfn.state import TrainState
+
+from ._sharded import MAX_APPLIED, Sharded
+
+
+class Measures:
+    """What `step.evaluate` runs, as it was made for an earlier call with the same metrics, or anew.
+
+    Args:
+        parts: of the step.
+        planner: of the step.
+        jitted: how the step is jitted, if it is.
+        over_params: makes a function over the step's parameters.
+        state_specs: of the model state.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        planner: Planner,
+        jitted: Jitted | None,
+        over_params: Callable[..., Sharded],
+        state_specs: PyTree,
+    ) -> None:
+        self._parts, self._planner, self._jitted = parts, planner, jitted
+        self._over_params, self._state_specs = over_params, state_specs
+        self._made: dict[Any, Sharded] = {}
+
+    def evaluate(
+        self,
+        metrics: Callable[..., Any] | None,
+        state: TrainState,
+        batches: Iterable[PyTree],
+        keys: tuple[Any, ...],
+    ) -> dict[str, float]:
+        """The means of the metrics, None = of the step's loss; see `step.evaluate`."""
+        f, planner = self._of(metrics), self._planner
+        kept = [state.model_state] if self._parts.has_state and metrics is None else []
+
+        def sums(batch: PyTree) -> dict[str, Tensor]:
+            with torch.no_grad():
+                return f(state.params, *kept, batch, *keys)
+
+        control = comms_of(planner.mesh).control
+        return evaluate(sums, batches, planner.batch, planner.batch_axes, planner.mesh, control)
+
+    def _of(self, metrics: Callable[..., Any] | None) -> Sharded:
+        if metrics not in self._made:
+            parts = self._parts
+            has_state = parts.has_state and metrics is None
+            f = evaluation(parts.loss, metrics, self._planner.batch, has_aux=parts.has_aux, has_state=has_state)
+            jitted = None if self._jitted is None else dataclasses.replace(self._jitted, inner=f)
+            specs = [self._state_specs] if has_state else []
+            self._made[metrics] = self._over_params(Unwrapped(f, jitted), "evaluate", *specs)
+        if len(self._made) > MAX_APPLIED:
+            del self._made[next(iter(self._made))]
+        return self._made[metrics]
 
 
 def evaluate(

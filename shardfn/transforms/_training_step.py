@@ -5,7 +5,6 @@ communicators, so that no rank waits.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -18,7 +17,6 @@ from shardfn.core import (
     P,
     PyTree,
     chunk_bounds,
-    dtype_name,
     fold_in,
     tree_flatten,
     tree_leaves,
@@ -59,7 +57,6 @@ from shardfn.engine import (
     describe_batch,
     describe_rows,
     drawn,
-    evaluation,
     first_model_state,
     first_state,
     forget,
@@ -83,7 +80,8 @@ from shardfn.engine import (
 from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed
 
-from ._evaluate import evaluate
+from ._described import described
+from ._evaluate import Measures
 from ._lower import Lowered
 from ._sharded import MAX_APPLIED, Sharded, kept_as
 
@@ -108,20 +106,11 @@ class ShardedStep(Transform):
             Unwrapped(mean), "the loss of a step", *([state_specs] if parts.has_state else [])
         )
         self._applied: dict[Any, Sharded] = {}
-        self._measured: dict[Any, Sharded] = {}
+        self._measures = Measures(parts, self._planner, self._jitted, self._over_params, state_specs)
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
     def __repr__(self) -> str:
-        inner = self._unwrapped.loss
-        while isinstance(inner, Transform):
-            inner = getattr(inner, "inner", type(inner).__name__)
-        name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
-        mixed, count = self._unwrapped.mixed, num_microbatches(self._parts.loss)
-        told = [f"ZeRO stage {self._planner.zero.stage}"]
-        told += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []
-        told += [f"{count} microbatches"] if count > 1 else []
-        told += ["jit"] if self._jitted is not None else []
-        return f"ShardedStep({name}: {', '.join(told)}; {self.mesh!r})"
+        return described(self._unwrapped, self._parts.loss, self._planner)
 
     def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -402,32 +391,11 @@ class ShardedStep(Transform):
             >>> step.evaluate(state, [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])])
             {'loss': 8.0}
         """
-        comms = comms_of(self.mesh)
-        with told_before(comms.control):
+        with told_before(comms_of(self.mesh).control):
             self._planner.plan_of(state)
             check_alive(state)
-        f, has_state = self._evaluated(metrics), self._parts.has_state and metrics is None
-        keys = () if self._key is None or metrics is not None else (self._args_of(state, None)[1],)
-
-        def sums(batch: PyTree) -> dict[str, Tensor]:
-            with torch.no_grad():
-                return f(state.params, *([state.model_state] if has_state else []), batch, *keys)
-
-        planner = self._planner
-        return evaluate(sums, batches, planner.batch, planner.batch_axes, self.mesh, comms.control)
-
-    def _evaluated(self, metrics: Callable[..., Any] | None) -> Sharded:
-        """What `evaluate` runs of each batch, as it was made for an earlier call, or anew."""
-        if metrics not in self._measured:
-            parts = self._parts
-            has_state = parts.has_state and metrics is None
-            f = evaluation(parts.loss, metrics, self._planner.batch, has_aux=parts.has_aux, has_state=has_state)
-            jitted = None if self._jitted is None else dataclasses.replace(self._jitted, inner=f)
-            specs = [self._state_specs] if has_state else []
-            self._measured[metrics] = self._over_params(Unwrapped(f, jitted), "evaluate", *specs)
-        if len(self._measured) > MAX_APPLIED:
-            del self._measured[next(iter(self._measured))]
-        return self._measured[metrics]
+        keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
+        return self._measures.evaluate(metrics, state, batches, keys)
 
     def _function(self, f: Callable[..., Any]) -> Sharded:
         """`f` over this step's parameters, as it was made for an earlier call, or anew."""

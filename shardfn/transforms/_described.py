@@ -1,0 +1,20 @@
+"""What a step says of itself."""
+
+from typing import Any
+
+from shardfn.core import dtype_name
+from shardfn.engine import Planner, Transform, Unwrapped, num_microbatches
+
+
+def described(unwrapped: Unwrapped, loss: Any, planner: Planner) -> str:
+    """The `repr` of a step: its loss, its stage, its precision and its mesh."""
+    inner = unwrapped.loss
+    while isinstance(inner, Transform):
+        inner = getattr(inner, "inner", type(inner).__name__)
+    name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
+    mixed, count = unwrapped.mixed, num_microbatches(loss)
+    told = [f"ZeRO stage {planner.zero.stage}"]
+    told += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []
+    told += [f"{count} microbatches"] if count > 1 else []
+    told += ["jit"] if unwrapped.jitted is not None else []
+    return f"ShardedStep({name}: {', '.join(told)}; {planner.mesh!r})"
