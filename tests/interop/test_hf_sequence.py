@@ -21,14 +21,26 @@ BODIES = {
 
 
 def model_of(name: str, kv_heads: int = 2) -> Any:
+    """In float64 throughout: the norms of transformers compute in float32, which tells other orders of sums apart."""
+    model = made(name, kv_heads)
+    for path, norm in list(model.named_modules()):
+        if type(norm).__name__.endswith("RMSNorm"):
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, torch.nn.RMSNorm(16, eps=1e-6, dtype=torch.float64))
+    return model
+
+
+def made(name: str, kv_heads: int) -> Any:
     torch.manual_seed(0)
     if name == "gpt2":
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-        config = transformers.GPT2Config(vocab_size=13, n_embd=16, n_layer=2, n_head=4, n_positions=32, **off)
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        config = transformers.GPT2Config(vocab_size=13, use_cache=False, **sizes, **off)
         return transformers.GPT2LMHeadModel(config).double()
     kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
     more: dict[str, Any] = {"sliding_window": 4} if name == "mistral" else {}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=13, num_key_value_heads=kv_heads, **SIZES, **more)
+    more |= {"use_cache": False, "num_key_value_heads": kv_heads}  # with a cache transformers does not see documents
+    config = getattr(transformers, f"{kind}Config")(vocab_size=13, **SIZES, **more)
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
 
@@ -38,7 +50,7 @@ def rows_of(T: int, packed: bool, n: int = 0) -> dict[str, Tensor]:
     rows["labels"] = rows["input_ids"].masked_fill(torch.rand(2, T, generator=g) < 0.3, -100)
     rows["labels"][0, T // 2 :] = -100
     if packed:
-        rows["position_ids"] = torch.stack([torch.arange(T) - 3 * (torch.arange(T) >= 3), torch.arange(T)])
+        rows["position_ids"] = torch.stack([torch.arange(T) - n * (torch.arange(T) >= n) for n in (2, 3)])
     return rows
 
 

@@ -17,7 +17,7 @@ TOKENS = torch.arange(14).view(2, 7) % 11
 
 def llama(**more: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=11, num_key_value_heads=2, **SIZES, **more)
+    config = transformers.LlamaConfig(vocab_size=11, num_key_value_heads=2, use_cache=False, **SIZES, **more)
     return transformers.LlamaForCausalLM(config).double()
 
 
