@@ -81,6 +81,7 @@ def loss(
     wrap: Wrap = lambda inner: inner,
     axis: Axes = None,
     sequence: bool = False,
+    tile: Wrap | None = None,
 ) -> Any:
     """Mean cross entropy of each token given those before it; without `causal`, of the "targets" given all tokens.
 
@@ -96,12 +97,14 @@ def loss(
         wrap: applied to the block function.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
+        tile: applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled, tiles=8)`.
 
     Returns:
         A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
 
     Raises:
-        ValueError: a model that looks ahead and a batch without "targets", whose tokens it would see.
+        ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see; or
+            `tile` and `sequence`, whose layers take all of a rank's tokens together.
 
     Example:
         >>> import shardfn.core as core
@@ -112,7 +115,7 @@ def loss(
     """
     given, batch = batch, _shifted(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
-    x_BTD = _hidden(config, params, batch, key, wrap, along)
+    x_BTD = _hidden(config, params, batch, key, wrap, along, tile)
     return _mean(config, params, x_BTD, batch, along, weighted=_weighted(given))
 
 
@@ -226,7 +229,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
 
     def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
         table = _table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
-        return h | {"x": _block(config, along(len(h["position"])), p, h["x"], table, key, h.get("index"))}
+        return h | {"x": _block(config, along(len(h["position"])), None, p, h["x"], table, key, h.get("index"))}
 
     def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
         del key
@@ -311,7 +314,10 @@ def _hidden(
     key: Tensor | None = None,
     wrap: Wrap = lambda inner: inner,
     along: _Along = _WHOLE,
+    tile: Wrap | None = None,
 ) -> Tensor:
+    if tile is not None and along.sequence is not None:
+        raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
     tokens_BT, index_B = batch["tokens"], batch.get("index")
     positions_T = _positions(config, tokens_BT)
     if axis_size(along.axis) > 1:
@@ -320,7 +326,7 @@ def _hidden(
     table = _table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
-    block = wrap(functools.partial(_block, config, along))
+    block = wrap(functools.partial(_block, config, along, tile))
     if config.stacked:
         xs = params["blocks"], None if key is None else split(key, config.num_layers + 1)[:-1]
         x_BTD, _ = nn.scan(lambda x_BTD, x: (block(x[0], x_BTD, table, x[1], index_B), None), x_BTD, xs)
@@ -407,13 +413,29 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
 
 
 def _block(
-    config: Config, along: _Along, p: Params, x_BTD: Tensor, table: Any, key: Tensor | None, index_B: Tensor | None
+    config: Config,
+    along: _Along,
+    tile: Wrap | None,
+    p: Params,
+    x_BTD: Tensor,
+    table: Any,
+    key: Tensor | None,
+    index_B: Tensor | None,
 ) -> Tensor:
     k1, k2 = (None, None) if key is None else split(key).unbind()
     y_BTD = _attention(config, along, p, _norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
     x_BTD = x_BTD + _dropout(config, along, k1, y_BTD, index_B)
-    y_BTD = _mlp(config, along, p, _norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
+    feed = functools.partial(_feed, config, along)
+    # Those leaves alone: a tiled function has all of its parameters gathered at once.
+    y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
     return x_BTD + _dropout(config, along, k2, y_BTD, index_B)
+
+
+_FEED = ("norm2_w", "norm2_b", "w_gate", "w_up", "w_down", "b_up", "b_down")
+
+
+def _feed(config: Config, along: _Along, p: Params, x_BTD: Tensor) -> Tensor:
+    return _mlp(config, along, p, _norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
 
 
 def _attention(config: Config, along: _Along, p: Params, x_BTD: Tensor, table: dict[str, Any]) -> Tensor:

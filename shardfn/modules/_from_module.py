@@ -13,7 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardfn.core import Axes
 from shardfn.leaves import LazyLeaf
+from shardfn.nn import Body
 
+from ._module_attention import AttentionRoute, RoutedCall
 from ._module_checks import check_cache, check_keyed, check_module
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
@@ -26,8 +28,10 @@ from ._module_recompute import running_module
 class ModuleFunction:
     """A module's forward as a function of its parameters; made by `from_module`."""
 
-    def __init__(self, module: nn.Module, keep_dtype: Sequence[str], axis: Axes = None) -> None:
-        self.module, self._keep_dtype, self._axis = module, tuple(keep_dtype), axis
+    def __init__(
+        self, module: nn.Module, keep_dtype: Sequence[str], axis: Axes = None, route: AttentionRoute | None = None
+    ) -> None:
+        self.module, self._keep_dtype, self._axis, self._route = module, tuple(keep_dtype), axis, route
         self._firsts = first_names(module)
         # By the dtypes that were given: a module's structure does not change.
         self._casts: dict[Any, Casts] = {}
@@ -47,6 +51,23 @@ class ModuleFunction:
             RuntimeError: another thread runs the module at this moment.
         """
         return self.run(Draws(self.module), params, None, args, kwargs)[0]
+
+    def within(self, forward: Callable[..., Any], params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`, which may call the module and parts of it: they then have these parameters.
+
+        Args:
+            forward: runs in the place of the module.
+            params: by name.
+            *args: what it takes.
+            **kwargs: what it takes by name.
+
+        Example:
+            >>> module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> params, apply = from_module(module)
+            >>> apply.within(lambda x: module[0](x), params, torch.zeros(1, 2)).shape
+            torch.Size([1, 3])
+        """
+        return self.run(Draws(self.module), params, None, args, kwargs, forward)[0]
 
     def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
         """The same function with dropout: masks are functions of the key and of the number of each sample.
@@ -101,7 +122,9 @@ class ModuleFunction:
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
-        return _ModuleCall(parts, given, found, draws, state, self._axis).call(forward or self.module, args, kwargs)
+        routed = None if self._route is None else self._route.of_call()
+        call = _ModuleCall(parts, given, found, draws, state, self._axis, routed)
+        return call.call(forward or self.module, args, kwargs)
 
     def _found(self, parts: ModuleParts, given: Given) -> Casts:
         own = {name: _own(parts, name).dtype for name in given.params}
@@ -176,9 +199,10 @@ class _ModuleCall:
         draws: Draws,
         state: Mapping[str, Tensor] | None,
         axis: Axes,
+        routed: RoutedCall | None,
     ) -> None:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
-        self._state, self._axis = state, axis
+        self._state, self._axis, self._routed = state, axis, routed
         self._placed: Placed | None = None  # while it runs
         # What runs again may run on autograd's thread, for this one: `one_thread` is told.
         self._caller = threading.get_ident()
@@ -187,7 +211,10 @@ class _ModuleCall:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor]]:
         with self._running(self._state or {}):
-            return forward(*args, **kwargs), self._now()
+            out = forward(*args, **kwargs), self._now()
+        if self._routed is not None:
+            self._routed.check()
+        return out
 
     def again(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, with the draws that it would make here, and the buffers that the forward has assigned up to here."""
@@ -247,7 +274,8 @@ class _ModuleCall:
             # After `override`, which puts back what the forward had assigned: a buffer of the state is this run's own.
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
-            with running_module(self), shadowed(forwards(self._parts, self._found)), mode:
+            routed = contextlib.nullcontext() if self._routed is None else self._routed.running()
+            with running_module(self), shadowed(forwards(self._parts, self._found)), routed, mode:
                 yield
             if assigned := placed.assigned_params():
                 raise ValueError(
@@ -268,15 +296,25 @@ class _ModuleCall:
 
 @overload
 def from_module(
-    module: nn.Module, *, keep_dtype: Sequence[str] = ..., has_state: Literal[False] = ..., axis: Axes = ...
+    module: nn.Module,
+    *,
+    keep_dtype: Sequence[str] = ...,
+    has_state: Literal[False] = ...,
+    axis: Axes = ...,
+    attention: Body | None = ...,
 ) -> tuple[dict[str, Tensor], ModuleFunction]: ...
 @overload
 def from_module(
-    module: nn.Module, *, keep_dtype: Sequence[str] = ..., has_state: Literal[True], axis: Axes = ...
+    module: nn.Module,
+    *,
+    keep_dtype: Sequence[str] = ...,
+    has_state: Literal[True],
+    axis: Axes = ...,
+    attention: Body | None = ...,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
 @overload
 def from_module(
-    module: nn.Module, *, keep_dtype: Sequence[str] = ..., layers: str
+    module: nn.Module, *, keep_dtype: Sequence[str] = ..., layers: str, attention: Body | None = ...
 ) -> tuple[dict[str, Any], LayeredFunction]: ...
 def from_module(
     module: nn.Module,
@@ -285,6 +323,7 @@ def from_module(
     has_state: bool = False,
     axis: Axes = "dp",
     layers: str | None = None,
+    attention: Body | None = None,
 ) -> Any:
     """Splits a module into its parameters and a pure function of them.
 
@@ -309,6 +348,10 @@ def from_module(
         layers: the name of the list of layers, if these are to lie on several ranks (`pipeline_module`): an
             `nn.ModuleList` of layers with the same leaves, each called once on what the one before has made. What they
             compute may differ.
+        attention: how the attention of the models of transformers in it is computed, in place of their own way:
+            `nn.Blockwise()`, or `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some
+            tokens of a sequence. Positions are then those of all tokens; where they are given and start again, so does
+            a document.
 
     Returns:
         `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
@@ -318,7 +361,8 @@ def from_module(
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
             or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there is no
-            state to hand on; or the layers are not alike; every leaf is listed.
+            state to hand on; or the layers are not alike; every leaf is listed. Or attention cannot be routed, with
+            each reason; (when called) masks, labels or dropout that are not known for all tokens.
 
     Example:
         >>> params, apply = from_module(nn.Linear(2, 1, bias=False))
@@ -326,21 +370,22 @@ def from_module(
         (['weight'], torch.Size([3, 1]))
     """
     check_module(module)
+    route = None if attention is None else AttentionRoute(module, attention)
     params = {name: p.detach() for name, p in module.named_parameters()}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
         stacked, names = layered(module, layers, params)
-        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype), layers, names)
+        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route), layers, names)
     if not has_state:
-        return params, ModuleFunction(module, keep_dtype)
+        return params, ModuleFunction(module, keep_dtype, route=route)
     kept = module.state_dict().keys()
     state = {name: x.detach().clone() for name, x in module.named_buffers() if name in kept}
     if not state and not any(isinstance(sub, _BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
         )
-    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis), state)
+    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, route), state)
 
 
 def _own(parts: ModuleParts, name: str) -> Tensor:

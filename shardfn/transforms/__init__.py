@@ -18,6 +18,7 @@ from ._pipeline import pipeline as pipeline
 from ._pipeline_module import pipeline_module as pipeline_module
 from ._reshard import reshard as reshard
 from ._remat import remat as remat
+from ._tiled import tiled as tiled
 from ._shard_map import shard_map as shard_map
 from ._eval_shape import eval_shape as eval_shape
 from ._lower import Lowered as Lowered

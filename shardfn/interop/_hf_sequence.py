@@ -1,0 +1,107 @@
+"""The loss of a causal language model of transformers, and its batch, where ranks have parts of a sequence.
+
+transformers shifts labels in the model, and takes the mean there: on ranks that each have some tokens the last of each
+would lose its target, and the mean would not be that of all tokens. So labels are shifted before rows are cut, and a
+rank returns a total and a weight.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfn.collectives import bind_mesh
+from shardfn.core import Mesh
+from shardfn.nn import Body, cross_entropy_sum, tiled_cross_entropy, whole_length
+from shardfn.transforms import WeightedMean
+
+_CUT = ("input_ids", "targets", "position_ids")
+# Whose logits are the product of the last hidden state and the output layer, and nothing else.
+_PLAIN = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+
+
+def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's tokens of whole rows, as `body` cuts them: each with its successor, and its position if it has one.
+
+    The step's spec for each is `P("dp", body.axes)`.
+
+    Args:
+        body: how attention is computed.
+        batch: whole rows, int64 [B, T] each: "input_ids", and if they are others "labels", which transformers would
+            shift; -100 does not count. With "position_ids" that start again, documents are packed.
+        mesh: the mesh of the step.
+
+    Returns:
+        {"input_ids", "targets", "position_ids"?, ...}, [B, own tokens] each; what else is in the batch as it is.
+
+    Raises:
+        ValueError: rows are of another length than the body's.
+
+    Example:
+        >>> import shardfn as sf
+        >>> rows = {"input_ids": torch.tensor([[5, 6, 7]])}
+        >>> causal_lm_batch(sf.nn.Ring("sp", 3), rows, sf.make_mesh({"sp": 1}))["targets"].tolist()
+        [[6, 7, -100]]
+    """
+    out = {name: x for name, x in batch.items() if name != "labels"}
+    labels = batch.get("labels", batch["input_ids"])
+    out["targets"] = F.pad(labels[:, 1:], (0, 1), value=-100)
+    T = labels.shape[1]
+    with bind_mesh(mesh):
+        length = whole_length(body, T)
+        if length != T:
+            raise ValueError(f"causal_lm_batch: rows of {T} tokens for {body}; length must be their number.")
+        rows = body.rows(T)
+    at = torch.cat([torch.arange(a, b, device=labels.device) for a, b in (*rows, (0, 0))])
+    return out | {name: out[name][:, at] for name in _CUT if name in out}
+
+
+def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[[Any, Mapping[str, Tensor]], WeightedMean]:
+    """The mean cross entropy of a causal language model, exact for any numbers of targets on a rank.
+
+    Args:
+        apply: of `from_module(model)`, a `...ForCausalLM`.
+        tile: tokens whose logits are there at a time; None is all of a rank's.
+
+    Returns:
+        `loss(params, batch)` of batches as `causal_lm_batch` makes them.
+
+    Raises:
+        ValueError: with `tile`, a model whose logits are more than a product with the output layer.
+
+    Example:
+        >>> import shardfn as sf
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes))
+        >>> params, apply = sf.from_module(model, attention=sf.nn.Blockwise(4))
+        >>> rows = {"input_ids": torch.arange(6)[None]}
+        >>> total, count = causal_lm_loss(apply, tile=2)(params, causal_lm_batch(sf.nn.Dense(), rows, sf.make_mesh({})))
+        >>> torch.allclose(total / count, model(**rows, labels=rows["input_ids"]).loss)
+        True
+    """
+    model = apply.module
+    kind, head = model.config.model_type, model.get_output_embeddings()
+    if tile is not None and (kind not in _PLAIN or getattr(head, "bias", None) is not None):
+        raise ValueError(
+            f"causal_lm_loss(tile={tile}): it is not known that the logits of {type(model).__name__} are a product with"
+            f" its output layer alone, as those of {', '.join(_PLAIN)} are; leave tile out."
+        )
+
+    def whole(targets_BT: Tensor, **given: Any) -> WeightedMean:
+        return WeightedMean(*cross_entropy_sum(model(**given).logits, targets_BT))
+
+    def in_tiles(targets_BT: Tensor, **given: Any) -> WeightedMean:
+        x_BTD = model.base_model(**given)[0]
+        return WeightedMean(
+            *tiled_cross_entropy(x_BTD, model.get_output_embeddings().weight, targets_BT, tile=tile or 1)
+        )
+
+    def loss(params: Any, batch: Mapping[str, Tensor]) -> WeightedMean:
+        given = {name: x for name, x in batch.items() if name != "targets"}
+        forward = whole if tile is None else in_tiles
+        return apply.within(forward, params, batch["targets"], **given)
+
+    return loss

@@ -1,0 +1,275 @@
+"""Attention of models of transformers, computed by a body of `nn.attention`: also where ranks have parts of a sequence.
+
+transformers looks up how to attend in a table, by a name in the model's config. While a module runs for `from_module`,
+its configs name what is registered here, and afterwards what they named before. So no model is changed, and one whose
+attention does not ask that table is refused when it comes in.
+
+What else depends on where a rank's tokens are is looked after when a model is called: positions that nobody gave are
+those of this rank's tokens, and what is not known for all tokens (padding masks, labels to be shifted) is refused.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.collectives import axis_size
+from shardfn.core import Ambient, raise_all
+from shardfn.nn import (
+    Blockwise,
+    Body,
+    Causal,
+    Dense,
+    Full,
+    Mask,
+    Segments,
+    Window,
+    attention,
+    own_positions,
+    whole_sequence,
+)
+
+NAME = "shardfn"
+_KINDS = ("full_attention", "sliding_attention")
+_OVER_TOKENS = nn.modules.conv._ConvNd, nn.RNNBase
+# What an attention may be told besides, that no body computes.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "sinks", "head_mask")
+
+
+class AttentionRoute:
+    """How the attention of one module is computed.
+
+    Args:
+        module: with models of transformers in it.
+        body: how attention is computed.
+
+    Raises:
+        ValueError: there is no such model, or the attention of one cannot be routed; lists all of them with reasons.
+    """
+
+    def __init__(self, module: nn.Module, body: Body) -> None:
+        self.body, self._models = body, _models(module)
+        raise_all(
+            ValueError,
+            f"from_module(attention={body}) of this {type(module).__name__}:",
+            _problems(module, self._models, body),
+        )
+        _register()
+
+    def of_call(self) -> "RoutedCall":
+        """What holds for one call, and for what of it runs again in the backward."""
+        return RoutedCall(self)
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """While it is open, the configs of the module name this way to attend."""
+        configs = {id(c): c for model in self._models for c in _configs(model.config)}
+        before = [(c, c._attn_implementation_internal) for c in configs.values()]
+        try:
+            for c in configs.values():
+                c._attn_implementation_internal = NAME
+            yield
+        finally:
+            for c, name in before:
+                c._attn_implementation_internal = name
+
+    @contextlib.contextmanager
+    def watched(self, hook: Any) -> Iterator[None]:
+        """While it is open, `hook` sees what the models are called with."""
+        handles = [m.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for m in self._models]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class RoutedCall:
+    """One call of a module: its documents, which the first of its models is given, hold for all of it."""
+
+    def __init__(self, route: AttentionRoute) -> None:
+        self._route, self.body = route, route.body
+        self._ids_BT: Tensor | None = None
+        self._filled: Tensor | None = None
+        self.num_calls = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While it is open, attention is computed by the body."""
+        with self._route.named(), self._route.watched(self._called), _CALL.bound(self):
+            yield
+
+    def check(self) -> None:
+        """Refuses a forward that has not asked for attention.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if not self.num_calls:
+            raise ValueError(
+                f"from_module(attention={self.body}): the forward has not asked transformers for its attention, and"
+                " may have attended to this rank's tokens alone; use a model whose attention follows its"
+                " AttentionInterface."
+            )
+
+    def mask(self, *, causal: bool, window: int | None) -> Mask:
+        """Which pairs count, of all tokens."""
+        mask = Window(window - 1) if window is not None else Causal() if causal else Full()
+        return mask if self._ids_BT is None else mask & Segments(self._ids_BT)
+
+    def _called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = list(inspect.signature(model.forward).parameters)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        raise_all(
+            ValueError,
+            f"{type(model).__name__} with attention={self.body}:",
+            _problems_of_call(given, cut=_is_cut(self.body)),
+        )
+        tokens = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+        if tokens is None:
+            return None
+        more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+        if "position_ids" in names:
+            more["position_ids"] = self._positions(given.get("position_ids"), tokens)
+        return args[:1], {**dict(list(zip(names, args, strict=False))[1:]), **kwargs, **more}
+
+    def _positions(self, position_ids: Tensor | None, tokens: Tensor) -> Tensor:
+        if position_ids is None:
+            self._filled = own_positions(self.body, tokens.shape[1], tokens.device)[None]
+            return self._filled
+        if position_ids is not self._filled:
+            self._ids_BT = _documents(position_ids.expand(tokens.shape[0], -1), self.body)
+            self._filled = position_ids
+        return position_ids
+
+
+_CALL = Ambient[RoutedCall]("attention of a module's call", by_thread=True)
+
+
+def routed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls, [B, H, T, K] -> [B, T, H, K]: `nn.attention` by the body of the module that runs.
+
+    Raises:
+        ValueError: it is asked for what a body does not compute.
+        RuntimeError: no module of `from_module(attention=)` runs.
+    """
+    call = _CALL.innermost()
+    if call is None:
+        raise RuntimeError(f"attention {NAME!r} is for modules that run by from_module(attention=).")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    raise_all(
+        ValueError,
+        f"{type(module).__name__} with attention={call.body}:",
+        [
+            *(["a mask is not known for all tokens; leave attention_mask out"] if attention_mask is not None else []),
+            *([f"dropout={dropout} of attention is not computed; set attention_dropout=0"] if dropout else []),
+            *([f"{n} is not computed by a body" for n in _UNKNOWN if kwargs.get(n) is not None]),
+            *(["a window that looks ahead is not computed"] if sliding_window is not None and not causal else []),
+            *(
+                [f"{query.shape[2]} queries attend to {key.shape[2]} keys; only a sequence to itself is cut"]
+                if query.shape[2] != key.shape[2]
+                else []
+            ),
+        ],
+    )
+    call.num_calls += 1
+    q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
+    mask = call.mask(causal=causal, window=sliding_window)
+    return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, impl=call.body), None
+
+
+def _mask_of_none(*, use_vmap: bool = False, **kwargs: Any) -> None:
+    """In place of the mask that transformers would make of this rank's tokens."""
+    del kwargs
+    if use_vmap:
+        raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, routed_attention)
+    AttentionMaskInterface.register(NAME, _mask_of_none)
+
+
+def _models(module: nn.Module) -> list[Any]:
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return []
+    return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if (inner := getattr(config, name, None)) is not None:
+            yield from _configs(inner)
+
+
+def _problems(module: nn.Module, models: list[Any], body: Body) -> list[str]:
+    if not models:
+        return ["there is no model of transformers in it, whose attention could be routed; call nn.attention in it"]
+    out = []
+    for model in models:
+        name, config = type(model).__name__, model.config
+        if not type(model)._can_set_attn_implementation():
+            out.append(f"{name} computes its attention without transformers' AttentionInterface; it cannot be routed")
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
+        if others:
+            out.append(f"{name} has layers of {', '.join(others)}; known are {' and '.join(_KINDS)}")
+        rope = getattr(config, "rope_parameters", None) or {}
+        kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+        if kind in ("dynamic", "longrope") and not isinstance(body, Dense | Blockwise):
+            out.append(f"{name} has rotary positions of type {kind}, which depend on the longest position of a rank")
+    if not isinstance(body, Dense | Blockwise):
+        if not any("position_ids" in inspect.signature(m.forward).parameters for m in models):
+            out.append("no model in it takes position_ids, so it numbers each rank's tokens from 0")
+        out += [
+            f"{path} is a {type(m).__name__}, which mixes tokens besides attention"
+            for path, m in module.named_modules()
+            if isinstance(m, _OVER_TOKENS)
+        ]
+    return list(dict.fromkeys(out))
+
+
+def _problems_of_call(given: dict[str, Any], *, cut: bool) -> list[str]:
+    out = []
+    if given.get("attention_mask") is not None:
+        out.append(
+            "attention_mask is not routed; pad rows on the right with labels of -100, or pack documents and give"
+            " position_ids that start again"
+        )
+    if given.get("past_key_values") is not None:
+        out.append("past_key_values are not cut; leave them out")
+    if cut and given.get("labels") is not None and given.get("shift_labels") is None:
+        out.append(
+            "labels would be shifted on each rank for itself, and the mean would be this rank's; shift them before"
+            " rows are cut: interop.causal_lm_batch and interop.causal_lm_loss"
+        )
+    return out
+
+
+def _is_cut(body: Body) -> bool:
+    return not isinstance(body, Dense | Blockwise) and axis_size(body.axes) > 1
+
+
+def _documents(position_ids: Tensor, body: Body) -> Tensor:
+    """The document of each token of the whole rows: a new one begins where positions do not go on by 1."""
+    whole_BT = whole_sequence(position_ids, body)
+    steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
+    return (steps_BT != 1).cumsum(-1)

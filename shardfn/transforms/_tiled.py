@@ -1,0 +1,184 @@
+"""`tiled`: the same function, a stretch of a long dim at a time.
+
+Rajbhandari et al., ALST: Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from shardfn.collectives import transforming
+from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+from shardfn.engine import check_order
+from shardfn.leaves import opened
+
+from ._remat import remat
+
+
+def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> Callable[..., Any]:
+    """Runs `f` on stretches of its arguments, and again in the backward: `tiled(f, dim)(params, x) == f(params, x)`.
+
+        f(params, x) = cat([f(params, x_1), ..., f(params, x_n)], dim), or the sum of these where they are 0-d
+
+    which holds for functions of single positions (an MLP, a norm, a projection) and sums over them (the total of a
+    loss). What `f` makes on its way is there for one tile at a time, forward and backward; kept are `x` and the result.
+    That trades memory against one more forward of `f`. Parameters that a step keeps in pieces are gathered once for
+    all tiles. Their gradients are summed over tiles in float32, or wider.
+
+    There are always exactly as many tiles as asked for, so that ranks whose lengths differ make the same calls: their
+    lengths differ by one at most, and where there are fewer positions than tiles, some are empty.
+
+    Args:
+        f: `f(params, *xs, **whole)`, a pure function of whose results every leaf is 0-d or has `dim`. Not a mean: the
+            sum of the means of tiles is not the mean.
+        dim: of every tensor among the xs, and of the results; counted from the front.
+        tiles: how many; default: as many as the first of the xs has positions for each of its features (the last dim),
+            rounded up, with which a tile is about square.
+
+    Returns:
+        A function like `f`: `params`, a tree, and what is given by name go to every tile whole.
+
+    Raises:
+        ValueError: `dim` is negative, `tiles` is less than 1, or `f` is jitted, accumulated or has a precision policy;
+            (when called) a tensor among the xs lacks the dim or has another length along it, or a result has neither
+            0 dims nor the tile's length along it; all leaves are listed.
+
+    Example:
+        >>> def norm(w, x):
+        ...     return w * x / x.square().mean(-1, keepdim=True).sqrt()
+        >>> w, x = torch.rand(4), torch.rand(2, 7, 4)
+        >>> torch.equal(tiled(norm, 1, tiles=3)(w, x), norm(w, x))
+        True
+    """
+    check_order("remat", f)
+    if dim < 0 or (tiles is not None and tiles < 1):
+        raise ValueError(
+            f"tiled(dim={dim}, tiles={tiles}): dim counts from the front, since tensors of other numbers of dims are"
+            " cut along it, and there is at least one tile."
+        )
+    again = remat(f)
+
+    @functools.wraps(f)
+    def in_tiles(params: PyTree, *xs: Any, **whole: Any) -> Any:
+        leaves, treedef = tree_flatten(xs)
+        cut = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        lengths = tile_lengths(_length(dim, xs, cut), tiles or _square(dim, cut))
+        parts = {i: opened(x).split(lengths, dim) for i, x in cut.items()}
+        # Held while the tiles run: so what a step gathers comes once.
+        params, uses = _summed_wide(tree_map(opened, params))
+        outs = []
+        for n in range(len(lengths)):
+            tile = tree_unflatten(treedef, [parts[i][n] if i in parts else x for i, x in enumerate(leaves)])
+            outs.append(again(uses(params), *tile, **whole))
+        return _joined(dim, lengths, outs)
+
+    return in_tiles
+
+
+def tile_lengths(length: int, tiles: int) -> list[int]:
+    """The lengths of so many tiles, which differ by one at most.
+
+    Example:
+        >>> tile_lengths(5, 4), tile_lengths(2, 3)
+        ([2, 1, 1, 1], [1, 1, 0])
+    """
+    each, more = divmod(length, tiles)
+    return [each + (n < more) for n in range(tiles)]
+
+
+class _Handle(torch.autograd.Function):
+    """p -> a tensor of its shape in float32, without memory, at which the gradients of the uses of p are summed."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(p: Tensor) -> Tensor:
+        return torch.zeros((), dtype=torch.float32, device=p.device).expand(p.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return grad_outputs[0].to(ctx.dtype)
+
+
+class _Use(torch.autograd.Function):
+    """(handle, p) -> p, whose gradient goes to the handle."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(handle: Tensor, p: Tensor) -> Tensor:
+        del handle
+        return p.view_as(p)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return grad_outputs[0].float(), None
+
+
+def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
+    """The leaves of `params`, and what makes them anew for a tile: narrow ones with a handle for their gradient."""
+    leaves, treedef = tree_flatten(params)
+    backward = torch.is_grad_enabled() and forward_ad._current_level < 0  # forward mode has no sum over tiles
+    pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
+
+    def uses(pairs: list[Any]) -> PyTree:
+        return tree_unflatten(treedef, [p if h is None else _Use.apply(h, p) for h, p in pairs])
+
+    return pairs, uses
+
+
+def _is_narrow(p: Any) -> bool:
+    if not isinstance(p, Tensor) or not p.is_floating_point() or p.dtype.itemsize >= 4:
+        return False
+    return p.requires_grad or transforming()
+
+
+def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
+    paths = tree_paths(xs, "xs")
+    lacking = [f"{paths[i]} has shape {tuple(x.shape)}" for i, x in cut.items() if x.ndim <= dim]
+    raise_all(ValueError, f"tiled cuts along dim {dim}; what is to be whole goes by name, or with params:", lacking)
+    lengths = {x.shape[dim] for x in cut.values()}
+    if not cut:
+        raise ValueError("tiled has no tensor to cut: f takes params, and then what is cut.")
+    told = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
+    raise_all(
+        ValueError,
+        f"lengths along dim {dim}, which tiled cuts, differ; what is to be whole goes by name:",
+        told if len(lengths) > 1 else [],
+    )
+    return lengths.pop()
+
+
+def _square(dim: int, cut: dict[int, Tensor]) -> int:
+    first = next(iter(cut.values()))
+    return max(1, -(-first.shape[dim] // max(first.shape[-1], 1))) if first.ndim > dim + 1 else 1
+
+
+def _joined(dim: int, lengths: list[int], outs: list[Any]) -> Any:
+    """The results of the tiles as that of the whole."""
+    wrong = []
+    for n, out in zip(lengths, outs, strict=True):
+        for path, x in zip(tree_paths(out, "result"), tree_leaves(out), strict=True):
+            fits = isinstance(x, Tensor) and (x.ndim == 0 or (x.ndim > dim and x.shape[dim] == n))
+            told = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            wrong += [] if fits else [f"{path} of a tile of {n} is {told}"]
+    raise_all(
+        ValueError, f"results of a tiled function are 0-d (and summed) or as long as its tile along {dim}:", wrong
+    )
+    columns = zip(*(tree_leaves(out) for out in outs), strict=True)
+    # A sum over a stack is rounded once.
+    joined = [torch.cat(c, dim) if c[0].ndim else torch.stack(c).sum(dtype=c[0].dtype) for c in columns]
+    return tree_unflatten(tree_flatten(outs[0])[1], joined)

@@ -1,0 +1,127 @@
+"""Covers models of transformers on ranks that each have some tokens: what they compute is what one device does."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import nn, optim
+from shardfn.interop import causal_lm_batch, causal_lm_loss
+from shardfn.testing import assert_parity, distributed
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+BODIES = {
+    "ulysses": lambda T: nn.Ulysses("sp", T),
+    "ring": lambda T: nn.Ring("sp", T, zigzag=True, block=4),
+}
+
+
+def model_of(name: str, kv_heads: int = 2) -> Any:
+    """In float64 throughout: the norms of transformers compute in float32, which tells other orders of sums apart."""
+    model = made(name, kv_heads)
+    for path, norm in list(model.named_modules()):
+        if type(norm).__name__.endswith("RMSNorm"):
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, torch.nn.RMSNorm(16, eps=1e-6, dtype=torch.float64))
+    return model
+
+
+def made(name: str, kv_heads: int) -> Any:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        config = transformers.GPT2Config(vocab_size=13, use_cache=False, **sizes, **off)
+        return transformers.GPT2LMHeadModel(config).double()
+    kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
+    more: dict[str, Any] = {"sliding_window": 4} if name == "mistral" else {}
+    more |= {"use_cache": False, "num_key_value_heads": kv_heads}  # with a cache transformers does not see documents
+    config = getattr(transformers, f"{kind}Config")(vocab_size=13, **SIZES, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def rows_of(T: int, packed: bool, n: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(n)
+    rows = {"input_ids": torch.randint(13, (2, T), generator=g)}
+    rows["labels"] = rows["input_ids"].masked_fill(torch.rand(2, T, generator=g) < 0.3, -100)
+    rows["labels"][0, T // 2 :] = -100
+    if packed:
+        rows["position_ids"] = torch.stack([torch.arange(T) - n * (torch.arange(T) >= n) for n in (2, 3)])
+    return rows
+
+
+def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: bool, **how: Any) -> None:
+    torch.set_num_threads(1)
+    model, plain = (model_of(name, how.get("kv_heads", 2)) for _ in range(2))
+    if how.get("checkpoint"):
+        model.activation_checkpointing_enable()
+    params, apply = sf.from_module(model, attention=body)
+    _, dense = sf.from_module(plain)
+    order = nn.sequence_order(body, T, mesh.axis_size("sp"))
+    batches = [causal_lm_batch(nn.Dense(), rows_of(T, packed, n), mesh) for n in range(2)]
+
+    def reference(params: Any, batch: Any) -> Any:
+        back = {k: x[:, order.argsort()] for k, x in batch.items()}
+        given = {k: x for k, x in back.items() if k != "targets"}
+        total, count = nn.cross_entropy_sum(dense(params, **given).logits, back["targets"])
+        return sf.WeightedMean(total, count)
+
+    loss: Any = causal_lm_loss(apply, tile=how.get("tile"))
+    assert_parity(
+        sf.jit(loss, backend="graph") if how.get("jit") else loss,
+        optim.sgd(0.1, momentum=0.9),
+        params,
+        [{k: x[:, order] for k, x in batch.items()} for batch in batches],
+        mesh=mesh,
+        reference=reference,
+        batch=dict.fromkeys(batches[0], sf.P(None, "sp")),
+        zero=sf.Zero(stage=stage, axis="sp", persist_elements=0) if stage else None,
+    )
+
+
+@pytest.mark.parametrize("body", BODIES)
+@distributed(world=[2, 3])
+def test_llama_along_a_sequence(body: str, world: int) -> None:
+    """Stages 0 and 3; packed documents; 7 tokens, which nothing divides; and a key head that all ranks share."""
+    mesh = sf.make_mesh({"sp": world})
+    parity("llama", BODIES[body](7), 7, mesh, stage=3, packed=True, tile=2)
+    parity("llama", BODIES[body](7), 7, mesh, stage=0, packed=False, kv_heads=1)
+
+
+@distributed(world=2)
+def test_other_models_and_a_checkpoint_within() -> None:
+    mesh = sf.make_mesh({"sp": 2})
+    parity("qwen2", BODIES["ring"](7), 7, mesh, stage=3, packed=False, checkpoint=True)
+    parity("mistral", BODIES["ulysses"](7), 7, mesh, stage=3, packed=True)
+    parity("gpt2", BODIES["ring"](7), 7, mesh, stage=3, packed=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2"])
+@distributed(world=[2, 3], timeout=600)
+def test_grid(name: str, jit: bool, world: int) -> None:
+    mesh = sf.make_mesh({"sp": world})
+    for body in BODIES.values():
+        for stage in (0, 3):
+            parity(name, body(8), 8, mesh, stage=stage, packed=stage == 3, tile=3, jit=jit)
+
+
+def test_labels_are_shifted_before_the_cut() -> None:
+    rows = {"input_ids": torch.arange(5)[None], "labels": torch.tensor([[0, 1, -100, 3, 4]])}
+    batch = causal_lm_batch(nn.Dense(), rows, sf.make_mesh({}))
+    assert batch["targets"].tolist() == [[1, -100, 3, 4, -100]]
+    assert set(batch) == {"input_ids", "targets"}
+    with pytest.raises(ValueError, match=r"rows of 5 tokens.*length must be their number"):
+        causal_lm_batch(nn.Ring("sp", 6), rows, sf.make_mesh({}))
+
+
+def test_logits_that_are_no_product_are_not_tiled() -> None:
+    config = transformers.Gemma2Config(vocab_size=13, head_dim=4, num_key_value_heads=2, **SIZES)
+    _, apply = sf.from_module(transformers.Gemma2ForCausalLM(config))
+    with pytest.raises(ValueError, match=r"(?s)tile=2.*Gemma2ForCausalLM are a product.*leave tile out"):
+        causal_lm_loss(apply, tile=2)

@@ -1,0 +1,96 @@
+"""Covers attention of models of transformers by a body: values on one device, what stays as it was, what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import nn
+from shardfn.testing import RTOL, distributed
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = torch.arange(14).view(2, 7) % 11
+
+
+def llama(**more: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=11, num_key_value_heads=2, use_cache=False, **SIZES, **more)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_body_computes_what_the_model_does(packed: bool) -> None:
+    model = llama()
+    before = model.config._attn_implementation
+    params, apply = sf.from_module(model, attention=nn.Blockwise(4))
+    given: dict[str, Any] = {"input_ids": TOKENS, "labels": TOKENS}
+    if packed:
+        given["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
+    own = {name: p.clone().requires_grad_() for name, p in params.items()}
+    got, want = apply(own, **given), model(**given)
+    torch.testing.assert_close(got.logits, want.logits, rtol=RTOL[torch.float64], atol=RTOL[torch.float64])
+    torch.testing.assert_close(got.loss, want.loss, rtol=RTOL[torch.float64], atol=0)
+    grads = torch.autograd.grad(got.loss, list(own.values()))
+    for (name, p), g in zip(params.items(), grads, strict=True):
+        (right,) = torch.autograd.grad(want.loss, model.get_parameter(name), retain_graph=True)
+        assert (g - right).abs().max() <= RTOL[torch.float64] * right.abs().max().clamp(min=1e-3), (name, p.shape)
+    assert model.config._attn_implementation == before
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_what_cannot_be_routed_is_refused() -> None:
+    with pytest.raises(ValueError, match="no model of transformers"):
+        sf.from_module(torch.nn.Linear(2, 2), attention=nn.Dense())
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=4))
+    with pytest.raises(ValueError, match=r"(?s)Bloom.*without transformers' AttentionInterface.*position_ids"):
+        sf.from_module(bloom, attention=nn.Ring("sp", 7))
+    with pytest.raises(ValueError, match=r"rotary positions of type dynamic"):
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        sf.from_module(llama(rope_parameters=rope), attention=nn.Ring("sp", 7))
+
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.mix = llama(), torch.nn.Conv1d(2, 2, 3)
+
+    with pytest.raises(ValueError, match=r"mix is a Conv1d, which mixes tokens"):
+        sf.from_module(Mixed(), attention=nn.Ulysses("sp", 7))
+
+    class Passing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner.model.embed_tokens(x)
+
+    params, apply = sf.from_module(Passing(), attention=nn.Dense())
+    with pytest.raises(ValueError, match="has not asked transformers for its attention"):
+        apply(params, TOKENS)
+
+
+def test_calls_that_no_body_computes_are_refused() -> None:
+    params, apply = sf.from_module(llama(), attention=nn.Blockwise(4))
+    with pytest.raises(ValueError, match=r"(?s)attention_mask is not routed.*labels of -100"):
+        apply(params, input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS))
+    params, apply = sf.from_module(llama(attention_dropout=0.1).train(), attention=nn.Blockwise(4))
+    with pytest.raises(ValueError, match=r"(?s)dropout=0.1.*attention_dropout=0"):
+        apply(params, input_ids=TOKENS)
+    from shardfn.modules._module_attention import routed_attention
+
+    with pytest.raises(RuntimeError, match="from_module"):
+        routed_attention(llama(), *(torch.zeros(1, 1, 1, 1),) * 3, None)
+
+
+@distributed(world=2)
+def test_labels_that_a_rank_would_shift_are_refused() -> None:
+    mesh = sf.make_mesh({"sp": 2})
+    params, apply = sf.from_module(llama(), attention=nn.Ring("sp", 14))
+    step = sf.sharded_step(
+        lambda p, x: apply(p, input_ids=x, labels=x).loss, sf.optim.sgd(0.1), mesh=mesh, batch=sf.P(None, "sp")
+    )
+    with pytest.raises(ValueError, match=r"labels would be shifted on each rank.*causal_lm_batch"):
+        step(step.init(params), TOKENS)
