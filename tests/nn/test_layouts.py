@@ -44,7 +44,7 @@ GOLDEN: list[tuple[Any, dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "heads", "count"), GOLDEN, ids=str)
+@pytest.mark.parametrize(("make", "options", "heads", "count"), GOLDEN, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_counts_are_golden(make: Any, options: dict[str, Any], heads: int, count: int) -> None:
     layout = make(16 * N, **options)
     assert counts(layout) == [count] * heads
