@@ -113,6 +113,29 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
     return "\n".join(lines)
 
 
+def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, torch.Tensor]:
+    """The leaves of a checkpoint by path, without values: tensors on "meta".
+
+    Args:
+        directory: a run's checkpoints, or one of them.
+        step: which of a run's; default the newest.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedError: its manifest is not what was written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardfn.checkpoint import save
+        >>> directory = tempfile.mkdtemp()
+        >>> _ = save(directory, {"w": torch.ones(3, 2)}, step=7)
+        >>> {path: tuple(x.shape) for path, x in stored(directory).items()}
+        {"['w']": (3, 2)}
+    """
+    leaves = read_manifest(located(directory, step)).leaves
+    return {path: torch.empty(x.shape, dtype=dtype_of(x), device="meta") for path, x in leaves.items()}
+
+
 def diff(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],

@@ -1,8 +1,11 @@
-"""`shardfn checkpoint inspect | verify | diff`: what a checkpoint holds, whether it is intact, what two differ in."""
+"""`shardfn checkpoint`: what one holds, whether it is intact, what two differ in; weights out of one, and into one."""
 
 import argparse
 
 from shardfn.checkpoint import diff, inspect, verify
+from shardfn.interop import export_checkpoint, import_weights
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +22,17 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "diff":
             command.add_argument("other", help="the other one")
             command.add_argument("--other-step", type=int, help="which of the other run's checkpoints")
+    about = "Writes the parameters of a checkpoint, master copies where there are some, as safetensors files."
+    command = commands.add_parser("export", help=about, description=about)
+    command.add_argument("path", help="a run's directory, or step_000100 in one")
+    command.add_argument("out", help="the directory for model.safetensors")
+    command.add_argument("--step", type=int, help="which of a run's checkpoints (default: the newest)")
+    command.add_argument("--dtype", choices=_DTYPES, help="what to round to (default: as they are kept)")
+    about = "Makes a checkpoint of parameters from safetensors files."
+    command = commands.add_parser("import", help=about, description=about)
+    command.add_argument("weights", help="a directory with model.safetensors, or with its index")
+    command.add_argument("path", help="a run's directory")
+    command.add_argument("--step", type=int, default=0, help="the checkpoint's number (default: 0)")
 
 
 def checkpoint_command(args: argparse.Namespace) -> int:
@@ -30,6 +44,14 @@ def checkpoint_command(args: argparse.Namespace) -> int:
     Raises:
         OSError: there is no such checkpoint, or it is damaged.
     """
+    if args.what == "export":
+        names = export_checkpoint(args.path, args.out, args.step, dtype=args.dtype)
+        print(f"{len(names)} parameters written to {args.out}")
+        return 0
+    if args.what == "import":
+        names = import_weights(args.weights, args.path, args.step)
+        print(f"{len(names)} parameters saved in {args.path}; restore them with restore(..., at='params')")
+        return 0
     if args.what == "inspect":
         print(inspect(args.path, args.step))
         return 0

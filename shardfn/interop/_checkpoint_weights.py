@@ -1,0 +1,101 @@
+"""The parameters of a checkpoint as files that other tools open, and of such files a checkpoint; without a mesh."""
+
+import os
+import re
+
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint import restore, save, stored
+from shardfn.core import dtype_name
+
+from ._archive import Archive, ArchiveWriter
+
+_PARAMS = re.compile(r"params(\[.*\])")
+_MASTERS = re.compile(r"opt_state(?:\[\d+\]|\.\w+|\['[^']*'\])*?\.master(\[.*\])")
+_KEYS = re.compile(r"\['([^']*)'\]|\[(\d+)\]")
+
+
+def export_checkpoint(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    dtype: str | None = None,
+) -> list[str]:
+    """Writes the parameters of a checkpoint of a state as `out/model.safetensors`, or several files and their index.
+
+    Names are those of a module where the state was `from_module`'s, and else the keys of the tree with dots between:
+    `blocks.0.w` of `params['blocks'][0]['w']`. One leaf is in memory at a time.
+
+    Args:
+        directory: a run's checkpoints, or one of them.
+        out: the directory for the files; made if missing.
+        step: which of a run's; default the newest.
+        dtype: "float32", "bfloat16" or "float16", what leaves of floats are rounded to; default as they are kept.
+
+    Returns:
+        The names that were written.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it has no leaves below `params`, or two of them would have the same name.
+        DamagedError: files are not what was written.
+
+    Example:
+        >>> import tempfile
+        >>> a, b = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> _ = save(a, {"w": torch.ones(3)}, step=7, at="params")
+        >>> export_checkpoint(a, b)
+        ['w']
+    """
+    leaves = stored(directory, step)
+    # The widest copy: a parameter in 16 bits is its master copy, rounded.
+    masters = {found[1]: path for path in leaves if (found := _MASTERS.fullmatch(path))}
+    sources = {found[1]: masters.get(found[1], path) for path in leaves if (found := _PARAMS.fullmatch(path))}
+    if not sources:
+        raise ValueError(f"{directory} has no leaves below params; it has {', '.join(list(leaves)[:6]) or 'none'}.")
+    names = {rest: ".".join(a or b for a, b in _KEYS.findall(rest)) for rest in sources}
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{directory}: several parameters would have the same name: {sorted(names.values())}.")
+    kept = {rest: _rounded(leaves[path], dtype).dtype for rest, path in sources.items()}
+    entries = {names[rest]: (kept[rest], tuple(leaves[path].shape)) for rest, path in sources.items()}
+    with ArchiveWriter(out, entries) as writer:
+        for rest, path in sources.items():
+            like = {"x": torch.empty(leaves[path].shape, dtype=leaves[path].dtype)}
+            read = restore(directory, like, step=step, rename=lambda _, path=path: path, partial=True)
+            writer.put(names[rest], read.tree["x"].to(kept[rest]))
+    return list(names.values())
+
+
+def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike[str], step: int = 0) -> list[str]:
+    """Makes a checkpoint of parameters from `weights/model.safetensors`, or the files that its index names.
+
+    `restore(directory, state.params, at="params")` reads it under any mesh. All of it is in memory meanwhile.
+
+    Args:
+        weights: where the files are.
+        directory: of the run's checkpoints.
+        step: the checkpoint's number.
+
+    Returns:
+        The names that were read.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        DamagedError: a file is none of weights.
+        FileExistsError: the step has a checkpoint already.
+    """
+    archive = Archive(weights)
+    tree: dict[str, Tensor] = {name: archive.box(name, [(0, n) for n in x.shape]) for name, x in archive.items()}
+    save(directory, tree, step, at="params")
+    return list(tree)
+
+
+def _rounded(x: Tensor, dtype: str | None) -> Tensor:
+    if dtype is None or not x.is_floating_point():
+        return x
+    wanted = {dtype_name(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+    if dtype not in wanted:
+        raise ValueError(f"dtype={dtype!r} is none of {', '.join(wanted)}.")
+    return x.to(wanted[dtype])
