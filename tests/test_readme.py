@@ -69,6 +69,7 @@ DOCS = [
     "docs/sparse_attention.md",
     "docs/huggingface.md",
     "docs/from_deepspeed.md",
+    "docs/from_trainer.md",
     "docs/training_loop.md",
     "docs/lora.md",
     *DESIGN,
