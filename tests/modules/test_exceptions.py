@@ -16,8 +16,8 @@ TOKENS = torch.arange(32).view(4, 8) % 13
 
 def _llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 16, "max_position_embeddings": 16}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 16, "max_position_embeddings": 16}
+    heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 

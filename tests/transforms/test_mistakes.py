@@ -62,8 +62,8 @@ def _made(loss: Any = _loss, optimizer: Any = None, **options: Any) -> Any:
     return sf.sharded_step(loss, optimizer or optim.adamw(0.1), **{"mesh": _mesh(), **options})
 
 
-def _begun(*args: Any, **options: Any) -> tuple[Any, Any]:
-    step = sf.sharded_step(*(args or (_loss,)), optim.adamw(0.1), mesh=_mesh(), **options)
+def _begun(loss: Any = _loss, **options: Any) -> tuple[Any, Any]:
+    step = sf.sharded_step(loss, optim.adamw(0.1), mesh=_mesh(), **options)
     return step, step.init(_params())
 
 
