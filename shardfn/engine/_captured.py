@@ -16,10 +16,12 @@ from shardfn.state import TrainState, scale_of, taken
 from ._comms import Comms
 from ._graphs import Graphs, Ready, signature
 from ._jitted import CacheInfo, Jitted
+from ._mixed import policy_in
 from ._plan import Plan
 from ._pools import disk_of
 from ._step import StepParts
 from ._traced_step import StepProgram, capture_step
+from ._two_dtypes import naming_exceptions
 from ._update import blocks_of, next_state
 
 
@@ -32,7 +34,7 @@ class CapturedSteps:
     """
 
     def __init__(self, jitted: Jitted, parts: StepParts) -> None:
-        self._graphs, self._parts = Graphs(jitted), parts
+        self._graphs, self._parts, self._policy = Graphs(jitted), parts, policy_in(parts.loss)
 
     def run(
         self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
@@ -76,8 +78,10 @@ class CapturedSteps:
         num, names = len(program.plan.leaves), program.metrics
         scale = scale_of(state)
         arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
+        plan = program.plan
+        naming = naming_exceptions(self._policy, lambda: [(x.path, x.dtypes.compute) for x in plan.leaves])
         try:
-            with taken(blocks_of(state), donate=self._parts.donate) as held:
+            with naming, taken(blocks_of(state), donate=self._parts.donate) as held:
                 # What is on disk enters a graph as a small tensor that names it.
                 given = [x if isinstance(x, Tensor) else token_of(x) for x in tree_leaves(held)]
                 outs = ready(comms, disk_of(program.plan), [*given, *arg_leaves])

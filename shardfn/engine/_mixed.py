@@ -1,9 +1,6 @@
 """What `mixed_precision` makes: a loss in another precision, and what the step takes over."""
 
-import contextlib
 import dataclasses
-import re
-from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,12 +10,10 @@ from shardfn.core import Policy, PyTree, tree_flatten, tree_map, tree_paths, tre
 from shardfn.modules import computing_in
 from shardfn.optim import GradientTransformation, LossScale, master_weights
 
+from ._accumulated import Accumulated
 from ._levels import Transform
 from ._loss import Loss, WeightedMean
-
-# What torch says where the operands of a product, of attention or of a convolution have two dtypes.
-_TWO_DTYPES = re.compile(r"same dtype|expected scalar type|type .* should be the same")
-_SHOWN = 6
+from ._two_dtypes import naming_exceptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +42,9 @@ class Mixed(Transform):
         # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
         cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
         batch = tree_map(self._cast, args[:1])
-        with computing_in(self.policy.compute), self._told_of_exceptions(params, dtypes):
+        naming = naming_exceptions(self.policy, lambda: zip(tree_paths(params, "params"), dtypes, strict=True))
+        with computing_in(self.policy.compute), naming:
             return self._output(self.inner(tree_unflatten(treedef, cast), *batch, *args[1:], **kwargs))
-
-    @contextlib.contextmanager
-    def _told_of_exceptions(self, params: PyTree, dtypes: Sequence[torch.dtype]) -> Iterator[None]:
-        """Says of an operation that gets two dtypes which leaves are exceptions of the policy."""
-        try:
-            yield
-        except RuntimeError as error:
-            if type(error) is not RuntimeError or not _TWO_DTYPES.search(str(error)):
-                raise
-            rows = zip(tree_paths(params, "params"), dtypes, strict=True)
-            own = [(path, d) for path, d in rows if d.is_floating_point and d != self.policy.compute]
-            if not own:
-                raise
-            raise ValueError(_two_dtypes(self.policy, own, error)) from error
 
     def _computed(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
         key = treedef, *(x.dtype for x in leaves)
@@ -84,18 +66,11 @@ class Mixed(Transform):
         return out.to(self.policy.output) if isinstance(out, Tensor) else out
 
 
-def _two_dtypes(policy: Policy, own: Sequence[tuple[str, torch.dtype]], error: RuntimeError) -> str:
-    lines = [f"  - {path} is computed in {dtype}" for path, dtype in own[:_SHOWN]]
-    lines += [f"  - and {len(own) - _SHOWN} more"] if len(own) > _SHOWN else []
-    return "\n".join(
-        [
-            f"an operation of the loss got two dtypes: {str(error).splitlines()[0]}. All is computed in"
-            f" {policy.compute} but for exceptions of the Policy. Cast where they meet, as in x @ w.to(x.dtype), or"
-            " (norm(x) * w).to(x.dtype). sf.nn.rms_norm and layer_norm do so, and sf.from_module does it at the borders"
-            " of submodules of which all parameters are exceptions: name weight and bias alike. These are exceptions:",
-            *lines,
-        ]
-    )
+def policy_in(loss: Loss) -> Policy | None:
+    """The policy of a step's loss, perhaps accumulated; None if it has none."""
+    while isinstance(loss, Accumulated):
+        loss = loss.inner
+    return loss.policy if isinstance(loss, Mixed) else None
 
 
 def with_masters(optimizer: GradientTransformation, policy: Policy) -> GradientTransformation:
