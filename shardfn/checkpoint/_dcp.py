@@ -107,7 +107,7 @@ def restore_dcp(
     """
     from ._dcp_blocks import DcpReader
 
-    check_alive(like)
+    check_alive(like, abstract=True)
     mesh = mesh_of(like)
     comms = comms_of(mesh)
     with told_before(comms.control):

@@ -114,7 +114,7 @@ def restore(
         >>> restore(directory, torch.zeros(2), rename=lambda path: "['a']", partial=True)
         Restored(tree=tensor([1., 1.]), step=1, user={'epoch': 3}, read=8)
     """
-    check_alive(like)
+    check_alive(like, abstract=True)
     mesh = mesh_of(like)
     comms = comms_of(mesh)
     with told_before(comms.control):

@@ -134,8 +134,13 @@ def _copy(x: GlobalTensor) -> Tensor | Stored:
         return held.clone() if isinstance(held, Tensor) else held
 
 
-def check_alive(state: PyTree, name: str = "state") -> None:
+def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -> None:
     """Raises if a state, or a part of it called `name`, cannot be used any more.
+
+    Args:
+        state: the state.
+        name: what it is called.
+        abstract: whether shapes alone will do, as for what a checkpoint is restored into.
 
     Raises:
         DonatedError: leaves were donated; lists them.
@@ -150,7 +155,9 @@ def check_alive(state: PyTree, name: str = "state") -> None:
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
             " the step with donate=False."
         )
-    if any(isinstance(x.held, FakeTensor) for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)):
+    if not abstract and any(
+        isinstance(x.held, FakeTensor) for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)
+    ):
         raise ValueError(
             f"this {name} has shapes and no values, as init makes it of tensors on 'meta' or without data: it is for"
             " step.lower. To run, give init values; of a module on 'meta', a function that draws or loads them."

@@ -61,7 +61,7 @@ def test_a_rank_that_is_late_is_called_late_and_no_rank_dead(world: int) -> None
         assert f"rank {late} {did} step {n}" in said and f"; {others} waited for 2 s. The process is there" in said, (
             said
         )
-        assert "it is slow, stopped, or at another call" in said and "make_mesh(timeout=2)" in said, said
+        assert "it is slow, stopped, cut off, or at another call" in said and "make_mesh(timeout=2)" in said, said
         assert "died" not in said and "left the step" not in said
         own = f"the other ranks have given up waiting for this one, rank {late}."
         assert said.startswith(own) == (rank == late), said
