@@ -124,7 +124,7 @@ def test_a_leaf_without_elements_travels_with_others(stage: int) -> None:
         assert_parity(own, optim.adam(0.1), _params(), batches, mesh=mesh, zero=zero, reference=loss)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 8))])
 def test_a_leaf_without_elements_is_lowered(world: int) -> None:
     for stage in (1, 3):
         mesh = sf.make_mesh({"dp": world}, abstract=True)
