@@ -93,7 +93,8 @@ def test_a_named_list_changes_nothing_on_one_device(kind: type[nn.Module]) -> No
     x = torch.linspace(-1, 1, 6).view(2, 3)
     for layers in (None, "layers"):
         torch.manual_seed(1)
-        params, apply = from_module(kind(), **({} if layers is None else {"layers": layers}))
+        options: Any = {} if layers is None else {"layers": layers}
+        params, apply = from_module(kind(), **options)
         torch.manual_seed(2)
         loss, grads = sf.value_and_grad(lambda p, x, apply=apply: apply(p, x.clone().requires_grad_()).square().mean())(
             params, x

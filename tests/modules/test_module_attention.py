@@ -82,7 +82,8 @@ def test_calls_that_no_body_computes_are_refused() -> None:
     from shardfn.modules._module_attention import routed_attention
 
     with pytest.raises(RuntimeError, match="from_module"):
-        routed_attention(llama(), *(torch.zeros(1, 1, 1, 1),) * 3, None)
+        x = torch.zeros(1, 1, 1, 1)
+        routed_attention(llama(), x, x, x, None)
 
 
 @distributed(world=2)
