@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from shardfn.memory import FULL, Bytes, DiskFullError, locked, sync, unlock
 
 from ._manifest import Manifest, encoded
-from ._place import MANIFEST, STEP, Location, damaged, read_manifest, step_name, there_already
+from ._place import MANIFEST, STEP, Location, damaged, no_checkpoint, read_manifest, step_name, there_already
 
 _REST = re.compile(r"(step_\d{1,18})\.(tmp|was|old)-[0-9a-f]+", re.ASCII)
 _REMEDY = "Give each job a directory of its own, or end that process."
@@ -196,6 +196,10 @@ class DirectoryStore:
         """The one of a step."""
         return FilePlace(self.path(step))
 
+    def itself(self) -> FilePlace:
+        """The directory as one checkpoint."""
+        return FilePlace(self._place)
+
     def path(self, step: int) -> pathlib.Path:
         """The directory of the one of a step."""
         return self._place / step_name(step)
@@ -249,13 +253,15 @@ class DirectoryStore:
             )
         return problem
 
-    def unfinished(self) -> bool:
-        """Whether this is the directory of a checkpoint that is being written, or whose job ended meanwhile."""
-        return _REST.fullmatch(self._place.name) is not None
-
-    def there(self) -> bool:
-        """Whether the directory is there."""
-        return self._place.is_dir()
+    def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
+        """The error of a step that is not among those that were found."""
+        if _REST.fullmatch(self._place.name):
+            parent = DirectoryStore(self._place.parent)
+            return FileNotFoundError(
+                f"{self} is a checkpoint that is being written, or whose job ended meanwhile; take a complete one from"
+                f" {parent}: steps {parent.steps()}."
+            )
+        return no_checkpoint(self, step, found, "" if self._place.is_dir() else "is no directory")
 
 
 def _clear(path: pathlib.Path) -> None:

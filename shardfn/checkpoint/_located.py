@@ -1,11 +1,10 @@
 """From what a caller gives, a path or a URL, to checkpoints."""
 
 import os
-import pathlib
 import re
 
-from ._directory import DirectoryStore, FilePlace
-from ._objects import ObjectPlace, ObjectStore
+from ._directory import DirectoryStore
+from ._objects import ObjectStore
 from ._place import MANIFEST, Location, Store
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
@@ -50,21 +49,10 @@ def located(directory: str | os.PathLike[str], step: int | None = None) -> Locat
         FileNotFoundError: there is none, or not of that step; says what is there.
     """
     store = store_of(directory)
-    if isinstance(store, ObjectStore):
-        one: Location = ObjectPlace(store.fs, store.root)
-    else:
-        one = FilePlace(pathlib.Path(directory))
+    one = store.itself()
     if one.size(MANIFEST) >= 0:
         return one
     found = store.steps()
     if found and (step is None or step in found):
         return store.at(found[-1] if step is None else step)
-    if isinstance(store, DirectoryStore) and store.unfinished():
-        parent = pathlib.Path(directory).parent
-        raise FileNotFoundError(
-            f"{store} is a checkpoint that is being written, or whose job ended meanwhile; take a complete one from"
-            f" {parent}: steps {steps(parent)}."
-        )
-    missing = isinstance(store, DirectoryStore) and not store.there()
-    what = "is no directory" if missing else f"has checkpoints of steps {found}" if found else "has none"
-    raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}.")
+    raise store.absent(step, found)

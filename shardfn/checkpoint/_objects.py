@@ -21,7 +21,7 @@ import numpy as np
 from shardfn.memory import Bytes, InUseError
 
 from ._manifest import Manifest, decoded, encoded
-from ._place import MANIFEST, STEP, Location, damaged, read_manifest, step_name, there_already
+from ._place import MANIFEST, STEP, Location, damaged, no_checkpoint, read_manifest, step_name, there_already
 
 _WRITER = "writer.json"
 # What drafts write; other objects are never removed.
@@ -88,6 +88,15 @@ class ObjectPlace:
         """Whether there is a manifest."""
         return self.size(MANIFEST) >= 0
 
+    def named(self) -> set[str]:
+        """The objects that its manifest has; none without one.
+
+        Raises:
+            DamagedError: the manifest is not what was written.
+            ValueError: it is of a newer version.
+        """
+        return set(read_manifest(self).files) if self.complete() else set()
+
 
 class ObjectDraft(ObjectPlace):
     """The objects of a checkpoint that has no manifest yet."""
@@ -142,7 +151,7 @@ class ObjectDraft(ObjectPlace):
     def discard(self) -> None:
         """Removes this draft's objects, unless a manifest has them: a put that failed may have arrived."""
         with contextlib.suppress(OSError):  # what stays is removed by whoever writes here next
-            kept = read_manifest(self).files if self.complete() else {}
+            kept = self.named()
             mine = [p for p in _below(self.fs, self.root) if p == self.marker or f"-{self._token}." in p]
             _remove(self.fs, [p for p in mine if p.rpartition("/")[2] not in kept])
 
@@ -176,6 +185,14 @@ class ObjectStore:
     def at(self, step: int) -> ObjectPlace:
         """The one of a step."""
         return ObjectPlace(self.fs, f"{self.root}/{step_name(step)}")
+
+    def itself(self) -> ObjectPlace:
+        """What is below the URL as one checkpoint."""
+        return ObjectPlace(self.fs, self.root)
+
+    def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
+        """The error of a step that is not among those that were found."""
+        return no_checkpoint(self, step, found)
 
     def path(self, step: int) -> str:
         """The URL of the one of a step."""
@@ -227,9 +244,8 @@ class ObjectStore:
 
     def tidy(self, root: str) -> None:
         """Removes what is below a step and in no manifest; of one whose manifest cannot be read, nothing."""
-        place = ObjectPlace(self.fs, root)
         try:
-            kept = read_manifest(place).files if place.complete() else {}
+            kept = ObjectPlace(self.fs, root).named()
         except (OSError, ValueError):
             return  # damaged, or of a newer version: somebody may want to look at it
         left = [p for p in _below(self.fs, root) if _OURS.fullmatch(name := p.rpartition("/")[2]) and name not in kept]

@@ -1,7 +1,7 @@
 """Where checkpoints are, as what writes and reads them sees it: a directory of a file system, or an object store.
 
-    Store    a run's checkpoints
-    Location    the files of one of them; `str` of it is where it is
+    Store          a run's checkpoints
+    Location       the files of one of them; `str` of it is where it is
     NewLocation    the files of one that is being written, which no `Store.steps` has yet
 
 Both kinds promise that a step is listed from the moment on when all of it is there, and never before.
@@ -115,6 +115,14 @@ class Store(Protocol):
         """The one of a step, whether it is there or not."""
         ...
 
+    def itself(self) -> Location:
+        """What it would be if it were one checkpoint, and not a run's."""
+        ...
+
+    def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
+        """The error of a step (None = any) that is not among those that were found."""
+        ...
+
     def path(self, step: int) -> pathlib.Path | str:
         """Where the one of a step is, for whoever wants to open it: a path, or a URL."""
         ...
@@ -179,6 +187,12 @@ def there_already(where: str) -> FileExistsError:
         f"{where} is there already: step numbers name checkpoints. Save under another step, with replace=True, or"
         " remove it."
     )
+
+
+def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str = "") -> FileNotFoundError:
+    """The error of a checkpoint that a store has not; `missing` is what it is instead of one that could have it."""
+    what = missing or (f"has checkpoints of steps {found}" if found else "has none")
+    return FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}.")
 
 
 def damaged(what: str) -> DamagedError:
