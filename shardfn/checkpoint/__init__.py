@@ -8,4 +8,4 @@ from ._preemption import Preemption as Preemption
 from ._located import steps as steps
 from ._job import Saved as Saved
 from ._inspect import Difference as Difference, Verified as Verified
-from ._inspect import diff as diff, inspect as inspect, stored as stored, verify as verify
+from ._inspect import diff as diff, inspect as inspect, read_leaves as read_leaves, stored as stored, verify as verify

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -134,6 +135,42 @@ def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[s
     """
     leaves = read_manifest(located(directory, step)).leaves
     return {path: torch.empty(x.shape, dtype=dtype_of(x), device="meta") for path, x in leaves.items()}
+
+
+def read_leaves(
+    directory: str | os.PathLike[str], paths: Iterable[str], step: int | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Leaves of a checkpoint, whole and one after another, on one device; what was read is compared with its digests.
+
+    Args:
+        directory: a run's checkpoints, or one of them.
+        paths: of the leaves, as `stored` has them.
+        step: which of a run's; default the newest.
+
+    Yields:
+        Each path and the leaf, on the host, of the shape and dtype that were saved.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        KeyError: it has no such leaf.
+        DamagedError: files are not what was written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardfn.checkpoint import save
+        >>> directory = tempfile.mkdtemp()
+        >>> _ = save(directory, {"w": torch.ones(2), "b": torch.zeros(9)}, step=7)
+        >>> dict(read_leaves(directory, ["['w']"]))
+        {"['w']": tensor([1., 1.])}
+    """
+    place = located(directory, step)
+    manifest = read_manifest(place)
+    with ChunkReader(place, manifest) as reader:
+        for path in paths:
+            leaf = manifest.leaves[path]
+            out = host_empty(leaf.shape, dtype_of(leaf))
+            reader.box(leaf, tuple((0, n) for n in leaf.shape), out)
+            yield path, out
 
 
 def diff(

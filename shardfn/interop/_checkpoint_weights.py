@@ -6,13 +6,14 @@ import re
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint import restore, save, stored
+from shardfn.checkpoint import read_leaves, save, stored
 from shardfn.core import dtype_name
 
 from ._archive import Archive, ArchiveWriter
 
 _PARAMS = re.compile(r"params(\[.*\])")
 _MASTERS = re.compile(r"opt_state(?:\[\d+\]|\.\w+|\['[^']*'\])*?\.master(\[.*\])")
+_FLOATS = {dtype_name(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 _KEYS = re.compile(r"\['([^']*)'\]|\[(\d+)\]")
 
 
@@ -58,13 +59,11 @@ def export_checkpoint(
     names = {rest: ".".join(a or b for a, b in _KEYS.findall(rest)) for rest in sources}
     if len(set(names.values())) < len(names):
         raise ValueError(f"{directory}: several parameters would have the same name: {sorted(names.values())}.")
-    kept = {rest: _rounded(leaves[path], dtype).dtype for rest, path in sources.items()}
-    entries = {names[rest]: (kept[rest], tuple(leaves[path].shape)) for rest, path in sources.items()}
+    kept = {path: _kept(leaves[path].dtype, dtype) for path in sources.values()}
+    entries = {names[rest]: (kept[path], tuple(leaves[path].shape)) for rest, path in sources.items()}
     with ArchiveWriter(out, entries) as writer:
-        for rest, path in sources.items():
-            like = {"x": torch.empty(leaves[path].shape, dtype=leaves[path].dtype)}
-            read = restore(directory, like, step=step, rename=lambda _, path=path: path, partial=True)
-            writer.put(names[rest], read.tree["x"].to(kept[rest]))
+        for name, (path, x) in zip(entries, read_leaves(directory, sources.values(), step), strict=True):
+            writer.put(name, x.to(kept[path]))
     return list(names.values())
 
 
@@ -92,10 +91,10 @@ def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike
     return list(tree)
 
 
-def _rounded(x: Tensor, dtype: str | None) -> Tensor:
-    if dtype is None or not x.is_floating_point():
-        return x
-    wanted = {dtype_name(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
-    if dtype not in wanted:
-        raise ValueError(f"dtype={dtype!r} is none of {', '.join(wanted)}.")
-    return x.to(wanted[dtype])
+def _kept(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
+    """The dtype that a leaf has in the file."""
+    if wanted is None or not dtype.is_floating_point:
+        return dtype
+    if wanted not in _FLOATS:
+        raise ValueError(f"dtype={wanted!r} is none of {', '.join(_FLOATS)}.")
+    return _FLOATS[wanted]
