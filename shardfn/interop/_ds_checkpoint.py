@@ -1,4 +1,4 @@
-"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal ones, as whole named tensors.
+"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and some universal ones, as whole named tensors.
 
 Its files are pickles. They are opened by torch's unpickler for weights, which makes tensors and plain containers; the
 few classes of DeepSpeed's own that lie between them become objects that do nothing, and any other name is refused.
@@ -57,11 +57,14 @@ class DeepSpeedState(NamedTuple):
 
 
 def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
-    """Reads a checkpoint that `engine.save_checkpoint` wrote, or `ds_to_universal` made of one.
+    """Reads a checkpoint that `engine.save_checkpoint` wrote, or `ds_to_universal` made of one of stage 1 or 2.
 
     Files are mapped, not loaded, so what is in memory at a time is what is made of them. Give `params` to `step.init`,
     with a module's own names through `from_module`; moments have the names of parameters, so a tree of the optimizer's
     is made of them as of the parameters.
+
+    A universal checkpoint made of stage 3 comes out flat, without a step. Frozen parameters are read at stages 2 and 3
+    only. Buffers, and moments of optimizers other than Adam, are left out.
 
     Args:
         directory: what `save_checkpoint` was given.
