@@ -1,7 +1,11 @@
 """How the package reports a bad tree: every failing leaf by path, both values, and the remedy."""
 
 import difflib
-from collections.abc import Iterable
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -20,6 +24,23 @@ def raise_all(kind: type[Exception], title: str, problems: list[str]) -> None:
     if problems:
         lines = "\n".join(f"  - {p}" for p in problems)
         raise kind(f"{title}\n{lines}")
+
+
+def first_of(lines: Sequence[str], num: int) -> list[str]:
+    """The first `num` lines, and how many more there are.
+
+    Example:
+        >>> first_of(["a", "b", "c"], 1)
+        ['a', 'and 2 more']
+    """
+    return [*lines[:num], *([f"and {len(lines) - num} more"] if len(lines) > num else [])]
+
+
+def not_scalar(x: Any) -> str | None:
+    """What a value is that is neither a 0-d tensor nor a number; None of one that is."""
+    if isinstance(x, Tensor):
+        return None if x.shape == () else f"a tensor of shape {tuple(x.shape)}"
+    return None if isinstance(x, numbers.Real) else f"a {type(x).__name__}"
 
 
 class DonatedError(RuntimeError):

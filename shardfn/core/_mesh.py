@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -209,6 +209,11 @@ class Mesh:
         for name in self.axes(axes):
             index = index * self.shape[name] + self.coords[name]
         return index
+
+    def along(self, axes: Collection[str]) -> list[int]:
+        """The ranks of the mesh, this one among them, whose places differ from this one's along `axes` alone."""
+        places = enumerate(all_coords(self.shape))
+        return [r for r, at in places if all(at[a] == self.coords[a] for a in at if a not in axes)]
 
     @property
     def backend(self) -> str:

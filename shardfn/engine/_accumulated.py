@@ -51,6 +51,13 @@ def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Cal
     return total
 
 
+def of_whole_batch(loss: Loss) -> Loss:
+    """The loss, of a batch that is not cut in microbatches."""
+    while isinstance(loss, Accumulated):
+        loss = loss.inner
+    return loss
+
+
 def num_microbatches(loss: Loss) -> int:
     """Into how many microbatches a loss cuts its batch."""
     num = 1

@@ -33,6 +33,13 @@ def check_function(who: str, f: Any) -> None:
         raise TypeError(f"{who} takes a function, loss(params, batch), and this is of type {type(f).__name__}.")
 
 
+def module_name(x: Any) -> str | None:
+    """The class of a module, or of what is a class of modules itself; None of anything else."""
+    if isinstance(x, type):
+        return x.__name__ if issubclass(x, nn.Module) else None
+    return type(x).__name__ if isinstance(x, nn.Module) else None
+
+
 def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
     """Refuses a loss that cannot be called as a step calls it.
 
@@ -45,8 +52,7 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
         TypeError: says which arguments it takes, which it will be given, and how to bring them together.
     """
     check_function("sharded_step", loss)
-    if isinstance(loss, nn.Module) or (isinstance(loss, type) and issubclass(loss, nn.Module)):
-        name = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+    if name := module_name(loss):
         raise TypeError(
             f"sharded_step takes a function of parameters and a batch, and {name} is a module, which keeps its"
             " parameters itself. Write params, apply = sf.from_module(module), and a function that calls it:"

@@ -3,16 +3,24 @@
 A metric that is no `WeightedMean` is a mean over rows, and its weight is their number.
 """
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, broadcast_prefix, raise_all, tree_leaves, tree_map, tree_structure, tree_unflatten
+from shardfn.core import (
+    PyTree,
+    broadcast_prefix,
+    not_scalar,
+    raise_all,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
-from ._accumulated import Accumulated
+from ._accumulated import of_whole_batch
 from ._check import is_spec
 from ._loss import Loss, WeightedMean
 from ._mixed import Mixed
@@ -34,8 +42,7 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
     Returns:
         A function to name -> [total, weight], float64; it raises `TypeError` or `ValueError` for what is no metric.
     """
-    while isinstance(loss, Accumulated):
-        loss = loss.inner
+    loss = of_whole_batch(loss)
 
     def sums(params: PyTree, *args: Any) -> dict[str, Tensor]:
         state, batch, *key = args if has_state else ((), *args)
@@ -91,7 +98,7 @@ def _sums(found: Any, what: str, rows: int) -> dict[str, Tensor]:
     raise_all(
         ValueError,
         f"{what}: 0-d tensors, numbers or WeightedMeans of them are wanted; take a mean, or a total and its weight:",
-        [f"{name!r} is {_told(x)}" for name, pair in pairs.items() for x in pair if not _is_scalar(x)],
+        [f"{name!r} is {told}" for name, pair in pairs.items() for x in pair if (told := not_scalar(x))],
     )
     device = next((x.device for pair in pairs.values() for x in pair if isinstance(x, Tensor)), None)
     out = {}
@@ -100,11 +107,3 @@ def _sums(found: Any, what: str, rows: int) -> dict[str, Tensor]:
         # A mean is made a total; a `WeightedMean` is one already.
         out[name] = torch.stack(row if isinstance(found[name], WeightedMean) else [row[0] * row[1], row[1]])
     return out
-
-
-def _is_scalar(x: Any) -> bool:
-    return x.shape == () if isinstance(x, Tensor) else isinstance(x, numbers.Real)
-
-
-def _told(x: Any) -> str:
-    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

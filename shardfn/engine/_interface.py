@@ -272,8 +272,7 @@ def _joined(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> 
     sizes = list(blocks[mesh.rank])
     for dim in range(len(spec)):
         axes = mesh.axes(spec.dim_axes(dim))
-        along = [r for r, at in enumerate(places) if all(at[a] == mesh.coords[a] for a in at if a not in axes)]
-        sizes[dim] = sum(blocks[r][dim] for r in along) if axes else sizes[dim]
+        sizes[dim] = sum(blocks[r][dim] for r in mesh.along(axes)) if axes else sizes[dim]
     cut = [[s.stop - s.start for s in block_slices(tuple(sizes), spec, mesh.shape, at)] for at in places]
     # The sums fit one rank's line of blocks; others may not fit them.
     if [list(b) for b in blocks] != cut:

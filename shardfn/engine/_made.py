@@ -4,10 +4,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from shardfn.core import PyTree, deferred, raise_all, tree_leaves, tree_paths
 
+from ._callable import module_name
 from ._check import check_params
 
 
@@ -29,9 +28,7 @@ def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
 
 
 def _refuse_module(params: Any) -> None:
-    is_class = isinstance(params, type) and issubclass(params, nn.Module)
-    if isinstance(params, nn.Module) or is_class:
-        name = params.__name__ if is_class else type(params).__name__
+    if name := module_name(params):
         raise TypeError(
             f"init takes a tree of tensors, or a function that makes one, and {name} is a module. Take its parameters"
             " out: params, apply = sf.from_module(module); call apply(params, ...) in the loss, and step.init(params)."

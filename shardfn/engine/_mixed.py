@@ -10,7 +10,7 @@ from shardfn.core import Policy, PyTree, tree_flatten, tree_map, tree_paths, tre
 from shardfn.modules import computing_in
 from shardfn.optim import GradientTransformation, LossScale, master_weights
 
-from ._accumulated import Accumulated
+from ._accumulated import of_whole_batch
 from ._levels import Transform
 from ._loss import Loss, WeightedMean
 from ._two_dtypes import naming_exceptions
@@ -68,8 +68,7 @@ class Mixed(Transform):
 
 def policy_in(loss: Loss) -> Policy | None:
     """The policy of a step's loss, perhaps accumulated; None if it has none."""
-    while isinstance(loss, Accumulated):
-        loss = loss.inner
+    loss = of_whole_batch(loss)
     return loss.policy if isinstance(loss, Mixed) else None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_leaves, tree_paths
+from shardfn.core import PyTree, first_of, tree_leaves, tree_paths
 
 _SHOWN = 20
 _INDICES = re.compile(r"(\[\d+\])+$")
@@ -30,8 +30,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
             told.setdefault(of, f"{of} is a list of numbers ({path} is {_kind(x)}); write torch.tensor({of})")
         else:
             told[path] = f"{path} is {_kind(x)}{_remedy(path, x)}"
-    lines = list(told.values())
-    return [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
+    return first_of(list(told.values()), _SHOWN)
 
 
 def _kind(x: Any) -> str:

@@ -22,7 +22,7 @@ from shardfn.graph import PartitionProgram, cut, partition_graph, prepare, progr
 from shardfn.leaves import LeafLayout
 from shardfn.nn import looping
 
-from ._accumulated import Accumulated
+from ._accumulated import Accumulated, of_whole_batch
 from ._levels import Transform
 from ._loss import Loss
 from ._mixed import Mixed
@@ -91,9 +91,7 @@ def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
         ValueError: the axis cuts the batch.
     """
     loss = _bound(unwrapped.loss, planner)
-    mixed = loss
-    while isinstance(mixed, Accumulated):
-        mixed = mixed.inner
+    mixed = of_whole_batch(loss)
     return unwrapped._replace(loss=loss, mixed=mixed if isinstance(mixed, Mixed) else unwrapped.mixed)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from shardfn.core import Policy
+from shardfn.core import Policy, first_of
 
 # What torch says of the operands of a product, of attention and of a convolution.
 _SAYS = re.compile(r"same dtype|expected scalar type|type .* should be the same")
@@ -41,12 +41,11 @@ def naming_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple
 
 
 def _text(policy: Policy, own: Sequence[str], error: str) -> str:
-    more = [f"and {len(own) - _SHOWN} more"] if len(own) > _SHOWN else []
     lines = [
         f"an operation of the loss got two dtypes: {error}. All is computed in {policy.compute} but for exceptions of"
         " the Policy. Cast where they meet, as in x @ w.to(x.dtype), or (norm(x) * w).to(x.dtype): sf.nn.rms_norm and"
         " layer_norm do so, and sf.from_module does it at the borders of submodules of which all parameters are"
         " exceptions (so name weight and bias alike). Exceptions are:",
-        *(f"  - {line}" for line in [*own[:_SHOWN], *more]),
+        *(f"  - {line}" for line in first_of(own, _SHOWN)),
     ]
     return "\n".join(lines)

@@ -1,13 +1,12 @@
 """Metrics as Python numbers, in one transfer from each device that holds some."""
 
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.core import raise_all
+from shardfn.core import not_scalar, raise_all
 
 
 def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -32,7 +31,7 @@ def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     raise_all(
         TypeError,
         "metrics are 0-d tensors or numbers; take a mean, or leave these out:",
-        [f"metrics[{name!r}] is {_told(x)}" for name, x in metrics.items() if not _is_scalar(x)],
+        [f"metrics[{name!r}] is {told}" for name, x in metrics.items() if (told := not_scalar(x))],
     )
     by_device: dict[torch.device, list[str]] = {}
     for name, x in metrics.items():
@@ -44,11 +43,3 @@ def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
         row = torch.stack([metrics[name].detach().to(wide) for name in names])
         found |= dict(zip(names, row.tolist(), strict=True))
     return {name: found[name] if name in found else float(x) for name, x in metrics.items()}
-
-
-def _is_scalar(x: Any) -> bool:
-    return x.shape == () if isinstance(x, Tensor) else isinstance(x, numbers.Real)
-
-
-def _told(x: Any) -> str:
-    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

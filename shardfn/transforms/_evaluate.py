@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyControl
-from shardfn.core import Mesh, PyTree, all_coords, raise_all, tree_leaves
+from shardfn.core import Mesh, PyTree, raise_all, tree_leaves
 from shardfn.engine import (
     Jitted,
     Planner,
@@ -127,9 +127,7 @@ def evaluate(
 def _nearest(there: list[int], specs: PyTree, mesh: Mesh) -> int:
     """The rank whose batch shows the shape of this one's: it has one, and the same part of all dims but the rows."""
     rows = {a for spec in tree_leaves(specs, is_leaf=is_spec) for a in mesh.axes(spec.dim_axes(0))}
-    places = all_coords(mesh.shape)
-    alike = [r for r, at in enumerate(places) if all(at[a] == mesh.coords[a] for a in at if a not in rows)]
-    return next(r for r in [*alike, *range(mesh.size)] if there[r])
+    return next(r for r in [*mesh.along(rows), *range(mesh.size)] if there[r])
 
 
 def _means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: AnyControl) -> dict[str, float]:
@@ -137,9 +135,7 @@ def _means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: A
     mine = torch.stack([own[name] for name in names]).tolist() if names else []
     told: Any = control.gather((names, mine))
     # In rank order, of those that differ from this one along `axes` alone: so all have the same sum.
-    near = [
-        r for r, at in enumerate(all_coords(mesh.shape)) if all(at[a] == mesh.coords[a] for a in at if a not in axes)
-    ]
+    near = mesh.along(axes)
     if not names:
         raise ValueError("evaluate: no rank has a row; pass batches of at least one row, on one rank or more.")
     if any(told[r][0] != names for r in near):
