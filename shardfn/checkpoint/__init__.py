@@ -2,6 +2,7 @@
 
 from ._save import save as save
 from ._restore import Restored as Restored, restore as restore
+from ._read_into import restore_tensors as restore_tensors
 from ._dcp import restore_dcp as restore_dcp, save_dcp as save_dcp
 from ._manager import Manager as Manager, latest as latest
 from ._preemption import Preemption as Preemption

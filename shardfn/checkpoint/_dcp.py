@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardfn.core import Mesh, PyTree, raise_all, tree_flatten, tree_unflatten
+from shardfn.core import Mesh, PyTree
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import Pool
 from shardfn.state import check_alive
 
 from ._contents import contents, mesh_of
-from ._match import Rename, matched
-from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
+from ._match import Rename
+from ._read_into import ReadOptions, read_into
 
 # DCP takes as long to be imported as shardfn, so that only these functions do it.
 
@@ -107,30 +107,8 @@ def restore_dcp(
     """
     from ._dcp_blocks import DcpReader
 
-    check_alive(like, abstract=True)
-    mesh = mesh_of(like)
-    comms = comms_of(mesh)
-    with told_before(comms.control):
-        reader = DcpReader(directory)
-        leaves, treedef = tree_flatten(like)
-        targets = targets_of(like, at)
-        sources, problems = matched(targets, reader.manifest(), at, rename, partial=partial, cast=cast, but=_NoRecuts())
-        problems = problems or nowhere(targets, leaves, sources, pool, frozenset())
-        raise_all(ValueError, f"the DCP checkpoint {directory} does not fit:", problems)
-    with losing_no_peer(comms), torch.no_grad():
-        tasks = [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)]
-        out = read_all(tasks, frozenset(), reader, check=False)
-        if donate:
-            donate_all(leaves, out)
-        comms.control.exchange(0)  # all ranks have it, or none has
-    return tree_unflatten(treedef, out)
-
-
-class _NoRecuts:
-    """All leaves are read as they are."""
-
-    at: frozenset[int] = frozenset()
-    paths: frozenset[str] = frozenset()
+    options = ReadOptions(at, rename, partial, cast, donate, pool)
+    return read_into(like, lambda: DcpReader(directory), f"the DCP checkpoint {directory}", options)
 
 
 def _check_all_ranks(mesh: Mesh) -> None:

@@ -20,7 +20,8 @@ from shardfn.core import Stored, dtype_name
 from shardfn.memory import DamagedError
 
 from ._contents import Content
-from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
+from ._manifest import DTYPES, Manifest, StoredLeaf
+from ._read_into import one_chunk
 
 
 class BlockPlanner(dcp.DefaultSavePlanner):
@@ -63,9 +64,7 @@ class DcpReader:
         leaves = {}
         for key, x in self.metadata.state_dict_metadata.items():
             if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
-                shape = tuple(x.size)
-                chunk = StoredChunk((0,) * len(shape), shape, key, 0, "")
-                leaves[key] = StoredLeaf(shape, dtype_name(x.properties.dtype), (), (chunk,))
+                leaves[key] = one_chunk(key, tuple(x.size), x.properties.dtype)
         return Manifest(0, None, {}, leaves, {})
 
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:

@@ -10,11 +10,11 @@ from shardfn.checkpoint import read_leaves, save, stored
 from shardfn.core import dtype_name
 
 from ._archive import Archive, ArchiveWriter
+from ._dotted import dotted
 
 _PARAMS = re.compile(r"params(\[.*\])")
 _MASTERS = re.compile(r"opt_state(?:\[\d+\]|\.\w+|\['[^']*'\])*?\.master(\[.*\])")
 _FLOATS = {dtype_name(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
-_KEYS = re.compile(r"\['([^']*)'\]|\[(\d+)\]")
 
 
 def export_checkpoint(
@@ -56,7 +56,7 @@ def export_checkpoint(
     sources = {found[1]: masters.get(found[1], path) for path in leaves if (found := _PARAMS.fullmatch(path))}
     if not sources:
         raise ValueError(f"{directory} has no leaves below params; it has {', '.join(list(leaves)[:6]) or 'none'}.")
-    names = {rest: ".".join(a or b for a, b in _KEYS.findall(rest)) for rest in sources}
+    names = {rest: dotted(rest) for rest in sources}
     if len(set(names.values())) < len(names):
         raise ValueError(f"{directory}: several parameters would have the same name: {sorted(names.values())}.")
     kept = {path: _kept(leaves[path].dtype, dtype) for path in sources.values()}

@@ -51,7 +51,7 @@ class DeepSpeedState(NamedTuple):
         params: whole parameters in float32, by the module's names: masters where there are any. Frozen ones are there.
         moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
             for SGD; each by the same names.
-        step: of the optimizer; 0 if it says none.
+        step: how many updates there were; 0 if nothing says it.
         shared: names of tied parameters, and of the one in `params` that each is.
         buffers: of the module, by its names, in their own dtypes.
     """
@@ -154,6 +154,7 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
             moments.setdefault(name, {}).update(own)
     shared = _shared(models[0])
     _check_twice(place, params, models[0])
+    step = step or _updates(models[0])
     return DeepSpeedState(params | _frozen(place, models, params), moments, step, shared, _buffers(models[0]))
 
 
@@ -204,6 +205,11 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: model["module"][name].clone() for name in names if name in model["module"]}
 
 
+def _updates(model: Mapping[str, Any]) -> int:
+    """How many updates there were; the optimizer itself may count none, as torch's SGD."""
+    return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
+
+
 def _frozen(
     place: pathlib.Path, models: Sequence[Mapping[str, Any]], others: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -228,8 +234,8 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
     odd = [f"{name} {tuple(x.shape)}" for name, x, own in both if not torch.equal(x.to(own.dtype), own)]
     raise_all(
         ValueError,
-        f"in {place} the module's weights are not the optimizer's, rounded. Where it is a universal checkpoint, read the"
-        " one that it was made of: ds_to_universal mixes values up under round_robin_gradients.",
+        f"in {place} the module's weights are not the optimizer's, rounded. Where it is a universal checkpoint, read"
+        " the one that it was made of: ds_to_universal mixes values up under round_robin_gradients.",
         odd,
     )
 
@@ -278,6 +284,7 @@ def _universal(place: pathlib.Path) -> DeepSpeedState:
     if not step and own.is_file():  # where stage 3 has the step
         step = max([0, *_steps(_loaded(own))])
     _check_twice(place, params, model)
+    step = step or _updates(model)
     frozen = _frozen(place, models, params) if models else {}
     return DeepSpeedState(params | frozen, moments, step, shared, buffers)
 

@@ -1,8 +1,9 @@
 """What DeepSpeed computes, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
 
-    deepspeed_training.py CONFIG.json OUT.pt STEPS [CHECKPOINTS]
+    deepspeed_training.py CONFIG.json OUT.pt STEPS SAVED [CHECKPOINTS]
 
-Writes the parameters after the steps, and the loss and the rate of each. Both sides take `rows(step)` as the batch.
+Writes the parameters after the steps, and the loss and the rate of each; saves a checkpoint "here" in SAVED. Both sides
+take `rows(step)` as the batch. With CHECKPOINTS it goes on from the universal checkpoint there.
 """
 
 import json
@@ -26,7 +27,7 @@ def model() -> torch.nn.Module:
 
 
 def main() -> None:
-    config, out, steps, place = json.load(open(sys.argv[1])), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+    config, out, steps, place = json.load(open(sys.argv[1])), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -34,7 +35,9 @@ def main() -> None:
     engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     times = engine.gradient_accumulation_steps()
     losses, rates = [], []
-    for step in range(steps):
+    if sys.argv[5:]:
+        engine.load_checkpoint(sys.argv[5])
+    for step in range(engine.global_steps, steps):
         x, y = (t.chunk(world)[rank].chunk(times) for t in rows(step))
         total = torch.zeros(())
         rates.append(engine.optimizer.param_groups[0]["lr"])
@@ -45,8 +48,7 @@ def main() -> None:
             total += loss.detach() / times
         dist.all_reduce(total)
         losses.append(float(total) / world)
-    if place:
-        engine.save_checkpoint(place[0], tag="here")
+    engine.save_checkpoint(place, tag="here")
     with deepspeed.zero.GatheredParameters(list(net.parameters())):
         params = {name: p.detach().float().clone() for name, p in net.named_parameters()}
     if rank == 0:

@@ -1,0 +1,141 @@
+"""What is no checkpoint of ours, read into a tree as `restore` does it; and one such thing, tensors that are here."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Box
+from shardfn.core import PyTree, dtype_name, raise_all, tree_flatten, tree_unflatten
+from shardfn.engine import comms_of, losing_no_peer, told_before
+from shardfn.memory import Pool
+from shardfn.state import check_alive
+
+from ._contents import mesh_of
+from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
+from ._match import Rename, matched
+from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
+
+
+class ReadOptions(NamedTuple):
+    """How a tree is filled; as `restore` takes them."""
+
+    at: str = ""
+    rename: Rename | None = None
+    partial: bool = False
+    cast: bool = False
+    donate: bool = True
+    pool: Pool | None = None
+
+
+class LeafReader(Protocol):
+    """Leaves by name, of which boxes are read."""
+
+    def manifest(self) -> Manifest:
+        """What there is: each leaf one chunk, whose file is the leaf's name."""
+        ...
+
+    def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
+        """Fills `out`, a host tensor of the box's shape and the leaf's dtype, with a box of a leaf."""
+        ...
+
+
+def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options: ReadOptions) -> Any:
+    """A tree like this one with the values that a reader has. Collective; nothing is written before all leaves fit.
+
+    Args:
+        like: as `restore` takes it.
+        opened: opens the reader.
+        what: it is read, for messages.
+        options: how.
+    """
+    check_alive(like, abstract=True)
+    mesh = mesh_of(like)
+    comms = comms_of(mesh)
+    at, rename, partial, cast, donate, pool = options
+    with told_before(comms.control):
+        reader = opened()
+        leaves, treedef = tree_flatten(like)
+        targets = targets_of(like, at)
+        sources, problems = matched(targets, reader.manifest(), at, rename, partial=partial, cast=cast, but=_NoRecuts())
+        problems = problems or nowhere(targets, leaves, sources, pool, frozenset())
+        raise_all(ValueError, f"{what} does not fit:", problems)
+    with losing_no_peer(comms), torch.no_grad():
+        tasks = [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)]
+        out = read_all(tasks, frozenset(), reader, check=False)
+        if donate:
+            donate_all(leaves, out)
+        comms.control.exchange(0)  # all ranks have it, or none has
+    return tree_unflatten(treedef, out)
+
+
+def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
+    """A leaf that lies in one piece under this name."""
+    return StoredLeaf(shape, dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
+
+
+def restore_tensors(
+    tensors: Mapping[str, Tensor],
+    like: PyTree,
+    *,
+    at: str = "",
+    rename: Rename | None = None,
+    partial: bool = False,
+    cast: bool = False,
+    donate: bool = True,
+    pool: Pool | None = None,
+) -> Any:
+    """Whole tensors that every rank has, into a tree like this one. Collective over its mesh.
+
+    As `restore` does, it compares everything before a value is written, and each rank takes its own blocks to where
+    they are kept: another spec, memory kind or dtype, stacked layers or a list.
+
+    Args:
+        tensors: by path, as `restore`'s checkpoint has them: `params['w']`; the same on all ranks, mapped ones too.
+        like: as `restore` takes it.
+        at: what the tree's paths begin with.
+        rename: from a path of the tree to a key of `tensors`; None = the leaf stays as it is.
+        partial: whether leaves that only one side has are passed over.
+        cast: whether values may be rounded to a leaf's dtype.
+        donate: whether the memory of `like` is filled.
+        pool: for leaves on disk of an abstract tree.
+
+    Returns:
+        The tree.
+
+    Raises:
+        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values, or is of no
+            kind that checkpoints have; lists all.
+        DonatedError: a step has consumed `like`.
+        RankError: another rank failed.
+
+    Example:
+        >>> restore_tensors({"['w']": torch.ones(2)}, {"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    options = ReadOptions(at, rename, partial, cast, donate, pool)
+    return read_into(like, lambda: _Tensors(tensors), "what is given", options)
+
+
+class _Tensors(NamedTuple):
+    """Tensors that are here, on any device."""
+
+    tensors: Mapping[str, Tensor]
+
+    def manifest(self) -> Manifest:
+        unknown = [f"{k} is {x.dtype}" for k, x in self.tensors.items() if DTYPES.get(dtype_name(x.dtype)) != x.dtype]
+        raise_all(ValueError, "dtypes that no checkpoint has:", unknown)
+        leaves = {name: one_chunk(name, tuple(x.shape), x.dtype) for name, x in self.tensors.items()}
+        return Manifest(0, None, {}, leaves, {})
+
+    def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
+        del check  # there are no digests
+        out.copy_(self.tensors[leaf.chunks[0].file].detach()[tuple(slice(lo, hi) for lo, hi in box)])
+
+
+class _NoRecuts:
+    """All leaves are read as they are."""
+
+    at: frozenset[int] = frozenset()
+    paths: frozenset[str] = frozenset()

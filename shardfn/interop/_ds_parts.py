@@ -1,0 +1,56 @@
+"""What each leaf of a state is in a checkpoint of DeepSpeed's.
+
+params['a'], opt_state...master['a']   fp32 of a
+opt_state...mu['a'], ...nu['a']        exp_avg, exp_avg_sq of a
+opt_state...trace['a']                 momentum_buffer of a
+opt_state...count, step                step
+model_state['b']                       buffer b of the module
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ._dotted import dotted
+
+# From the name of a parameter or buffer here to DeepSpeed's.
+Names = Callable[[str], str]
+_PARAM = re.compile(r"params(.*)")
+_BUFFER = re.compile(r"model_state(.*)")
+_STATE = re.compile(r"opt_state(?:\[\d+\]|\.\w+|\['[^']*'\])*?\.(mu|nu|trace|master|count)((?:\[.*|\..*)?)")
+_FIELDS = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer", "master": "fp32", "count": "step"}
+
+
+class Part(NamedTuple):
+    """What a leaf is there: "fp32", "buffer" or a state, of which parameter; the step is of none."""
+
+    kind: str
+    name: str = ""
+
+
+def part_of(path: str, names: Names) -> Part | None:
+    """What a leaf is there; None of what has no counterpart."""
+    if found := _PARAM.fullmatch(path):
+        return Part("fp32", names(dotted(found[1])))
+    if found := _BUFFER.fullmatch(path):
+        return Part("buffer", names(dotted(found[1])))
+    if found := _STATE.fullmatch(path):
+        kind = _FIELDS[found[1]]
+        return Part(kind) if kind == "step" else Part(kind, names(dotted(found[2])))
+    return Part("step") if path == "step" else None
+
+
+def key_of(part: Part) -> str:
+    """The part in a word, as messages show it.
+
+    Example:
+        >>> key_of(Part("exp_avg", "a.weight")), key_of(Part("step"))
+        ('exp_avg of a.weight', 'step')
+    """
+    return f"{part.kind} of {part.name}" if part.name else part.kind
+
+
+def is_master(path: str) -> bool:
+    """Whether a leaf is the wide copy of a parameter."""
+    found = _STATE.fullmatch(path)
+    return found is not None and found[1] == "master"

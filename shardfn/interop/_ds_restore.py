@@ -1,0 +1,72 @@
+"""`restore_deepspeed`: a state that goes on where DeepSpeed stopped."""
+
+from typing import Any
+
+import torch
+
+from shardfn.checkpoint import restore_tensors
+from shardfn.core import PyTree, tree_paths
+
+from ._ds_checkpoint import DeepSpeedState
+from ._ds_parts import Names, Part, key_of, part_of
+
+
+def restore_deepspeed(
+    found: DeepSpeedState,
+    like: PyTree,
+    *,
+    at: str = "",
+    names: Names = lambda name: name,
+    donate: bool = True,
+) -> Any:
+    """Goes on where DeepSpeed stopped: weights, moments, step and buffers, into a state of any mesh. Collective.
+
+    A leaf's name is the keys of the tree with dots between, so `params['blocks'][0]['w']` is `blocks.0.w`; layers that
+    are stacked here are read one by one. Parameters in 16 bits get theirs rounded, and their master copies all. The key
+    and the loss scale stay as they are. Buffers that the state does not have are the module's business.
+
+    Args:
+        found: what `read_deepspeed` gave, the same on all ranks.
+        like: what `step.init` gives, of a rule with the moments that DeepSpeed's had; or a part of it.
+        at: what the paths of `like` begin with: "params" of `state.params`, to begin anew with the weights.
+        names: from a parameter's or buffer's name here to DeepSpeed's.
+        donate: whether the memory of `like` is filled, which then cannot be touched again.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: leaves are missing, or additional, or of another shape; lists all.
+        DonatedError: a step has consumed `like`.
+        RankError: another rank failed.
+
+    Example:
+        >>> import shardfn as sf
+        >>> w = {"w": torch.ones(2)}
+        >>> found = DeepSpeedState(w, {"exp_avg": w, "exp_avg_sq": w}, 7, {}, {})
+        >>> step = sf.sharded_step(lambda p, x: (p["w"] * x).sum(), sf.optim.adam(0.1))
+        >>> state = restore_deepspeed(found, step.init({"w": torch.zeros(2)}))
+        >>> state.step, state.opt_state[0].mu["w"].full_tensor()
+        (tensor(7), tensor([1., 1.]))
+    """
+    tensors = {key_of(Part("fp32", name)): x for name, x in found.params.items()}
+    for kind, tree in found.moments.items():
+        tensors |= {key_of(Part(kind, name)): x for name, x in tree.items()}
+    there = {
+        path: part for path in tree_paths(like, at) if (part := part_of(path.removeprefix("."), names)) is not None
+    }
+    kept = {part.name for part in there.values() if part.kind == "buffer"}
+    tensors |= {key_of(Part("buffer", name)): x for name, x in found.buffers.items() if name in kept}
+    if any(part.kind == "step" for part in there.values()):
+        tensors["step"] = torch.tensor(found.step)
+    if at:
+        kinds = {part.kind for part in there.values()}
+        tensors = {key: x for key, x in tensors.items() if key.split(" of ")[0] in kinds}
+
+    def rename(path: str) -> str | None:
+        part = part_of(path, names)
+        if part is None:
+            return None if path == "key" or path.startswith("loss_scale") else path
+        return key_of(part._replace(name=found.shared.get(part.name, part.name)))
+
+    return restore_tensors(tensors, like, at=at, rename=rename, cast=True, donate=donate)

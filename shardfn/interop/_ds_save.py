@@ -1,0 +1,194 @@
+"""`save_deepspeed`: a universal checkpoint of DeepSpeed's from a state."""
+
+import os
+import pathlib
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import raise_all, tree_leaves, tree_paths
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
+from shardfn.state import TrainState, check_alive
+
+from ._ds_parts import Names, Part, is_master, key_of, part_of
+from ._gathered_leaf import is_writer, whole
+
+_ADAM = frozenset(("exp_avg", "exp_avg_sq"))
+# What a universal checkpoint says of the one who wrote it: its layout is that of this version.
+_VERSION = "0.19.8"
+
+
+def save_deepspeed(
+    directory: str | os.PathLike[str],
+    state: TrainState,
+    tag: str,
+    *,
+    learning_rate: float,
+    names: Names = lambda name: name,
+) -> None:
+    """Writes a state as a universal checkpoint of DeepSpeed's, for `load_universal` and any of its meshes. Collective.
+
+    DeepSpeed goes on with the weights (the master copies where there are some), Adam's moments, the step, and its own
+    schedulers at it. What it does not load from such checkpoints are frozen parameters and buffers: these are in
+    `module` of the model's file, for `read_deepspeed` and for you. Leaves are gathered one after another; the first
+    rank writes.
+
+    Args:
+        directory: what `engine.load_checkpoint` is given. `latest_universal` names the newest one.
+        state: of a step over the parameters that `from_module` gave, or a tree whose keys, with dots between, are the
+            names of the module.
+        tag: of this checkpoint; there must be none of this name.
+        learning_rate: of the next update, in all groups; `recipe.learning_rate(int(state.step))` where the recipe is of
+            `from_deepspeed_config`. DeepSpeed's schedulers set the rate after an update, never before the first.
+        names: from a parameter's or buffer's name here to DeepSpeed's.
+
+    Raises:
+        ValueError: the tag or a name is none of a file, or the optimizer has other states than Adam's moments, of which
+            DeepSpeed loads none from universal checkpoints; lists all.
+        FileExistsError: there is a checkpoint of this tag.
+        DonatedError: a step has consumed the state.
+        RankError: another rank failed.
+
+    Example:
+        >>> import tempfile
+        >>> import shardfn as sf
+        >>> from shardfn.interop import read_deepspeed
+        >>> step = sf.sharded_step(lambda p, x: (p["w"] * x).sum(), sf.optim.adam(0.1))
+        >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> directory = tempfile.mkdtemp()
+        >>> save_deepspeed(directory, state, "first", learning_rate=0.1)
+        >>> found = read_deepspeed(directory, "first")
+        >>> found.params["w"], found.moments["exp_avg"]["w"], found.step
+        (tensor([0.9000, 0.9000]), tensor([0.1000, 0.1000]), 1)
+    """
+    check_alive(state)
+    leaves = tree_leaves(state)
+    mesh = next(x.mesh for x in leaves if isinstance(x, GlobalTensor))
+    comms, place = comms_of(mesh), pathlib.Path(directory) / tag
+    writer = is_writer(leaves)
+    with told_before(comms.control):
+        found = _parts_of(state, names)
+        _check_written(found, tag)
+        if writer and place.exists():
+            raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
+    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {', '.join(map(key_of, found))}", ()))
+    problem: Exception | None = None
+    with losing_no_peer(comms), torch.no_grad():
+        files = _Files(place, int(state.step), float(learning_rate), found)
+        for part, x in found.items():
+            value = whole(x)  # of all ranks, whatever became of the file before
+            if writer and problem is None:
+                problem = _failure(files.put, part, value)
+        if writer and problem is None:
+            problem = _failure(files.finish)
+        if writer and problem is not None:
+            files.discard()
+    with told_before(comms.control):
+        if problem is not None:
+            raise problem
+    agree_on_step(comms.control, "interop.save_deepspeed, written")
+
+
+class _Files:
+    """A universal checkpoint in the making: in a directory beside, which gets its name when it is complete."""
+
+    def __init__(self, place: pathlib.Path, step: int, rate: float, parts: Mapping[Part, Any]) -> None:
+        self._place, self._step, self._rate = place, step, rate
+        self._making = place.with_name(place.name + ".tmp")
+        self._shapes = {part.name: torch.Size(x.shape) for part, x in parts.items() if part.kind == "fp32"}
+        self._buffers = [part.name for part in parts if part.kind == "buffer"]
+        self._trained = {part.name for part in parts if part.kind in _ADAM}
+        # An optimizer without moments: all are trained, for all one knows.
+        self._trained = self._trained or set(self._shapes)
+        self._module: OrderedDict[str, Tensor] = OrderedDict()
+
+    def put(self, part: Part, value: Tensor) -> None:
+        """Writes a leaf; what is trained to files of its own."""
+        value = value.detach().cpu()
+        if part.name not in self._trained:
+            self._module[part.name] = value.clone()
+            return
+        folder = self._making / "zero" / part.name
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"param": value.float().contiguous(), "cat_dim": 0}, folder / f"{part.kind}.pt")
+        if part.kind == "exp_avg":
+            torch.save(torch.tensor(float(self._step)), folder / "step.pt")
+
+    def finish(self) -> None:
+        """Writes what is said of all, then gives the name."""
+        step = torch.tensor(float(self._step))
+        (self._making / "zero").mkdir(parents=True, exist_ok=True)
+        # What groups do not say here stays that of the job that loads it, which has at most a group a parameter.
+        group = {"lr": self._rate}
+        said = {
+            "ds_version": _VERSION,
+            "param_groups": [group for _ in self._trained],
+            "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [group]},
+        }
+        torch.save(said, self._making / "zero" / "optimizer_state.pt")
+        frozen = OrderedDict((name, shape) for name, shape in self._shapes.items() if name not in self._trained)
+        model = {
+            "module": self._module,
+            "buffer_names": self._buffers,
+            "param_shapes": [OrderedDict((n, s) for n, s in self._shapes.items() if n in self._trained)],
+            "frozen_param_shapes": frozen,
+            "frozen_param_fragments": OrderedDict((name, self._module[name]) for name in frozen),
+            "shared_params": {},
+            "lr_scheduler": {"last_batch_iteration": self._step - 1},
+            "global_steps": self._step,
+            "skipped_steps": 0,
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "ds_version": _VERSION,
+        }
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            torch.save(model, self._making / name)
+        self._making.rename(self._place)
+        newest = self._place.with_name("latest_universal")
+        newest.with_name("latest_universal.tmp").write_text(self._place.name)
+        newest.with_name("latest_universal.tmp").rename(newest)
+
+    def discard(self) -> None:
+        """Removes what was begun."""
+        shutil.rmtree(self._making, ignore_errors=True)
+
+
+def _failure(f: Callable[..., None], *args: Any) -> Exception | None:
+    try:
+        f(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts_of(state: TrainState, names: Names) -> dict[Part, Any]:
+    """The leaves by what they are there; of a parameter its widest copy."""
+    named = list(zip((p.removeprefix(".") for p in tree_paths(state)), tree_leaves(state), strict=True))
+    parts = [(path, part, x) for path, x in named if (part := part_of(path, names)) and part.kind != "step"]
+    # Masters come after the parameters, and stand in for them.
+    out = {part: x for _, part, x in parts}
+    counts: dict[Part, int] = {}
+    for path, part, _ in parts:
+        counts[part] = counts.get(part, 0) + (not is_master(path))
+    twice = [key_of(part) for part, n in counts.items() if n > 1]
+    raise_all(ValueError, "several leaves would have the same name:", twice)
+    known = {path for path, _, _ in parts}
+    rest = [
+        path for path, _ in named if path.startswith("opt_state") and path not in known and not part_of(path, names)
+    ]
+    raise_all(ValueError, "a universal checkpoint has no place for these states of the optimizer:", rest)
+    return out
+
+
+def _check_written(parts: Mapping[Part, Any], tag: str) -> None:
+    odd = [repr(x) for x in (tag, *(part.name for part in parts)) if not re.fullmatch(r"\w[\w.\-]*", x, re.ASCII)]
+    raise_all(ValueError, "names that are none of files, of letters, digits, dots, - and _:", odd)
+    states = {part.kind for part in parts} - {"fp32", "buffer"}
+    other = sorted(states - _ADAM) or (sorted(_ADAM - states) if states else [])
+    raise_all(ValueError, "DeepSpeed loads Adam's moments, exp_avg and exp_avg_sq, and no others; here are:", other)
