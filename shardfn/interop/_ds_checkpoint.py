@@ -1,21 +1,23 @@
-"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and some universal ones, as whole named tensors.
+"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal ones, as whole named tensors.
 
 Its files are pickles. They are opened by torch's unpickler for weights, which makes tensors and plain containers; the
 few classes of DeepSpeed's own that lie between them become objects that do nothing, and any other name is refused.
 
     stage 1, 2   ranks' flat partitions, one after another, are the group; parameters lie in it in order
     stage 3      a parameter is cut in as many equal pieces as there are ranks, the last ones padded
-    universal    a file for each parameter and each of its states
+    universal    a file for each parameter and each of its states; flat where stage 3 wrote it
 """
 
 import pathlib
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from shardfn.core import raise_all
 
 # What lies in DeepSpeed's files and holds no tensor.
 _INERT = (
@@ -26,7 +28,9 @@ _INERT = (
 )
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _TAG = re.compile(r"[\w.\-]+", re.ASCII)
-_STATES = ("exp_avg", "exp_avg_sq")
+_RANK = re.compile(r"zero_pp_rank_(\d+)_")
+# The files of a parameter in a universal checkpoint that are no state of its shape.
+_APART = ("fp32", "step")
 
 
 class _Inert:
@@ -44,27 +48,27 @@ class DeepSpeedState(NamedTuple):
     """What a checkpoint of DeepSpeed has.
 
     Attributes:
-        params: whole parameters in float32, by the module's names: masters where there are any.
-        moments: "exp_avg" and "exp_avg_sq", each by the same names; empty where the optimizer has none.
+        params: whole parameters in float32, by the module's names: masters where there are any. Frozen ones are there.
+        moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
+            for SGD; each by the same names.
         step: of the optimizer; 0 if it says none.
         shared: names of tied parameters, and of the one in `params` that each is.
+        buffers: of the module, by its names, in their own dtypes.
     """
 
     params: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
     step: int
     shared: dict[str, str]
+    buffers: dict[str, Tensor]
 
 
 def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
-    """Reads a checkpoint that `engine.save_checkpoint` wrote, or `ds_to_universal` made of one of stage 1 or 2.
+    """Reads a checkpoint that `engine.save_checkpoint` wrote, or `ds_to_universal` made of one.
 
     Files are mapped, not loaded, so what is in memory at a time is what is made of them. Give `params` to `step.init`,
     with a module's own names through `from_module`; moments have the names of parameters, so a tree of the optimizer's
     is made of them as of the parameters.
-
-    A universal checkpoint made of stage 3 comes out flat, without a step. Frozen parameters are read at stages 2 and 3
-    only. Buffers, and moments of optimizers other than Adam, are left out.
 
     Args:
         directory: what `save_checkpoint` was given.
@@ -73,7 +77,7 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
     Raises:
         FileNotFoundError: no such checkpoint; says which files are missing.
         ValueError: a file has what is no tensor or plain container, or does not fit the others; or the checkpoint is of
-            several model-parallel ranks, or of stage 0.
+            several model-parallel ranks, of stage 0, or has experts.
     """
     place = _place(pathlib.Path(directory), tag)
     return _universal(place) if (place / "zero").is_dir() else _partitioned(place)
@@ -112,6 +116,8 @@ def _loaded(path: pathlib.Path) -> Any:
 def _partitioned(place: pathlib.Path) -> DeepSpeedState:
     files: dict[int, pathlib.Path] = {}
     for path in place.iterdir():
+        if "_expert_" in path.name or path.name.startswith("expp_rank_"):
+            raise ValueError(f"{place} has experts, in files of their own such as {path.name}, which are not read.")
         found = _OPTIM.fullmatch(path.name)
         if found and int(found[2]):
             raise ValueError(f"{place} is of several model-parallel ranks. Make a universal checkpoint of it first.")
@@ -127,28 +133,105 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
     if (count[0] if isinstance(count, list) else count) != len(files):
         raise FileNotFoundError(f"{place} has optimizer states of {len(files)} ranks; {count} have written.")
     third = "fp32_flat_groups" in optims[0]
-    models = sorted(place.glob("*mp_rank_00_model_states.pt"))
+    models = _models(place)
     if not models:
         raise FileNotFoundError(f"{place} has no mp_rank_00_model_states.pt.")
-    model = _loaded(models[0])
-    groups = model["param_shapes"]
+    if third and len(models) != len(files):
+        raise FileNotFoundError(f"{place} has model states of {len(models)} ranks; {len(files)} have written.")
     params: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     step = 0
-    for number, shapes in enumerate(groups):
-        flat = [x["fp32_flat_groups" if third else "single_partition_of_fp32_groups"][number] for x in optims]
-        params |= _cut(flat, shapes, third=third, where=f"{place}, group {number}")
-        inner = [(x["optimizer_state_dict"] if third else x["base_optimizer_state"])["state"][number] for x in optims]
-        step = max(step, int(inner[0].get("step", 0)))
-        for name in _STATES:
-            if all(name in x for x in inner):
-                own = _cut([x[name] for x in inner], shapes, third=third, where=f"{place}, {name} of group {number}")
-                moments.setdefault(name, {}).update(own)
-    for name in model.get("frozen_param_shapes") or {}:
-        fragments = [_loaded(path)["frozen_param_fragments"][name] for path in models]
-        shape = model["frozen_param_shapes"][name]
-        params[name] = torch.cat([x.flatten() for x in fragments])[: shape.numel()].view(shape).float()
-    return DeepSpeedState(params, moments, step, dict(model.get("shared_params") or {}))
+    ranks = [(_thirds if third else _groups)(x) for x in optims]
+    groups = models[0]["param_shapes"]
+    # At stage 3 flat groups are cut by size, not by the optimizer's groups: all of a rank's are one sequence.
+    for number, shapes in enumerate([_union(groups)] if third else groups):
+        parts = [own[number] for own in ranks]
+        step = max(step, parts[0].step)
+        params |= _cut([x.states["fp32"] for x in parts], shapes, third=third, where=f"{place}, group {number}")
+        for name in parts[0].states.keys() - {"fp32"}:
+            flat = [x.states[name] for x in parts if name in x.states]
+            own = _cut(flat, shapes, third=third, where=f"{place}, {name} of group {number}")
+            moments.setdefault(name, {}).update(own)
+    shared = _shared(models[0])
+    _check_twice(place, params, models[0])
+    return DeepSpeedState(params | _frozen(place, models, params), moments, step, shared, _buffers(models[0]))
+
+
+class _Flat(NamedTuple):
+    """A rank's part of a group: its step, and "fp32" and each state of its elements, flat."""
+
+    step: int
+    states: dict[str, Tensor]
+
+
+def _groups(optim: Mapping[str, Any]) -> list[_Flat]:
+    inner = optim["base_optimizer_state"].get("state", {})
+    flat = optim["single_partition_of_fp32_groups"]
+    return [_flat(x, inner.get(number) or {}) for number, x in enumerate(flat)]
+
+
+def _thirds(optim: Mapping[str, Any]) -> list[_Flat]:
+    inner = optim["optimizer_state_dict"].get("state", {})
+    parts = [_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
+    # What one flat group lacks is too short in the end, which the cut tells.
+    names = {name for part in parts for name in part.states}
+    whole = {name: torch.cat([part.states[name] for part in parts if name in part.states]) for name in names}
+    return [_Flat(max([0, *(part.step for part in parts)]), whole)]
+
+
+def _flat(fp32: Tensor, inner: Mapping[str, Any]) -> _Flat:
+    # The last ranks' may be shorter than their "fp32", by its padding.
+    states = {k: x for k, x in inner.items() if isinstance(x, Tensor) and x.ndim == 1 and k != "step"}
+    return _Flat(int(inner.get("step", 0)), {"fp32": fp32.detach().flatten(), **states})
+
+
+def _union(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
+    return {name: shape for group in groups for name, shape in group.items()}
+
+
+def _models(place: pathlib.Path) -> list[dict[str, Any]]:
+    """What the ranks wrote of the module, by rank; below stage 3 one file for all."""
+    paths = place.glob("*mp_rank_00_model_states.pt")
+    return [_loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
+
+
+def _shared(model: Mapping[str, Any]) -> dict[str, str]:
+    return dict(model.get("shared_params") or {})
+
+
+def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    names = model.get("buffer_names") or ()
+    return {name: model["module"][name].clone() for name in names if name in model["module"]}
+
+
+def _frozen(
+    place: pathlib.Path, models: Sequence[Mapping[str, Any]], others: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Parameters that no optimizer has: in fragments where they are cut, and else whole in the module."""
+    first, out = models[0], {}
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        parts = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
+        if parts.numel() < shape.numel():
+            have = f"{parts.numel()} elements are there of {len(models)} ranks, too few for"
+            raise ValueError(f"{place}, frozen parameters: {have} {name} {tuple(shape)}.")
+        out[name] = parts[: shape.numel()].view(shape).float()
+    # Stage 1 writes no fragments. Stage 3 has parts of no elements in the module, and none of them is left over.
+    known = {*others, *out, *_shared(first), *(first.get("buffer_names") or ())}
+    rest = {name: x for name, x in (first.get("module") or {}).items() if name not in known and isinstance(x, Tensor)}
+    return out | {name: x.float().clone() for name, x in rest.items()}
+
+
+def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
+    """Below stage 3 the module's own weights are there, too: the masters, rounded."""
+    module = model.get("module") or {}
+    both = [(name, x, module[name]) for name, x in params.items() if name in module and module[name].numel()]
+    odd = [f"{name} {tuple(x.shape)}" for name, x, own in both if not torch.equal(x.to(own.dtype), own)]
+    raise_all(
+        ValueError,
+        f"in {place} the module's weights are not the optimizer's, rounded. Where it is a universal checkpoint, read the"
+        " one that it was made of: ds_to_universal mixes values up under round_robin_gradients.",
+        odd,
+    )
 
 
 def _cut(flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], *, third: bool, where: str) -> dict[str, Tensor]:
@@ -175,29 +258,50 @@ def _cut(flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], *, third: boo
 
 
 def _universal(place: pathlib.Path) -> DeepSpeedState:
+    models = _models(place)
+    model = models[0] if models else {}
+    shapes = _union(model.get("param_shapes") or ())
+    shared, buffers = _shared(model), _buffers(model)
     params: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     step = 0
     for path in sorted(p for p in (place / "zero").iterdir() if p.is_dir()):
-        params[path.name] = _state_of(path / "fp32.pt")
-        for name in _STATES:
-            if (path / f"{name}.pt").is_file():
-                moments.setdefault(name, {})[path.name] = _state_of(path / f"{name}.pt")
+        name = path.name
+        if name in shared or name in buffers:  # which are written again as if they were parameters
+            continue
+        params[name] = _state_of(path / "fp32.pt", shapes.get(name))
+        for state in sorted(p for p in path.glob("*.pt") if p.stem not in _APART):
+            moments.setdefault(state.stem, {})[name] = _state_of(state, shapes.get(name))
         if (path / "step.pt").is_file():
-            step = max(step, *(int(x) for x in _numbers(_loaded(path / "step.pt"))))
-    shared: dict[str, str] = {}
-    for path in sorted(place.glob("*mp_rank_00_model_states.pt"))[:1]:
-        shared = dict(_loaded(path).get("shared_params") or {})
-    return DeepSpeedState(params, moments, step, shared)
+            step = max(step, *_steps(_loaded(path / "step.pt")))
+    own = place / "zero" / "optimizer_state.pt"
+    if not step and own.is_file():  # where stage 3 has the step
+        step = max([0, *_steps(_loaded(own))])
+    _check_twice(place, params, model)
+    frozen = _frozen(place, models, params) if models else {}
+    return DeepSpeedState(params | frozen, moments, step, shared, buffers)
 
 
-def _state_of(path: pathlib.Path) -> Tensor:
+def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
+    """A state, in its parameter's shape: stage 3 writes it flat, as a bare tensor."""
     found = _loaded(path)
     tensor = found["param"] if isinstance(found, dict) and "param" in found else found
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} has a {type(tensor).__name__}, and is to have a tensor.")
-    return tensor.float().clone()
+    if tensor is not found:
+        return tensor.float().clone()
+    if shape is None:
+        raise FileNotFoundError(f"{path} is flat, and no *_model_states.pt beside has its shape; copy them there.")
+    if tensor.numel() != shape.numel():
+        raise ValueError(f"{path} has {tensor.numel()} elements, and its parameter is {tuple(shape)}.")
+    return tensor.float().reshape(shape).clone()
 
 
-def _numbers(found: Any) -> Iterator[Any]:
-    yield from found.values() if isinstance(found, dict) else [found]
+def _steps(found: Any) -> list[int]:
+    """The steps in a state: a number, one by each rank, or those of a whole optimizer."""
+    if not isinstance(found, dict):
+        return [int(found)]
+    if "optimizer_state_dict" in found:
+        groups = found["optimizer_state_dict"].get("state", {}).values()
+        return [int(x["step"]) for x in groups if "step" in x]
+    return [int(x) for x in found.values() if isinstance(x, int | float | Tensor)]

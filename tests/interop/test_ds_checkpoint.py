@@ -24,7 +24,9 @@ def write(place: pathlib.Path, stage: int, world: int) -> dict[str, dict[str, to
     place.mkdir(parents=True)
     (place.parent / "latest").write_text(place.name)
     trees = {"fp32": values(0), "exp_avg": values(1), "exp_avg_sq": values(2)}
-    frozen = torch.arange(5.0)
+    frozen = torch.arange(5.0 if world < 9 else 25.0)
+    size = -(-frozen.numel() // world)
+    fragments = torch.cat([frozen, torch.zeros(size * world - frozen.numel())]).split(size)
 
     def parts(tree: dict[str, torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
         if stage == 3:
@@ -53,26 +55,30 @@ def write(place: pathlib.Path, stage: int, world: int) -> dict[str, dict[str, to
         torch.save({"optimizer_state_dict": inner}, place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         model = {
             "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in SHAPES],
-            "frozen_param_shapes": OrderedDict(f=torch.Size((5,))),
-            "frozen_param_fragments": {"f": frozen.split(3)[rank] if stage == 3 and rank < 2 else torch.empty(0)},
+            "frozen_param_shapes": OrderedDict(f=frozen.shape),
+            "frozen_param_fragments": {"f": fragments[rank]},
             "shared_params": {"tied": "a"},
+            "buffer_names": ["seen"],
+            "module": {"seen": torch.arange(3), "f": torch.empty(0) if stage == 3 else frozen, "tied": torch.empty(0)},
         }
         if stage < 3:
             model["frozen_param_fragments"] = {"f": frozen}
+        if stage == 1:
+            del model["frozen_param_fragments"], model["frozen_param_shapes"]
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
         torch.save(model, place / name)
     return trees | {"frozen": {"f": frozen}}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 11])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_and_moments_are_whole_again(tmp_path: pathlib.Path, stage: int, world: int) -> None:
     if (stage, world) == (3, 1):
         world = 4
     want = write(tmp_path / "tag", stage, world)
     found = interop.read_deepspeed(str(tmp_path))
     assert found.step == 9 and found.shared == {"tied": "a"}
-    assert found.params.keys() == want["fp32"].keys() | {"f"}
+    assert found.params.keys() == want["fp32"].keys() | {"f"} and torch.equal(found.buffers["seen"], torch.arange(3))
     for tree, got in (
         (want["fp32"] | want["frozen"], found.params),
         (want["exp_avg"], found.moments["exp_avg"]),
@@ -80,6 +86,51 @@ def test_parameters_and_moments_are_whole_again(tmp_path: pathlib.Path, stage: i
     ):
         for name, x in tree.items():
             assert torch.equal(got[name], x), name
+
+
+def write_universal(place: pathlib.Path, *, flat: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """A universal checkpoint as of stage 3, whose files are flat, or of the others; what it has."""
+    trees = {"fp32": values(0), "exp_avg": values(1), "exp_avg_sq": values(2)}
+    model = {
+        "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in SHAPES],
+        "shared_params": {"tied": "a"},
+        "buffer_names": ["seen"],
+        "module": {"seen": torch.arange(3)},
+    }
+    for name in trees["fp32"]:
+        (place / "zero" / name).mkdir(parents=True)
+        for kind, tree in trees.items():
+            x = tree[name].flatten() if flat else {"param": tree[name], "cat_dim": 0}
+            torch.save(x, place / "zero" / name / f"{kind}.pt")
+        if not flat:
+            torch.save(torch.tensor(4.0), place / "zero" / name / "step.pt")
+    if flat:
+        inner = {"optimizer_state_dict": {"state": {0: {"step": torch.tensor(4.0)}}}}
+        torch.save(inner, place / "zero" / "optimizer_state.pt")
+    else:  # what is tied, and buffers, are written again
+        for name in ("tied", "seen"):
+            (place / "zero" / name).mkdir()
+            torch.save({"param": torch.arange(3)}, place / "zero" / name / "fp32.pt")
+    torch.save(model, place / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if flat else "mp_rank_00_model_states.pt"))
+    return trees
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_universal_checkpoints_have_shapes_and_a_step(tmp_path: pathlib.Path, flat: bool) -> None:
+    want = write_universal(tmp_path / "u", flat=flat)
+    found = interop.read_deepspeed(str(tmp_path), "u")
+    assert (found.step, found.shared, list(found.buffers)) == (4, {"tied": "a"}, ["seen"])
+    for tree, got in (
+        (want["fp32"], found.params),
+        *((want[k], found.moments[k]) for k in ("exp_avg", "exp_avg_sq")),
+    ):
+        assert tree.keys() == got.keys() and all(torch.equal(got[name], x) for name, x in tree.items())
+    torch.save(torch.zeros(2), tmp_path / "u" / "zero" / "e" / "fp32.pt")
+    with pytest.raises(ValueError, match=r"fp32.pt has 2 elements, and its parameter is \(11,\)"):
+        interop.read_deepspeed(str(tmp_path), "u")
+    next((tmp_path / "u").glob("*.pt")).unlink()
+    with pytest.raises(FileNotFoundError, match="is flat, and no "):
+        interop.read_deepspeed(str(tmp_path), "u")
 
 
 class Harm:
@@ -101,6 +152,30 @@ def test_a_pickle_that_would_run_something_is_not_opened(tmp_path: pathlib.Path,
     with pytest.raises(ValueError, match="is no file of a checkpoint"):
         interop.read_deepspeed(str(tmp_path))
     assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("universal", [False, True])
+def test_weights_that_are_there_twice_and_differ_are_told(tmp_path: pathlib.Path, universal: bool) -> None:
+    want = write_universal(tmp_path / "tag", flat=False) if universal else write(tmp_path / "tag", 2, 3)
+    model = tmp_path / "tag" / "mp_rank_00_model_states.pt"
+    had = torch.load(model)
+    own = {name: x.bfloat16() for name, x in want["fp32"].items()}
+    torch.save(had | {"module": had["module"] | own}, model)
+    found = interop.read_deepspeed(str(tmp_path), "tag")
+    assert all(torch.equal(found.params[name], x) for name, x in want["fp32"].items())
+    torch.save(had | {"module": had["module"] | own | {"e": -own["e"], "c": -own["c"]}}, model)
+    with pytest.raises(ValueError, match=r"are not the optimizer's, rounded.*\n  - c .*\n  - e \(11,\)$"):
+        interop.read_deepspeed(str(tmp_path), "tag")
+
+
+def test_experts_and_missing_ranks_of_stage_3_are_refused(tmp_path: pathlib.Path) -> None:
+    write(tmp_path / "tag", 3, 3)
+    (tmp_path / "tag" / "zero_pp_rank_1_mp_rank_00_model_states.pt").rename(tmp_path / "kept")
+    with pytest.raises(FileNotFoundError, match="model states of 2 ranks; 3 have written"):
+        interop.read_deepspeed(str(tmp_path))
+    (tmp_path / "kept").rename(tmp_path / "tag" / "layer_0_expert_1_mp_rank_00_model_states.pt")
+    with pytest.raises(ValueError, match="has experts, in files of their own such as layer_0_expert_1"):
+        interop.read_deepspeed(str(tmp_path))
 
 
 def test_what_is_missing_or_does_not_fit(tmp_path: pathlib.Path) -> None:
@@ -126,6 +201,10 @@ def test_what_is_missing_or_does_not_fit(tmp_path: pathlib.Path) -> None:
         interop.read_deepspeed(str(tmp_path))
     model = tmp_path / "tag" / "mp_rank_00_model_states.pt"
     (tmp_path / "kept").rename(last)
+    had = torch.load(model)
+    torch.save(had | {"frozen_param_shapes": {"f": torch.Size((9,))}}, model)
+    with pytest.raises(ValueError, match=r"5 elements are there of 1 ranks, too few for f \(9,\)"):
+        interop.read_deepspeed(str(tmp_path))
     torch.save({"param_shapes": [{"a": torch.Size((900, 2))}, {"d": torch.Size((2,))}]}, model)
     with pytest.raises(ValueError, match=r"too few for a \(900, 2\)"):
         interop.read_deepspeed(str(tmp_path))
