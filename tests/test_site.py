@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import types
+import xml.etree.ElementTree
 
 import pytest
 
@@ -88,6 +89,31 @@ def test_the_reference_names_what_the_rooms_have() -> None:
 def test_the_notebook_is_its_page() -> None:
     made = _script("make_notebook").notebook((DOCS / "several_ranks.md").read_text())
     assert (DOCS / "several_ranks.ipynb").read_text() == made, "run python docs/make_notebook.py"
+
+
+def test_the_picture_of_the_readme_shows_the_published_results() -> None:
+    peers = _script("make_peers")
+    peaks = {peer: float(cells[0]) for peer, cells in peers.rows(peers.PEAKS).items()}
+    made = peers.picture(peers.ratios(peers.TIMES), peaks)
+    assert (DOCS / "figures/peers.svg").read_text() == made, "run python docs/make_peers.py"
+    readme = (ROOT / "README.md").read_text()
+    for peer in ("fsdp2", "deepspeed3", "shardfn3"):
+        median, low, high = peers.ratios(peers.TIMES)[peer]
+        assert re.search(rf"{median:.2f}\b.*?{low:.2f}.to.{high:.2f}", readme, re.S), (peer, median, low, high)
+        assert f"{peaks[peer]:.0f}" in readme
+
+
+@pytest.mark.nightly
+def test_the_pictures_of_a_step_are_drawn(tmp_path: pathlib.Path) -> None:
+    figures = _script("make_figures")
+    figures.OUT = tmp_path
+    figures.leaf()
+    figures.schedule()
+    for name, words in {"leaf.svg": "being gathered", "schedule.svg": "no prefetch"}.items():
+        drawn = xml.etree.ElementTree.parse(tmp_path / name).getroot()
+        texts = {"".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+        assert any(words in text for text in texts)
+        assert len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) > 6
 
 
 @pytest.mark.nightly
