@@ -104,9 +104,9 @@ def test_the_picture_of_the_readme_shows_the_published_results() -> None:
 
 
 @pytest.mark.nightly
-def test_the_pictures_of_a_step_are_drawn(tmp_path: pathlib.Path) -> None:
+def test_the_pictures_of_a_step_are_drawn(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = _script("make_figures")
-    figures.OUT = tmp_path
+    monkeypatch.setattr(figures, "OUT", tmp_path)
     figures.leaf()
     figures.schedule()
     for name, words in {"leaf.svg": "being gathered", "schedule.svg": "no prefetch"}.items():
