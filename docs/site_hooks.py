@@ -34,8 +34,9 @@ def on_files(files: Files, config: Any, **rest: Any) -> Files:
     for path in sorted({path for page in DOCS.rglob("*.md") for path in _outside(page)}):
         source = path.relative_to(ROOT).as_posix()
         text = path.read_text()
-        page = text if path.suffix == ".md" else f"# {source}\n\n````{_language(path)}\n{text}\n````\n"
-        files.append(File.generated(config, f"source/{source}.md", content=_apart(page)))
+        page = f"# {source}\n\n````{_language(path)}\n{text}\n````\n"
+        page = _moved(text, path) if path.suffix == ".md" else page
+        files.append(File.generated(config, f"source/{source}.md", content=page))
     return files
 
 
@@ -75,9 +76,19 @@ def _outside(page: pathlib.Path) -> set[pathlib.Path]:
     return {path for path in paths if path.is_file() and not path.is_relative_to(DOCS) and path.is_relative_to(ROOT)}
 
 
-def _apart(text: str) -> str:
-    """The text without its own relative links, which would point elsewhere from its page of the site."""
-    return _LINK.sub(lambda found: found[0] if "://" in found[1] else "]", text)
+def _moved(text: str, path: pathlib.Path) -> str:
+    """The text of a page that lies outside of docs/, with links that hold from its page of the site."""
+    here = (DOCS / "source" / path.relative_to(ROOT)).parent
+
+    def link(found: re.Match[str]) -> str:
+        target = (path.parent / found[2]).resolve()
+        if "://" in found[2]:
+            return found[0]
+        if target.is_file() and target.is_relative_to(DOCS):
+            return f"{found[1]}({posixpath.relpath(target.as_posix(), here.as_posix())}{found[3] or ''})"
+        return found[1].strip("[]")  # what has no page in the site
+
+    return re.sub(r"(!?\[[^\[\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)", link, text)
 
 
 def _language(path: pathlib.Path) -> str:

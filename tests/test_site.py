@@ -137,7 +137,11 @@ def test_the_site_builds_without_a_warning(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    assert (tmp_path / "site/reference/optim/index.html").exists()
+    page = (tmp_path / "site/from_fsdp2/index.html").read_text()
+    assert 'href="../reference/core/#shardfn.core.Zero"' in page  # inline names are links
+    assert 'href="../source/README.md/"' in page  # what lies outside of docs/ has a page
+    optimizers = (tmp_path / "site/reference/optim/index.html").read_text()
+    assert 'id="shardfn.optim.adamw"' in optimizers
 
 
 def test_the_jax_of_the_page_for_its_users_prints_the_same() -> None:
