@@ -12,7 +12,8 @@ DOCS = pathlib.Path(__file__).parent
 ROOT = DOCS.parent
 _FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
-_NAME = re.compile(r"(?<![\[`])`(sf(?:\.\w+)+)([^`\n]*)`(?![\]`])")
+_NAME = re.compile(r"(?<![\[`])`((?:sf|step)(?:\.\w+)+|[A-Z]\w*)([^`\n]*)`(?![\]`])")
+_STEP = ("apply", "cache_info", "close", "evaluate", "init", "loss", "lower", "resume", "rows", "specs")
 
 
 def _reference() -> dict[str, str]:
@@ -22,7 +23,9 @@ def _reference() -> dict[str, str]:
         for name in re.findall(r"^::: (shardfn\.[\w.]+)$", page.read_text(), re.M):
             found["sf" + name.removeprefix("shardfn")] = name
     short = re.findall(r"\[`(sf\.\w+)`\]\(\S+?\.md#([\w.]+)\)", (DOCS / "reference/index.md").read_text())
-    return found | dict(short)
+    classes = {name.removeprefix("sf."): anchor for name, anchor in short if name[3].isupper()}
+    methods = {f"step.{name}": f"shardfn.transforms.ShardedStep.{name}" for name in _STEP}
+    return found | dict(short) | classes | methods
 
 
 _KNOWN = _reference()
