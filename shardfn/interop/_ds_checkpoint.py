@@ -228,8 +228,8 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
     odd = [f"{name} {tuple(x.shape)}" for name, x, own in both if not torch.equal(x.to(own.dtype), own)]
     raise_all(
         ValueError,
-        f"in {place} the module's weights are not the optimizer's, rounded. Where it is a universal checkpoint, read the"
-        " one that it was made of: ds_to_universal mixes values up under round_robin_gradients.",
+        f"in {place} the module's weights are not the optimizer's, rounded. Where it is a universal checkpoint, read"
+        " the one that it was made of: ds_to_universal mixes values up under round_robin_gradients.",
         odd,
     )
 

@@ -2,9 +2,9 @@
 
     deepspeed_saving.py STAGE KIND DIRECTORY
 
-Saves a checkpoint "here" of a model that is tied, partly frozen, in groups, in bf16, under SGD with or without momentum,
-or whose gradients go round and flat groups are small; and beside it, as `want.pt`, what DeepSpeed's own zero_to_fp32
-makes of it.
+Saves a checkpoint "here" of a model that is tied, partly frozen, in groups, in bf16, under SGD with or without
+momentum, or whose gradients go round and flat groups are small; and beside it, as `want.pt`, what DeepSpeed's own
+zero_to_fp32 makes of it.
 """
 
 import sys
