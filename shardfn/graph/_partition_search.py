@@ -101,7 +101,8 @@ class Search:
     def __init__(self, num: int, width: int, held_price: float = 0.0) -> None:
         self.num, self.width, self.held_price = num, width, held_price
         self._plans: dict[Any, SearchedPlan] = {}
-        self._offers: dict[Any, list[Strategy]] = {}
+        # By op and forms of its operands, which searches of one program may share.
+        self.offers: dict[Any, list[Strategy]] = {}
 
     def best(
         self, scope: Scope, start: Mapping[PlannedValue, Held], ends: Sequence[tuple[PlannedValue, Form | None]]
@@ -180,17 +181,17 @@ class Search:
     def offered(self, node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]) -> list[Strategy]:
         """The strategies of an op whose operands are in these forms."""
         key = node, forms
-        if key not in self._offers:
+        if key not in self.offers:
             rule = known_op(node.target).sharding
             use = use_of(node, operands, forms, self.num)
             try:
-                self._offers[key] = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))
+                self.offers[key] = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))
             except Exception as error:
                 raise ValueError(
                     f"{where_of(node) or 'a line unknown'}: partition cannot tell how {node.target} of"
                     f" {[x.shape for x in use.operands]} is cut."
                 ) from error
-        return self._offers[key]
+        return self.offers[key]
 
     def _of_loop(self, loop: LoopValues, draft: "_Draft") -> Iterator[SearchChoice]:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))

@@ -2,8 +2,9 @@
 
 What forms of leaves cost is what the plan sends that `partition` would make with them (`_partition_search.py`). Forms
 are found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then
-chooses forms on its way. At a low price all is whole and nothing is sent, at a high one all is cut. Then each of the
-cheapest of these is improved, leaf by leaf and two by two, as long as a change sends less and fits.
+chooses forms on its way. At a low price all is whole and nothing is sent, at a high one all is cut. Another beginning
+is columns and rows in turn (`_alternate.py`). Then the cheapest are improved, leaf by leaf and two by two, as long as a
+change sends less and fits.
 
 Leaves at the same place of equal layers have the same form (`_repeats.py`).
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ._alternate import alternate
 from ._forms import WHOLE, Form, cut
 from ._partition import WIDTH, held_at_start
 from ._partition_search import Held, Search, SearchedPlan, held_elements
@@ -23,13 +25,19 @@ from ._partition_values import PlannedValue, Scope, scope_of
 from ._repeats import tie_equal_layers
 
 _UNBIND = torch.ops.aten.unbind
-# What a byte that a rank holds costs in the first step, in bytes that are sent.
-_PRICES = [8.0**i for i in range(-4, 7)]
-_FREE_WIDTH, _NARROW = 48, 4
-# How many of the first step's results are improved, and up to how many leaves two are changed at a time.
-_IMPROVED, _PAIRS = 3, 6
+# Between what a byte that a rank holds may cost in the first step, in bytes that are sent.
+_LEAST_PRICE, _MOST_PRICE, _HALVINGS = 1e-4, 1e6, 5
+# States that searches keep: with free leaves, and with given ones.
+_FREE_WIDTH, _NARROW = 24, 4
+# How many of the first step's results are improved.
+_IMPROVED = 2
+# What may be held where almost nothing may be whole, as a multiple of the least that can be.
+_TIGHT = 1.1
 # Of proposals that send the same the one is taken that holds less.
 _PER_HELD_BYTE = 1e-9
+
+
+Change = Sequence[tuple[int, Form]]
 
 
 class Kept(NamedTuple):
@@ -90,7 +98,11 @@ class Proposer:
         groups = [g for g in groups if all(v in self._kept for v in g)]
         own = {v for g in groups for v in g}
         self._groups = [*groups, *([v] for v in self._kept if v not in own)]
+        read = {v: k for k, n in reversed(list(enumerate(self._scope.nodes))) for v in self._scope.operands[n]}
+        first = [min((read[v] for v in g if v in read), default=0) for g in self._groups]
+        self._in_order = sorted(range(len(first)), key=first.__getitem__)
         self._search, self._narrow = Search(num, WIDTH), Search(num, _NARROW)
+        self._narrow.offers = self._search.offers
         self._priced: dict[tuple[Form, ...], float] = {}
 
     # What forms cost.
@@ -141,14 +153,43 @@ class Proposer:
     def best(self, limit: float) -> Proposal:
         """The cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
         whole = [WHOLE] * len(self._groups)
-        begun = [whole] if self._held(whole) <= limit else [self.least(), *map(self._at_price, _PRICES)]
-        begun = [list(x) for x in dict.fromkeys(map(tuple, begun))]
-        fitting = sorted((self._fitted(x, limit) for x in begun), key=lambda x: self._cost(x, limit))
-        found = [self._improved(x, limit) for x in fitting[:_IMPROVED]]
-        return min(map(self.proposal, found), key=lambda p: (max(0.0, p.held - limit), p.sent))
+        if self._held(whole) <= limit:
+            return self.proposal(self._improved(whole, limit))
+        begun = self._begun(limit)
+        # What is best where almost nothing may be whole is a good beginning where more may be.
+        tight = min(limit, _TIGHT * self._held(self.least()))
+        alternated = self._released(self._fitted(self._alternated(), limit), limit)
+        found = [alternated, self._improved(self._cheapest(begun, tight)[0], tight)]
+        found = [self._improved(x, limit) for x in self._cheapest([*found, *begun], limit)[:_IMPROVED]]
+        return min(map(self.proposal, [alternated, *found]), key=lambda p: (max(0.0, p.held - limit), p.sent))
+
+    def _begun(self, limit: float) -> list[list[Form]]:
+        """Columns and rows in turn, and what prices give that come nearer and nearer to the limit."""
+        found = [self.least(), self._alternated()]
+        low, high = _LEAST_PRICE, _MOST_PRICE
+        for _ in range(_HALVINGS):
+            price = (low * high) ** 0.5
+            found.append(self._at_price(price))
+            low, high = (low, price) if self._held(found[-1]) <= limit else (price, high)
+        return found
+
+    def _alternated(self) -> list[Form]:
+        found = alternate(self._scope, self._num)
+        for loop in self._scope.loops.values():
+            inner = alternate(loop.scope, self._num)
+            for v, x in zip(loop.given[loop.num_carry :], loop.layers[0], strict=True):
+                leaf, form = self._layers_leaf(x), inner.get(v, WHOLE)
+                if leaf is not None:
+                    found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
+        return [next((found[v] for v in g if v in found), WHOLE) for g in self._groups]
+
+    def _cheapest(self, begun: Sequence[list[Form]], limit: float) -> list[list[Form]]:
+        """Made fit, without repetitions, the cheapest first."""
+        fitted = dict.fromkeys(tuple(self._fitted(x, limit)) for x in begun)
+        return [list(x) for x in sorted(fitted, key=lambda x: self._cost(x, limit))]
 
     def _fitted(self, forms: list[Form], limit: float) -> list[Form]:
-        """With the largest leaves that are held most cut as they are held least, until it fits."""
+        """With leaves cut as they are held least, those first of which most is held too many, until it fits."""
         forms, least = list(forms), self.least()
         excess = {i: self._held_of(i, f) - self._held_of(i, least[i]) for i, f in enumerate(forms)}
         for i in sorted(excess, key=excess.__getitem__, reverse=True):
@@ -158,35 +199,49 @@ class Proposer:
         return forms
 
     def _improved(self, forms: list[Form], limit: float) -> list[Form]:
-        cost = self._cost(forms, limit)
-        order = sorted(range(len(forms)), key=lambda i: self._held_of(i, WHOLE), reverse=True)
-        changed = True
-        while changed:
-            changed = False
-            for change in self._changes(order):
-                tried = list(forms)
-                for i, form in change:
-                    tried[i] = form
-                # What does not fit is not worth a search.
-                if tried != forms and self._held(tried) <= max(limit, self._held(forms)):
-                    new = self._cost(tried, limit)
-                    if new < cost:
-                        forms, cost, changed = tried, new, True
+        while True:
+            before, forms = forms, self._released(forms, limit)
+            for changes in (self._single, self._double):
+                for change in changes():
+                    tried = _with(forms, change)
+                    # What does not fit is not worth a search.
+                    fits = tried != forms and self._held(tried) <= max(limit, self._held(forms))
+                    if fits and self._cost(tried, limit) < self._cost(forms, limit):
+                        forms = tried
+            if forms == before:
+                return forms
+
+    def _released(self, forms: list[Form], limit: float) -> list[Form]:
+        """With leaves whole for which there is room, those first that save most for a byte."""
+        saved: dict[int, float] = {}
+        for i, form in enumerate(forms):
+            tried = _with(forms, [(i, WHOLE)])
+            more = self._held(tried) - self._held(forms)
+            if form != WHOLE and self._held(tried) <= limit:
+                saved[i] = (self._sent(forms) - self._sent(tried)) / max(more, 1.0)
+        for i in sorted(saved, key=saved.__getitem__, reverse=True):
+            tried = _with(forms, [(i, WHOLE)])
+            if saved[i] > 0 and self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
+                forms = tried
         return forms
 
-    def _changes(self, order: Sequence[int]) -> Iterator[tuple[tuple[int, Form], ...]]:
-        for i in order:
-            for form in self._domain(i):
-                yield ((i, form),)
-        for i, j in itertools.combinations(order[:_PAIRS], 2):
-            for pair in itertools.product(self._domain(i), self._domain(j)):
-                yield (i, pair[0]), (j, pair[1])
+    def _single(self) -> Iterator[Change]:
+        return ([(i, form)] for i in range(len(self._groups)) for form in self._domain(i))
+
+    def _double(self) -> Iterator[Change]:
+        """Two that are read one after the other: in the same way, or where one makes room for the other."""
+        least = self.least()
+        for i, j in itertools.pairwise(self._in_order):
+            ways = [WHOLE, WHOLE], [WHOLE, least[j]], [least[i], WHOLE]
+            for one, other in ways:
+                yield [(i, one), (j, other)]
 
     # The first step.
 
     def _at_price(self, price: float) -> list[Form]:
         """The forms that a search chooses when what a rank holds has this price."""
         search = Search(self._num, _FREE_WIDTH, price)
+        search.offers = self._search.offers
         found: dict[PlannedValue, Form] = {}
         for loop in self._scope.loops.values():
             body = {v: held_at_start(WHOLE) for v in loop.scope.inputs}
@@ -210,6 +265,13 @@ class Proposer:
     def _layers_leaf(self, x: PlannedValue) -> PlannedValue | None:
         leaf = x.part_of
         return leaf if leaf in self._layers and leaf in self._kept else None
+
+
+def _with(forms: Sequence[Form], change: Change) -> list[Form]:
+    changed = list(forms)
+    for i, form in change:
+        changed[i] = form
+    return changed
 
 
 def _free() -> Held:
