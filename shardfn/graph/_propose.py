@@ -111,6 +111,10 @@ class Proposer:
         """Of each group the form of which a rank holds least."""
         return [min(self._domain(i), key=lambda f: self._held_of(i, f)) for i in range(len(self._groups))]
 
+    def least_held(self) -> float:
+        """Bytes that the rank with the most keeps at least, whatever is cut."""
+        return self._held(self.least())
+
     def proposal(self, forms: Sequence[Form]) -> Proposal:
         """What the groups' forms are for the leaves, and cost."""
         by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
@@ -157,7 +161,7 @@ class Proposer:
             return self.proposal(self._improved(whole, limit))
         begun = self._begun(limit)
         # What is best where almost nothing may be whole is a good beginning where more may be.
-        tight = min(limit, _TIGHT * self._held(self.least()))
+        tight = min(limit, _TIGHT * self.least_held())
         alternated = self._released(self._fitted(self._alternated(), limit), limit)
         found = [alternated, self._improved(self._cheapest(begun, tight)[0], tight)]
         found = [self._improved(x, limit) for x in self._cheapest([*found, *begun], limit)[:_IMPROVED]]
@@ -248,7 +252,9 @@ class Proposer:
             own = {v: self._layers_leaf(x) for v, x in zip(loop.given[loop.num_carry :], loop.layers[0], strict=True)}
             body |= {v: _free() for v, leaf in own.items() if leaf is not None}
             ends = [(v, WHOLE if k < loop.num_carry else None) for k, v in enumerate(loop.ends)]
-            for v, form in _settled(search.searched(loop.scope, body, ends, _FREE_WIDTH), loop.scope, body, self._num).items():
+            for v, form in _settled(
+                search.searched(loop.scope, body, ends, _FREE_WIDTH), loop.scope, body, self._num
+            ).items():
                 leaf = own[v]
                 assert leaf is not None
                 found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
@@ -257,10 +263,7 @@ class Proposer:
         found |= _settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
         # Of equal layers the second speaks for the others; what no operation reads is held in pieces.
         least = self.least()
-        return [
-            next((found[v] for v in reversed(g) if v in found), least[i])
-            for i, g in enumerate(self._groups)
-        ]
+        return [next((found[v] for v in reversed(g) if v in found), least[i]) for i, g in enumerate(self._groups)]
 
     def _layers_leaf(self, x: PlannedValue) -> PlannedValue | None:
         leaf = x.part_of

@@ -56,7 +56,11 @@ def _longest(scope: Scope, done: set[_Run]) -> _Run | None:
         starts, stops = (steps == 1).nonzero().flatten(), (steps == -1).nonzero().flatten()
         for start, length in zip(starts.tolist(), (stops - starts).tolist(), strict=True):
             run = _Run(start, start + length + period, period)
-            if length >= 2 * period and run not in done and (best is None or length > best.stop - best.start - best.period):
+            if (
+                length >= 2 * period
+                and run not in done
+                and (best is None or length > best.stop - best.start - best.period)
+            ):
                 best = run
     return best
 

@@ -1,0 +1,99 @@
+"""`propose_specs`: no dearer than Megatron's layout, within the limit, and right; its errors."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from test_partition import CONFIGS, batches, megatron, some, vocabulary
+
+import shardfn as sf
+from shardfn import P, Sharding, optim
+from shardfn.core import tree_flatten, tree_leaves
+from shardfn.models import gpt
+from shardfn.testing import assert_parity, distributed
+
+
+def held(params, specs, num):
+    """Bytes that the first rank holds."""
+    total = 0
+    for x, spec in zip(tree_leaves(params), tree_flatten(specs)[0], strict=True):
+        spec = spec.spec if isinstance(spec, Sharding) else spec
+        shape = [-(-n // num) if d < len(spec) and spec.dim_axes(d) else n for d, n in enumerate(x.shape)]
+        total += torch.Size(shape).numel() * x.element_size()
+    return total
+
+
+def sent_of(loss, params, batch, specs, mesh):
+    """Bytes that the plan of a step sends."""
+    parted = sf.partition(loss)
+    step = sf.sharded_step(parted, optim.sgd(0.5), mesh=mesh, specs=specs, batch=P())
+    step(step.init(params), batch)
+    return sum(x.times * (x.forward + x.backward) for x in parted.programs()[0].sent)
+
+
+def compared(name, layout):
+    config, loss = CONFIGS[name], functools.partial(gpt.loss, CONFIGS[name])
+    params, data = some(config), batches(config)
+    num = torch.distributed.get_world_size()
+    with sf.make_mesh({"tp": num}) as mesh:
+        given = layout(config)
+        limit = held(params, given, num)
+        found = sf.propose_specs(loss, params, mesh, data[0], memory=limit)
+        assert held(params, found, num) <= limit
+        assert sent_of(loss, params, data[0], found, mesh) <= sent_of(loss, params, data[0], given, mesh)
+        how: Any = {"mesh": mesh, "specs": found, "batch": P(), "reference": loss}
+        assert_parity(sf.partition(loss), optim.sgd(0.5), params, data, **how)
+
+
+two_ranks = distributed(world=2, timeout=120)(compared)
+four_ranks = distributed(world=4, timeout=120)(compared)
+DAILY = [("gpt2", megatron), ("odd_gqa", megatron), ("tied", vocabulary)]
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        (n, x) if (n, x) in DAILY else pytest.param(n, x, marks=pytest.mark.nightly)
+        for n in CONFIGS
+        for x in (megatron, vocabulary)
+    ],
+)
+def test_it_sends_no_more_than_megatrons_and_computes_what_one_device_does(name, layout):
+    two_ranks(name, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_four_ranks(name):
+    four_ranks(name, megatron)
+
+
+def mlp(p, x):
+    return ((x + 1) @ p["up"]).relu().matmul(p["down"]).square().mean()
+
+
+MLP = {"up": torch.ones(64, 256), "down": torch.ones(256, 64), "unused": torch.ones(64, 64)}
+ABSTRACT = sf.make_mesh({"tp": 2}, abstract=True)
+
+
+def test_what_fits_whole_stays_whole_and_what_the_loss_does_not_use_is_cut():
+    found = sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=1e9)
+    assert found == {"up": P(), "down": P(), "unused": P("tp")}
+
+
+def test_states_of_the_optimizer_count():
+    whole = sum(4 * x.numel() for x in MLP.values())
+    assert sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=whole)["up"] == P()
+    with pytest.raises(ValueError, match="do not fit|holds at least"):
+        sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), optimizer=optim.adamw(0.1), memory=whole)
+
+
+def test_what_does_not_fit_names_leaves_and_what_would():
+    with pytest.raises(ValueError, match=r"at least 73728.*biggest leaves: params\['up'\], 65536 bytes.*memory=73728"):
+        sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=1000)
+
+
+def test_an_axis_that_is_missing():
+    with pytest.raises(ValueError, match="name one of them"):
+        sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes="dp")
