@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_partition import CONFIGS, batches, megatron, some, vocabulary
 
 import shardfn as sf
 from shardfn import P, Sharding, optim
 from shardfn.core import tree_flatten, tree_leaves
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
+
+from .test_partition import CONFIGS, batches, megatron, some, vocabulary
 
 
 def held(params, specs, num):
@@ -46,8 +47,16 @@ def compared(name, layout):
         assert_parity(sf.partition(loss), optim.sgd(0.5), params, data, **how)
 
 
-two_ranks = distributed(world=2, timeout=120)(compared)
-four_ranks = distributed(world=4, timeout=120)(compared)
+@distributed(world=2, timeout=120)
+def two_ranks(name, layout):
+    compared(name, layout)
+
+
+@distributed(world=4, timeout=240)
+def four_ranks(name, layout):
+    compared(name, layout)
+
+
 DAILY = [("gpt2", megatron), ("odd_gqa", megatron), ("tied", vocabulary)]
 
 
@@ -85,7 +94,7 @@ def test_what_fits_whole_stays_whole_and_what_the_loss_does_not_use_is_cut():
 def test_states_of_the_optimizer_count():
     whole = sum(4 * x.numel() for x in MLP.values())
     assert sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=whole)["up"] == P()
-    with pytest.raises(ValueError, match="do not fit|holds at least"):
+    with pytest.raises(ValueError, match="holds at least"):
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), optimizer=optim.adamw(0.1), memory=whole)
 
 
