@@ -68,6 +68,6 @@ def _spec(node: Node, form: Form, axis: str) -> P | Sharding:
 def _in_layers(node: Node) -> bool:
     """Whether an op takes a leaf apart into the layers of a scan."""
     packet: Any = getattr(node.target, "overloadpacket", None)
-    along = node.args[1] if len(node.args) > 1 else 0
-    layers = packet is torch.ops.aten.unbind and along == 0
+    along: Any = node.args[1] if len(node.args) > 1 else 0
+    layers: bool = packet is torch.ops.aten.unbind and along == 0
     return layers and all(u.target is looped for part in node.users for u in part.users)

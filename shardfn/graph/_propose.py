@@ -307,7 +307,7 @@ def _leaves_of_loops(scope: Scope) -> set[PlannedValue]:
             users.setdefault(value, []).append(node)
 
     def apart(node: Node) -> bool:
-        of_layers = getattr(node.target, "overloadpacket", None) is _UNBIND and (node.args[1:] or (0,))[0] == 0
+        of_layers: bool = getattr(node.target, "overloadpacket", None) is _UNBIND and (*node.args[1:], 0)[0] in (0,)
         made = [v for v in scope.made[node] if v is not None]
         return of_layers and all(n in scope.loops for v in made for n in users.get(v, [node]))
 

@@ -13,6 +13,8 @@ from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 
 from .test_partition import CONFIGS, batches, megatron, some, vocabulary
+from .test_partition_zoo import loss_of, model
+from .test_partition_zoo import specs as zoo_specs
 
 
 def held(params, specs, num):
@@ -33,12 +35,10 @@ def sent_of(loss, params, batch, specs, mesh):
     return sum(x.times * (x.forward + x.backward) for x in parted.programs()[0].sent)
 
 
-def compared(name, layout):
-    config, loss = CONFIGS[name], functools.partial(gpt.loss, CONFIGS[name])
-    params, data = some(config), batches(config)
+def compared(loss, params, data, given):
+    """Against specs by hand, under the limit that they need; and against one device."""
     num = torch.distributed.get_world_size()
     with sf.make_mesh({"tp": num}) as mesh:
-        given = layout(config)
         limit = held(params, given, num)
         found = sf.propose_specs(loss, params, mesh, data[0], memory=limit)
         assert held(params, found, num) <= limit
@@ -47,14 +47,26 @@ def compared(name, layout):
         assert_parity(sf.partition(loss), optim.sgd(0.5), params, data, **how)
 
 
+def of_gpt(name, layout):
+    config = CONFIGS[name]
+    compared(functools.partial(gpt.loss, config), some(config), batches(config), layout(config))
+
+
+@distributed(world=2, timeout=120)
+def decoder(name):
+    params, apply = model(name)
+    tokens = [torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    compared(loss_of(apply), params, tokens, zoo_specs(params))
+
+
 @distributed(world=2, timeout=120)
 def two_ranks(name, layout):
-    compared(name, layout)
+    of_gpt(name, layout)
 
 
 @distributed(world=4, timeout=240)
 def four_ranks(name, layout):
-    compared(name, layout)
+    of_gpt(name, layout)
 
 
 DAILY = [("gpt2", megatron), ("odd_gqa", megatron), ("tied", vocabulary)]
@@ -76,6 +88,12 @@ def test_it_sends_no_more_than_megatrons_and_computes_what_one_device_does(name,
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_four_ranks(name):
     four_ranks(name, megatron)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Qwen2", "Mistral"])
+def test_unmodified_decoders(name):
+    decoder(name)
 
 
 def mlp(p, x):
