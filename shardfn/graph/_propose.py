@@ -216,16 +216,21 @@ class Proposer:
                 return forms
 
     def _released(self, forms: list[Form], limit: float) -> list[Form]:
-        """With leaves whole for which there is room, those first that save most for a byte."""
+        """With leaves whole for which there is room: those first that save most for a byte, or most."""
         saved: dict[int, float] = {}
+        a_byte: dict[int, float] = {}
         for i, form in enumerate(forms):
             tried = _with(forms, [(i, WHOLE)])
-            more = self._held(tried) - self._held(forms)
-            if form != WHOLE and self._held(tried) <= limit:
-                saved[i] = (self._sent(forms) - self._sent(tried)) / max(more, 1.0)
-        for i in sorted(saved, key=saved.__getitem__, reverse=True):
+            if form != WHOLE and self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
+                saved[i] = self._sent(forms) - self._sent(tried)
+                a_byte[i] = saved[i] / max(self._held(tried) - self._held(forms), 1.0)
+        found = [self._released_by(gain, forms, limit) for gain in (a_byte, saved)]
+        return min(found, key=lambda x: self._cost(x, limit))
+
+    def _released_by(self, gain: dict[int, float], forms: list[Form], limit: float) -> list[Form]:
+        for i in sorted(gain, key=gain.__getitem__, reverse=True):
             tried = _with(forms, [(i, WHOLE)])
-            if saved[i] > 0 and self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
+            if self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
                 forms = tried
         return forms
 
