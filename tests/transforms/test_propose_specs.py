@@ -53,6 +53,12 @@ def of_gpt(name, layout):
 
 
 @distributed(world=2, timeout=120)
+def scanned():
+    config = gpt.Config(vocab_size=48, num_layers=3, d_model=24, num_heads=6, max_len=8, stacked=True)
+    compared(functools.partial(gpt.loss, config), some(config), batches(config), gpt.specs(config, tp="tp"))
+
+
+@distributed(world=2, timeout=120)
 def decoder(name):
     params, apply = model(name)
     tokens = [torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
@@ -88,6 +94,11 @@ def test_it_sends_no_more_than_megatrons_and_computes_what_one_device_does(name,
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_four_ranks(name):
     four_ranks(name, megatron)
+
+
+@pytest.mark.nightly
+def test_layers_of_a_scan():
+    scanned()
 
 
 @pytest.mark.nightly
