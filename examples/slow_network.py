@@ -5,7 +5,8 @@
     python benchmarks/slow_link.py --ranks 2 --rate 100mbit -- examples/slow_network.py
 
 After the first steps, in which Adam learns how large gradients are, what ranks exchange is the signs of the momentum:
-one bit an element in place of 32. The last command runs it over a real link of 100 Mbit/s (it needs root and iproute2).
+one bit per element in place of 32. The last command runs it over a real link of 100 Mbit/s; it needs root and
+iproute2.
 """
 
 import argparse

@@ -58,6 +58,7 @@ from shardfn.transforms import (
     offload as offload,
     pad_layers as pad_layers,
     partition as partition,
+    propose_specs as propose_specs,
     pipeline as pipeline,
     pipeline_module as pipeline_module,
     policies as policies,

@@ -18,7 +18,7 @@ Action = Literal["keep", "recompute", "host", "disk"]
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """What a policy is told of a value.
+    """The description of a value, by which a policy decides.
 
     Attributes:
         name: given by `checkpoint_name`, or None.

@@ -93,7 +93,7 @@ def quantized_all_gather(
     bits: Literal[8, 4] = 8,
     block: int = 256,
 ) -> Float[torch.Tensor, "..."]:
-    """`all_gather` that sends 8 or 4 bits an element and a scale a block: `V -> V`.
+    """`all_gather` that sends 8 or 4 bits per element and one scale per block: `V -> V`.
 
         NCCL: all_gather.  Slow spec: `[cat(map(rounded, blocks), dim)] * n`.  Layout: `A[I_axis] -> A[I]`.
 

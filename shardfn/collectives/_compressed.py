@@ -148,7 +148,7 @@ def coded_pmean(
 ) -> tuple[PyTree, PyTree]:
     """`compressed_pmean` before its last step: the codes of the mean, which every rank holds whole.
 
-    So a rank may keep the mean at one bit an element: `decoded(codes, tree, axis, compressor)` is the mean.
+    So a rank may keep the mean at one bit per element: `decoded(codes, tree, axis, compressor)` is the mean.
 
     Args:
         tree: see `compressed_pmean`, as for all that follow.

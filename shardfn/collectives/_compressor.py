@@ -1,6 +1,6 @@
 """Compressors: values that say how rows of floats become codes and back.
 
-    sign      1 bit an element, one scale            q = sign(x), zero counts as positive;  s = sqrt(mean(x^2))
+    sign      1 bit per element, one scale            q = sign(x), zero counts as positive;  s = sqrt(mean(x^2))
     int8      1 byte an element, a scale a block     q = round(x / s);  s = 2 max|x| / 2^8
     int4      half a byte, a scale a block           q = round(x / s);  s = 2 max|x| / 2^4
     top_k     the largest elements and their places
@@ -128,7 +128,7 @@ def _keep(x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[C
 
 @functools.cache
 def sign() -> Compressor:
-    """One bit an element: x becomes its sign times the root of its mean square; zero counts as positive.
+    """One bit per element: x becomes its sign times the root of its mean square; zero counts as positive.
 
     Without `error_feedback` training with it goes astray. A NaN or an infinity anywhere spoils the whole result.
 

@@ -8,7 +8,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T_co]):
-    """A value under way. What it comes from must stay as it is until it is there.
+    """A value on its way. Its source must not change until it has arrived.
 
     Whoever starts something gives one back; whoever wants the value asks for it once. It may be asked on any thread,
     but of two threads one at a time.

@@ -14,7 +14,7 @@ MemoryKind = Literal["device", "host", "disk"]
 
 
 class P:
-    """PartitionSpec: one entry a tensor dim. Immutable and hashable; `P()` replicates.
+    """PartitionSpec: one entry per tensor dim. Immutable and hashable; `P()` replicates.
 
     Raises:
         TypeError: an entry is neither `None`, a name, nor a tuple of names.

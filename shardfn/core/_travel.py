@@ -16,7 +16,7 @@ class Travel:
     `gather` and `reduce` round what travels; `secondary_axis` and `bucket_bytes` never change a bit.
 
     Attributes:
-        gather: stage 3: what leaves kept in pieces travel as when they are gathered: "int8" or "int4" with a scale a
+        gather: stage 3: what sharded leaves travel as when they are gathered: "int8" or "int4" with a scale a
             block (ZeRO++'s qwZ); None = in the dtype that the loss sees.
         reduce: what the gradients of leaves of more than `Zero.persist_elements` elements travel as: "int8" or "int4"
             (ZeRO++'s qgZ); with `secondary_axis` they are summed along it first. None = as the precision policy says.

@@ -21,7 +21,7 @@ from ._zero_flat import check_names, flattened, nested, takes_old_names
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Which states are kept in pieces, over which axis and in which memory; how they travel, and when.
+    """Which states are sharded, over which axis and in which memory; how they travel, and when.
 
     `stage`, `axis`, `reduction` and `pace.accumulate` say what is summed in which order; `travel.gather` and
     `travel.reduce` round what travels; the others never change a bit.

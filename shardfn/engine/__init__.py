@@ -33,6 +33,7 @@ from ._compared import compare_first_batch as compare_first_batch, compare_first
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._partition_capture import in_section as in_section
 from ._partitioned import Partitioned as Partitioned, bind as bind
+from ._proposed import proposed as proposed
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, check_layout as check_layout
 from ._nothing import check_has_rows as check_has_rows, check_trains as check_trains

@@ -161,7 +161,7 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
 
 
 def default_batch(specs: PyTree, mesh: Mesh) -> P:
-    """How a batch is cut where nothing is said: along "dp", and along all axes that no spec uses.
+    """How a batch is cut by default: along "dp", and along all axes that no spec uses.
 
     Example:
         >>> default_batch(P(None, "tp"), Mesh({"data": 2, "tp": 2}, torch.device("cpu")))

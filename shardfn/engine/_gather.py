@@ -1,4 +1,4 @@
-"""Storage -> compute for leaves that are kept in pieces: gather late, free early, prefetch along the agreed order.
+"""Storage -> compute for leaves that are sharded at rest: gather late, free early, prefetch along the agreed order.
 
 What is issued, and when, is a function of the position in the agreed order alone; so all ranks issue the same
 transfers in the same order whatever their own data makes them do.

@@ -40,7 +40,7 @@ _SCHEDULE = Schedule()
 
 
 class CacheInfo(NamedTuple):
-    """What a captured function remembers.
+    """Counters of a captured function's cache.
 
     Attributes:
         hits: calls that found their graph.

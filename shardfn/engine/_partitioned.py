@@ -70,7 +70,7 @@ class Partitioned(Transform):
         seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in static), told, _autocast(leaves)
         key = (self.planner, treedef, tuple(shapes), rest_def, *seen)
         if key not in self._programs:
-            call = _FlatLoss(self.inner, treedef, rest_def, static, len(leaves))
+            call = FlatLoss(self.inner, treedef, rest_def, static, len(leaves))
             self._programs[key] = _made(call, self.axes, num, leaves, layouts, shapes, tensors)
         ready = self._programs[key]
         return ready.result(run_program(ready.program, [*leaves, *tensors]))
@@ -120,7 +120,7 @@ class _PreparedLoss:
 
 
 @dataclasses.dataclass
-class _FlatLoss:
+class FlatLoss:
     """The loss as a function of a flat list of tensors."""
 
     inner: Callable[..., Any]
@@ -142,7 +142,7 @@ class _FlatLoss:
 
 
 def _made(
-    call: _FlatLoss,
+    call: FlatLoss,
     axis: str,
     num: int,
     leaves: Sequence[Any],
@@ -151,10 +151,7 @@ def _made(
     tensors: Sequence[Tensor],
 ) -> _PreparedLoss:
     """Captures the forward and plans it. Reads no values, and sends nothing."""
-    with _disable_current_modes(), apart(), looping(noted_loop):
-        blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
-        device = next((x.device for x in leaves), torch.device("cpu"))
-        gm = prepare(capture(call, [*fakes(blank, device), *fakes(tensors)], Noting(), differentiable=True))
+    gm = captured_forward(call, leaves, shapes, tensors)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     forms = {}
     for node, leaf, shape in zip(inputs, layouts, shapes, strict=False):
@@ -163,10 +160,20 @@ def _made(
             forms[node] = cut(dim, shape[dim], num)
     trained = set(inputs[: len(leaves)])
     trained |= {n for n, x in zip(inputs[len(leaves) :], tensors, strict=True) if x.requires_grad}
-    program = partition_graph(gm.graph, axis, num, forms, trained.__contains__, _constants(gm))
+    program = partition_graph(gm.graph, axis, num, forms, trained.__contains__, constants_of(gm))
     outputs = iter(program.outputs)
     program.outputs = [next(outputs) if x is None else (False, x) for x in call.out]
     return _PreparedLoss(program, call.out_def)
+
+
+def captured_forward(
+    call: FlatLoss, leaves: Sequence[Any], shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]
+) -> GraphModule:
+    """The graph of a loss whose leaves have these shapes, fit to be partitioned. Reads no values."""
+    with _disable_current_modes(), apart(), looping(noted_loop):
+        blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
+        device = next((x.device for x in leaves if x.device.type != "meta"), torch.device("cpu"))
+        return prepare(capture(call, [*fakes(blank, device), *fakes(tensors, device)], Noting(), differentiable=True))
 
 
 def _autocast(leaves: Sequence[Any]) -> Any:
@@ -175,7 +182,9 @@ def _autocast(leaves: Sequence[Any]) -> Any:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
-def _constants(gm: GraphModule) -> Callable[[Any], Tensor]:
+def constants_of(gm: GraphModule) -> Callable[[Any], Tensor]:
+    """What the constants of a graph are."""
+
     def find(node: Any) -> Tensor:
         x: Any = gm
         for name in node.target.split("."):

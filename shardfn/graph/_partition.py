@@ -41,7 +41,7 @@ def partition_graph(
         constants: the tensor of a `get_attr`.
     """
     scope = scope_of(graph, trained, constants)
-    start = {v: _held(forms.get(v.node, WHOLE)) for v in scope.inputs}
+    start = {v: held_at_start(forms.get(v.node, WHOLE)) for v in scope.inputs}
     outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     ends = [(scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
     plan = Search(num, WIDTH).best(scope, start, ends)
@@ -54,7 +54,8 @@ def partition_graph(
     return writer.written([scope.one(n) if isinstance(n, Node) else n for n in outputs], [WHOLE] * len(outputs))
 
 
-def _held(form: Form) -> Held:
+def held_at_start(form: Form) -> Held:
+    """A leaf as it comes."""
     return Held(form, frozenset([form]), form.kind == "cut")
 
 

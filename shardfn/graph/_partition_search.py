@@ -9,17 +9,21 @@ A loop is one op, whose strategies are the forms of its carry: for each the body
 as it runs. What it reads from outside is brought into its form once, before the loop.
 
 A leaf that its spec cuts is joined only where nothing else is possible: that it stays cut is what the spec is for.
+
+A leaf whose spec is still to be found is free: the first op that uses it says in which form it is, and pays for what a
+rank then holds of it (`_propose.py`).
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-from ._forms import WHOLE, Form, OpUse, Strategy, cut, whole
+from ._forms import WHOLE, Form, OpUse, Strategy, cut, lengths, whole
 from ._ops import known_op
 from ._partition_moves import move_to, needed_form, sent_by
 from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
@@ -38,11 +42,13 @@ class Held(NamedTuple):
         form: as it is made.
         slots: the forms in which it is there.
         leaf: whether it is a leaf that its spec cuts, or a part of one.
+        free: whether it is a leaf whose form is not decided yet.
     """
 
     form: Form
     slots: frozenset[Form]
     leaf: bool = False
+    free: bool = False
 
 
 class SearchChoice(NamedTuple):
@@ -89,12 +95,14 @@ class Search:
     Args:
         num: ranks along the axis.
         width: how many states are kept.
+        held_price: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
     """
 
-    def __init__(self, num: int, width: int) -> None:
-        self.num, self.width = num, width
+    def __init__(self, num: int, width: int, held_price: float = 0.0) -> None:
+        self.num, self.width, self.held_price = num, width, held_price
         self._plans: dict[Any, SearchedPlan] = {}
-        self._offers: dict[Any, list[Strategy]] = {}
+        # By op and forms of its operands, which searches of one program may share.
+        self.offers: dict[Any, list[Strategy]] = {}
 
     def best(
         self, scope: Scope, start: Mapping[PlannedValue, Held], ends: Sequence[tuple[PlannedValue, Form | None]]
@@ -107,15 +115,16 @@ class Search:
             ends: the values that it is to have in the end, and in which form; None: as they are made.
         """
         widths = {1, self.width}
-        return min((self._searched(scope, start, ends, w) for w in sorted(widths)), key=lambda p: p.total)
+        return min((self.searched(scope, start, ends, w) for w in sorted(widths)), key=lambda p: p.total)
 
-    def _searched(
+    def searched(
         self,
         scope: Scope,
         start: Mapping[PlannedValue, Held],
         ends: Sequence[tuple[PlannedValue, Form | None]],
         width: int,
     ) -> SearchedPlan:
+        """The cheapest plan that is found with a width."""
         states = [_SearchState(0.0, 0.0, {}, None)]
         for node in scope.nodes:
             found: dict[Any, _SearchState] = {}
@@ -134,7 +143,7 @@ class Search:
         start: Mapping[PlannedValue, Held],
         ends: Sequence[tuple[PlannedValue, Form | None]],
     ) -> SearchedPlan:
-        draft = _Draft(self.num, state, start)
+        draft = _Draft(self, state, start)
         for value, form in ends:
             draft.bring(value, draft.form_of(value) if form is None else form)
         choices: dict[Node, SearchChoice] = {}
@@ -153,11 +162,11 @@ class Search:
         self, scope: Scope, node: Node, state: _SearchState, start: Mapping[PlannedValue, Held]
     ) -> Iterator["_Draft"]:
         operands = scope.operands[node]
-        first = _Draft(self.num, state, start)
+        first = _Draft(self, state, start, scope.weights.get(node, 1))
         loop = scope.loops.get(node)
         if loop is not None:
             for choice in self._of_loop(loop, first):
-                draft = _Draft(self.num, state, start)
+                draft = _Draft(self, state, start, scope.weights.get(node, 1))
                 asked = [] if choice.plan is None else choice.plan.outside
                 pairs = [*zip(loop.carry, choice.strategy.ins, strict=True), *((v.outer, f) for v, f in asked)]
                 yield draft.decide(scope, node, choice, pairs)
@@ -166,23 +175,23 @@ class Search:
         for strategy in self.offered(node, operands, forms):
             if all(f.kind != "partial" or form == f for form, f in zip(forms, strategy.ins, strict=True)):
                 # Nothing becomes a sum that is still to be taken; it is made as one.
-                draft = _Draft(self.num, state, start)
+                draft = _Draft(self, state, start, scope.weights.get(node, 1))
                 yield draft.decide(scope, node, SearchChoice(strategy), list(zip(operands, strategy.ins, strict=True)))
 
     def offered(self, node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]) -> list[Strategy]:
         """The strategies of an op whose operands are in these forms."""
         key = node, forms
-        if key not in self._offers:
+        if key not in self.offers:
             rule = known_op(node.target).sharding
             use = use_of(node, operands, forms, self.num)
             try:
-                self._offers[key] = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))
+                self.offers[key] = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))
             except Exception as error:
                 raise ValueError(
                     f"{where_of(node) or 'a line unknown'}: partition cannot tell how {node.target} of"
                     f" {[x.shape for x in use.operands]} is cut."
                 ) from error
-        return self._offers[key]
+        return self.offers[key]
 
     def _of_loop(self, loop: LoopValues, draft: "_Draft") -> Iterator[SearchChoice]:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))
@@ -204,9 +213,12 @@ class Search:
 class _Draft:
     """A state, and what one op changes of it."""
 
-    def __init__(self, num: int, state: _SearchState, start: Mapping[PlannedValue, Held]) -> None:
+    def __init__(
+        self, search: Search, state: _SearchState, start: Mapping[PlannedValue, Held], weight: int = 1
+    ) -> None:
         self.price, self.outside = state.price, state.outside
-        self._num, self._state, self._start = num, state, start
+        self._num, self._state, self._start = search.num, state, start
+        self._held_price, self._weight = search.held_price, weight
         self._new: dict[PlannedValue, Held] = {}
         self._dead: Sequence[PlannedValue] = ()
         self._trail: Any = state.trail
@@ -225,6 +237,10 @@ class _Draft:
 
     def bring(self, value: PlannedValue, form: Form) -> None:
         """Pays for a value in a form, if it is not there."""
+        if self[value].free:
+            own = cut(form.dim, value.seen.shape[form.dim], self._num) if form.kind == "cut" else WHOLE
+            self._new[value] = Held(own, frozenset([own]), own.kind == "cut")
+            self.price += self._weight * self._held_price * value.seen.itemsize * held_elements(value, own, self._num)
         form = needed_form(value, form)
         move = move_to(value, form, self)
         if move.kind == "there":
@@ -239,7 +255,7 @@ class _Draft:
             if value.outer is not None:
                 cost /= value.times  # it is brought once, and this is the price of one run
                 self.outside += cost
-            self.price += cost
+            self.price += self._weight * cost
         held = self[value]
         self._new[value] = held._replace(slots=held.slots | {form})
 
@@ -250,7 +266,7 @@ class _Draft:
         strategy = choice.strategy
         # Cut results are less work, and partial ones as much as whole ones.
         work = sum(1.0 if f.kind == "cut" else self._num for f in strategy.outs)
-        self.price += strategy.sent + _PER_ELEMENT * work
+        self.price += self._weight * (strategy.sent + _PER_ELEMENT * work)
         made = [v for v in scope.made[node] if v is not None]
         for value, form in zip(made, strategy.outs, strict=True):
             leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
@@ -276,6 +292,14 @@ def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
             if size > 1:
                 form = cut(dim, size, num)
                 yield tuple(form if v.differentiable and v.seen.shape == shape else WHOLE for v in carry)
+
+
+def held_elements(value: PlannedValue, form: Form, num: int) -> int:
+    """How many elements the rank with the most of a value has of it."""
+    shape = value.seen.shape
+    if form.kind != "cut":
+        return math.prod(shape)
+    return math.prod((*shape[: form.dim], max(lengths(shape[form.dim], num, form.multiple)), *shape[form.dim + 1 :]))
 
 
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:

@@ -88,6 +88,7 @@ class Scope:
         operands: of each operation, in the order in which they stand.
         loops: of the operations that are loops.
         dead: by operation, the values that no later one needs.
+        weights: for how many operations one stands, where that is more than itself (`_repeats.py`).
     """
 
     inputs: list[PlannedValue] = dataclasses.field(default_factory=list)
@@ -96,6 +97,7 @@ class Scope:
     operands: dict[Node, list[PlannedValue]] = dataclasses.field(default_factory=dict)
     loops: dict[Node, LoopValues] = dataclasses.field(default_factory=dict)
     dead: dict[Node, list[PlannedValue]] = dataclasses.field(default_factory=dict)
+    weights: dict[Node, int] = dataclasses.field(default_factory=dict)
 
     def one(self, node: Node) -> PlannedValue:
         """The one result of a node."""
@@ -122,7 +124,7 @@ def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[
     _fill(scope, [n for n in nodes if n.op == "call_function"], bodies)
     outputs: Any = nodes[-1].args[0]
     ends = [scope.one(n) for n in outputs if isinstance(n, Node)]
-    _last_uses(scope, ends)
+    find_last_uses(scope, ends)
     return scope
 
 
@@ -204,12 +206,12 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
         if more == able[: body.num_carry]:
             break
         able[: body.num_carry] = more
-    _last_uses(inner, ends)
+    find_last_uses(inner, ends)
     given = inner.inputs[: len(body.given)]
     return LoopValues(inner, len(layers), given, body.num_carry, carry, layers, ends)
 
 
-def _last_uses(scope: Scope, ends: Sequence[PlannedValue]) -> None:
+def find_last_uses(scope: Scope, ends: Sequence[PlannedValue]) -> None:
     """A look keeps alive what it looks at, of which it may be made again."""
     alive = set(_with_sources(ends))
     for node in reversed(scope.nodes):

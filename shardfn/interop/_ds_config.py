@@ -79,7 +79,7 @@ def from_deepspeed_config(
     secondary_axis: str | None = None,
     gradient_clipping: float = 1.0,
 ) -> DeepSpeedRecipe:
-    """Reads a DeepSpeed configuration. Nothing in it is passed over in silence: see `str` of what is returned.
+    """Reads a DeepSpeed configuration. Every key in it is accounted for: see `str` of what is returned.
 
     Args:
         config: a JSON file, or what one has.

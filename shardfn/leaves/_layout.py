@@ -101,7 +101,7 @@ class LeafLayout:
 
     @functools.cached_property
     def gathered(self) -> bool:
-        """Whether the parameter is kept in pieces and gathered when it is used."""
+        """Whether the parameter is sharded and gathered when it is used."""
         return self.param != self.compute
 
     @functools.cached_property

@@ -2,7 +2,7 @@
 
 A compressed mean is of whole leaves, and the same on all ranks. Where ZeRO cuts a leaf's state over the axis of the
 mean, a rank keeps its rows of the momentum, `A[I_axis]`, and the codes of the whole, from which the next step decodes
-it: at one bit an element they are 1/32 of it.
+it: at one bit per element they are 1/32 of it.
 """
 
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ def onebit_adam(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """`adamw` for `freeze_step` steps; then its variance stays, and its momentum is averaged at a bit an element.
+    """`adamw` for `freeze_step` steps; then its variance stays, and its momentum is averaged at one bit per element.
 
     With `g_i` the gradient of rank i along `axis`, and F the step of the freeze:
 

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB while variance and trust ratios are learnt, then momentum that travels at one bit an element."""
+"""1-bit LAMB: LAMB while variance and trust ratios are learnt, then momentum that travels at one bit per element."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -88,7 +88,7 @@ def onebit_lamb(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """`lamb` for `freeze_step` steps; then its variance stays, and its momentum is averaged at a bit an element.
+    """`lamb` for `freeze_step` steps; then its variance stays, and its momentum is averaged at one bit per element.
 
     In the warm-up, which has the bits of `lamb`, the trust ratios c of each leaf that are not 1 are averaged, to
     `coeff`. Afterwards, with `g_i` the gradient of rank i and `d = sqrt(nu) + eps`, leaf by leaf:

@@ -14,6 +14,7 @@ from ._mixed_precision import mixed_precision as mixed_precision
 from ._offload import Offloaded as Offloaded, offload as offload
 from ._pad_layers import pad_layers as pad_layers, unpad_layers as unpad_layers
 from ._partition import partition as partition
+from ._propose_specs import propose_specs as propose_specs
 from ._pipeline import pipeline as pipeline
 from ._pipeline_module import pipeline_module as pipeline_module
 from ._reshard import reshard as reshard

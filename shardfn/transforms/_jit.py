@@ -22,7 +22,7 @@ def jit(
     check_types: bool = True,
     **options: Any,
 ) -> Jitted:
-    """`jit(f)(*args) == f(*args)`, run as a graph: captured once a signature, scheduled, and compiled.
+    """`jit(f)(*args) == f(*args)`, run as a graph: captured once per signature, scheduled, and compiled.
 
     `sharded_step(jit(loss), ...)` captures the complete step: gathers, forward, backward, reductions, clipping and the
     optimizer in place, as one flat graph whose transfers are scheduled. It pays its capture (seconds) once for each

@@ -7,7 +7,7 @@ from shardfn.engine import padded, unpadded
 
 
 def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
-    """A stack of layers with unused rows, so that each stage has as many rows as the most of their layers.
+    """A stack of layers with unused rows added, so that each stage has as many rows as the longest has layers.
 
     Ranks along an axis have equal blocks of a leaf. For stages of unequal numbers of layers, `pipeline` and
     `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: of 2, 3 and 3 layers 9 rows, of

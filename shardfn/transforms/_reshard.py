@@ -32,7 +32,7 @@ def reshard(
     dtype: torch.dtype | None = None,
     pool: Pool | None = None,
 ) -> PyTree:
-    """The same leaves, placed otherwise: `unshard(reshard(tree, to)) == unshard(tree)`.
+    """The same leaves in another layout, memory, dtype or mesh: `unshard(reshard(tree, to)) == unshard(tree)`.
 
     On one mesh each leaf goes along its `route`: by slices, all_to_alls and gathers. It may stand in `jit` and inside
     transforms of torch.func; the transpose is the way back. From one mesh to another each rank sends others just what

@@ -14,7 +14,7 @@ from shardfn.engine import block_of, check_specs, is_spec, size_along, varying
 def shard_map(
     f: Callable[..., Any], *, mesh: Mesh | DeviceMesh | None, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """Runs `f` once a rank on blocks: in it a dim that a spec cuts has the block's size, and collectives know the axes.
+    """Runs `f` on each rank's blocks: in it a dim that a spec cuts has the block's size, and collectives know the axes.
 
     Every rank passes the same whole tensors, takes its own blocks of them, and gets the same whole results. It can be
     differentiated: the transpose of a cut is `all_gather_invariant`, of replication `psum`.

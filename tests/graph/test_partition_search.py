@@ -63,7 +63,7 @@ def price(search: Search, scope: Scope, start: Any, ends: Any, choices: dict[Any
     state = _SearchState(0.0, 0.0, {}, None)
     for node in scope.nodes:
         pairs = list(zip(scope.operands[node], choices[node].strategy.ins, strict=True))
-        state, _ = _Draft(search.num, state, start).decide(scope, node, choices[node], pairs).state()
+        state, _ = _Draft(search, state, start).decide(scope, node, choices[node], pairs).state()
     return search._ended(scope, state, start, ends).total
 
 
@@ -93,5 +93,5 @@ def test_small_programs_get_the_cheapest_plan(num: int) -> None:
 def test_no_plan_is_dearer_than_that_of_greedy(width: int) -> None:
     for seed, num in itertools.product(range(6), (2, 4)):
         scope, start, ends = planned(seed, 12, num)
-        greedy = Search(num, 1)._searched(scope, start, ends, 1)
+        greedy = Search(num, 1).searched(scope, start, ends, 1)
         assert Search(num, width).best(scope, start, ends).total <= greedy.total

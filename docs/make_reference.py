@@ -1,0 +1,124 @@
+"""Writes docs/reference/: a page for each public room, and a table of the names of `shardfn` itself.
+
+    python docs/make_reference.py
+
+The pages only say which objects stand where; `mkdocs build` takes the text from the docstrings. The tests compare.
+"""
+
+import importlib
+import inspect
+import itertools
+import pathlib
+
+import shardfn
+
+OUT = pathlib.Path(__file__).parent / "reference"
+# Rooms that a user of the library imports from. engine, state, leaves, capture, activations and modules are its inside.
+ROOMS = (
+    "transforms",
+    "core",
+    "collectives",
+    "optim",
+    "nn",
+    "models.gpt",
+    "lora",
+    "data",
+    "metrics",
+    "checkpoint",
+    "interop",
+    "memory",
+    "kernels",
+    "graph",
+    "schedules",
+    "testing",
+    "cli",
+)
+
+
+def named(module: object) -> dict[str, object]:
+    """The public classes and functions of the package that a module names, in its order."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__.startswith("shardfn.")
+        and value.__doc__
+    }
+
+
+def page(room: str) -> str:
+    """A room's page: its docstring's first paragraph, and a directive for each name, those of `shardfn` first."""
+    module = importlib.import_module(f"shardfn.{room}")
+    short = {id(value) for value in vars(shardfn).values()}
+    first = (inspect.getdoc(module) or "").split("\n\n")[0]
+    lines = {True: ["## Names of a training script"], False: ["## Further names"]}
+    for name, value in _own(room, module).items():
+        lines[id(value) in short].append(f"::: shardfn.{room}.{name}")
+    sections = [section for section in lines.values() if len(section) > 1]
+    if len(sections) == 1:
+        sections[0][0] = "## Names"
+    return "\n\n".join([f"# shardfn.{room}", first, *itertools.chain(*sections)]) + "\n"
+
+
+def index() -> str:
+    """The names of `shardfn` itself, each with the first line of its docstring and a link."""
+    homes = {id(value): f"{room}.md#shardfn.{room}.{name}" for room, name, value in _everywhere()}
+    rows = []
+    for name, value in vars(shardfn).items():
+        if id(value) in homes and not name.startswith("_"):
+            said = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ").replace("|", "or")
+            rows.append(f"| [`sf.{name}`]({homes[id(value)]}) | {said} |")
+    rooms = [f"| [`shardfn.{room}`]({room}.md) | {_first_line(room)} |" for room in ROOMS]
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "Every page below is made of the docstrings. `import shardfn as sf` gives the names of a training script,",
+            "and the rooms that they come from.",
+            "",
+            "## Names of a training script",
+            "",
+            "| name | what it is |",
+            "|---|---|",
+            *sorted(rows, key=str.lower),
+            "",
+            "## Rooms",
+            "",
+            "| room | what it holds |",
+            "|---|---|",
+            *rooms,
+            "",
+        ]
+    )
+
+
+def _first_line(room: str) -> str:
+    return (inspect.getdoc(importlib.import_module(f"shardfn.{room}")) or "").splitlines()[0]
+
+
+def _everywhere() -> list[tuple[str, str, object]]:
+    found = []
+    for room in reversed(ROOMS):  # where two rooms name a thing, the one that stands first in ROOMS has it
+        module = importlib.import_module(f"shardfn.{room}")
+        found += [(room, name, value) for name, value in _own(room, module).items()]
+    return found
+
+
+def _own(room: str, module: object) -> dict[str, object]:
+    """What a room names and no room before it: each thing stands on one page."""
+    before: set[int] = set()
+    for other in ROOMS[: ROOMS.index(room)]:
+        before |= {id(value) for value in named(importlib.import_module(f"shardfn.{other}")).values()}
+    return {name: value for name, value in named(module).items() if id(value) not in before}
+
+
+def pages() -> dict[str, str]:
+    """File names and texts of all pages."""
+    return {"index.md": index()} | {f"{room}.md": page(room) for room in ROOMS}
+
+
+if __name__ == "__main__":
+    OUT.mkdir(exist_ok=True)
+    for file, text in pages().items():
+        (OUT / file).write_text(text)

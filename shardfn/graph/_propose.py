@@ -1,0 +1,319 @@
+"""Which leaves of a program to cut along an axis, and where: the fewest bytes sent, of what a rank may hold.
+
+What forms of leaves cost is what the plan sends that `partition` would make with them (`_partition_search.py`). Forms
+are found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then
+chooses forms on its way. At a low price all is whole and nothing is sent, at a high one all is cut. Another beginning
+is columns and rows in turn (`_alternate.py`). Then the cheapest are improved, leaf by leaf and two by two, as long as a
+change sends less and fits.
+
+Leaves at the same place of equal layers have the same form (`_repeats.py`).
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ._alternate import alternate
+from ._forms import WHOLE, Form, cut
+from ._partition import WIDTH, held_at_start
+from ._partition_search import Held, Search, SearchedPlan, held_elements
+from ._partition_values import PlannedValue, Scope, scope_of
+from ._repeats import tie_equal_layers
+
+_UNBIND = torch.ops.aten.unbind
+# Between what a byte that a rank holds may cost in the first step, in bytes that are sent.
+_LEAST_PRICE, _MOST_PRICE, _HALVINGS = 1e-4, 1e6, 5
+# States that searches keep: with free leaves, and with given ones.
+_FREE_WIDTH, _NARROW = 24, 4
+# How many of the first step's results are improved.
+_IMPROVED = 2
+# What may be held where almost nothing may be whole, as a multiple of the least that can be.
+_TIGHT = 1.1
+# Of proposals that send the same the one is taken that holds less.
+_PER_HELD_BYTE = 1e-9
+
+
+Change = Sequence[tuple[int, Form]]
+
+
+class Kept(NamedTuple):
+    """What is kept of a leaf, its optimizer state included.
+
+    Attributes:
+        per_element: bytes an element, of what is cut with the leaf.
+        fixed: bytes of what each rank has.
+    """
+
+    per_element: float
+    fixed: float = 0.0
+
+
+class Proposal(NamedTuple):
+    """How leaves may be cut.
+
+    Attributes:
+        forms: by leaf.
+        held: bytes that the rank with the most keeps of them.
+        sent: bytes that a rank sends, forward and backward.
+    """
+
+    forms: dict[Node, Form]
+    held: float
+    sent: float
+
+
+class Proposer:
+    """Proposes forms for the leaves of one program.
+
+    Args:
+        graph: a captured forward, as `partition_graph` takes it.
+        num: ranks along the axis.
+        leaves: the inputs whose forms are to be found, with what is kept of each.
+        trained: whether a gradient may arrive at an input.
+        constants: the tensor of a `get_attr`.
+        tied: whether leaves at the same place of equal layers have the same form.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        num: int,
+        leaves: Mapping[Node, Kept],
+        trained: Callable[[Node], bool],
+        constants: Callable[[Node], Tensor],
+        *,
+        tied: bool = True,
+    ) -> None:
+        self._num, self._scope = num, scope_of(graph, trained, constants)
+        outputs: Sequence[Node] = next(n for n in graph.nodes if n.op == "output").args[0]  # pyright: ignore[reportAssignmentType]
+        self._ends = [(self._scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
+        by_node = {v.node: v for v in self._scope.inputs}
+        self._kept = {by_node[n]: kept for n, kept in leaves.items()}
+        self._layers = _leaves_of_loops(self._scope)
+        groups = tie_equal_layers(self._scope, [v for v, _ in self._ends]) if tied else []
+        groups = [g for g in groups if all(v in self._kept for v in g)]
+        own = {v for g in groups for v in g}
+        self._groups = [*groups, *([v] for v in self._kept if v not in own)]
+        read = {v: k for k, n in reversed(list(enumerate(self._scope.nodes))) for v in self._scope.operands[n]}
+        first = [min((read[v] for v in g if v in read), default=0) for g in self._groups]
+        self._in_order = sorted(range(len(first)), key=first.__getitem__)
+        self._search, self._narrow = Search(num, WIDTH), Search(num, _NARROW)
+        self._narrow.offers = self._search.offers
+        self._priced: dict[tuple[Form, ...], float] = {}
+
+    # What forms cost.
+
+    def least(self) -> list[Form]:
+        """Of each group the form of which a rank holds least."""
+        return [min(self._domain(i), key=lambda f: self._held_of(i, f)) for i in range(len(self._groups))]
+
+    def least_held(self) -> float:
+        """Bytes that the rank with the most keeps at least, whatever is cut."""
+        return self._held(self.least())
+
+    def proposal(self, forms: Sequence[Form]) -> Proposal:
+        """What the groups' forms are for the leaves, and cost."""
+        by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
+        return Proposal(by_leaf, self._held(forms), self._plan(self._search, forms).total)
+
+    def forms_of(self, by_leaf: Mapping[Node, Form]) -> list[Form]:
+        """The groups' forms, of those of the leaves."""
+        return [by_leaf[g[0].node] for g in self._groups]
+
+    def _domain(self, i: int) -> list[Form]:
+        first = self._groups[i][0]
+        shape, layers = first.seen.shape, first in self._layers
+        return [WHOLE, *(cut(d, n, self._num) for d, n in enumerate(shape) if n > 1 and not (layers and d == 0))]
+
+    def _held_of(self, i: int, form: Form) -> float:
+        return sum(
+            self._kept[v].per_element * held_elements(v, form, self._num) + self._kept[v].fixed for v in self._groups[i]
+        )
+
+    def _held(self, forms: Sequence[Form]) -> float:
+        return sum(self._held_of(i, f) for i, f in enumerate(forms))
+
+    def _plan(self, search: Search, forms: Sequence[Form]) -> SearchedPlan:
+        start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
+        start |= {v: held_at_start(f) for g, f in zip(self._groups, forms, strict=True) for v in g}
+        return search.best(self._scope, start, self._ends)
+
+    def _sent(self, forms: Sequence[Form]) -> float:
+        key = tuple(forms)
+        if key not in self._priced:
+            self._priced[key] = self._plan(self._narrow, forms).total
+        return self._priced[key]
+
+    def _cost(self, forms: Sequence[Form], limit: float) -> tuple[float, float]:
+        held = self._held(forms)
+        return max(0.0, held - limit), self._sent(forms) + _PER_HELD_BYTE * held
+
+    # The search.
+
+    def best(self, limit: float) -> Proposal:
+        """The cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
+        whole = [WHOLE] * len(self._groups)
+        if self._held(whole) <= limit:
+            return self.proposal(self._improved(whole, limit))
+        begun = self._begun(limit)
+        # What is best where almost nothing may be whole is a good beginning where more may be.
+        tight = min(limit, _TIGHT * self.least_held())
+        alternated = self._released(self._fitted(self._alternated(), limit), limit)
+        found = [alternated, self._improved(self._cheapest(begun, tight)[0], tight)]
+        found = [self._improved(x, limit) for x in self._cheapest([*found, *begun], limit)[:_IMPROVED]]
+        return min(map(self.proposal, [alternated, *found]), key=lambda p: (max(0.0, p.held - limit), p.sent))
+
+    def _begun(self, limit: float) -> list[list[Form]]:
+        """Columns and rows in turn, and what prices give that come nearer and nearer to the limit."""
+        found = [self.least(), self._alternated()]
+        low, high = _LEAST_PRICE, _MOST_PRICE
+        for _ in range(_HALVINGS):
+            price = (low * high) ** 0.5
+            found.append(self._at_price(price))
+            low, high = (low, price) if self._held(found[-1]) <= limit else (price, high)
+        return found
+
+    def _alternated(self) -> list[Form]:
+        found = alternate(self._scope, self._num)
+        for loop in self._scope.loops.values():
+            inner = alternate(loop.scope, self._num)
+            for v, x in zip(loop.given[loop.num_carry :], loop.layers[0], strict=True):
+                leaf, form = self._layers_leaf(x), inner.get(v, WHOLE)
+                if leaf is not None:
+                    found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
+        return [next((found[v] for v in g if v in found), WHOLE) for g in self._groups]
+
+    def _cheapest(self, begun: Sequence[list[Form]], limit: float) -> list[list[Form]]:
+        """Made fit, without repetitions, the cheapest first."""
+        fitted = dict.fromkeys(tuple(self._fitted(x, limit)) for x in begun)
+        return [list(x) for x in sorted(fitted, key=lambda x: self._cost(x, limit))]
+
+    def _fitted(self, forms: list[Form], limit: float) -> list[Form]:
+        """With leaves cut as they are held least, those first of which most is held too many, until it fits."""
+        forms, least = list(forms), self.least()
+        excess = {i: self._held_of(i, f) - self._held_of(i, least[i]) for i, f in enumerate(forms)}
+        for i in sorted(excess, key=excess.__getitem__, reverse=True):
+            if self._held(forms) <= limit:
+                break
+            forms[i] = least[i]
+        return forms
+
+    def _improved(self, forms: list[Form], limit: float) -> list[Form]:
+        while True:
+            before, forms = forms, self._released(forms, limit)
+            for changes in (self._single, self._double):
+                for change in changes():
+                    tried = _with(forms, change)
+                    # What does not fit is not worth a search.
+                    fits = tried != forms and self._held(tried) <= max(limit, self._held(forms))
+                    if fits and self._cost(tried, limit) < self._cost(forms, limit):
+                        forms = tried
+            if forms == before:
+                return forms
+
+    def _released(self, forms: list[Form], limit: float) -> list[Form]:
+        """With leaves whole for which there is room: those first that save most for a byte, or most."""
+        saved: dict[int, float] = {}
+        a_byte: dict[int, float] = {}
+        for i, form in enumerate(forms):
+            tried = _with(forms, [(i, WHOLE)])
+            if form != WHOLE and self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
+                saved[i] = self._sent(forms) - self._sent(tried)
+                a_byte[i] = saved[i] / max(self._held(tried) - self._held(forms), 1.0)
+        found = [self._released_by(gain, forms, limit) for gain in (a_byte, saved)]
+        return min(found, key=lambda x: self._cost(x, limit))
+
+    def _released_by(self, gain: dict[int, float], forms: list[Form], limit: float) -> list[Form]:
+        for i in sorted(gain, key=gain.__getitem__, reverse=True):
+            tried = _with(forms, [(i, WHOLE)])
+            if self._held(tried) <= limit and self._sent(tried) < self._sent(forms):
+                forms = tried
+        return forms
+
+    def _single(self) -> Iterator[Change]:
+        return ([(i, form)] for i in range(len(self._groups)) for form in self._domain(i))
+
+    def _double(self) -> Iterator[Change]:
+        """Two that are read one after the other: in the same way, or where one makes room for the other."""
+        least = self.least()
+        for i, j in itertools.pairwise(self._in_order):
+            ways = [WHOLE, WHOLE], [WHOLE, least[j]], [least[i], WHOLE]
+            for one, other in ways:
+                yield [(i, one), (j, other)]
+
+    # The first step.
+
+    def _at_price(self, price: float) -> list[Form]:
+        """The forms that a search chooses when what a rank holds has this price."""
+        search = Search(self._num, _FREE_WIDTH, price)
+        search.offers = self._search.offers
+        found: dict[PlannedValue, Form] = {}
+        for loop in self._scope.loops.values():
+            body = {v: held_at_start(WHOLE) for v in loop.scope.inputs}
+            own = {v: self._layers_leaf(x) for v, x in zip(loop.given[loop.num_carry :], loop.layers[0], strict=True)}
+            body |= {v: _free() for v, leaf in own.items() if leaf is not None}
+            ends = [(v, WHOLE if k < loop.num_carry else None) for k, v in enumerate(loop.ends)]
+            for v, form in _settled(
+                search.searched(loop.scope, body, ends, _FREE_WIDTH), loop.scope, body, self._num
+            ).items():
+                leaf = own[v]
+                assert leaf is not None
+                found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
+        start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
+        start |= {v: held_at_start(found[v]) if v in found else _free() for v in self._kept}
+        found |= _settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
+        # Of equal layers the second speaks for the others; what no operation reads is held in pieces.
+        least = self.least()
+        return [next((found[v] for v in reversed(g) if v in found), least[i]) for i, g in enumerate(self._groups)]
+
+    def _layers_leaf(self, x: PlannedValue) -> PlannedValue | None:
+        leaf = x.part_of
+        return leaf if leaf in self._layers and leaf in self._kept else None
+
+
+def _with(forms: Sequence[Form], change: Change) -> list[Form]:
+    changed = list(forms)
+    for i, form in change:
+        changed[i] = form
+    return changed
+
+
+def _free() -> Held:
+    return Held(WHOLE, frozenset(), free=True)
+
+
+def _settled(
+    plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held], num: int
+) -> dict[PlannedValue, Form]:
+    """In which forms the first operations that read them have free leaves."""
+    found: dict[PlannedValue, Form] = {}
+    for node in scope.nodes:
+        choice = plan.choices[node]
+        loop = scope.loops.get(node)
+        read = list(zip(scope.operands[node] if loop is None else loop.carry, choice.strategy.ins, strict=True))
+        if choice.plan is not None:
+            read += [(v.outer, f) for v, f in choice.plan.outside if v.outer is not None]
+        for value, form in read:
+            if value in start and start[value].free and value not in found:
+                size = value.seen.shape[form.dim] if form.kind == "cut" else 0
+                found[value] = cut(form.dim, size, num) if form.kind == "cut" else WHOLE
+    return found
+
+
+def _leaves_of_loops(scope: Scope) -> set[PlannedValue]:
+    """The inputs that are taken apart into the layers of a loop, and read by nothing else."""
+    users: dict[PlannedValue, list[Node]] = {}
+    for node in scope.nodes:
+        for value in scope.operands[node]:
+            users.setdefault(value, []).append(node)
+
+    def apart(node: Node) -> bool:
+        of_layers: bool = getattr(node.target, "overloadpacket", None) is _UNBIND and (*node.args[1:], 0)[0] in (0,)
+        made = [v for v in scope.made[node] if v is not None]
+        return of_layers and all(n in scope.loops for v in made for n in users.get(v, [node]))
+
+    return {v for v in scope.inputs if v in users and all(map(apart, users[v]))}

@@ -1,0 +1,134 @@
+"""Equal layers of a program: operations that come again and again, of leaves of their own.
+
+A program of many equal layers is searched as one of two: the second layer stands for all later ones, and what it sends
+counts as often. That is exact for plans in which all layers but the first do the same, and leaves that stand at the
+same place of equal layers are in the same form.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ._partition_values import PlannedValue, Scope, find_last_uses, results
+
+
+class _Run(NamedTuple):
+    """Operations `start` to `stop`, each of which is like the one `period` before it."""
+
+    start: int
+    stop: int
+    period: int
+
+
+def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[PlannedValue]]:
+    """Shortens a scope to two layers of each run of equal ones; see above.
+
+    Args:
+        scope: the program outside of all loops; it is changed.
+        ends: the values that it is to have in the end.
+
+    Returns:
+        The inputs of which several stand at the same place of equal layers, together.
+    """
+    tied: list[list[PlannedValue]] = []
+    done: set[_Run] = set()
+    while True:
+        run = _longest(scope, done)
+        if run is None:
+            return tied
+        done.add(run)
+        found = _same_inputs(scope, run)
+        if found is not None and _shorten(scope, run, ends):
+            tied += found
+            done.clear()
+
+
+def _longest(scope: Scope, done: set[_Run]) -> _Run | None:
+    """The longest run of three layers or more of which none was shortened yet."""
+    kinds: dict[Any, int] = {}
+    keys = torch.tensor([kinds.setdefault(_kind(n, scope), len(kinds)) for n in scope.nodes])
+    best: _Run | None = None
+    for period in range(4, len(keys) // 3 + 1):
+        same = torch.cat([torch.tensor([False]), keys[period:] == keys[:-period], torch.tensor([False])])
+        steps = same[1:].int() - same[:-1].int()
+        starts, stops = (steps == 1).nonzero().flatten(), (steps == -1).nonzero().flatten()
+        for start, length in zip(starts.tolist(), (stops - starts).tolist(), strict=True):
+            run = _Run(start, start + length + period, period)
+            if (
+                length >= 2 * period
+                and run not in done
+                and (best is None or length > best.stop - best.start - best.period)
+            ):
+                best = run
+    return best
+
+
+def _kind(node: Node, scope: Scope) -> Any:
+    given = tuple((v.seen.shape, v.seen.itemsize, v.differentiable) for v in scope.operands[node])
+    static = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
+    return (
+        node.target,
+        repr(static),
+        given,
+        tuple(None if x is None else x.shape for x in results(node)),
+        node.meta.get("no_grad"),
+        scope.weights.get(node, 1),
+        node if node in scope.loops or node in scope.weights else None,
+    )
+
+
+def _same_inputs(scope: Scope, run: _Run) -> list[list[PlannedValue]] | None:
+    """The inputs that correspond; None where operations do not read what those of the layer before read."""
+    nodes = scope.nodes
+    place = {v: (i, k) for i, n in enumerate(nodes) for k, v in enumerate(scope.made[n]) if v is not None}
+    group: dict[PlannedValue, list[PlannedValue]] = {}
+    for i in range(run.start + run.period, run.stop):
+        pairs = zip(scope.operands[nodes[i]], scope.operands[nodes[i - run.period]], strict=True)
+        for now, before in pairs:
+            if now is before:
+                continue  # something that all layers share
+            if now in place:
+                at, k = place[now]
+                if place.get(before) == (at - run.period, k):
+                    continue
+                if i < run.start + 2 * run.period and at >= run.start:
+                    continue  # what the first layer has from outside, the second has from the first
+                return None
+            if before in place:
+                return None
+            together = group.setdefault(before, [before])
+            if group.setdefault(now, together) is not together:
+                return None
+            if now not in together:
+                together.append(now)
+    return [list(x) for x in {id(x): x for x in group.values()}.values()]
+
+
+def _shorten(scope: Scope, run: _Run, ends: Sequence[PlannedValue]) -> bool:
+    """Leaves two layers; whether that was possible: what comes afterwards reads of the last layer only."""
+    start, period = run.start, run.period
+    num = (run.stop - start) // period
+    last, second = start + (num - 1) * period, start + period
+    dropped = scope.nodes[second + period : last + period]
+    stand_in: dict[PlannedValue, PlannedValue] = {}
+    for j in range(period):
+        made = zip(scope.made[scope.nodes[last + j]], scope.made[scope.nodes[second + j]], strict=True)
+        stand_in |= {now: kept for now, kept in made if now is not None and kept is not None}
+    gone = {v for n in dropped for v in scope.made[n] if v is not None} - stand_in.keys()
+    rest = scope.nodes[last + period :]
+    early = {v for n in scope.nodes[start : second + period] for v in scope.made[n] if v is not None}
+    read = {v for n in rest for v in scope.operands[n]} | set(ends)
+    if read & (gone | early) or set(ends) & stand_in.keys():
+        return False
+    for node in rest:
+        scope.operands[node] = [stand_in.get(v, v) for v in scope.operands[node]]
+        for v in scope.made[node]:
+            if v is not None:
+                v.look_at = stand_in.get(v.look_at, v.look_at) if v.look_at is not None else None
+                v.part_of = stand_in.get(v.part_of, v.part_of) if v.part_of is not None else None
+    scope.weights |= dict.fromkeys(scope.nodes[second : second + period], num - 1)
+    scope.nodes = scope.nodes[: second + period] + rest
+    find_last_uses(scope, ends)
+    return True

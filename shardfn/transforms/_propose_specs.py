@@ -1,0 +1,79 @@
+"""`propose_specs`: how the leaves of a loss for one device are best cut along a mesh axis."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves
+from shardfn.engine import proposed
+from shardfn.graph import Kept
+from shardfn.optim import GradientTransformation
+
+from ._eval_shape import eval_shape
+
+
+def propose_specs(
+    loss: Callable[..., Any],
+    params: PyTree,
+    mesh: Mesh,
+    *batch: Any,
+    axes: str = "tp",
+    optimizer: GradientTransformation | None = None,
+    memory: float | None = None,
+) -> PyTree:
+    """Specs for `partition(loss)` that send few bytes, of those with which no rank holds more than it may.
+
+    What a layout costs is what `partition` plans to send with it, forward and backward. A leaf that is whole sends
+    nothing, so that the limit is why anything is cut. For a transformer that is Megatron's layout, or one that sends
+    less. Leaves at the same place of equal layers get the same spec; a leaf that the loss does not use is cut, since
+    that sends nothing. It is a search that forgets: there may be a better layout. Work is not counted, only bytes.
+
+    Args:
+        loss: `loss(params, *batch)`, as written for one device; what it does must be what `partition` takes.
+        params: a tree of tensors, with data or without.
+        mesh: has the axis; may be abstract. Its other axes do not matter.
+        *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count.
+        axes: the axis along which leaves are cut.
+        optimizer: whose states count, where they have the shape of their leaf as cut with it; None: none.
+        memory: bytes that a rank may hold of parameters and the optimizer's states; gradients and activations come on
+            top. None: an even share and a quarter more, or what the leaves need at least.
+
+    Returns:
+        A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` of what the loss takes apart by `scan`.
+
+    Raises:
+        ValueError: the leaves do not fit, whatever is cut; the mesh has no such axis; or see `partition`.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.core import make_mesh
+        >>> params = {"up": torch.ones(64, 256), "down": torch.ones(256, 64)}
+        >>> loss = lambda p, x: ((x + 1) @ p["up"]).relu().matmul(p["down"]).square().mean()
+        >>> propose_specs(loss, params, make_mesh({"tp": 2}, abstract=True), torch.ones(8, 64))
+        {'up': P(None, 'tp'), 'down': P('tp')}
+
+    References:
+        Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
+        Zheng et al., Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning, 2022,
+        https://arxiv.org/abs/2201.12023
+    """
+    if axes not in mesh.shape:
+        raise ValueError(f"propose_specs(axes={axes!r}): the mesh has the axes {list(mesh.shape)}; name one of them.")
+    kept = _kept(tree_flatten(params)[0], optimizer)
+    return proposed(loss, params, batch, axes, mesh.shape[axes], kept, memory)
+
+
+def _kept(leaves: Sequence[Tensor], optimizer: GradientTransformation | None) -> list[Kept]:
+    """Of each leaf the bytes that are kept, by what an optimizer makes of the leaf alone."""
+    found: dict[Any, Kept] = {}
+    for x in leaves:
+        key = tuple(x.shape), x.dtype
+        if key not in found:
+            has_states = optimizer is not None and x.is_floating_point()
+            states = tree_leaves(eval_shape(optimizer.init, [x])) if has_states else []  # pyright: ignore[reportOptionalMemberAccess]
+            tensors = [s for s in states if isinstance(s, Tensor)]
+            like = sum(s.element_size() for s in tensors if s.shape == x.shape)
+            other = sum(s.element_size() * s.numel() for s in tensors if s.shape != x.shape)
+            found[key] = Kept(x.element_size() + like, other)
+    return [found[tuple(x.shape), x.dtype] for x in leaves]

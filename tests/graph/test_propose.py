@@ -1,0 +1,59 @@
+"""Proposals of forms: of small programs nearly the cheapest there is, by trying all; equal layers count as they do."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from shardfn.capture import capture
+from shardfn.graph import Kept, Proposer, prepare
+
+from .test_partition_search import SIZE, drawn_loss
+
+
+def proposer(loss, shapes, num=2, **options):
+    inputs = [torch.empty(s, device="meta").requires_grad_() for s in shapes]
+    graph = prepare(capture(loss, inputs, differentiable=True)).graph
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    kept = {n: Kept(4.0) for n in nodes}
+    return Proposer(graph, num, kept, lambda n: True, lambda n: torch.zeros(()), **options), nodes
+
+
+def cheapest(found, limit):
+    """By trying all forms of all leaves."""
+    every = itertools.product(*(found._domain(i) for i in range(len(found._groups))))
+    return min(found.proposal(forms).sent for forms in every if found._held(forms) <= limit)
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_small_programs_get_the_cheapest_forms(num):
+    cut = 0
+    for seed in range(6):
+        found, _ = proposer(drawn_loss(random.Random(seed), 4), [(SIZE, SIZE)] * 4, num)
+        for share in (0.6, 0.8):
+            limit = share * 4 * 4 * SIZE * SIZE
+            best = found.best(limit)
+            assert best.held <= limit
+            assert best.sent == pytest.approx(cheapest(found, limit), rel=1e-6), (seed, share)
+            cut += best.sent > 1
+    assert cut, "nothing is sent in any of them, so that this shows nothing"
+
+
+def layers(*xs):
+    h = xs[0] + 1
+    for up, down in zip(xs[1::2], xs[2::2], strict=True):
+        h = h + (h.softmax(-1) @ up).relu() @ down
+    return [h.square().sum()]
+
+
+def test_equal_layers_are_searched_as_two_and_cost_what_all_do():
+    shapes = [(6, 8)] + [(8, 12), (12, 8)] * 7
+    short, nodes = proposer(layers, shapes)
+    long, all_nodes = proposer(layers, shapes, tied=False)
+    assert len(short._scope.nodes) < len(long._scope.nodes) / 2
+    assert sorted(map(len, short._groups)) == [1, 7, 7]
+    found = short.best(1.2 * short.least_held())
+    of_all = dict(zip(all_nodes, (found.forms[n] for n in nodes), strict=True))
+    assert found.sent == pytest.approx(long.proposal(long.forms_of(of_all)).sent, rel=1e-6)
+    assert found.sent > 0
