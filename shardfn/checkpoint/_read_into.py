@@ -15,6 +15,7 @@ from shardfn.state import check_alive
 from ._contents import mesh_of
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
 from ._match import Rename, matched
+from ._read import BoxReader
 from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
 
 
@@ -29,15 +30,11 @@ class ReadOptions(NamedTuple):
     pool: Pool | None = None
 
 
-class LeafReader(Protocol):
+class LeafReader(BoxReader, Protocol):
     """Leaves by name, of which boxes are read."""
 
     def manifest(self) -> Manifest:
         """What there is: each leaf one chunk, whose file is the leaf's name."""
-        ...
-
-    def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
-        """Fills `out`, a host tensor of the box's shape and the leaf's dtype, with a box of a leaf."""
         ...
 
 

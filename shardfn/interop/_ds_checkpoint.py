@@ -152,10 +152,20 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
             flat = [x.states[name] for x in parts if name in x.states]
             own = _cut(flat, shapes, third=third, where=f"{place}, {name} of group {number}")
             moments.setdefault(name, {}).update(own)
-    shared = _shared(models[0])
-    _check_twice(place, params, models[0])
-    step = step or _updates(models[0])
-    return DeepSpeedState(params | _frozen(place, models, params), moments, step, shared, _buffers(models[0]))
+    return _with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
+
+
+def _with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
+    """What the optimizer's files have, and what the module's files add to it."""
+    if not models:
+        return own
+    _check_twice(place, own.params, models[0])
+    return own._replace(
+        params=own.params | _frozen(place, models, own.params),
+        step=own.step or _updates(models[0]),
+        shared=_shared(models[0]),
+        buffers=_buffers(models[0]),
+    )
 
 
 class _Flat(NamedTuple):
@@ -283,10 +293,7 @@ def _universal(place: pathlib.Path) -> DeepSpeedState:
     own = place / "zero" / "optimizer_state.pt"
     if not step and own.is_file():  # where stage 3 has the step
         step = max([0, *_steps(_loaded(own))])
-    _check_twice(place, params, model)
-    step = step or _updates(model)
-    frozen = _frozen(place, models, params) if models else {}
-    return DeepSpeedState(params | frozen, moments, step, shared, buffers)
+    return _with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
 
 
 def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:

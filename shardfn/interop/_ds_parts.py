@@ -21,30 +21,30 @@ _STATE = re.compile(r"opt_state(?:\[\d+\]|\.\w+|\['[^']*'\])*?\.(mu|nu|trace|mas
 _FIELDS = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer", "master": "fp32", "count": "step"}
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """What a leaf is there: "fp32", "buffer" or a state, of which parameter; the step is of none."""
 
     kind: str
     name: str = ""
 
 
-def part_of(path: str, names: Names) -> Part | None:
+def part_of(path: str, names: Names) -> StatePart | None:
     """What a leaf is there; None of what has no counterpart."""
     if found := _PARAM.fullmatch(path):
-        return Part("fp32", names(dotted(found[1])))
+        return StatePart("fp32", names(dotted(found[1])))
     if found := _BUFFER.fullmatch(path):
-        return Part("buffer", names(dotted(found[1])))
+        return StatePart("buffer", names(dotted(found[1])))
     if found := _STATE.fullmatch(path):
         kind = _FIELDS[found[1]]
-        return Part(kind) if kind == "step" else Part(kind, names(dotted(found[2])))
-    return Part("step") if path == "step" else None
+        return StatePart(kind) if kind == "step" else StatePart(kind, names(dotted(found[2])))
+    return StatePart("step") if path == "step" else None
 
 
-def key_of(part: Part) -> str:
+def key_of(part: StatePart) -> str:
     """The part in a word, as messages show it.
 
     Example:
-        >>> key_of(Part("exp_avg", "a.weight")), key_of(Part("step"))
+        >>> key_of(StatePart("exp_avg", "a.weight")), key_of(StatePart("step"))
         ('exp_avg of a.weight', 'step')
     """
     return f"{part.kind} of {part.name}" if part.name else part.kind

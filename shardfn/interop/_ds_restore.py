@@ -8,7 +8,7 @@ from shardfn.checkpoint import restore_tensors
 from shardfn.core import PyTree, tree_paths
 
 from ._ds_checkpoint import DeepSpeedState
-from ._ds_parts import Names, Part, key_of, part_of
+from ._ds_parts import Names, StatePart, key_of, part_of
 
 
 def restore_deepspeed(
@@ -49,14 +49,14 @@ def restore_deepspeed(
         >>> state.step, state.opt_state[0].mu["w"].full_tensor()
         (tensor(7), tensor([1., 1.]))
     """
-    tensors = {key_of(Part("fp32", name)): x for name, x in found.params.items()}
+    tensors = {key_of(StatePart("fp32", name)): x for name, x in found.params.items()}
     for kind, tree in found.moments.items():
-        tensors |= {key_of(Part(kind, name)): x for name, x in tree.items()}
+        tensors |= {key_of(StatePart(kind, name)): x for name, x in tree.items()}
     there = {
         path: part for path in tree_paths(like, at) if (part := part_of(path.removeprefix("."), names)) is not None
     }
     kept = {part.name for part in there.values() if part.kind == "buffer"}
-    tensors |= {key_of(Part("buffer", name)): x for name, x in found.buffers.items() if name in kept}
+    tensors |= {key_of(StatePart("buffer", name)): x for name, x in found.buffers.items() if name in kept}
     if any(part.kind == "step" for part in there.values()):
         tensors["step"] = torch.tensor(found.step)
     if at:

@@ -16,7 +16,7 @@ from shardfn.core import raise_all, tree_leaves, tree_paths
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.state import TrainState, check_alive
 
-from ._ds_parts import Names, Part, is_master, key_of, part_of
+from ._ds_parts import Names, StatePart, is_master, key_of, part_of
 from ._gathered_leaf import is_writer, whole
 
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
@@ -98,7 +98,7 @@ def save_deepspeed(
 class _Files:
     """A universal checkpoint in the making: in a directory beside, which gets its name when it is complete."""
 
-    def __init__(self, place: pathlib.Path, step: int, rate: float, parts: Mapping[Part, Any]) -> None:
+    def __init__(self, place: pathlib.Path, step: int, rate: float, parts: Mapping[StatePart, Any]) -> None:
         self._place, self._step, self._rate = place, step, rate
         self._making = place.with_name(place.name + ".tmp")
         self._shapes = {part.name: torch.Size(x.shape) for part, x in parts.items() if part.kind == "fp32"}
@@ -108,7 +108,7 @@ class _Files:
         self._trained = self._trained or set(self._shapes)
         self._module: OrderedDict[str, Tensor] = OrderedDict()
 
-    def put(self, part: Part, value: Tensor) -> None:
+    def put(self, part: StatePart, value: Tensor) -> None:
         """Writes a leaf; what is trained to files of its own."""
         value = value.detach().cpu()
         if part.name not in self._trained:
@@ -167,13 +167,13 @@ def _failure(f: Callable[..., None], *args: Any) -> Exception | None:
     return None
 
 
-def _parts_of(state: TrainState, names: Names) -> dict[Part, Any]:
+def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
     """The leaves by what they are there; of a parameter its widest copy."""
     named = list(zip((p.removeprefix(".") for p in tree_paths(state)), tree_leaves(state), strict=True))
     parts = [(path, part, x) for path, x in named if (part := part_of(path, names)) and part.kind != "step"]
     # Masters come after the parameters, and stand in for them.
     out = {part: x for _, part, x in parts}
-    counts: dict[Part, int] = {}
+    counts: dict[StatePart, int] = {}
     for path, part, _ in parts:
         counts[part] = counts.get(part, 0) + (not is_master(path))
     twice = [key_of(part) for part, n in counts.items() if n > 1]
@@ -186,7 +186,7 @@ def _parts_of(state: TrainState, names: Names) -> dict[Part, Any]:
     return out
 
 
-def _check_written(parts: Mapping[Part, Any], tag: str) -> None:
+def _check_written(parts: Mapping[StatePart, Any], tag: str) -> None:
     odd = [repr(x) for x in (tag, *(part.name for part in parts)) if not re.fullmatch(r"\w[\w.\-]*", x, re.ASCII)]
     raise_all(ValueError, "names that are none of files, of letters, digits, dots, - and _:", odd)
     states = {part.kind for part in parts} - {"fp32", "buffer"}
