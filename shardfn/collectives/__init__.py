@@ -40,7 +40,7 @@ from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Rela
 from ._wires import GatherChannel as GatherChannel, gather_channel as gather_channel
 from ._wires import code_of as code_of, gather_channels as gather_channels, reduce_channel as reduce_channel
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
-from ._wire_ops import Sizes as Sizes, with_sizes as with_sizes
+from ._wire_ops import Sizes as Sizes, as_runs as as_runs, in_runs as in_runs, with_sizes as with_sizes
 from ._summed import is_summed as is_summed
 from ._where import Applied as Applied, current_application as current_application
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines

@@ -283,6 +283,21 @@ def with_sizes(gm: torch.fx.GraphModule) -> None:
             node.target = getattr(torch.ops.shardfn, node.target._opname).default
 
 
+def in_runs(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The op and the arguments by which a call with `Sizes` is traced: as it was before `with_sizes`.
+
+    Example:
+        >>> gather = torch.ops.shardfn.all_gather_start.default
+        >>> in_runs(gather, (torch.ones(1), Sizes((2, 1)), "dp"))[1][1:]
+        ([2, 1], 'dp')
+    """
+    if not any(isinstance(a, Sizes) for a in args):
+        return target, args
+    return getattr(torch.ops.shardfn, target._opname).runs, tuple(
+        list(a._runs) if isinstance(a, Sizes) else a for a in args
+    )
+
+
 def _pairs(runs: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(runs[::2], runs[1::2], strict=True))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered, revalue
-from ._hazards import Memory, dependences, dependents, far_gathers, legal_order, ready_after
+from ._hazards import Memory, dependences, dependents, legal_order, ready_after
 from ._merge import merge_gathers, merge_scatters
 from ._ops import ALL_GATHER, PSUM_SCATTER
 from ._overlap import reduced_bytes
@@ -51,10 +51,10 @@ def bucket(gm: GraphModule, *, limit: int) -> GraphModule:
     if limit < 0:
         raise ValueError(f"bucket(limit={limit}): a limit of bytes must not be negative.")
     memory = Memory(gm)
-    if far_gathers(memory):  # apart, as those that they bring to do not move up past them
-        gm = _bucket_gathers(memory, gm, limit, far_gathers(memory))
+    if memory.far:  # apart, as those that they bring to do not move up past them
+        gm = _bucket_gathers(memory, gm, limit, memory.far)
         memory = Memory(gm)
-    gm = _bucket_gathers(memory, gm, limit, {n for n in memory.order if n.target is ALL_GATHER} - far_gathers(memory))
+    gm = _bucket_gathers(memory, gm, limit, {n for n in memory.order if n.target is ALL_GATHER} - memory.far)
     return _bucket_scatters(gm, limit)
 
 

@@ -61,7 +61,7 @@ def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
     if not isinstance(operands, list | tuple):
         return {here}
     here.meta["val"] = None
-    for item in node.users:
+    for item in list(node.users):  # of a draft they change
         at: Any = item.args[1]
         kept = new[operands[at]]
         new[item].replace_all_uses_with(kept)

@@ -1,4 +1,4 @@
-"""Graphs are edited as copies: the argument of a pass stays as it was, metadata goes along.
+"""Graphs are edited as copies: the argument of a pass stays as it was, metadata goes along. A draft is changed itself.
 
 New nodes get their abstract values by running them on those of their arguments, so that memory is shared in the
 metadata exactly where it is shared at run time.
@@ -15,12 +15,30 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.node import map_arg
 
+from shardfn.collectives import in_runs
+
 from ._hazards import Memory
 from ._values import tensors_of
 
 
+def drafted(gm: GraphModule) -> GraphModule:
+    """A copy that nobody else knows: passes change it in place, until `settled`. It must not run before that.
+
+    A copy of a trillion parameters' step takes a second, and there are nine passes.
+    """
+    out = reordered(gm, list(gm.graph.nodes))[0]
+    out.meta["draft"] = True
+    return out
+
+
+def settled(gm: GraphModule) -> GraphModule:
+    """The draft as a graph like any other, which passes copy from now on."""
+    gm.meta.pop("draft", None)
+    return gm
+
+
 def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
-    """A copy that holds the nodes of `order`, in that order, and which node became which.
+    """A copy that holds the nodes of `order`, in that order, and which node became which; a draft: itself.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,10 +47,25 @@ def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict
         >>> [n.name for n in reordered(gm, [x, mul, add, out])[0].graph.nodes]
         ['x_1', 'mul', 'add', 'output']
     """
+    if "draft" in gm.meta:
+        _rearrange(gm.graph, order)
+        return gm, dict(zip(order, order, strict=True))
     graph, new = Graph(), dict[Node, Node]()
     for node in order:
         new[node] = copied(graph, node, new.__getitem__)
     return finish(gm, graph), new
+
+
+def _rearrange(graph: Graph, order: Sequence[Node]) -> None:
+    kept = set(order)
+    for node in reversed(list(graph.nodes)):
+        if node not in kept:
+            graph.erase_node(node)
+    last = graph._root
+    for node in order:
+        if last.next is not node:
+            last.append(node)
+        last = node
 
 
 def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
@@ -81,7 +114,8 @@ def abstract_value(node: Node) -> Any:
     mode = detect_fake_mode([t for n in node.all_input_nodes for t in tensors_of(n)])
     assert callable(node.target)
     with torch.no_grad(), mode if mode is not None else torch.device("meta"):
-        return node.target(*args, **kwargs)
+        target, args = in_runs(node.target, args)
+        return target(*args, **kwargs)
 
 
 def revalue(node: Node, old: Node, changed: set[Node], memory: Memory) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ._moves import is_fetch
+from ._op import by_identity
 from ._ops import PSUM_SCATTER, known_op, op_of
 from ._transfers import is_gather, is_start, is_wait, start_of
 from ._values import storage_of, tensors_of, written_by
@@ -36,6 +37,7 @@ class Memory:
     Attributes:
         order: the nodes.
         position: their index in it.
+        inputs: what each of them takes.
         mutated: memories that an op overwrites, by its schema.
         given: the memories of placeholders.
         sizes: bytes of each memory.
@@ -48,16 +50,18 @@ class Memory:
         self.sizes: list[int] = []
         self._number: dict[object, int] = {}
         self._raw: dict[Node, tuple[int, ...]] = {}
+        # As they are now: a pass may edit the graph and still ask.
+        self.inputs: dict[Node, list[Node]] = {n: n.all_input_nodes for n in self.order}
         for node in self.order:
             self._raw[node] = self._numbers(node)
             if is_wait(node) or (node.target is operator.getitem and is_wait_input(node)):
                 self._tie(node)
-        self._shown = {n: tuple(dict.fromkeys(map(self.find, raw))) for n, raw in self._raw.items()}
+        self._shown = {n: _once(map(self.find, raw)) if raw else () for n, raw in self._raw.items()}
         # From here on all memories that are the same have been united.
         self._view = {n: self._is_view(n) for n in self.order}
         self._waits = {n: start_of(n) for n in self.order if is_wait(n)}
-        self._writes = {n: self._of(written_by(n)) for n in self.order}
-        self.mutated = {m for n in self.order for m in self._writes[n]}
+        self._writes = {n: self._of(written) for n in self.order if (written := written_by(n))}
+        self.mutated = {m for memories in self._writes.values() for m in memories}
         self.given = {m for n in self.order if n.op == "placeholder" for m in self._shown[n]}
 
     def shown(self, node: Node) -> tuple[int, ...]:
@@ -70,22 +74,21 @@ class Memory:
 
     def mutates(self, node: Node) -> tuple[int, ...]:
         """The memories that the node overwrites, by its schema."""
-        return self._writes[node]
+        return self._writes.get(node, ())
 
     def reads(self, node: Node) -> tuple[int, ...]:
         """The memories whose contents the node needs; a wait reads until then what its transfer does."""
         if self._view[node]:
             return ()
         start = self._waits.get(node)
-        inputs = [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]
-        return self._of(inputs)
+        return self._of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
 
     def writes(self, node: Node) -> tuple[int, ...]:
         """The memories that the node overwrites; a wait completes where its transfer lands."""
         start = self._waits.get(node)
         if start is None:
-            return self._writes[node]
-        return tuple(dict.fromkeys((*self._of(node.all_input_nodes), *self._writes[start])))
+            return self.mutates(node)
+        return _once((*self._of(self.inputs[node]), *self.mutates(start)))
 
     def find(self, memory: int) -> int:
         """The memory that stands for all that were found to be the same one."""
@@ -100,8 +103,25 @@ class Memory:
         self.sizes[one] = max(self.sizes[one], self.sizes[other])
         return one
 
-    def _of(self, nodes: Iterable[Node]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(m for n in nodes for m in self._shown[n]))
+    @functools.cached_property
+    def far(self) -> set[Node]:
+        """The gathers whose values are gathered further: the first of two hops."""
+        behind: dict[Node, set[Node]] = {}
+        out: set[Node] = set()
+        for node in self.order:
+            found = {start for n in self.inputs[node] if n in behind for start in behind[n]}
+            if is_gather(node):
+                out |= found
+            elif is_wait(node) and is_gather(start_of(node)):
+                behind[node] = {start_of(node)}
+            elif found and (is_copy(node) or self._view[node]):
+                behind[node] = found
+        return out
+
+    def _of(self, nodes: Sequence[Node]) -> tuple[int, ...]:
+        if len(nodes) == 1:
+            return self._shown[nodes[0]]
+        return _once(m for n in nodes for m in self._shown[n])
 
     def _numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
@@ -115,7 +135,7 @@ class Memory:
             return ()
         # An op that nobody described may return its arguments.
         own = self._new(node, 0)
-        for m in [m for n in node.all_input_nodes for m in self._raw[n]]:
+        for m in [m for n in self.inputs[node] for m in self._raw[n]]:
             self.unite(own, m)
         return (own,)
 
@@ -139,12 +159,23 @@ class Memory:
     def _is_view(self, node: Node) -> bool:
         if node.target is operator.getitem:
             return True
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        mine = self._shown[node]
+        if not mine or node.op != "call_function" or not _may_view(node.target):
             return False
-        if is_start(node) or is_wait(node) or node.target._schema.is_mutable:
-            return False
-        mine, theirs = self._shown[node], {m for n in node.all_input_nodes for m in self._shown[n]}
-        return bool(mine) and theirs.issuperset(mine)
+        inputs = self.inputs[node]
+        return all(any(m in self._shown[n] for n in inputs) for m in mine)
+
+
+@by_identity
+def _may_view(target: Any) -> bool:
+    op = known_op(target)
+    acts = op.channel or op.move is not None or op.waits
+    return isinstance(target, torch._ops.OpOverload) and not acts and not target._schema.is_mutable
+
+
+def _once(memories: Iterable[int]) -> tuple[int, ...]:
+    """Each memory once, in the order in which they come."""
+    return tuple(dict.fromkeys(memories))
 
 
 def is_wait_input(node: Node) -> bool:
@@ -175,16 +206,20 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
     last: dict[int, Node] = {}
     readers: dict[int, list[Node]] = {}
     out: dict[Node, list[Node]] = {}
-    far = far_gathers(memory)
     for node in memory.order:
-        turns = (_FAR,) if node in far else _turns(node)
-        turns = tuple(t for t in turns if channels or t not in (_GATHER, _REDUCE, _FAR))
-        before = dict.fromkeys(node.all_input_nodes)
-        reads = (*memory.reads(node), *_stopped(node, memory))
+        turns, writes = _turns(node), memory.writes(node)
+        # What is not to happen if the program stops before it, nor to be missing if it stops after it. Also a transfer:
+        # a rank that stops must have started all that others wait for, and no more.
+        stopped = (_EFFECT,) if writes or _RANDOM in turns or is_start(node) else ()
+        if turns:
+            turns = (_FAR,) if node in memory.far else turns
+            turns = tuple(t for t in turns if channels or t not in (_GATHER, _REDUCE, _FAR))
+        before = dict.fromkeys(memory.inputs[node])
+        reads = (*memory.reads(node), *stopped)
         for m in (*reads, *turns):
             if m in last:
                 before[last[m]] = None
-        for m in (*memory.writes(node), *turns):
+        for m in (*writes, *turns):
             before.update(dict.fromkeys([*readers.pop(m, ()), *([last[m]] if m in last else ())]))
             last[m] = node
         for m in reads:
@@ -192,28 +227,6 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
         # It may read what it writes.
         before.pop(node, None)
         out[node] = sorted(before, key=memory.position.__getitem__)
-    return out
-
-
-def _stopped(node: Node, memory: Memory) -> tuple[int, ...]:
-    """What is not to happen if the program stops before it, nor to be missing if it stops after it."""
-    # Also a transfer: a rank that stops must have started all that others wait for, and no more.
-    acts = memory.writes(node) or is_start(node) or _RANDOM in _turns(node)
-    return (_EFFECT,) if acts else ()
-
-
-def far_gathers(memory: Memory) -> set[Node]:
-    """The gathers whose values are gathered further: the first of two hops."""
-    behind: dict[Node, set[Node]] = {}
-    out: set[Node] = set()
-    for node in memory.order:
-        found = {start for n in node.all_input_nodes for start in behind.get(n, ())}
-        if is_gather(node):
-            out |= found
-        elif is_wait(node) and is_gather(start_of(node)):
-            behind[node] = {start_of(node)}
-        elif found and (is_copy(node) or memory.is_view(node)):
-            behind[node] = found
     return out
 
 
@@ -281,7 +294,7 @@ def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: M
     at = {n: i for i, n in enumerate(order)}
     free: dict[Node, int] = {}
     out: dict[Node, int] = {}
-    far = far_gathers(memory)
+    far = memory.far
     for node in memory.order:
         out[node] = max((free[p] for p in before[node]), default=-1)
         brings = is_copy(node) or is_fetch(node) or node in far or (is_wait(node) and start_of(node) in far)
@@ -294,7 +307,7 @@ def is_copy(node: Node) -> bool:
     return op_of(node).copies
 
 
-@functools.lru_cache(maxsize=4096)
+@by_identity
 def _turn_of(target: Any) -> tuple[int, ...]:
     op = known_op(target)
     if op.channel == "gather":

@@ -4,6 +4,7 @@ What `Packing` says of tensors is written down here as nodes. Ranks whose blocks
 together, as rows of a matrix, so that the number of nodes does not grow with the number of ranks.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardfn.collectives import Cuts, Packing
+from shardfn.collectives import Cuts, Packing, Sizes, Stretch, as_runs
 
 from ._edit import call
 from ._ops import ALL_GATHER, PSUM_SCATTER
@@ -31,10 +32,10 @@ def merge_gathers(starts: Sequence[Node]) -> list[Node]:
         Each one's value.
     """
     graph, last, waits = starts[0].graph, starts[-1], [_wait_of(s) for s in starts]
-    sizes: list[Any] = [s.args[1] for s in starts]
+    sizes = _sizes(starts)
     with graph.inserting_before(last):
         own = call(graph, _aten.cat.default, ([s.args[0] for s in starts],), like=last)
-        args = (own, _packing(sizes).sizes, *last.args[2:])
+        args = (own, _packed(sizes)[0], *last.args[2:])
         start = call(graph, ALL_GATHER, args, like=starts[0])
     with graph.inserting_before(min(waits)):
         whole = call(graph, _wait, (start,), like=waits[0])
@@ -57,10 +58,10 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
         Each one's value.
     """
     graph, last, waits = starts[0].graph, starts[-1], [_wait_of(s) for s in starts]
-    sizes: list[Any] = [s.args[1] for s in starts]
+    sizes = _sizes(starts)
     with graph.inserting_before(last):
         flat = _interleaved(graph, [s.args[0] for s in starts], sizes, last)
-        args = (flat, _packing(sizes).sizes, *last.args[2:])
+        args = (flat, _packed(sizes)[0], *last.args[2:])
         start = call(graph, PSUM_SCATTER, args, like=last)
     with graph.inserting_before(min(waits)):
         whole = call(graph, _wait, (start,), like=waits[0])
@@ -89,20 +90,28 @@ def _replace(starts: Sequence[Node], waits: Sequence[Node], values: list[Node]) 
     return values
 
 
-def _packing(sizes: Sequence[Sequence[int]]) -> Packing:
-    """How the blocks lie in the one message: of each member, the elements of each rank."""
+def _sizes(starts: Sequence[Node]) -> tuple[Sizes, ...]:
+    """Of each member, the elements of each rank's block."""
+    rows: list[Any] = [s.args[1] for s in starts]
+    return tuple(row if isinstance(row, Sizes) else Sizes(as_runs(row)) for row in rows)
+
+
+@functools.lru_cache(maxsize=256)  # layers are alike
+def _packed(sizes: tuple[Sizes, ...]) -> tuple[Sizes, list[Stretch]]:
+    """How the blocks lie in the one message: its elements by rank, and the ranks whose blocks are alike."""
     leaves: list[Cuts] = []
     for row in sizes:
         ends = [0, *itertools.accumulate(row)]
         leaves.append(Cuts(torch.Size([ends[-1]]), 0, tuple(itertools.pairwise(ends))))
-    return Packing(leaves)
+    packing = Packing(leaves)
+    return Sizes(as_runs(packing.sizes)), packing.runs
 
 
-def _segments(graph: Graph, whole: Node, sizes: Sequence[Sequence[int]]) -> list[tuple[Node, int, tuple[int, ...]]]:
+def _segments(graph: Graph, whole: Node, sizes: tuple[Sizes, ...]) -> list[tuple[Node, int, tuple[int, ...]]]:
     """The part of the merged value that comes from each run of ranks."""
     out: list[tuple[Node, int, tuple[int, ...]]] = []
     begin = 0
-    for _, count, row in _packing(sizes).runs:
+    for _, count, row in _packed(sizes)[1]:
         end = begin + count * sum(row)
         out.append((call(graph, _aten.slice.Tensor, (whole, 0, begin, end), like=whole), count, row))
         begin = end
@@ -124,10 +133,10 @@ def _columns(graph: Graph, grids: Sequence[tuple[Node, tuple[int, ...]]], m: int
         return parts[0] if len(parts) == 1 else call(graph, _aten.cat.default, (parts,), like=wait)
 
 
-def _interleaved(graph: Graph, flats: Sequence[Any], sizes: Sequence[Sequence[int]], like: Node) -> Node:
+def _interleaved(graph: Graph, flats: Sequence[Any], sizes: tuple[Sizes, ...], like: Node) -> Node:
     """The members' blocks for each rank side by side."""
     begins, parts = [0] * len(flats), list[Node]()
-    for _, count, row in _packing(sizes).runs:
+    for _, count, row in _packed(sizes)[1]:
         blocks: list[Node] = []
         for m, (flat, n) in enumerate(zip(flats, row, strict=True)):
             begin, begins[m] = begins[m], begins[m] + count * n

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from shardfn.collectives import Sizes
+
 from ._hazards import Memory, is_random
 from ._moves import is_fetch
 from ._ops import ALL_GATHER
@@ -58,4 +60,4 @@ class _Numbering:
         if isinstance(x, slice):
             return (slice, *map(self._frozen, (x.start, x.stop, x.step)))
         # 1, 1.0 and True are equal keys, and so are 0.0 and -0.0.
-        return (type(x), repr(x))
+        return (type(x), x if isinstance(x, int | str | Sizes) else repr(x))

@@ -5,8 +5,9 @@ the table (`_ops.py`), where an op without a row has the default of each field.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from shardfn.core import MemoryKind
 from ._forms import Rule
 
 Channel = Literal["", "gather", "reduce", "loss"]
+_Fact = TypeVar("_Fact")
 
 
 class Crossing(NamedTuple):
@@ -110,6 +112,29 @@ def with_schema(row: Op, target: Any) -> Op:
     )
 
 
+def by_identity(f: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
+    """Remembers what `f` says of each op, as `functools.cache` does, but asks for no hash: torch's ops have a slow one.
+
+    For functions of what lives as long as the program: an answer keeps its op alive.
+
+    Example:
+        >>> asked = []
+        >>> once = by_identity(asked.append)
+        >>> once(torch.add), once(torch.add), len(asked)
+        (None, None, 1)
+    """
+    known: dict[int, tuple[Any, _Fact]] = {}
+
+    def remembered(target: Any) -> _Fact:
+        found = known.get(id(target))
+        if found is None:
+            found = known[id(target)] = (target, f(target))  # the op itself, too, or its number might be given again
+        return found[1]
+
+    return functools.wraps(f)(remembered)
+
+
+@by_identity
 def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an op overwrites, by its schema."""
     schema = getattr(target, "_schema", None)

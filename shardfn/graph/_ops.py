@@ -5,7 +5,6 @@ its operands and results weigh, and stays where it is. Everything in this room t
 """
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +19,7 @@ import shardfn.memory  # noqa: F401  # all of them define ops
 from . import _formulas as formulas
 from . import _strides as strides
 from . import _wire as wire
-from ._op import Crossing, Op, with_schema
+from ._op import Crossing, Op, by_identity, with_schema
 from ._sharding import POINTWISE, RULES
 
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
@@ -45,7 +44,7 @@ def op_of(node: Node) -> Op:
     return known_op(node.target) if node.op == "call_function" else _NONE
 
 
-@functools.lru_cache(maxsize=4096)
+@by_identity
 def known_op(target: Any) -> Op:
     """What is known of an op, or of a function that is none.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
-from ._schedule import Stage, stages
+from ._schedule import Stage, run_all, stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Schedule:
             gm: a captured step.
             fuses: whether it is for a back end that fuses elementwise ops.
         """
-        for stage in self.stages(fuses=fuses):
-            gm = stage(gm)
-        return gm
+        for own in self.passes:
+            gm = own(gm)
+        return run_all(self.stages(fuses=fuses)[len(self.passes) :], gm)
 
     def stages(self, *, fuses: bool = False) -> list[Stage]:
         """The passes that it stands for, in order: its own first, then those of `schedule`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch.fx import GraphModule, Node
 
 from ._edit import reordered
-from ._hazards import Memory, dependences, far_gathers, legal_order, put_off, ready_after
+from ._hazards import Memory, dependences, legal_order, put_off, ready_after
 from ._moves import is_fetch
 from ._ops import READ, TO_DEVICE
 from ._sink import waits_and_views
@@ -67,7 +67,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
         return phases[node] != "update"
 
     order = put_off(memory.order, before, waits_and_views(memory, lambda n: _lands(n) and (used(n) or _gathers(n))))
-    far = far_gathers(memory)
+    far = memory.far
     stages: list[tuple[Callable[[Node], bool], int]] = [(lambda n: _gathers(n) and n not in far, budget)]
     if far:
         stages.append((far.__contains__, FAR_AHEAD * budget))

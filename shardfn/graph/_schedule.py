@@ -1,12 +1,13 @@
 """The passes, in the order in which they help one another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
 from ._bucket import bucket as bucket_pass
 from ._donate import donate as donate_pass
+from ._edit import drafted, settled
 from ._free import free_at_last_use
 from ._overlap import overlap_reductions
 from ._prefetch import prefetch as prefetch_pass
@@ -66,7 +67,7 @@ def schedule(
         >>> [n.name for n in schedule(gm, bucket=0).graph.nodes][3:-1]
         ['all_gather_start', 'all_gather_start_1', 'wait', 'mul', 'wait_1', 'add']
     """
-    for stage in stages(
+    chosen = stages(
         budget=budget,
         prefetch=prefetch,
         bucket=bucket,
@@ -74,9 +75,8 @@ def schedule(
         reuse=reuse,
         donate=donate,
         temporaries=temporaries,
-    ):
-        gm = stage(gm)
-    return gm
+    )
+    return run_all(chosen, gm)
 
 
 class Stage(NamedTuple):
@@ -93,6 +93,14 @@ class Stage(NamedTuple):
     def __call__(self, gm: GraphModule) -> GraphModule:
         """The pass's graph."""
         return self.run(gm, **dict(self.options))
+
+
+def run_all(passes: Sequence["Stage"], gm: GraphModule) -> GraphModule:
+    """What one pass after another makes of `gm`, which stays as it is. They are passes of this room."""
+    draft = drafted(gm)
+    for stage in passes:
+        draft = stage(draft)
+    return settled(draft)
 
 
 def stages(
