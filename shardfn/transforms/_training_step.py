@@ -16,6 +16,7 @@ from shardfn.collectives import bind_mesh, transforming
 from shardfn.core import (
     P,
     PyTree,
+    as_html,
     chunk_bounds,
     fold_in,
     tree_flatten,
@@ -111,6 +112,9 @@ class ShardedStep(Transform):
 
     def __repr__(self) -> str:
         return described(self._unwrapped, self._parts.loss, self._planner)
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
     def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The first state: every rank keeps its own blocks only.
