@@ -26,6 +26,7 @@ from ._model_state import ModelState, named_leaves
 from ._order import UseOrder
 from ._pipelined import pipelined_in
 from ._plan import Plan
+from ._profiled import named_range
 from ._reduce import Reducer
 from ._schedule import accumulation
 from ._splice import taking_early
@@ -204,9 +205,11 @@ class Engine:
         """The next action of the schedule."""
         self._course.receive(action)
         if action.kind == "forward":
-            self._forward(action, last=self._performed == self._last_forward)
+            with named_range("forward"):
+                self._forward(action, last=self._performed == self._last_forward)
         else:
-            self._backward(action, last=self._performed == self._last_backward)
+            with named_range("backward"):
+                self._backward(action, last=self._performed == self._last_backward)
         self._performed += 1
 
     def _forward(self, action: Action, *, last: bool) -> None:
@@ -251,7 +254,8 @@ class Engine:
         self._book.watch.check("the backward of the loss")
         without = last and self._handles and not reducer.received
         self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
-        reducer.end()
+        with named_range("reduce"):
+            reducer.end()
         self._book.forget_dead()
 
     def _differentiate(self, action: Action) -> None:
