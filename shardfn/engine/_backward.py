@@ -229,7 +229,8 @@ class Engine:
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
                 " return WeightedMean(total, weight) from the loss, or pass equal batches."
             )
-        self._gatherer.end_phase(ask=False)
+        with named_range("waits"):
+            self._gatherer.end_phase(ask=False)
         if self._performed == 0:
             self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
         if last and ahead is not None:
@@ -253,7 +254,8 @@ class Engine:
             self._differentiate(action)
         self._book.watch.check("the backward of the loss")
         without = last and self._handles and not reducer.received
-        self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
+        with named_range("waits"):
+            self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
         with named_range("reduce"):
             reducer.end()
         self._book.forget_dead()

@@ -29,7 +29,7 @@ from ._check import Events as Events, collective_events as collective_events, co
 from ._check import prove_no_hang as prove_no_hang
 from ._types import Leaf as Leaf
 from ._type_check import AxisTypeError as AxisTypeError, check_types as check_types, value_types as value_types
-from ._values import storage_of as storage_of, tensors_in as tensors_in
+from ._values import phases_of as phases_of, storage_of as storage_of, tensors_in as tensors_in
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend
 from ._forms import PARTIAL as PARTIAL, VARYING as VARYING, WHOLE as WHOLE, Form as Form, Ranks as Ranks
 from ._forms import (
