@@ -94,8 +94,9 @@ class StepProfile:
         known = {} if self.predicted is None else self.predicted.leaves
         found = [took for (part, names), took in known.items() if part == what and set(names) & set(paths)]
         says = sum(found) if found else None
-        more = "" if len(paths) < 2 else f" and {len(paths) - 1} more"
-        return self._cells(f"{what} {paths[0]}{more}", self.leaves[row], says)
+        first, *others = paths
+        more = f" and {len(others)} more" if others else ""
+        return self._cells(f"{what} {first}{more}", self.leaves[row], says)
 
     def _cells(self, name: str, spent: Spent, says: float | None) -> tuple[str, ...]:
         cells = (name, f"{spent.calls / self.steps:g}", f"{spent.sent / self.steps:,.0f}")
@@ -114,7 +115,7 @@ def measured(
             run()
         _synchronize(mesh)
         seconds = time.perf_counter() - start
-    notes = []
+    notes = list[str]()
     if jitted:
         notes.append("the step is jitted: it runs as one program, whose phases and leaves are not measured apart.")
     elif mesh.device.type != "cpu":
