@@ -22,6 +22,7 @@ from ._cost import CostAnalysis as CostAnalysis, Estimate as Estimate, cost_anal
 from ._cost import estimate as estimate, node_seconds as node_seconds, transfer_seconds as transfer_seconds
 from ._text import as_text as as_text
 from ._timeline import chrome_trace as chrome_trace
+from ._picture import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
 from ._calibrate import calibrate as calibrate
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
 from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
