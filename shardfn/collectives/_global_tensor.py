@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as torch_pytree
 
 from shardfn.core import (
+    MOST_DRAWN,
     Absent,
     DonatedError,
     MemoryKind,
@@ -24,8 +26,12 @@ from shardfn.core import (
     PyTree,
     Sharding,
     Stored,
+    as_html,
     block_slices,
+    columns,
+    dtype_name,
     raise_all,
+    size,
     tree_map,
     tree_paths,
     tree_structure,
@@ -187,9 +193,25 @@ class GlobalTensor:
             )
 
     def __repr__(self) -> str:
-        state = "donated" if self.donated else f"{self.dtype}"
-        kind = "" if self.memory_kind == "device" else f", {self.memory_kind!r}"
-        return f"GlobalTensor({tuple(self.shape)}, {state}, {self.spec!r}{kind})"
+        """Shape, dtype, spec, and what of it is on this rank; nothing is sent or read, whatever the leaf is."""
+        dtype = "donated" if self.donated else f"{self.dtype}"
+        axes = ", ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items())
+        return f"GlobalTensor({tuple(self.shape)}, {dtype}, {self.spec!r}; {self._here()}, mesh {axes or 'of one'})"
+
+    def _repr_html_(self) -> str:
+        dtype = "donated" if self.donated else dtype_name(self.dtype)
+        block = "none" if self.donated or isinstance(self.held, Absent) else f"{tuple(self.held.shape)}"
+        rows = [("shape", f"{tuple(self.shape)}"), ("dtype", dtype), ("spec", f"{self.spec!r}"), ("block", block)]
+        mesh = self.mesh.drawing() if self.mesh.size <= MOST_DRAWN else f"{self.mesh!r}"
+        return as_html("\n".join(["GlobalTensor", columns([*rows, ("memory", self._here())]), "", mesh]))
+
+    def _here(self) -> str:
+        """The bytes of this rank's block, as it is kept, and the memory that they are in."""
+        held = self._local
+        if held is None or isinstance(held, Absent):
+            return f"nothing here on {self.memory_kind}"
+        abstract = isinstance(held, Tensor) and (held.is_meta or isinstance(held, FakeTensor))
+        return f"{size(held.nbytes)} {'a rank' if abstract else 'here'} on {self.memory_kind}"
 
     def __reduce__(self) -> Any:
         raise TypeError(

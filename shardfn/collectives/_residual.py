@@ -180,7 +180,7 @@ def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: A
         >>> from shardfn.collectives import error_feedback, sign
         >>> state = compressed_init({"w": torch.ones(9)}, "dp", error_feedback(sign()))
         >>> global_residuals(state, "dp", {"w": P(None, "tp")})["w"].worker
-        GlobalTensor((1, 16), torch.float32, P('dp', 'tp'))
+        GlobalTensor((1, 16), torch.float32, P('dp', 'tp'); 64 B here on device, mesh of one)
     """
     compressed, inside = (_names(a) for a in split_axes("global_residuals", axis, outer))
     mesh = current_mesh()

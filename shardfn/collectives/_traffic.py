@@ -52,6 +52,9 @@ class Traffic:
         ends = [("collective", "axes", "calls", "bytes"), ("all", "", f"{self.calls:,}", f"{self.bytes:,}")]
         return columns([ends[0], *rows, ends[1]])
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         return as_html(str(self))
 

@@ -12,8 +12,8 @@ from ._errors import (
 )
 from ._keywords import explains_keywords as explains_keywords
 from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
+from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
-from ._mesh import all_coords as all_coords
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
 from ._placement import Placement as Placement, dtype_name as dtype_name
 from ._policy import Dtypes as Dtypes, Policy as Policy

@@ -23,6 +23,8 @@ from ._errors import did_you_mean
 from ._groups import MadeGroups, NamedGroups, end_lost, end_with
 from ._shown import as_html
 
+# The most ranks that a drawing of a mesh shows.
+MOST_DRAWN = 1024
 HOUSE_AXES = ("dp", "tp", "sp", "ep", "pp")
 Axes = str | tuple[str, ...] | None
 
@@ -349,7 +351,7 @@ class Mesh:
         return f"[{rank}]" if rank == self.rank else str(rank)
 
     def _repr_html_(self) -> str:
-        return as_html(self.drawing() if self.size <= 1024 else repr(self))
+        return as_html(self.drawing() if self.size <= MOST_DRAWN else repr(self))
 
 
 # Whose communicators must end before the interpreter does.

@@ -43,6 +43,7 @@ from ._plan import Plan as Plan
 from ._planner import OF_A_STATE as OF_A_STATE, Planner as Planner, Words as Words
 from ._pools import begin as begin, close_pool as close_pool, commit as commit, disk_of as disk_of, forget as forget
 from ._pools import together as together
+from ._profiled import Spans as Spans, Spent as Spent, measured_into as measured_into
 from ._resume import resumed as resumed
 from ._schedule import accumulation as accumulation, check_schedule as check_schedule
 from ._step_parts import (

@@ -26,6 +26,7 @@ from ._model_state import ModelState, named_leaves
 from ._order import UseOrder
 from ._pipelined import pipelined_in
 from ._plan import Plan
+from ._profiled import named_range
 from ._reduce import Reducer
 from ._schedule import accumulation
 from ._splice import taking_early
@@ -204,9 +205,11 @@ class Engine:
         """The next action of the schedule."""
         self._course.receive(action)
         if action.kind == "forward":
-            self._forward(action, last=self._performed == self._last_forward)
+            with named_range("forward"):
+                self._forward(action, last=self._performed == self._last_forward)
         else:
-            self._backward(action, last=self._performed == self._last_backward)
+            with named_range("backward"):
+                self._backward(action, last=self._performed == self._last_backward)
         self._performed += 1
 
     def _forward(self, action: Action, *, last: bool) -> None:
@@ -226,7 +229,8 @@ class Engine:
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
                 " return WeightedMean(total, weight) from the loss, or pass equal batches."
             )
-        self._gatherer.end_phase(ask=False)
+        with named_range("waits"):
+            self._gatherer.end_phase(ask=False)
         if self._performed == 0:
             self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
         if last and ahead is not None:
@@ -250,8 +254,10 @@ class Engine:
             self._differentiate(action)
         self._book.watch.check("the backward of the loss")
         without = last and self._handles and not reducer.received
-        self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
-        reducer.end()
+        with named_range("waits"):
+            self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
+        with named_range("reduce"):
+            reducer.end()
         self._book.forget_dead()
 
     def _differentiate(self, action: Action) -> None:

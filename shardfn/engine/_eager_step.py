@@ -17,6 +17,7 @@ from ._comms import Comms
 from ._early import early
 from ._metrics import measure
 from ._plan import Plan
+from ._profiled import named_range
 from ._step import Metrics, StepParts, one_step
 from ._update import update
 
@@ -67,6 +68,8 @@ class _Eager:
         return update()
 
     def update(self, out: Outcome, scale: Tensor | None) -> TrainState:
-        grads, channels = out.gradients(), self.comms.channels
+        with named_range("reduce"):
+            grads = out.gradients()
         how: dict[str, Any] = {"model_state": out.model_state, "scale": scale, "ahead": self.ahead}
-        return update(self.plan, channels, self.parts, self.state, grads, **how)
+        with named_range("update"):
+            return update(self.plan, self.comms.channels, self.parts, self.state, grads, **how)

@@ -98,7 +98,7 @@ class Gatherer:
     def whole(self, leaf: int) -> Tensor:
         """The whole leaf; waits for it, and issues what is used next."""
         unit, slot = self._slot[leaf]
-        with named_range("gather", self._leaves[leaf].path):
+        with named_range("gather", self._leaves, self._units[unit].leaves, leaf):
             return self._need(unit).leaf(slot)
 
     def end_phase(self, *, ask: bool, says: int = DONE) -> bool:
@@ -181,7 +181,8 @@ class Gatherer:
         for whole in self._scheduled.values():
             whole.move_if_ready()
         for unit in move.issue:
-            self._scheduled[unit] = self._issue(unit)
+            with named_range("gather", self._leaves, self._units[unit].leaves):
+                self._scheduled[unit] = self._issue(unit)
         self._pos += 1
 
     def _read_ahead(self) -> None:
@@ -201,7 +202,8 @@ class Gatherer:
             return
         for unit in self._order.window(self._phase, self._pos, self._sizes, FAR_AHEAD * self._window):
             if unit in self._hops and unit not in self._scheduled and unit not in self._brought:
-                self._brought[unit] = self._bring(unit)
+                with named_range("gather", self._leaves, self._units[unit].leaves):
+                    self._brought[unit] = self._bring(unit)
 
     def _pieces(self, unit: int) -> list[Piece]:
         """This rank's pieces of the leaves of a unit; those that are elsewhere, on their way."""
@@ -237,7 +239,8 @@ class Gatherer:
             _raise_failed(self._rounds, wants)
         # In rank order, each once: all ranks have heard the same, and send the same.
         for unit in dict.fromkeys(w for w in wants if w >= 0):
-            whole = self._issue(unit)
+            with named_range("gather", self._leaves, self._units[unit].leaves):
+                whole = self._issue(unit)
             self._served.append(unit)
             if unit == want:
                 self._asked = (unit, whole)

@@ -1,18 +1,100 @@
-"""Names of leaves in torch's profiler; without one that runs, a test of a flag."""
+"""Parts of an eager step by name: in torch's profiler, and measured for `step.profile`. Else it is tests of flags."""
 
 import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.autograd import profiler
 
 from shardfn.capture import capturing
+from shardfn.collectives import Traffic
+from shardfn.core import Ambient
+from shardfn.leaves import LeafLayout
 
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def named_range(what: str, path: str) -> AbstractContextManager[Any]:
-    """A range of the profiler, such as "shardfn gather params['w']". A graph that is captured has none."""
-    if not profiler._is_profiler_enabled or capturing():
+@dataclasses.dataclass
+class Spent:
+    """What one part of a step took, without the parts inside it.
+
+    Attributes:
+        calls: how often it was entered.
+        seconds: on this rank's clock.
+        sent: bytes that this rank sent.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    sent: int = 0
+
+
+class Spans:
+    """Adds up what each part of a step takes. Parts nest and end in the reverse order; one runs at a time.
+
+    Args:
+        traffic: an open counter.
+
+    Attributes:
+        spent: (part, paths of leaves that travel together) -> what it took.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.spent: dict[tuple[str, tuple[str, ...]], Spent] = {}
+        self._traffic = traffic
+        # For each open part, what the parts inside it have taken.
+        self._inside: list[Spent] = []
+
+    @contextlib.contextmanager
+    def span(self, what: str, paths: tuple[str, ...]) -> Iterator[None]:
+        """Measures one part while the context is open."""
+        self._inside.append(Spent())
+        start, sent = time.perf_counter(), self._traffic.bytes
+        try:
+            yield
+        finally:
+            seconds, sent = time.perf_counter() - start, self._traffic.bytes - sent
+            inside = self._inside.pop()
+            into = self.spent.setdefault((what, paths), Spent())
+            into.calls += 1
+            into.seconds += seconds - inside.seconds
+            into.sent += sent - inside.sent
+            if self._inside:
+                self._inside[-1].seconds += seconds
+                self._inside[-1].sent += sent
+
+
+_SPANS = Ambient[Spans]("measured parts of a step")
+
+
+def measured_into(spans: Spans) -> AbstractContextManager[Spans]:
+    """Measures the parts of eager steps while the context is open."""
+    return _SPANS.bound(spans)
+
+
+def named_range(
+    what: str, leaves: Sequence[LeafLayout] = (), members: Sequence[int] = (), asked: int | None = None
+) -> AbstractContextManager[Any]:
+    """A range of torch's profiler, such as "shardfn.gather params['w']", and a span; a captured graph has none.
+
+    Args:
+        what: the part of the step.
+        leaves: the layout.
+        members: which leaves travel together.
+        asked: the one of them that is wanted, which then alone names the range.
+    """
+    spans = _SPANS.innermost()
+    watched = profiler._is_profiler_enabled
+    if (spans is None and not watched) or capturing():
         return _NOTHING
-    return profiler.record_function(f"shardfn {what} {path}")
+    paths = tuple(leaves[i].path for i in members)
+    stack = contextlib.ExitStack()
+    if watched:
+        names = ", ".join(paths) if asked is None else leaves[asked].path
+        stack.enter_context(profiler.record_function(f"shardfn.{what} {names}".rstrip()))
+    if spans is not None:
+        stack.enter_context(spans.span(what, paths))
+    return stack

@@ -21,6 +21,7 @@ from ._canonical import ChunkSums
 from ._chunks import Chunks
 from ._plan import Plan
 from ._pools import pool_of
+from ._profiled import named_range
 from ._shares import brought, pieces_of
 
 # Whole gradients under way at most, and seconds that a step may spend waiting for that.
@@ -181,7 +182,8 @@ class Reducer:
             members = [self._leaves[i] for i in leaves]
             shapes = self._units[u].packing.shapes(self._scatter[u].index)
             alone = self._cut[u] or self._scatter[u].size == 1
-            flat = self._parts.pop(u) if alone else self._whole_part(u)
+            with named_range("reduce", self._leaves, leaves):
+                flat = self._parts.pop(u) if alone else self._whole_part(u)
             if isinstance(flat, Tensor):
                 flat = flat.to(members[0].dtypes.accum)
                 if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
@@ -230,13 +232,15 @@ class Reducer:
             mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
             self._in_flight += self._units[unit].nbytes
             if self._sums is not None:
-                self._pending.append((unit, self._start_nodes(unit, self._sums, [i for _, i in mine])))
+                with named_range("reduce", self._leaves, self._units[unit].leaves):
+                    self._pending.append((unit, self._start_nodes(unit, self._sums, [i for _, i in mine])))
                 continue
             members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
-            if capturing() and self._cut[unit]:
-                pending = self._write_down(unit, members)
-            else:
-                pending = self._start(unit, members)
+            with named_range("reduce", self._leaves, self._units[unit].leaves):
+                if capturing() and self._cut[unit]:
+                    pending = self._write_down(unit, members)
+                else:
+                    pending = self._start(unit, members)
             self._pending.append((unit, pending))
 
     def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
@@ -288,7 +292,8 @@ class Reducer:
     def _collect(self, *, block: bool) -> None:
         while self._pending and (block or self._pending[0][1].done()):
             unit, pending = self._pending.pop(0)
-            part = pending.result()
+            with named_range("reduce", self._leaves, self._units[unit].leaves):
+                part = pending.result()
             self._in_flight -= self._units[unit].nbytes
             if self._in_one(unit):
                 self._whole[unit] = (part, None)
@@ -313,7 +318,8 @@ class Reducer:
         self._parts.add(unit, part, last=self._last)
         early = self._overlap_gather and unit not in self._late
         if self._last and early and not self._cut[unit] and self._scatter[unit].size > 1:
-            self._start_whole(unit)
+            with named_range("reduce", self._leaves, self._units[unit].leaves):
+                self._start_whole(unit)
 
     def _start_whole(self, unit: int) -> None:
         part = self._parts[unit]

@@ -12,6 +12,7 @@ from shardfn.leaves import Unit
 from shardfn.memory import AnyPool, to_device, to_host
 
 from ._plan import Plan
+from ._profiled import named_range
 
 
 def refresh(
@@ -39,11 +40,15 @@ def refresh(
     here = [x if isinstance(x, Tensor) else None for x in layered]
     # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
     # All are started before the first is waited for; every rank has the same units in the same order.
-    started = [_start(plan, channels, unit, here, fresh) for unit in resident]
+    started = list[tuple[Pending[Tensor], bool]]()
+    for unit in resident:
+        with named_range("refresh", plan.layers, unit.leaves):
+            started.append(_start(plan, channels, unit, here, fresh))
     for unit, (pending, landed) in zip(resident, started, strict=True):
-        arrived = pending.result()
-        if not landed:
-            _spread(unit, arrived, here)
+        with named_range("refresh", plan.layers, unit.leaves):
+            arrived = pending.result()
+            if not landed:
+                _spread(unit, arrived, here)
     away = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home != "device"]
     if away:
         _send_home(plan, channels, away, fresh, layered, out, pool)
@@ -70,7 +75,9 @@ def _send_home(
     # To new files: those of the old leaf belong to a commit.
     writers: dict[int, Any] = {}
     for unit in units:
-        for i, x in _made_whole(plan, channels, unit, rows).items():
+        with named_range("refresh", plan.layers, unit.leaves):
+            whole = _made_whole(plan, channels, unit, rows)
+        for i, x in whole.items():
             block, (leaf, layer) = layered[i], where[i]
             if isinstance(block, Tensor):
                 # Unit by unit: the device has room for one whole unit, and not for all.

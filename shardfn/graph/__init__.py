@@ -22,6 +22,7 @@ from ._cost import CostAnalysis as CostAnalysis, Estimate as Estimate, cost_anal
 from ._cost import estimate as estimate, node_seconds as node_seconds, transfer_seconds as transfer_seconds
 from ._text import as_text as as_text
 from ._timeline import chrome_trace as chrome_trace
+from ._picture import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
 from ._calibrate import calibrate as calibrate
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
 from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
@@ -29,7 +30,7 @@ from ._check import Events as Events, collective_events as collective_events, co
 from ._check import prove_no_hang as prove_no_hang
 from ._types import Leaf as Leaf
 from ._type_check import AxisTypeError as AxisTypeError, check_types as check_types, value_types as value_types
-from ._values import storage_of as storage_of, tensors_in as tensors_in
+from ._values import phases_of as phases_of, storage_of as storage_of, tensors_in as tensors_in
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend
 from ._forms import PARTIAL as PARTIAL, VARYING as VARYING, WHOLE as WHOLE, Form as Form, Ranks as Ranks
 from ._forms import (

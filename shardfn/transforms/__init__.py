@@ -1,7 +1,7 @@
 """Functions to functions of the same meaning."""
 
 from shardfn.engine import Accumulated as Accumulated, Mixed as Mixed, WeightedMean as WeightedMean
-from shardfn.engine import CacheInfo as CacheInfo, Jitted as Jitted, default_batch as default_batch
+from shardfn.engine import CacheInfo as CacheInfo, Jitted as Jitted, Spent as Spent, default_batch as default_batch
 from shardfn.modules import from_module as from_module
 from shardfn.activations import policies as policies, SavedTensor as SavedTensor
 from shardfn.capture import CaptureError as CaptureError
@@ -23,6 +23,7 @@ from ._tiled import tiled as tiled
 from ._shard_map import shard_map as shard_map
 from ._eval_shape import eval_shape as eval_shape
 from ._lower import Lowered as Lowered
+from ._profile import Predicted as Predicted, StepProfile as StepProfile
 from ._jit import jit as jit
 from ._sharded import Sharded as Sharded, sharded as sharded
 from ._training_step import ShardedStep as ShardedStep

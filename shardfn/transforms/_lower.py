@@ -1,7 +1,8 @@
 """`Lowered`: a captured and scheduled step or function that can be read, measured and compiled, wherever it runs."""
 
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
@@ -17,8 +18,13 @@ from shardfn.graph import (
     cost_analysis,
     estimate,
     memory_analysis,
+    picture_of_memory,
+    picture_of_time,
     transfers,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Lowered:
@@ -68,6 +74,46 @@ class Lowered:
     def estimate(self, cluster: Cluster) -> Estimate:
         """How long the step would take on a cluster, and what is exposed."""
         return estimate(self.gm, cluster)
+
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        kind: str = "memory",
+        cluster: Cluster | None = None,
+    ) -> "Figure":
+        """A picture of the step: what is alive over its ops and at the peak; or lanes of compute and transfers.
+
+        Args:
+            path: where to write it, too; the ending says how: ".png", ".svg".
+            kind: "memory", or "time" as the cost model predicts it.
+            cluster: for "time": what the step would run on.
+
+        Returns:
+            A matplotlib figure, which notebooks show.
+
+        Raises:
+            ImportError: there is no matplotlib; the extra `train` has it.
+            ValueError: another kind, or "time" without a cluster.
+
+        Example:
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: ((w * x) ** 2).mean(), sf.optim.sgd(0.5))
+            >>> len(step.lower(torch.ones(4), torch.ones(4)).plot().axes)
+            2
+        """
+        if kind not in ("time", "memory"):
+            raise ValueError(f"plot(kind={kind!r}): there are 'time' and 'memory'; pass one of them.")
+        if kind == "time" and cluster is None:
+            raise ValueError("plot(kind='time') needs a cluster to predict for: pass cluster=graph.cluster(name).")
+        if cluster is not None and kind == "time":
+            figure = picture_of_time(self.estimate(cluster))
+        else:
+            figure = picture_of_memory(self.memory_analysis())
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
     def compile(self, backend: str | None = None) -> Callable[..., Any]:
         """The step, ready to run: `compiled(state, batch) -> (state, metrics)` for the signature it was lowered for.

@@ -65,7 +65,7 @@ def reshard(
         >>> with make_mesh({"dp": -1}, device="cpu") as mesh:
         ...     tree = {"w": shard(torch.ones(4, 2), P("dp"), mesh)}
         ...     reshard(tree, P(None, "dp"), dtype=torch.bfloat16)
-        {'w': GlobalTensor((4, 2), torch.bfloat16, P(None, 'dp'))}
+        {'w': GlobalTensor((4, 2), torch.bfloat16, P(None, 'dp'); 16 B here on device, mesh dp=1)}
     """
     leaves, treedef = tree_flatten(tree)
     at = [i for i, x in enumerate(leaves) if isinstance(x, GlobalTensor)]

@@ -16,6 +16,7 @@ from shardfn.collectives import bind_mesh, transforming
 from shardfn.core import (
     P,
     PyTree,
+    as_html,
     chunk_bounds,
     fold_in,
     tree_flatten,
@@ -77,12 +78,14 @@ from shardfn.engine import (
     told_before,
     unwrap,
 )
+from shardfn.graph import Cluster
 from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed
 
 from ._described import described
 from ._evaluate import Measures
 from ._lower import Lowered
+from ._profile import StepProfile, measured, predict
 from ._sharded import MAX_APPLIED, Sharded, kept_as
 
 
@@ -111,6 +114,9 @@ class ShardedStep(Transform):
 
     def __repr__(self) -> str:
         return described(self._unwrapped, self._parts.loss, self._planner)
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
     def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The first state: every rank keeps its own blocks only.
@@ -235,6 +241,55 @@ class ShardedStep(Transform):
             return functools.partial(self._step, self._steps.compile(program, backend, comms_of(self.mesh)), key)
 
         return Lowered(program.gm, self.mesh, schedule, compile)
+
+    def profile(
+        self, state: TrainState, batch: PyTree, *, steps: int = 3, cluster: Cluster | None = None
+    ) -> tuple[TrainState, StepProfile]:
+        """Where the time and the bytes of real steps go, by phase and by leaf. Collective: every rank calls it.
+
+        It trains: one step to warm up and then `steps` measured ones are made on this batch, and the state after them
+        is returned. `state` is consumed if the step donates; to lose nothing, build the step with `donate=False` and
+        drop what is returned.
+
+        Args:
+            state: the state.
+            batch: this rank's rows.
+            steps: how many steps are measured, after the first.
+            cluster: a cluster to predict the same for, as `graph.cluster` or `graph.calibrate` gives it; None = no
+                prediction.
+
+        Returns:
+            The state after `steps + 1` steps, and this rank's profile. Of a jitted step only the whole is measured.
+
+        Raises:
+            ValueError: `steps` is below 1; or a prediction is asked of a step that cannot be lowered.
+
+        Example:
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1))
+            >>> state, found = step.profile(step.init(torch.ones(4)), torch.ones(4), steps=2)
+            >>> state.step, found.steps, list(found.phases)
+            (tensor(3), 2, ['forward', 'backward', 'gather', 'reduce', 'update', 'refresh', 'waits', 'rest'])
+        """
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            if steps < 1:
+                raise ValueError(f"profile(steps={steps}): at least one step must be measured; pass steps=1 or more.")
+            check_passed(state, batch)
+            check_alive(state)
+            predicted = None if cluster is None else predict(self.lower(state, batch), cluster)
+        with losing_no_peer(comms):
+            comms.control.agree("how many steps are profiled", str(steps))
+        now, _ = self(state, batch)
+        del state
+
+        def run() -> None:
+            nonlocal now
+            now, _ = self(now, batch)
+
+        found = measured(self.mesh, run, steps, predicted, jitted=self._jitted is not None)
+        return now, found
 
     def _abstract(self, state: PyTree, batch: PyTree, phase: Phase | None) -> tuple[Plan, TrainState, tuple[Any, ...]]:
         given = state

@@ -39,7 +39,8 @@ def test_a_leaf_of_a_mesh_of_others_has_no_block() -> None:
     mesh = sf.make_mesh({"dp": 1}, ranks=[1])
     leaf = sf.shard(torch.empty(3, 2, device="meta" if dist.get_rank() == 0 else "cpu"), P("dp"), mesh)
     assert (leaf.shape, leaf.dtype, leaf.spec, leaf.ndim) == ((3, 2), torch.float32, P("dp"), 2)
-    assert repr(leaf) == "GlobalTensor((3, 2), torch.float32, P('dp'))"
+    here = "24 B here" if mesh.is_member else "nothing here"
+    assert repr(leaf) == f"GlobalTensor((3, 2), torch.float32, P('dp'); {here} on device, mesh dp=1)"
     if mesh.is_member:
         assert leaf.local.shape == (3, 2)
         return

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardfn as sf
-from shardfn.core import size
+from shardfn.core import P, size
 from shardfn.testing import distributed
 
 
@@ -61,3 +62,45 @@ def test_a_lowered_step_says_how_large_it_is(capsys: pytest.CaptureFixture[str])
     with sf.memory.ledger() as book:
         torch.zeros(4)
     assert repr(book) == book.table()
+
+
+@distributed(world=2)
+def test_a_leaf_says_what_of_it_is_here_and_sends_nothing() -> None:
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    leaf = sf.shard(torch.ones(7, 3), P("dp"), mesh)
+    rows = leaf.local.shape[0]
+    with sf.count_traffic() as sent:
+        text, drawn = repr(leaf), leaf._repr_html_()
+    assert sent.calls == 0
+    assert text == f"GlobalTensor((7, 3), torch.float32, P('dp'); {12 * rows} B here on device, mesh dp=2)"
+    for word in ("(7, 3)", "float32", f"({rows}, 3)", f"{12 * rows} B here on device", "[1]" if rows == 3 else "[0]"):
+        assert word in drawn
+    leaf.donate()
+    assert repr(leaf) == "GlobalTensor((7, 3), donated, P('dp'); nothing here on device, mesh dp=2)"
+    assert "donated" in leaf._repr_html_() and "block   none" in leaf._repr_html_()
+
+
+def test_a_leaf_without_data_is_shown_and_so_is_one_that_is_mapped_over() -> None:
+    mesh = sf.make_mesh({"dp": 4}, abstract=True)
+    step = sf.sharded_step(_loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
+    leaf = step.init({"w": torch.empty(8, 4, device="meta")}).params["w"]
+    assert repr(leaf) == "GlobalTensor((8, 4), torch.float32, P('dp'); 32 B a rank on device, mesh dp=4)"
+    with FakeTensorMode():
+        fake = sf.shard(torch.ones(8, 4), P(), sf.make_mesh({"dp": 1}, device="cpu"))
+        assert "128 B a rank on device" in repr(fake) and "128 B a rank" in fake._repr_html_()
+    seen = list[str]()
+
+    def look(x: Any) -> Any:
+        seen.extend([repr(x), x._repr_html_()])
+        return x
+
+    torch.func.vmap(look)(sf.collectives.stack([sf.shard(torch.ones(3), P(), mesh)] * 2))
+    assert "(3,)" in seen[0] and "(3,)" in seen[1]
+
+
+def test_a_step_and_traffic_are_shown_in_a_notebook() -> None:
+    step = sf.sharded_step(_loss, sf.optim.sgd(0.1))
+    assert step._repr_html_().startswith("<pre>ShardedStep(_loss: ZeRO stage")
+    with sf.count_traffic() as sent:
+        step(step.init({"w": torch.ones(2, 2)}), torch.ones(1, 2))
+    assert repr(sent) == str(sent) and sent._repr_html_().startswith("<pre>collective")

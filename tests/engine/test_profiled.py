@@ -1,4 +1,4 @@
-"""Covers shardfn/engine/_profiled.py: which leaf is gathered stands in torch's profiler."""
+"""Covers shardfn/engine/_profiled.py: the parts of a step, and their leaves, stand in torch's profiler."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import shardfn as sf
+from shardfn.collectives import count_traffic
+from shardfn.engine._profiled import Spans, named_range
 from shardfn.testing import distributed
 
 
@@ -13,16 +15,38 @@ def _loss(params: Any, batch: Any) -> torch.Tensor:
     return ((batch @ params["first"]).tanh() @ params["second"]).square().mean()
 
 
-@distributed(world=2)
-def test_gathers_are_named_by_leaf_and_change_nothing() -> None:
+@distributed(world=[2, 3])
+def test_parts_are_named_by_leaf_and_change_nothing(world: int) -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
-    zero = sf.Zero(stage=3, persist_elements=0)
-    step = sf.sharded_step(_loss, sf.optim.sgd(0.1), mesh=mesh, zero=zero, donate=False)
-    state, batch = step.init({"first": torch.ones(8, 4) / 9, "second": torch.ones(4, 6) / 7}), torch.ones(2, 8)
-    plain, _ = step(state, batch)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        profiled, _ = step(state, batch)
-    names = {event.name for event in found.events() or [] if event.name.startswith("shardfn ")}
-    assert {"shardfn gather params['first']", "shardfn gather params['second']"} <= names
-    for a, b in zip(sf.unshard(plain.params).values(), sf.unshard(profiled.params).values(), strict=True):
-        assert torch.equal(a, b)
+    for stage, extra in ((3, "gather"), (1, "refresh")):
+        zero = sf.Zero(stage=stage, persist_elements=0)
+        step = sf.sharded_step(_loss, sf.optim.sgd(0.1), mesh=mesh, zero=zero, donate=False)
+        state = step.init({"first": torch.ones(8, 4) / 9, "second": torch.ones(4, 6) / 7})
+        plain, _ = step(state, torch.ones(2, 8))
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            profiled, _ = step(state, torch.ones(2, 8))
+        names = {event.name for event in found.events() or [] if event.name.startswith("shardfn.")}
+        assert {"shardfn.forward", "shardfn.backward", "shardfn.update"} <= names
+        for what in (extra, "reduce"):
+            ranges = [name for name in names if name.startswith(f"shardfn.{what} ")]
+            for path in ("params['first']", "params['second']"):
+                assert any(path in name for name in ranges), (what, path, sorted(names))
+        for a, b in zip(sf.unshard(plain.params).values(), sf.unshard(profiled.params).values(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_without_a_profiler_nothing_is_made() -> None:
+    assert named_range("gather") is named_range("reduce")
+
+
+def test_a_span_has_what_is_not_of_spans_inside() -> None:
+    with count_traffic() as traffic:
+        spans = Spans(traffic)
+        with spans.span("outer", ()):
+            sf.collectives.record("psum", ("dp",), 3)
+            for _ in range(2):
+                with spans.span("inner", ("w",)):
+                    sf.collectives.record("psum", ("dp",), 5)
+    outer, inner = spans.spent[("outer", ())], spans.spent[("inner", ("w",))]
+    assert (outer.calls, outer.sent, inner.calls, inner.sent) == (1, 3, 2, 10)
+    assert outer.seconds >= 0 and inner.seconds >= 0
