@@ -13,4 +13,6 @@ from ._report import found_json as found_json, found_text as found_text, plan_js
 from ._recipes import RECIPES as RECIPES, Recipe as Recipe, recipe as recipe, recipe_text as recipe_text
 from ._chart import write_chart as write_chart
 from ._search import Found as Found, search as search
+from ._longest import MLP_WIDTH as MLP_WIDTH, LongestSequence as LongestSequence, LongSettings as LongSettings
+from ._longest import longest as longest, peak_bytes as peak_bytes
 from ._tables import preset_tables as preset_tables

@@ -46,6 +46,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--search", action="store_true", help="find the fastest stage, accumulation, remat (and tp) that fits"
     )
+    out.add_argument(
+        "--longest", action="store_true", help="find the longest sequence that fits if all ranks cut one, and how"
+    )
     out.add_argument("--exact", action="store_true", help="capture the step too, and read memory and traffic off it")
     out.add_argument("--json", action="store_true", help="JSON instead of tables")
     out.add_argument("--out", help="write the report to this file too")

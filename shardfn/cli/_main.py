@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardfn.core import raise_all
 from shardfn.memory import DamagedError
 
 from ._advice import advice
@@ -13,9 +14,10 @@ from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
 from ._exact import exact
+from ._longest import longest
 from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
-from ._report import advice_text, dump, found_json, found_text, plan_json, plan_text
+from ._report import advice_text, dump, found_json, found_text, longest_json, longest_text, plan_json, plan_text
 from ._search import search
 from ._tables import preset_tables
 
@@ -59,11 +61,22 @@ def _plan_command(args: argparse.Namespace) -> int:
     if args.preset_tables:
         _emit(preset_tables(), args.out)
         return 0
+    if args.longest:
+        return _longest_command(args)
     text, plans = _of_recipe(args) if args.recipe else _searched(args) if args.search else _planned(args)
     if args.png and plans:
         write_chart(plans, args.png)
     _emit(text, args.out)
     return 0 if plans and plans[0].fits else 1
+
+
+def _longest_command(args: argparse.Namespace) -> int:
+    beside = [f"--{name}" for name in ("search", "exact", "recipe", "png") if getattr(args, name)]
+    raise_all(ValueError, "plan --longest is an answer of its own; leave out:", beside)
+    setup = parse_setup(args)
+    found = longest(setup)
+    _emit(dump(longest_json(found)) if args.json else longest_text(setup, found), args.out)
+    return 0 if found[-1].tokens else 1
 
 
 def _planned(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:

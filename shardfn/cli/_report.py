@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ._exact import Exact
+from ._longest import LongestSequence
 from ._plan import JobPlan
 from ._search import Found
+from ._states import Setup
 from ._time import PlannedTransfer
 from ._units import gb, gib, seconds
 
@@ -39,6 +41,31 @@ def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
     parts = ["\n".join(head), memory_table(p, exact), _traffic(p.cost.transfers, exact), _time(p, exact)]
     parts += ["## Notes\n\n" + "\n".join(f"- {n}" for n in (*p.notes, *(exact.notes if exact else ())))]
     return "\n\n".join(parts) + "\n"
+
+
+def longest_text(setup: Setup, found: Sequence[LongestSequence]) -> str:
+    """The longest sequences as Markdown."""
+    ranks = setup.world
+    body = (
+        "Dense()"
+        if ranks == 1
+        else 'Ulysses("sp", tokens)'
+        if ranks <= setup.config.num_heads
+        else 'Ring("sp", tokens)'
+    )
+    rows = [(str(x.settings), f"{x.tokens:,}", f"{-(-x.tokens // ranks):,}", gib(x.peak)) for x in found]
+    notes = [
+        f"Attention by `nn.{body}`, and `Config(max_len=)` at least that long.",
+        "Read off steps on one rank in float32; what attention sends between ranks is not counted.",
+    ]
+    head = f"# The longest sequence of {setup.model} on {ranks} x {setup.cluster.device.name}"
+    told = "\n".join(f"- {n}" for n in notes)
+    return f"{head}\n\n{table(('settings', 'tokens', 'a rank', 'GiB'), rows)}\n\n{told}\n"
+
+
+def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:
+    """The same as one object."""
+    return {"longest": [dataclasses.asdict(x) for x in found]}
 
 
 def advice_text(told: Sequence[str]) -> str:

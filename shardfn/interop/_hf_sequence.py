@@ -58,7 +58,7 @@ def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict
     return out | {name: out[name][:, at] for name in _CUT if name in out}
 
 
-def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[[Any, Mapping[str, Tensor]], WeightedMean]:
+def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., WeightedMean]:
     """The mean cross entropy of a causal language model, exact for any numbers of targets on a rank.
 
     Args:
@@ -66,10 +66,12 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[[Any, Map
         tile: tokens whose logits are there at a time; None is all of a rank's.
 
     Returns:
-        `loss(params, batch)` of batches as `causal_lm_batch` makes them.
+        `loss(params, batch[, key])` of batches as `causal_lm_batch` makes them. A key turns dropout on; the batch then
+        has an "index", int64 [B]: the samples' global numbers.
 
     Raises:
-        ValueError: with `tile`, a model whose logits are more than a product with the output layer.
+        ValueError: with `tile`, a model whose logits are more than a product with the output layer; or (when called) a
+            key and no "index".
 
     Example:
         >>> import shardfn as sf
@@ -99,9 +101,16 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[[Any, Map
             *tiled_cross_entropy(x_BTD, model.get_output_embeddings().weight, targets_BT, tile=tile or 1)
         )
 
-    def loss(params: Any, batch: Mapping[str, Tensor]) -> WeightedMean:
-        given = {name: x for name, x in batch.items() if name != "targets"}
+    def loss(params: Any, batch: Mapping[str, Tensor], key: Tensor | None = None) -> WeightedMean:
+        given = {name: x for name, x in batch.items() if name not in ("targets", "index")}
         forward = whole if tile is None else in_tiles
-        return apply.within(forward, params, batch["targets"], **given)
+        if key is None:
+            return apply.within(forward, params, batch["targets"], **given)
+        if "index" not in batch:
+            raise ValueError(
+                'causal_lm_loss with a key: dropout needs the samples\' global numbers; give the batch an "index",'
+                " int64 [B], on one device torch.arange(B)."
+            )
+        return apply.keyed(key, batch["index"], forward)(params, batch["targets"], **given)
 
     return loss

@@ -47,6 +47,8 @@ class Config:
             `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. Heads, where it tells
             them apart, are num_heads.
         causal: False: tokens attend to later ones, too, as in BERT. A batch then says its "targets".
+        attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
+            `nn.BlockSparse()` does not drop.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -79,6 +81,7 @@ class Config:
     window: int | None = None
     layout: Callable[[int], Mask] | None = None
     causal: bool = True
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -151,8 +154,9 @@ def _problems(c: Config) -> list[str]:
     for name in ("norm_eps", "rope_base"):
         if not getattr(c, name) > 0:
             out.append(f"{name}={getattr(c, name)} must be above 0.")
-    if not 0 <= c.dropout < 1:
-        out.append(f"dropout={c.dropout} must lie in [0, 1).")
+    for name in ("dropout", "attention_dropout"):
+        if not 0 <= getattr(c, name) < 1:
+            out.append(f"{name}={getattr(c, name)} must lie in [0, 1).")
     if out:
         return out
     if c.d_model % c.num_heads:

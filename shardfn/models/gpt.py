@@ -423,6 +423,7 @@ def _block(
     index_B: Tensor | None,
 ) -> Tensor:
     k1, k2 = (None, None) if key is None else split(key).unbind()
+    table = _dropping(config, table, key, index_B)
     y_BTD = _attention(config, along, p, _norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
     x_BTD = x_BTD + _dropout(config, along, k1, y_BTD, index_B)
     feed = functools.partial(_feed, config, along)
@@ -458,23 +459,39 @@ def _norm(config: Config, along: _Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor
     return nn.rms_norm(x_BTD, w_D, eps=eps) if config.norm == "rms" else nn.layer_norm(x_BTD, w_D, b_D, eps=eps)
 
 
+def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
+    """What attention is told, with the dropout of one block."""
+    if key is None or config.attention_dropout == 0:
+        return table
+    how, index_B = table["how"], _numbers(f"attention_dropout {config.attention_dropout}", index_B)
+    # 0 and 1 are the keys of the residual branches.
+    return table | {
+        "how": how._replace(mask=how.mask & nn.PairDropout(fold_in(key, 2), config.attention_dropout, index_B))
+    }
+
+
+def _numbers(what: str, index_B: Tensor | None) -> Tensor:
+    """The samples' global numbers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if index_B is None:
+        raise ValueError(
+            f"{what} needs the samples' global numbers, or ranks would share masks: pass index_B (in the batch:"
+            " 'index'), int64 [B]; on one device torch.arange(B) will do."
+        )
+    return index_B
+
+
 def _dropout(config: Config, along: _Along, key: Tensor | None, x_BTD: Tensor, index_B: Tensor | None) -> Tensor:
     if key is None or config.dropout == 0:
         return x_BTD
-    if index_B is None:
-        raise ValueError(
-            f"dropout {config.dropout} needs the samples' global numbers, or ranks would share masks: pass index_B"
-            " (in the batch: 'index'), int64 [B]; on one device torch.arange(B) will do."
-        )
+    index_B = _numbers(f"dropout {config.dropout}", index_B)
     body, T = config.attention, x_BTD.shape[1] if along.sequence is None else along.sequence
     own = nn.own_rows(body, T)
     own = own if along.sequence is None else nn.part_of(own, *nn.own_range(T, along.axis))
-    length, parts, at = nn.whole_length(body, T), [], 0
-    for start, stop in own or ((0, 0),):
-        x = x_BTD[:, at : at + stop - start]
-        parts.append(nn.dropout(key, x, config.dropout, index_B, rows=(start, length)))
-        at += stop - start
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    return nn.dropout_of_rows(key, x_BTD, config.dropout, index_B, own, nn.whole_length(body, T))
 
 
 def _sample(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:

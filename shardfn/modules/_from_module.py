@@ -69,19 +69,25 @@ class ModuleFunction:
         """
         return self.run(Draws(self.module), params, None, args, kwargs, forward)[0]
 
-    def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
+    def keyed(
+        self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """The same function with dropout: masks are functions of the key and of the number of each sample.
+
+        With `from_module(attention=)` that of attention is `nn.PairDropout`. Where the body cuts the tokens, other
+        dropouts are of tensors whose dim 1 is this rank's tokens, and masks are those of one device.
 
         Args:
             key: for this step.
             index_B: global number of each row of the batch, which is dim 0 of whatever is dropped from.
+            forward: runs in the place of the module, as in `within`.
 
         Returns:
             `f(params, *args, **kwargs)`.
 
         Raises:
             ValueError: a layer of torch.nn that drops has the batch in dim 1; or (when called) a tensor that is dropped
-                from has another number of rows, or something else draws.
+                from has another number of rows, or of a rank's tokens, or something else draws.
 
         Example:
             >>> from shardfn.core import key
@@ -94,7 +100,7 @@ class ModuleFunction:
         draws = self.draws(key, index_B)
 
         def f(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-            return self.run(draws(), params, None, args, kwargs)[0]
+            return self.run(draws(), params, None, args, kwargs, forward)[0]
 
         return f
 
@@ -122,7 +128,7 @@ class ModuleFunction:
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
-        routed = None if self._route is None else self._route.of_call()
+        routed = None if self._route is None else self._route.of_call(draws)
         call = _ModuleCall(parts, given, found, draws, state, self._axis, routed)
         return call.call(forward or self.module, args, kwargs)
 

@@ -25,12 +25,17 @@ from shardfn.nn import (
     Dense,
     Full,
     Mask,
+    PairDropout,
     Segments,
     Window,
     attention,
     own_positions,
+    own_rows,
+    whole_length,
     whole_sequence,
 )
+
+from ._module_draws import Draws
 
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention")
@@ -59,9 +64,9 @@ class AttentionRoute:
         )
         _register()
 
-    def of_call(self) -> "RoutedCall":
+    def of_call(self, draws: Draws) -> "RoutedCall":
         """What holds for one call, and for what of it runs again in the backward."""
-        return RoutedCall(self)
+        return RoutedCall(self, draws)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -90,8 +95,8 @@ class AttentionRoute:
 class RoutedCall:
     """One call of a module: its documents, which the first of its models is given, hold for all of it."""
 
-    def __init__(self, route: AttentionRoute) -> None:
-        self._route, self.body = route, route.body
+    def __init__(self, route: AttentionRoute, draws: Draws) -> None:
+        self._route, self.body, self._draws = route, route.body, draws
         self._ids_BT: Tensor | None = None
         self._filled: Tensor | None = None
         self.num_calls = 0
@@ -120,6 +125,15 @@ class RoutedCall:
         mask = Window(window - 1) if window is not None else Causal() if causal else Full()
         return mask if self._ids_BT is None else mask & Segments(self._ids_BT)
 
+    def dropped(self, rate: float) -> Mask:
+        """The dropout of one layer's attention.
+
+        Raises:
+            ValueError: there is no key.
+        """
+        key, index_B = self._draws.take("dropout of attention", rate)
+        return PairDropout(key, rate, index_B)
+
     def _called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = list(inspect.signature(model.forward).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -131,6 +145,8 @@ class RoutedCall:
         tokens = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
         if tokens is None:
             return None
+        if _is_cut(self.body):
+            self._draws.cut_tokens(own_rows(self.body, tokens.shape[1]), whole_length(self.body, tokens.shape[1]))
         more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
         if "position_ids" in names:
             more["position_ids"] = self._positions(given.get("position_ids"), tokens)
@@ -176,7 +192,6 @@ def routed_attention(
         f"{type(module).__name__} with attention={call.body}:",
         [
             *(["a mask is not known for all tokens; leave attention_mask out"] if attention_mask is not None else []),
-            *([f"dropout={dropout} of attention is not computed; set attention_dropout=0"] if dropout else []),
             *([f"{n} is not computed by a body" for n in _UNKNOWN if kwargs.get(n) is not None]),
             *(["a window that looks ahead is not computed"] if sliding_window is not None and not causal else []),
             *(
@@ -189,6 +204,7 @@ def routed_attention(
     call.num_calls += 1
     q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
     mask = call.mask(causal=causal, window=sliding_window)
+    mask = mask & call.dropped(dropout) if dropout else mask
     return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, impl=call.body), None
 
 

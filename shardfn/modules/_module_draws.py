@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardfn.core import fold_in, uniform
 from shardfn.leaves import LazyLeaf
-from shardfn.nn import dropout
+from shardfn.nn import dropout, dropout_of_rows
 
 from ._module_undrawn import Undrawn
 
@@ -44,6 +44,7 @@ class Draws:
     def __init__(self, module: nn.Module, key: Tensor | None = None, index_B: Tensor | None = None) -> None:
         self.count = 0
         self._module, self._key, self._index_B = module, key, index_B
+        self._tokens: tuple[Sequence[tuple[int, int]], int] | None = None
 
     def handler(self, name: str) -> Callable[..., Any] | None:
         """What runs in place of a torch function that draws, called with it and its arguments."""
@@ -56,26 +57,45 @@ class Draws:
         """How many samples this rank has; None where there is no key."""
         return None if self._index_B is None else len(self._index_B)
 
+    def cut_tokens(self, own: Sequence[tuple[int, int]], length: int) -> None:
+        """From here on dim 1 of what is dropped from is this rank's tokens: these positions of a sequence."""
+        self._tokens = own, length
+
     def drop(self, what: str, x: Tensor, p: float) -> Tensor:
         """`x` with zeros in place of some elements, and 1 / (1 - p) times the others.
 
         Raises:
-            ValueError: there is no key, or dim 0 of `x` is not the rows.
+            ValueError: there is no key, or dim 0 of `x` is not the rows, or dim 1 not this rank's tokens.
         """
-        key, index_B = self._next(what, p)
+        key, index_B = self.take(what, p)
         if type(x) is LazyLeaf or x.dim() == 0 or x.shape[0] != len(index_B):
             raise ValueError(
                 f"{what}(p={p}) in the forward of the module drops from a tensor of shape {tuple(x.shape)}, whose dim 0"
                 f" is not the {len(index_B)} row(s) that index_B numbers, so its elements belong to no sample. Put the"
                 " batch first (batch_first=True), or set this dropout to 0."
             )
-        return x * 0 if p == 1 else dropout(key, x, p, index_B)
+        if self._tokens is None or p == 1:
+            return x * 0 if p == 1 else dropout(key, x, p, index_B)
+        own, length = self._tokens
+        num = sum(stop - start for start, stop in own)
+        if x.dim() < 2 or x.shape[1] != num:
+            raise ValueError(
+                f"{what}(p={p}) in the forward of the module drops from a tensor of shape {tuple(x.shape)}, whose dim 1"
+                f" is not this rank's {num} of {length} tokens, so its mask would depend on how they are cut; set this"
+                " dropout to 0."
+            )
+        return dropout_of_rows(key, x, p, index_B, own, length)
 
     def scales(self, what: str, like: Tensor, shape: Sequence[int], p: float) -> Tensor:
         """`drop` of ones of a shape."""
         return self.drop(what, torch.ones(tuple(shape), dtype=like.dtype, device=like.device), p)
 
-    def _next(self, what: str, p: float) -> tuple[Tensor, Tensor]:
+    def take(self, what: str, p: float) -> tuple[Tensor, Tensor]:
+        """The key of the next draw, and the samples' numbers.
+
+        Raises:
+            ValueError: there is no key.
+        """
         if self._key is None or self._index_B is None:
             raise ValueError(
                 f"{what}(p={p}) in the forward of the module{self._named()} would draw from torch's generator, by which"
@@ -108,7 +128,7 @@ class Draws:
         """A number for the whole batch, by which a forward decides on its path."""
         if self._key is None:
             return Undrawn(KEYED)
-        key, _ = self._next("rand", 0.0)
+        key, _ = self.take("rand", 0.0)
         return uniform(key, (), dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
 
 

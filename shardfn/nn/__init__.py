@@ -5,6 +5,7 @@ from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Wind
 from ._masks import Segments as Segments, segments as segments, Both as Both
 from ._block_layout import BlockLayout as BlockLayout
 from ._given import Added as Added, Keys as Keys, Relative as Relative
+from ._pair_dropout import PairDropout as PairDropout
 from ._block_sparse import BlockSparse as BlockSparse
 from ._local import Local as Local
 from . import layouts as layouts
@@ -16,7 +17,7 @@ from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as
 from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
 from ._deferred import DeferredGradients as DeferredGradients, as_now as as_now
-from ._dropout import dropout as dropout
+from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
 from ._tiled_linear import tiled_linear as tiled_linear, tiles as tiles, untile as untile

@@ -13,6 +13,7 @@ from shardfn.core import raise_all
 from ._bodies import DENSE, Body, own_rows, whole_length
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores
+from ._pair_dropout import PairDropout
 
 
 def attention(
@@ -33,7 +34,7 @@ def attention(
         k_BSGK: keys; G divides H.
         v_BSGK: values.
         causal: token t attends to tokens s <= t: True is `mask=Causal()`, False `mask=Full()`. Default True.
-        mask: in place of it: which pairs count, of the whole sequence.
+        mask: in place of it: which pairs count, of the whole sequence. Dropout is one: `Causal() & PairDropout(...)`.
         scale: default 1 / sqrt(K).
         slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
             look back only.
@@ -42,7 +43,7 @@ def attention(
 
     Raises:
         ValueError: G does not divide H, masks that look at other numbers of tokens or heads, slopes with a mask that
-            looks ahead, or tokens that are not this rank's part of the sequence.
+            looks ahead, tokens that are not this rank's part of the sequence, or dropout of other numbers of samples.
 
     Example:
         >>> import torch
@@ -72,7 +73,17 @@ def attention(
             f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass as many of both."
         )
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
+    _check_samples(mask, q_BTHK.shape[0])
     return impl.attend(q_BTHK, k_BSGK, v_BSGK, OnlineScores(mask, scale, slopes_H), length)
+
+
+def _check_samples(mask: Mask, num: int) -> None:
+    told = [len(m.index_B) for m in mask.parts if isinstance(m, PairDropout) and len(m.index_B) != num]
+    if told:
+        raise ValueError(
+            f"attention: PairDropout numbers {told[0]} samples, and the queries are of {num}; give index_B the global"
+            " number of each sample of this rank."
+        )
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

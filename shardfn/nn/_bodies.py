@@ -33,14 +33,17 @@ from shardfn.core import Axes
 from ._block_sparse import narrowed, refuse_gradients
 from ._local import Local
 from ._masks import Causal, Full, Mask
-from ._online import OnlineScores, Rows
+from ._online import OnlineScores, Rows, factor, wide
 from ._parallel import all_ranges, own_range
 from ._ring import course, num_rows, online
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Local):
-    """`scaled_dot_product_attention`; masks other than causal and full ones are there whole, [T, S] or larger."""
+    """`scaled_dot_product_attention`; masks other than causal and full ones are there whole, [T, S] or larger.
+
+    So are the probabilities where a mask multiplies them: `PairDropout`.
+    """
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -56,6 +59,10 @@ class Dense(Local):
         some = pairs.any(-1, keepdim=True)
         # A row without keys attends to all, and is made 0: torch's gradient of a softmax over nothing is not.
         open = pairs | ~some
+        scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
+        if scales is not None:
+            y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), factor(how, q_BHTK))
+            return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         told = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
         y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
         return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
@@ -317,6 +324,19 @@ def _online(
     with torch.autocast(q_BHTK.device.type, enabled=False):
         y_BGRTK = online(q_BGRTK, k_BGSK, v_BGSK, course(axis, rows, q_BHTK.shape[2], how, block))
     return y_BGRTK.flatten(1, 2).transpose(1, 2)
+
+
+def _multiplied(qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor], scale: float) -> Tensor:
+    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all of the scores there, in the dtype of sums."""
+    q_BHTK, k_BGSK, v_BGSK = (x.to(wide(x.dtype)) for x in qkv)
+    open, bias, scales = pairs
+    repeats = q_BHTK.shape[1] // max(k_BGSK.shape[1], 1)
+    k_BHSK, v_BHSK = (x.repeat_interleave(repeats, 1) for x in (k_BGSK, v_BGSK))
+    with torch.autocast(q_BHTK.device.type, enabled=False):
+        s_BHTS = q_BHTK @ k_BHSK.mT * scale
+        s_BHTS = s_BHTS if bias is None else s_BHTS + bias
+        p_BHTS = s_BHTS.masked_fill(~open, -math.inf).softmax(-1)
+        return (p_BHTS * scales @ v_BHSK).to(qkv[0].dtype)
 
 
 def _key_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]]:

@@ -5,13 +5,16 @@ Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfit
 https://jmlr.org/papers/v15/srivastava14a.html
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from shardfn.core import fold_in, threefry2x32
 
-_LEVELS = 1 << 16
+# A number of 16 bits decides on an element.
+LEVELS = 1 << 16
 
 
 def dropout(
@@ -50,7 +53,7 @@ def dropout(
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout(rate={rate}): the rate lies in [0, 1); at 1 nothing would be left to scale.")
-    drop = min(round(rate * _LEVELS), _LEVELS - 1)
+    drop = dropped_levels(rate)
     if drop == 0 or x.numel() == 0:
         return x
     start, size = (0, x.shape[1] if x.ndim > 1 else 1) if rows is None else rows
@@ -58,7 +61,46 @@ def dropout(
         raise ValueError(f"dropout: rows={rows} as (start, size) do not hold x of shape {tuple(x.shape)} along dim 1.")
     row = x[0].numel() // max(x.shape[1], 1) if x.ndim > 1 else 1
     lanes = _lanes(key.to(x.device), index_B.to(x.device), size * row, start * row, x[0].numel())
-    return torch.where(lanes.reshape(x.shape) >= drop, x * (_LEVELS / (_LEVELS - drop)), 0.0)
+    return torch.where(lanes.reshape(x.shape) >= drop, x * (LEVELS / (LEVELS - drop)), 0.0)
+
+
+def dropout_of_rows(
+    key: Int64[Tensor, "2"],
+    x: Float[Tensor, "b t *rest"],
+    rate: float,
+    index_B: Int64[Tensor, " b"],
+    own: Sequence[tuple[int, int]],
+    length: int,
+) -> Float[Tensor, "b t *rest"]:
+    """`dropout` of a rank's tokens, which may be several stretches of the sequence: the mask is that of the whole.
+
+    Args:
+        key: a key for this place and step.
+        x: one sample a row, and in dim 1 this rank's tokens.
+        rate: probability of dropping, in [0, 1).
+        index_B: global number of each sample.
+        own: (start, stop) of each stretch, one after the other, as `own_rows` tells them.
+        length: tokens of the whole sequence.
+
+    Raises:
+        ValueError: as `dropout`, or the stretches are not as many tokens as x has.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> x, index_B = torch.ones(1, 4), torch.arange(1)
+        >>> whole = dropout(key(0), x, 0.5, index_B)
+        >>> ends = dropout_of_rows(key(0), x[:, :2], 0.5, index_B, ((0, 1), (3, 4)), 4)
+        >>> torch.equal(ends, whole[:, [0, 3]])
+        True
+    """
+    sizes = [stop - start for start, stop in own]
+    if sum(sizes) != x.shape[1]:
+        raise ValueError(f"dropout_of_rows: own={tuple(own)} are {sum(sizes)} tokens, but x has {x.shape[1]}.")
+    if not own:
+        return x
+    found = zip(own, x.split(sizes, 1), strict=True)
+    parts = [dropout(key, part, rate, index_B, rows=(start, length)) for (start, _), part in found]
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> Tensor:
@@ -66,13 +108,19 @@ def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> T
     quarter = -(-size // 4)
     keys = fold_in(key, index_B)[:, None]
     if count >= quarter:  # every counter is wanted
-        parts = _quarters(keys, torch.arange(quarter, device=key.device))
+        parts = quarters(keys, torch.arange(quarter, device=key.device))
         return torch.cat(parts, dim=1)[:, start : start + count]
     at = torch.arange(start, start + count, device=key.device)
-    parts = torch.stack(_quarters(keys, at % quarter), dim=1)
+    parts = torch.stack(quarters(keys, at % quarter), dim=1)
     return parts.gather(1, (at // quarter).expand(len(parts), 1, count))[:, 0]
 
 
-def _quarters(keys: Tensor, counter: Tensor) -> list[Tensor]:
+def dropped_levels(rate: float) -> int:
+    """Of how many of the `LEVELS` numbers an element is dropped."""
+    return min(round(rate * LEVELS), LEVELS - 1)
+
+
+def quarters(keys: Tensor, counter: Tensor) -> list[Tensor]:
+    """Four numbers in [0, LEVELS) of each counter; the leading dims of the keys broadcast with it."""
     hi, lo = threefry2x32(keys, counter)
-    return [q & (_LEVELS - 1) for q in (hi, hi >> 16, lo, lo >> 16)]
+    return [q & (LEVELS - 1) for q in (hi, hi >> 16, lo, lo >> 16)]

@@ -88,6 +88,10 @@ class Mask(abc.ABC):
         """What is added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
         del queries, keys, device
 
+    def scales(self, queries: Span, keys: Span, heads: int, like: Tensor) -> Float[Tensor, "#b #h q k"] | None:
+        """By what the probabilities of a rectangle are multiplied behind the softmax, in the dtype of `like`."""
+        del queries, keys, heads, like
+
     def given(self, queries: int, keys: int) -> Given:
         """The data in it, as the kernels of attention take it.
 
@@ -318,6 +322,10 @@ class Both(Mask):
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor | None:
         found = [x for m in self.masks if (x := m.bias(queries, keys, device)) is not None]
         return functools.reduce(torch.add, found) if found else None
+
+    def scales(self, queries: Span, keys: Span, heads: int, like: Tensor) -> Tensor | None:
+        found = [x for m in self.masks if (x := m.scales(queries, keys, heads, like)) is not None]
+        return functools.reduce(torch.mul, found) if found else None
 
     @property
     def lead(self) -> tuple[int, int]:

@@ -1,11 +1,12 @@
 """Attention tile by tile: the softmax of a row is kept as (top, total, sum) while its keys come in parts.
 
     forward   top' = max(top, max s);  total' = total e^(top - top') + sum e^(s - top');  sum likewise with v
-    backward  p = e^(s - lse);  dv = p^T dy;  ds = p (dy v^T - delta);  dq = ds k;  dk = ds^T q
+    backward  p = e^(s - lse);  dv = (c p)^T dy;  ds = p (c dy v^T - delta);  dq = ds k;  dk = ds^T q
 
-with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. A row
-without keys has lse = -inf, y = 0 and gradient 0. No more than a tile of scores is there at a time. Tiles in which the
-mask counts no pair are left out.
+with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. c is
+what the mask multiplies probabilities by, as dropout does: it is in `sum`, and not in `total` or lse. A row without
+keys has lse = -inf, y = 0 and gradient 0. No more than a tile of scores is there at a time. Tiles in which the mask
+counts no pair are left out.
 
 B samples, G key heads, R query heads of a key head, T queries, S keys, K head dim.
 Milakov, Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867
@@ -115,7 +116,7 @@ def absorb(
             if how.mask.cover(query.span, key.span) == "none":
                 continue
             s = _scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
-            states[i] = _fold(states[i], s, v)
+            states[i] = _fold(states[i], s, v, _multiplier(s, query.span, key.span, how))
 
 
 def finish(
@@ -166,8 +167,9 @@ def transpose(
             q, dy, lse, delta = (_rows_of(x, query.at) for x in outer)
             s = _scores(q, k, query.span, key.span, how)
             p = _probabilities(s, lse)
-            ds = p * (_joined(dy) @ v.mT).view_as(p).sub(delta[..., None]) * factor(how, q)
-            dv = dv + _joined(p).mT @ _joined(dy)
+            c = _multiplier(p, query.span, key.span, how)
+            ds = p * _times((_joined(dy) @ v.mT).view_as(p), c).sub(delta[..., None]) * factor(how, q)
+            dv = dv + _joined(_times(p, c)).mT @ _joined(dy)
             dk = dk + _joined(ds).mT @ _joined(q)
             dq = (_joined(ds) @ k).view_as(q)
             before = dqs[i]
@@ -180,7 +182,7 @@ def transpose(
 
 
 class Pushed:
-    """The tangents of y and lse: dlse = sum p ds, dy = sum (p ds v + p dv) - y dlse."""
+    """The tangents of y and lse: dlse = sum p ds, dy = sum (c p ds v + c p dv) - y dlse."""
 
     def __init__(self, queries: Rows, outer: tuple[Tensor, Tensor, Tensor], block: int) -> None:
         self._tiles, self._outer, self._block = tiles(queries, block), outer, block
@@ -196,7 +198,9 @@ class Pushed:
                 q, dq, lse = (_rows_of(x, query.at) for x in self._outer)
                 p = _probabilities(_scores(q, k, query.span, key.span, how), lse)
                 pds = p * (_joined(dq) @ k.mT + _joined(q) @ dk.mT).view_as(p) * factor(how, q)
-                new = pds.sum(-1), (_joined(pds) @ v + _joined(p) @ dv).view(*p.shape[:-1], v.shape[-1])
+                c = _multiplier(p, query.span, key.span, how)
+                dsum = _joined(_times(pds, c)) @ v + _joined(_times(p, c)) @ dv
+                new = pds.sum(-1), dsum.view(*p.shape[:-1], v.shape[-1])
                 old = self._sums[i]
                 self._sums[i] = new if old is None else (old[0] + new[0], old[1] + new[1])
 
@@ -235,11 +239,21 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
     return (s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
 
 
-def _fold(state: OnlineState | None, s: Tensor, v: Tensor) -> OnlineState:
+def _multiplier(p: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor | None:
+    """What the probabilities of a tile [B, G, R, Q, K] are multiplied by behind the softmax; None is 1."""
+    c = how.mask.scales(queries, keys, math.prod(p.shape[-4:-2]), p)
+    return None if c is None else _by_group(c, p)
+
+
+def _times(x: Tensor, c: Tensor | None) -> Tensor:
+    return x if c is None else x * c
+
+
+def _fold(state: OnlineState | None, s: Tensor, v: Tensor, c: Tensor | None) -> OnlineState:
     top = s.amax(-1) if state is None else torch.maximum(state.top, s.amax(-1))
     shift = top.masked_fill(top == -math.inf, 0.0)  # rows that have no key yet
     p = (s - shift[..., None]).exp()
-    total, sum = p.sum(-1), (_joined(p) @ v).view(*p.shape[:-1], v.shape[-1])
+    total, sum = p.sum(-1), (_joined(_times(p, c)) @ v).view(*p.shape[:-1], v.shape[-1])
     if state is not None:
         before = (state.top - shift).exp()
         total, sum = total + state.total * before, sum + state.sum * before[..., None]

@@ -20,9 +20,9 @@ BODIES = {
 }
 
 
-def model_of(name: str, kv_heads: int = 2) -> Any:
+def model_of(name: str, kv_heads: int = 2, rate: float = 0.0) -> Any:
     """In float64 throughout: the norms of transformers compute in float32, which tells other orders of sums apart."""
-    model = made(name, kv_heads)
+    model = made(name, kv_heads, rate)
     for path, norm in list(model.named_modules()):
         if type(norm).__name__.endswith("RMSNorm"):
             parent, _, last = path.rpartition(".")
@@ -30,16 +30,20 @@ def model_of(name: str, kv_heads: int = 2) -> Any:
     return model
 
 
-def made(name: str, kv_heads: int) -> Any:
+def made(name: str, kv_heads: int, rate: float) -> Any:
     torch.manual_seed(0)
     if name == "gpt2":
-        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+        off = {"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate, "bos_token_id": None, "eos_token_id": None}
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
         config = transformers.GPT2Config(vocab_size=13, use_cache=False, **sizes, **off)
         return transformers.GPT2LMHeadModel(config).double()
     kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
     more: dict[str, Any] = {"sliding_window": 4} if name == "mistral" else {}
-    more |= {"use_cache": False, "num_key_value_heads": kv_heads}  # with a cache transformers does not see documents
+    more |= {
+        "use_cache": False,
+        "num_key_value_heads": kv_heads,
+        "attention_dropout": rate,
+    }  # with a cache transformers does not see documents
     config = getattr(transformers, f"{kind}Config")(vocab_size=13, **SIZES, **more)
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
@@ -56,18 +60,21 @@ def rows_of(T: int, packed: bool, n: int = 0) -> dict[str, Tensor]:
 
 def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: bool, **how: Any) -> None:
     torch.set_num_threads(1)
-    model, plain = (model_of(name, how.get("kv_heads", 2)) for _ in range(2))
+    rate = how.get("rate", 0.0)
+    model, plain = (model_of(name, how.get("kv_heads", 2), rate).train() for _ in range(2))
     if how.get("checkpoint"):
         model.activation_checkpointing_enable()
     params, apply = sf.from_module(model, attention=body)
-    _, dense = sf.from_module(plain)
+    _, dense = sf.from_module(plain, attention=nn.Dense() if rate else None)
     order = nn.sequence_order(body, T, mesh.axis_size("sp"))
     batches = [causal_lm_batch(nn.Dense(), rows_of(T, packed, n), mesh) for n in range(2)]
+    index = {"index": torch.tensor([5, 3])} if rate else {}
 
-    def reference(params: Any, batch: Any) -> Any:
-        back = {k: x[:, order.argsort()] for k, x in batch.items()}
+    def reference(params: Any, batch: Any, *key: Tensor) -> Any:
+        back = {k: x[:, order.argsort()] for k, x in batch.items() if k != "index"}
         given = {k: x for k, x in back.items() if k != "targets"}
-        total, count = nn.cross_entropy_sum(dense(params, **given).logits, back["targets"])
+        function = dense.keyed(key[0], batch["index"]) if key else dense
+        total, count = nn.cross_entropy_sum(function(params, **given).logits, back["targets"])
         return sf.WeightedMean(total, count)
 
     loss: Any = causal_lm_loss(apply, tile=how.get("tile"))
@@ -75,10 +82,11 @@ def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: b
         sf.jit(loss, backend="graph") if how.get("jit") else loss,
         optim.sgd(0.1, momentum=0.9),
         params,
-        [{k: x[:, order] for k, x in batch.items()} for batch in batches],
+        [{k: x[:, order] for k, x in batch.items()} | index for batch in batches],
         mesh=mesh,
         reference=reference,
-        batch=dict.fromkeys(batches[0], sf.P(None, "sp")),
+        key=sf.key(3) if rate else None,
+        batch=dict.fromkeys(batches[0], sf.P(None, "sp")) | dict.fromkeys(index, sf.P()),
         zero=sf.Zero(stage=stage, axis="sp", persist_elements=0) if stage else None,
     )
 
@@ -98,6 +106,21 @@ def test_other_models_and_a_checkpoint_within() -> None:
     parity("qwen2", BODIES["ring"](7), 7, mesh, stage=3, packed=False, checkpoint=True)
     parity("mistral", BODIES["ulysses"](7), 7, mesh, stage=3, packed=True)
     parity("gpt2", BODIES["ring"](7), 7, mesh, stage=3, packed=True)
+
+
+@distributed(world=2)
+def test_dropout_has_the_masks_of_one_device() -> None:
+    """Of attention, and of the residual stream, whose tokens are cut in two stretches a rank; and again in remat."""
+    mesh = sf.make_mesh({"sp": 2})
+    parity("llama", BODIES["ulysses"](7), 7, mesh, stage=3, packed=True, rate=0.25, tile=2)
+    parity("gpt2", BODIES["ring"](7), 7, mesh, stage=0, packed=False, rate=0.25, checkpoint=True)
+
+
+def test_a_key_asks_for_the_samples_numbers() -> None:
+    _, apply = sf.from_module(model_of("llama", rate=0.1).train(), attention=nn.Dense())
+    batch = causal_lm_batch(nn.Dense(), {"input_ids": torch.arange(6)[None]}, sf.make_mesh({}))
+    with pytest.raises(ValueError, match=r'key.*"index"'):
+        causal_lm_loss(apply)({}, batch, sf.key(0))
 
 
 @pytest.mark.nightly

@@ -246,8 +246,9 @@ def test_generate_samples_the_softmax():
     torch.testing.assert_close(drawn.bincount(minlength=4) / 20_000, want, rtol=0, atol=0.02)
 
 
-def test_dropout_belongs_to_samples():
-    config = gpt.Config(**TINY, dropout=0.2)
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
+def test_dropout_belongs_to_samples(name):
+    config = gpt.Config(**TINY, **{name: 0.2})
     params, tokens, index_B = params_of(config), tokens_of(config, B=4), torch.arange(4) + 10
     whole = gpt.apply(config, params, tokens, key=key(0), index_B=index_B)
     half = gpt.apply(config, params, tokens[2:], key=key(0), index_B=index_B[2:])
@@ -258,12 +259,12 @@ def test_dropout_belongs_to_samples():
     torch.testing.assert_close(quiet, gpt.apply(CONFIGS["gpt2"], params, tokens))
     batch = {"tokens": tokens, "index": index_B}
     assert gpt.loss(config, params, batch, split(key(0))[0]).item() != gpt.loss(config, params, batch).item()
-    with pytest.raises(ValueError, match=r"dropout 0\.2 needs"):
+    with pytest.raises(ValueError, match=rf"{name} 0\.2 needs"):
         gpt.loss(config, params, {"tokens": tokens}, key(0))
 
 
 def test_wrap_meets_each_block_once_and_keeps_the_bits():
-    config = gpt.Config(**TINY, dropout=0.2)
+    config = gpt.Config(**TINY, dropout=0.2, attention_dropout=0.2)
     params = tree_map(lambda x: x.requires_grad_(), params_of(config))
     batch = {"tokens": tokens_of(config), "index": torch.arange(2)}
     calls = []

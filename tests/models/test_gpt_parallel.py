@@ -74,7 +74,7 @@ def parity(
         batches_of(config, rows, tokens),
         mesh=mesh,
         reference=functools.partial(gpt.loss, config),
-        key=sf.key(5) if config.dropout else None,
+        key=sf.key(5) if config.dropout or config.attention_dropout else None,
         trainable=trainable_of(config),
         zero=zero,
         specs=gpt.specs(config, tp="tp"),
@@ -99,7 +99,8 @@ STAGES = [None, *(sf.Zero(stage=stage, persist_elements=0) for stage in (1, 2, 3
 def test_stages_remat_and_accumulate_on_dp_times_tp() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2})
     for n, zero in enumerate(STAGES):
-        config = dataclasses.replace([*CONFIGS.values()][n], stacked=n % 2 == 0, dropout=0.25 * (n % 3))
+        drop = {"dropout": 0.25 * (n % 3), "attention_dropout": 0.25 * (n % 2)}
+        config = dataclasses.replace([*CONFIGS.values()][n], stacked=n % 2 == 0, **drop)
         parity(config, mesh, zero, sequence=n % 2 == 1, remat=n >= 2, accumulate=1 + n % 2)
 
 

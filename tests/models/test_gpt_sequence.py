@@ -90,7 +90,7 @@ def parity(
         batches_of(config, T, packed, order),
         mesh=mesh,
         reference=reference,
-        key=sf.key(5) if config.dropout else None,
+        key=sf.key(5) if config.dropout or config.attention_dropout else None,
         trainable=trainable_of(config),
         zero=sf.Zero(stage=stage, axis=("dp", *body.axes), persist_elements=0) if stage else None,
         specs=gpt.specs(config, tp="tp"),
@@ -103,14 +103,15 @@ def parity(
 def test_every_style_on_two_ranks(name: str) -> None:
     mesh, T = sf.make_mesh({"sp": 2}), 7
     for n, style in enumerate(CONFIGS):
-        config = dataclasses.replace(CONFIGS[style], dropout=0.25, stacked=n == 1, num_layers=1 + (n == 1))
+        drop = {"dropout": 0.25 * (n < 2), "attention_dropout": 0.25}
+        config = dataclasses.replace(CONFIGS[style], **drop, stacked=n == 1, num_layers=1 + (n == 1))
         parity(config, mesh, BODIES[name](T), T, packed=n != 2, stage=3 * (n % 2), remat=n == 2)
 
 
 @distributed(world=4)
 def test_dp_and_tp_and_a_captured_step() -> None:
     ulysses, ring = BODIES["ulysses"](7), BODIES["zigzag"](7)
-    llama = dataclasses.replace(CONFIGS["llama"], dropout=0.25, num_layers=1)
+    llama = dataclasses.replace(CONFIGS["llama"], dropout=0.25, attention_dropout=0.25, num_layers=1)
     gpt2 = dataclasses.replace(CONFIGS["gpt2"], num_layers=1)
     parity(gpt2, sf.make_mesh({"dp": 2, "sp": 2}), ring, 7, stage=3, accumulate=2, packed=True)
     parity(llama, sf.make_mesh({"sp": 2, "tp": 2}), ulysses, 7, stage=3, sequence=True)
@@ -135,7 +136,8 @@ def test_grid(name: str, jit: bool, world: int) -> None:
             continue
         mesh = sf.make_mesh({"dp": dp, "sp": sp, "tp": tp})
         for (n, style), stage in itertools.product(enumerate(CONFIGS), (0, 3)):
-            config = dataclasses.replace(CONFIGS[style], dropout=0.25 * (n != 1), stacked=n == 1)
+            drop = {"dropout": 0.25 * (n != 1), "attention_dropout": 0.25 * (n != 2)}
+            config = dataclasses.replace(CONFIGS[style], **drop, stacked=n == 1)
             how: dict[str, Any] = {"packed": n != 2, "stage": stage, "remat": n == 1, "sequence": n == 0, "jit": jit}
             parity(config, mesh, BODIES[name](8), 8, accumulate=1 + (stage == 3), **how)
 

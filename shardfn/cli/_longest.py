@@ -1,0 +1,147 @@
+"""The longest sequence that a device's memory takes, and the settings for it.
+
+Bytes at the peak of a step on a rank with t tokens, beside parameters and optimizer state (and, on several ranks, what
+is gathered): the largest of three moments, for elements of s bytes and a loss that computes in float32,
+
+    the loss in tiles of n tokens   max(4 n V + V D, n V + 3 V D) 4 + (2 + kept) t D s
+    the loss whole                  12 t V + (2 + kept) t D s
+    a block's backward              (12 D + 2.5 K) t s, with the MLP whole (4 D + 8 F + 2.5 K) t s; + kept t D s
+                                    + the output layer's gradient, a block's, and a tile of the MLP
+    the update                      all gradients + two of the largest leaf
+
+where kept is L, the inputs of the blocks, and 0 where they wait elsewhere. The factors were read off steps of
+`models.gpt` in Llama's style with as many key heads as heads; with fewer it is less. `benchmarks/bench_longest.py`
+compares them with what is counted. Messages of attention between ranks are not in them.
+
+B batch, t tokens of a rank, D model, K head dim, F ffn, V vocabulary, L layers.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from shardfn.core import raise_all
+from shardfn.models import gpt
+
+from ._plan import HEADROOM, problems
+from ._states import Setup, model_states
+
+# Tokens of a tile of the MLP, and the tiles of the loss that are tried.
+MLP_WIDTH = 256
+LOSS_TILES = (1024, 512, 256, 128, 64, 32, 16)
+# Past this nothing is looked for.
+_END = 1 << 32
+
+
+@dataclasses.dataclass(frozen=True)
+class LongSettings:
+    """How a step keeps its activations small; blocks are always computed again in the backward.
+
+    Attributes:
+        loss_tile: tokens whose logits are there at a time; None is all.
+        tiled_mlp: whether the MLP runs in tiles of `MLP_WIDTH` tokens.
+        offload: whether the inputs of the blocks wait on the host.
+    """
+
+    loss_tile: int | None = None
+    tiled_mlp: bool = False
+    offload: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool]:
+        """Which of them are in use."""
+        return self.loss_tile is not None, self.tiled_mlp, self.offload
+
+    def __str__(self) -> str:
+        parts = ["sf.remat"]
+        parts += [] if self.loss_tile is None else [f"Config(loss_tile={self.loss_tile})"]
+        parts += [f"sf.tiled ({MLP_WIDTH} tokens of the MLP)"] if self.tiled_mlp else []
+        parts += ["sf.offload (inputs of blocks to the host)"] if self.offload else []
+        return " + ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongestSequence:
+    """The longest sequence of some settings.
+
+    Attributes:
+        settings: what is in use.
+        tokens: of the whole sequence; 0 if not even one token fits.
+        peak: bytes at the peak of a rank's step.
+    """
+
+    settings: LongSettings
+    tokens: int
+    peak: int
+
+
+def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ...]:
+    """The longest sequence for each kind of settings, longest last; all ranks of the mesh cut one sequence.
+
+    Args:
+        setup: the run; its `seq`, `remat` and `accumulate` are not asked.
+        limit: bytes that a rank's tensors may take; default the device's memory less what is not the program's.
+
+    Raises:
+        ValueError: a mesh with tp or pp, or more sequences than one a step.
+
+    Example:
+        >>> from shardfn.cli import parse_model
+        >>> from shardfn.core import Zero
+        >>> from shardfn.graph import cluster
+        >>> run = Setup("llama-7b", parse_model("llama-7b"), {"dp": 8}, cluster("a100-80"), Zero(3))
+        >>> found = longest(run)
+        >>> found[0].tokens < found[-1].tokens, found[-1].peak <= 80 * 2**30
+        (True, True)
+    """
+    own = dataclasses.replace(setup, seq=1, accumulate=1, remat=True)
+    wrong = [f"{axis}={setup.axis(axis)}: take dp alone" for axis in ("tp", "pp") if setup.axis(axis) > 1]
+    wrong += [f"--batch {setup.batch}: take 1, since all ranks cut one sequence"] if setup.batch > 1 else []
+    raise_all(ValueError, "plan --longest:", [*wrong, *problems(own)])
+    room = int(setup.cluster.device.memory * (1 - HEADROOM)) if limit is None else limit
+    best: dict[tuple[bool, bool, bool], LongestSequence] = {}
+    for settings in _candidates():
+        tokens = _most(own, settings, room)
+        found = LongestSequence(settings, tokens, peak_bytes(own, settings, tokens))
+        if settings.kind not in best or found.tokens > best[settings.kind].tokens:
+            best[settings.kind] = found
+    return tuple(sorted(best.values(), key=lambda x: (x.tokens, x.settings.kind)))
+
+
+def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
+    """Bytes at the peak of a rank's step over a sequence of so many tokens, of which it has its part."""
+    c, size, states = setup.config, setup.bytes_of.params, model_states(setup)
+    ranks = setup.axis("dp")
+    t, layer = -(-tokens // ranks), c.vocab_size * c.d_model
+    stay = states.params + states.optimizer + (states.window if ranks > 1 else 0)
+    kept = 0 if settings.offload else c.num_layers * t * c.d_model * size
+    n = settings.loss_tile
+    loss = 12 * t * c.vocab_size if n is None else 4 * max(4 * n * c.vocab_size + layer, n * c.vocab_size + 3 * layer)
+    wide = 12 * c.d_model if settings.tiled_mlp else max(12 * c.d_model, 4 * c.d_model + 8 * c.ff_dim)
+    block = t * size * (wide + 5 * c.head_dim // 2) + 4 * layer + _block_grads(c) * setup.bytes_of.grads
+    block += 3 * MLP_WIDTH * c.ff_dim * size if settings.tiled_mlp else 0
+    update = states.grads + 2 * 4 * layer // ranks
+    return stay + max(loss + 2 * t * c.d_model * size + kept, block + kept, update)
+
+
+def _candidates() -> Iterator[LongSettings]:
+    """Each with one thing more than the one before, and the loss in tiles of all sizes."""
+    yield LongSettings()
+    for tiled_mlp, offload in ((False, False), (True, False), (True, True)):
+        for n in LOSS_TILES:
+            yield LongSettings(n, tiled_mlp, offload)
+
+
+def _most(setup: Setup, settings: LongSettings, room: int) -> int:
+    """The most tokens that fit; bytes grow with tokens."""
+    end = setup.config.max_len if setup.config.position == "learned" else _END
+    low, high = 0, end + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if peak_bytes(setup, settings, middle) <= room else (low, middle)
+    return low
+
+
+def _block_grads(c: gpt.Config) -> int:
+    """Parameters of one block."""
+    one, two = (gpt.num_params(dataclasses.replace(c, num_layers=n)) for n in (1, 2))
+    return two - one
