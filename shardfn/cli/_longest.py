@@ -5,9 +5,11 @@ is gathered): the largest of three moments, for elements of s bytes and a loss t
 
     the loss in tiles of n tokens   max(4 n V + V D, n V + 3 V D) 4 + (2 + kept) t D s
     the loss whole                  12 t V + (2 + kept) t D s
-    a block's backward              (12 D + 2.5 K) t s, with the MLP whole (4 D + 8 F + 2.5 K) t s; + kept t D s
-                                    + the output layer's gradient, a block's, and a tile of the MLP
-    the update                      all gradients + two of the largest leaf
+    a block's backward              attention (12 D + 2.5 K) t s or, if larger, the MLP: whole (4 D + 8 F + 2.5 K) t s,
+                                    in tiles of w tokens 6 t D s + (4 D + 8 F) w s; and
+      the last block's              + kept t D s + the gradients of the output layer and of a block
+      the first one's               + t D s + all gradients but the embedding's
+    the update                      all gradients + the largest leaf
 
 where kept is L, the inputs of the blocks, and 0 where they wait elsewhere. The factors were read off steps of
 `models.gpt` in Llama's style with as many key heads as heads; with fewer it is less. `benchmarks/bench_longest.py`
@@ -116,11 +118,13 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     kept = 0 if settings.offload else c.num_layers * t * c.d_model * size
     n = settings.loss_tile
     loss = 12 * t * c.vocab_size if n is None else 4 * max(4 * n * c.vocab_size + layer, n * c.vocab_size + 3 * layer)
-    wide = 12 * c.d_model if settings.tiled_mlp else max(12 * c.d_model, 4 * c.d_model + 8 * c.ff_dim)
-    block = t * size * (wide + 5 * c.head_dim // 2) + 4 * layer + _block_grads(c) * setup.bytes_of.grads
-    block += 3 * MLP_WIDTH * c.ff_dim * size if settings.tiled_mlp else 0
-    update = states.grads + 2 * 4 * layer // ranks
-    return stay + max(loss + 2 * t * c.d_model * size + kept, block + kept, update)
+    narrow, wide = 12 * c.d_model + 5 * c.head_dim // 2, 4 * c.d_model + 8 * c.ff_dim
+    tile = 6 * c.d_model * t + wide * min(t, MLP_WIDTH)
+    block = size * max(narrow * t, tile if settings.tiled_mlp else (wide + 5 * c.head_dim // 2) * t)
+    last = kept + 4 * layer + _block_grads(c) * setup.bytes_of.grads
+    first = t * c.d_model * size + states.grads - 4 * layer // ranks
+    update = states.grads + 4 * layer // ranks
+    return stay + max(loss + 2 * t * c.d_model * size + kept, block + max(last, first), update)
 
 
 def _candidates() -> Iterator[LongSettings]:

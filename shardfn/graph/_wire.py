@@ -127,7 +127,9 @@ def own_index(meta: Mapping[str, Any], axes: str) -> int:
 
 
 def _kind_of_exchange(node: Node, send: tuple[int, ...], recv: tuple[int, ...]) -> str:
-    """An exchange serves three primitives: all to few is a permutation, rows added at home are a psum_scatter."""
+    """An exchange serves three primitives; which one, a capture notes. Ranks see different rows: no one row tells."""
+    if (applied := node.meta.get("collective")) is not None:
+        return applied.name
     if len(send) > 2 and sum(map(bool, send)) <= 1 and sum(map(bool, recv)) <= 1:
         return "ppermute"
     wait = next((u for u in node.users if _is(u, "wait_tensor")), None)
