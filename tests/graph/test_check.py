@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardfn.collectives import Applied
 from shardfn.core import RankError
-from shardfn.graph import channel_axes
+from shardfn.graph import channel_axes, transfers
 from shardfn.graph._check import check_collectives, collective_sequence, compare_sequences, prove_no_hang
 
 S = torch.ops.shardfn
@@ -161,3 +162,18 @@ def test_a_rank_without_a_part_in_an_uneven_exchange_agrees() -> None:
             compare_sequences([[uneven], [f"loss sp: {op} float64 uneven"]])
         with pytest.raises(RankError, match="differ in collective 1"):
             compare_sequences([[uneven], ["loss sp: all_gather float32 [2, 2, 2]"]])
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "ppermute", "psum_scatter"])
+def test_an_exchange_has_the_name_that_was_noted(name: str) -> None:
+    """This rank's row is that of a permutation, whatever the others send."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2)
+    sent = graph.call_function(torch.ops._c10d_functional.all_to_all_single.default, (x, [0, 0, 0], [2, 0, 0], "0"))
+    sent.meta["val"] = torch.empty(0)
+    sent.meta["collective"] = Applied(name, ("sp",), 1, 0)
+    graph.output(sent)
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    gm.meta.update(mesh_shape={"sp": 3}, coords={"sp": 1}, groups={"0": "sp"})
+    assert [(t.op, t.sent) for t in transfers(gm)] == [(name, 8)]
