@@ -1,5 +1,6 @@
 """Covers `shardfn plan --longest`: what it finds just fits, the bytes are those of steps, what is refused."""
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -37,7 +38,7 @@ def counted(setup: Setup, settings: LongSettings, tokens: int) -> int:
     torch.set_num_threads(1)
     c, rows = setup.config, {"tokens": torch.zeros(1, tokens + 1, dtype=torch.int64)}
     tile = functools.partial(sf.tiled, tiles=-(-tokens // MLP_WIDTH)) if settings.tiled_mlp else None
-    config = gpt.Config(**(vars(c) | {"loss_tile": settings.loss_tile}))
+    config = dataclasses.replace(c, loss_tile=settings.loss_tile)
     loss: Any = functools.partial(gpt.loss, config, wrap=sf.remat, tile=tile)
     if settings.offload:
         loss = sf.offload(loss, policies.offload_larger_than(1 << 14), window=1 << 18)

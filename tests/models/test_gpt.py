@@ -248,7 +248,7 @@ def test_generate_samples_the_softmax():
 
 @pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
 def test_dropout_belongs_to_samples(name):
-    config = gpt.Config(**TINY, **{name: 0.2})
+    config = dataclasses.replace(gpt.Config(**TINY), **{name: 0.2})
     params, tokens, index_B = params_of(config), tokens_of(config, B=4), torch.arange(4) + 10
     whole = gpt.apply(config, params, tokens, key=key(0), index_B=index_B)
     half = gpt.apply(config, params, tokens[2:], key=key(0), index_B=index_B[2:])
