@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.capture import Recorder, capture, fakes
+from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
 from shardfn.core import (
-    MemoryKind,
     Mesh,
+    Placement,
     PyTree,
     Stored,
     tree_flatten,
@@ -24,8 +24,8 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.graph import Leaf
-from shardfn.memory import TracedStored
 from shardfn.nn import looping
+from shardfn.state import as_graph_value, entered, graph_inputs
 
 from ._backward import Outcome, run_backward
 from ._comms import Comms
@@ -49,14 +49,14 @@ class StepProgram(Program):
 
     Attributes:
         plan: the layout.
-        kinds: the memories of the blocks of params, optimizer state and model state.
+        placements: of the blocks of params, optimizer state and model state.
         opt_treedef: structure of the optimizer state.
         metrics: their names, in order.
         differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
     """
 
     plan: Plan
-    kinds: tuple[MemoryKind, ...]
+    placements: tuple[Placement, ...]
     opt_treedef: Any
     metrics: tuple[str, ...]
     differentiated: bool
@@ -101,7 +101,7 @@ def capture_step(
     received: list[bool] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
-        state, rest = [entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
+        state, rest = [entered(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
         given, scaled = tree_unflatten(arg_treedef, rest)
         mine = state[:num], tree_unflatten(opt_treedef, state[num:then]), tree_unflatten(kept_treedef, state[then:])
         del state
@@ -109,9 +109,9 @@ def capture_step(
         with bind_mesh(plan.mesh), looping(copied_loop):
             (blocks, opt, kept), metrics = one_step(run)
         names[:], received[:] = metrics, [run.received]
-        return [*map(_leaving, (*blocks, *tree_leaves(opt), *tree_leaves(kept))), *metrics.values()]
+        return [*map(as_graph_value, (*blocks, *tree_leaves(opt), *tree_leaves(kept))), *metrics.values()]
 
-    gm = capture(program, [*inputs_of(held, plan.mesh), *arg_leaves], recorder)
+    gm = capture(program, [*graph_inputs(held, plan.mesh.device), *arg_leaves], recorder)
     paths = [(leaf.path, "params") for leaf in plan.leaves]
     paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
     paths += [(p, "other") for p in tree_paths(model_state, "model_state")]
@@ -120,7 +120,7 @@ def capture_step(
     annotate(gm, plan.mesh, paths, held)
     _say_types(gm, plan, held, names)
     return StepProgram(
-        gm, plan.outcome or "", plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), *received
+        gm, plan.outcome or "", plan, tuple(x.placement for x in held), opt_treedef, tuple(names), *received
     )
 
 
@@ -165,29 +165,6 @@ class _Traced:
             grads, channels = out.gradients(), self.comms.channels
             new = update_blocks(self.plan, channels, self.parts.optimizer, blocks, opt, grads, scale)
             return *new, put_in(kept, out.model_state)
-
-
-def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:
-    """What a graph takes for blocks, without data: a token for what is on disk."""
-    out: list[Tensor] = []
-    for x in held:
-        if x.memory_kind == "disk":
-            out.append(torch.empty(1, dtype=torch.int64))
-        else:
-            out += fakes([x.held], "cpu" if x.memory_kind == "host" else mesh.device)
-    return out
-
-
-def entering(x: Tensor, like: GlobalTensor) -> Tensor | Stored:
-    """A block as the engine knows it."""
-    return TracedStored(x, like.held.shape, like.held.dtype) if like.memory_kind == "disk" else x
-
-
-def _leaving(x: Tensor | Stored) -> Tensor:
-    if isinstance(x, Tensor):
-        return x
-    assert isinstance(x, TracedStored)
-    return x.token
 
 
 def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metrics: Sequence[str]) -> None:
