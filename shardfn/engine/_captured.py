@@ -88,7 +88,7 @@ class CapturedSteps:
             metrics["skipped"] = torch.ones_like(metrics["skipped"])
             return state, metrics
         values = outs[len(outs) - len(names) :]
-        new_held = [returned(x, at) for x, at in zip(outs, program.placements, strict=False)]
+        new_held = [returned(x, like) for x, like in zip(outs, program.blocks, strict=False)]
         then = num + program.opt_treedef.num_leaves
         # Model state is always a tensor of the device.
         opt_state, kept = tree_unflatten(program.opt_treedef, new_held[num:then]), outs[then : len(new_held)]

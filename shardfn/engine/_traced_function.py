@@ -12,7 +12,7 @@ from shardfn.core import P, PyTree, broadcast_prefix, tree_flatten, tree_leaves,
 from shardfn.graph import Leaf, storage_of
 from shardfn.leaves import check_graph
 from shardfn.nn import looping
-from shardfn.state import entered, graph_inputs
+from shardfn.state import Likeness, entered, graph_inputs
 
 from ._backward import run_forward
 from ._comms import Comms
@@ -74,11 +74,11 @@ def capture_function(
     plan, recorder = plan.for_capture(), Recorder()
     comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
     held: list[GlobalTensor] = tree_leaves(params)
-    seen = [a.seen for a in arguments]
+    seen, likes = [a.seen for a in arguments], [Likeness.of(x) for x in held]
     made: list[Any] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
-        blocks, given = [entered(x, like) for x, like in zip(flat, held, strict=False)], iter(flat[len(held) :])
+        blocks, given = [entered(x, like) for x, like in zip(flat, likes, strict=False)], iter(flat[len(held) :])
         args = tree_unflatten(treedef, [_filled(x, given) for x in seen])
         kept = {storage_of(x): a.path for a, x in _sharded(arguments, flat[len(held) :]) if not a.donated}
         with bind_mesh(plan.mesh), looping(copied_loop):

@@ -15,7 +15,6 @@ from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
 from shardfn.core import (
     Mesh,
-    Placement,
     PyTree,
     Stored,
     tree_flatten,
@@ -25,7 +24,7 @@ from shardfn.core import (
 )
 from shardfn.graph import Leaf
 from shardfn.nn import looping
-from shardfn.state import as_graph_value, entered, graph_inputs
+from shardfn.state import Likeness, as_graph_value, entered, graph_inputs
 
 from ._backward import Outcome, run_backward
 from ._comms import Comms
@@ -49,14 +48,14 @@ class StepProgram(Program):
 
     Attributes:
         plan: the layout.
-        placements: of the blocks of params, optimizer state and model state.
+        blocks: of params, optimizer state and model state.
         opt_treedef: structure of the optimizer state.
         metrics: their names, in order.
         differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
     """
 
     plan: Plan
-    placements: tuple[Placement, ...]
+    blocks: tuple[Likeness, ...]
     opt_treedef: Any
     metrics: tuple[str, ...]
     differentiated: bool
@@ -95,13 +94,14 @@ def capture_step(
     opt_leaves, opt_treedef = tree_flatten(opt_state)
     kept_leaves, kept_treedef = tree_flatten(model_state)
     held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves, *kept_leaves]
+    likes = [Likeness.of(x) for x in held]
     num, then = len(plan.leaves), len(plan.leaves) + len(opt_leaves)
     arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
     names: list[str] = []
     received: list[bool] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
-        state, rest = [entered(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
+        state, rest = [entered(x, like) for x, like in zip(flat, likes, strict=False)], flat[len(held) :]
         given, scaled = tree_unflatten(arg_treedef, rest)
         mine = state[:num], tree_unflatten(opt_treedef, state[num:then]), tree_unflatten(kept_treedef, state[then:])
         del state
@@ -119,9 +119,7 @@ def capture_step(
     paths += [] if scale is None else [("loss_scale", "other")]
     annotate(gm, plan.mesh, paths, held)
     _say_types(gm, plan, held, names)
-    return StepProgram(
-        gm, plan.outcome or "", plan, tuple(x.placement for x in held), opt_treedef, tuple(names), *received
-    )
+    return StepProgram(gm, plan.outcome or "", plan, tuple(likes), opt_treedef, tuple(names), *received)
 
 
 Blocks = tuple[list[Tensor | Stored], PyTree, PyTree]
@@ -196,4 +194,5 @@ def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held
     gm.meta["mesh_shape"] = dict(mesh.shape)
     gm.meta["coords"] = dict(mesh.coords)
     gm.meta["groups"] = mesh.group_names()
-    gm.meta["donated"] = {n.name for n in inputs[: len(held)]}
+    # What is kept in codes is `Stored`, and so never written over.
+    gm.meta["donated"] = {n.name for n, x in zip(inputs, held, strict=False) if x.code is None}

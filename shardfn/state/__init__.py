@@ -2,7 +2,13 @@
 
 from ._ahead import Ahead as Ahead, Promised as Promised
 from ._origin import check_origins as check_origins, cuts_of as cuts_of, origin_of as origin_of
-from ._kept import Successor as Successor, closed as closed, closed_like as closed_like, fetched as fetched
+from ._kept import (
+    Likeness as Likeness,
+    Successor as Successor,
+    closed as closed,
+    closed_like as closed_like,
+    fetched as fetched,
+)
 from ._kept import as_graph_value as as_graph_value, entered as entered, graph_inputs as graph_inputs
 from ._kept import opened as opened, returned as returned
 from ._parts import Parts as Parts, added as added

@@ -11,7 +11,7 @@ way in and out.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,18 @@ class Successor:
         return self._writer.finish()
 
 
+class Likeness(NamedTuple):
+    """What a graph is to know of a block: its shape, and where and how it is kept. It holds no memory."""
+
+    shape: torch.Size
+    at: Placement
+
+    @staticmethod
+    def of(x: GlobalTensor) -> "Likeness":
+        """That of a leaf's block."""
+        return Likeness(torch.Size(x.held.shape), x.placement)
+
+
 def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[Tensor]:
     """What a graph takes for these blocks, without data: a token for what is on disk."""
     out: list[Tensor] = []
@@ -90,9 +102,9 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
     return out
 
 
-def entered(x: Tensor, like: GlobalTensor) -> Held:
+def entered(x: Tensor, like: Likeness) -> Held:
     """An input of a graph that is being captured, as the block that it stands for."""
-    return TracedStored(x, like.held.shape, like.held.dtype) if like.memory_kind == "disk" else x
+    return TracedStored(x, like.shape, like.at.dtype) if like.at.memory_kind == "disk" else x
 
 
 def as_graph_value(held: Held) -> Tensor:
@@ -102,6 +114,6 @@ def as_graph_value(held: Held) -> Tensor:
     return held.token if isinstance(held, TracedStored) else token_of(held)
 
 
-def returned(x: Tensor, like: Placement) -> Held:
-    """What a graph has returned, as the block that it stands for; `like` is where the block before was."""
-    return stored_of(x) if like.memory_kind == "disk" else x
+def returned(x: Tensor, like: Likeness) -> Held:
+    """What a graph has returned, as the block that it stands for, which is like the one before."""
+    return stored_of(x) if like.at.memory_kind == "disk" else x
