@@ -21,9 +21,11 @@ class StageLink:
     ) -> None:
         self._channel, self._like, self._table, self._rank, self._device = channel, like, table, rank, device
         self._floats = [x for x in like if x.is_floating_point()]
+        # Receives are asked for in the order of the list, and those that were are in `_coming` until they are used.
         comes = [a for a in table.ranks[rank] if self._source(a) is not None]
         self._next = collections.deque(comes)
         self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}
+        # Under way, the oldest first; held until they have left.
         self._sent: collections.deque[Pending[Tensor]] = collections.deque()
         # What a stage sends to itself, where two of a rank's lie side by side.
         self._here: dict[StageAction, list[Tensor]] = {}
