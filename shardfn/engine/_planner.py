@@ -11,6 +11,7 @@ from shardfn.core import (
     Dtypes,
     Mesh,
     P,
+    Placement,
     Policy,
     PyTree,
     Sharding,
@@ -134,9 +135,9 @@ class Planner:
             ValueError,
             words.shardings,
             [
-                f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
+                f"{leaf.path} is kept as {_told(x)}; here it is {_told(leaf.ways.kept)}"
                 for leaf, x in pairs
-                if x.spec != leaf.param or x.memory_kind != leaf.home
+                if x.spec != leaf.param or x.memory_kind != leaf.home or x.code != leaf.places.code
             ],
         )
         raise_all(
@@ -195,6 +196,10 @@ class Planner:
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch)
+
+
+def _told(x: GlobalTensor | Placement) -> str:
+    return f"{x.spec!r} at {x.memory_kind!r}{'' if x.code is None else f' in codes {x.code}'}"
 
 
 def _seen_shape(leaf: LeafLayout) -> tuple[int, ...]:
