@@ -15,7 +15,7 @@ from shardfn.leaves import LeafLayout, Unit
 from shardfn.optim import GradientTransformation
 from shardfn.state import Ahead, Column, Promised, Rows, TrainState, looked_at
 
-from ._backward import WEIGHTED
+from ._outcome import WEIGHTED
 from ._plan import Plan
 from ._update import whole_update
 

@@ -17,6 +17,7 @@ from shardfn.core import (
     Sharding,
     Zero,
     broadcast_prefix,
+    chunk_bounds,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -32,6 +33,7 @@ from shardfn.leaves import (
 from shardfn.state import TrainState, check_passed
 
 from ._check import check_travel, is_spec
+from ._chunks import Chunks
 from ._plan import Plan
 
 
@@ -150,6 +152,21 @@ class Planner:
             ],
         )
         return plan
+
+    def rows(self, num: int) -> slice:
+        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+
+        Raises:
+            ValueError: with canonical sums, the chunks do not divide `num`.
+        """
+        axes, zero = self.batch_axes, self.zero
+        if not zero.is_canonical:
+            return slice(*chunk_bounds(num, self.mesh.axis_size(axes), self.mesh.axis_index(axes)))
+        if num % zero.reduction_chunks:
+            raise ValueError(f"rows({num}): {zero.reduction_chunks} chunks do not divide {num} rows.")
+        start, stop = Chunks.of(zero.reduction_chunks, self.mesh, axes).bounds
+        rows = num // zero.reduction_chunks
+        return slice(start * rows, stop * rows)
 
     def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
         tree = tree_unflatten(treedef, list(range(len(shapes))))

@@ -26,12 +26,13 @@ from shardfn.graph import Leaf
 from shardfn.nn import looping
 from shardfn.state import Likeness, as_graph_value, entered, graph_inputs
 
-from ._backward import Outcome, run_backward
+from ._backward import run_backward
 from ._comms import Comms
 from ._graphs import Program
 from ._loss import NoGradientError
 from ._metrics import measure
 from ._model_state import put_in
+from ._outcome import Outcome
 from ._plan import Plan
 from ._splice import copied_loop
 from ._step import Metrics, StepParts, one_step
