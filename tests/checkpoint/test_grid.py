@@ -98,8 +98,7 @@ def whole(state: Any) -> dict[str, Tensor]:
 
 def own_errors(state: Any, specs: Any, mesh: Any) -> dict[str, Any]:
     """This rank's errors: of each leaf its shape, the block that they are of, and what the worker and server keep."""
-    inner = state.opt_state[0] if isinstance(state.opt_state, tuple) and not hasattr(state.opt_state, "adam") else None
-    inner = state.opt_state if inner is None else inner
+    inner: Any = state.opt_state
     if not hasattr(inner, "adam"):
         return {}
     out = {}
@@ -109,7 +108,7 @@ def own_errors(state: Any, specs: Any, mesh: Any) -> dict[str, Any]:
     for path, r in zip(tree_paths(inner.residual, is_leaf=lambda x: isinstance(x, Residual)), residuals, strict=True):
         shape = tuple(shapes[path].shape)
         box = blocks_of(shape, cuts[path], mesh)[mesh.rank]
-        held = [x.held if isinstance(x, GlobalTensor) else x for x in r]
+        held: list[Any] = [x.held if isinstance(x, GlobalTensor) else x for x in r]
         out[path] = shape, box, mesh.axis_index("dp"), *(x.clone() for x in held)
     return out
 
@@ -204,7 +203,10 @@ def saved(directory: pathlib.Path, sources: list[Layout], name: str) -> dict[Lay
 def assert_restored(
     directory: pathlib.Path, all_saved: dict[Layout, list[Any]], target: Layout, sources: list[Layout], name: str
 ) -> None:
-    """What was saved is what a layout restores, bit for bit; and its next step is that of the job that saved it."""
+    """What was saved is what a layout restores, bit for bit; and its next step is that of the job that saved it.
+
+    LAMB has a ratio a leaf, so that a stack of layers makes another step than a list of them.
+    """
     ranks = _restored(directory, target, sources, name, world=world_of(target))
     for source in sources:
         old, new, where = all_saved[source], [rank[source] for rank in ranks], f"{name}, {source} to {target}"
@@ -217,7 +219,7 @@ def assert_restored(
             assert_bits(goes, went, where)
         if name in OWED and name != "zero_one_adam":
             assert_close(owing(new, goes), owing(old, went), where)
-        elif name not in OWED and name != "onebit_lamb":
+        elif name not in (*OWED, "onebit_lamb") and (name != "lamb" or (source[2] > 1) == (target[2] > 1)):
             assert_close(goes, went, where)
 
 
