@@ -32,6 +32,10 @@ from ._partition_run import run_program
 from ._planner import Planner
 from ._unwrap import Unwrapped
 
+# What a byte of a value that a rank holds costs where values are to stay cut, in bytes that are sent: so much that the
+# sums of a norm's small gradients do not decide, and so little that nothing large is sent for it.
+_VALUE_PRICE = 1 / 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned(Transform):
@@ -40,6 +44,7 @@ class Partitioned(Transform):
     Attributes:
         inner: the loss, as written for one device.
         axes: the mesh axis along which it is partitioned.
+        sequence: whether values between blocks stay cut where that sends about as much.
         planner: what binds it to leaves; None: nothing has yet.
     """
 
@@ -47,6 +52,7 @@ class Partitioned(Transform):
 
     inner: Loss
     axes: str
+    sequence: bool = False
     planner: Planner | None = None
     _programs: dict[Any, "_PreparedLoss"] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -71,7 +77,8 @@ class Partitioned(Transform):
         key = (self.planner, treedef, tuple(shapes), rest_def, *seen)
         if key not in self._programs:
             call = FlatLoss(self.inner, treedef, rest_def, static, len(leaves))
-            self._programs[key] = _made(call, self.axes, num, leaves, layouts, shapes, tensors)
+            price = _VALUE_PRICE if self.sequence else 0.0
+            self._programs[key] = _made(call, self.axes, num, leaves, layouts, shapes, tensors, price)
         ready = self._programs[key]
         return ready.result(run_program(ready.program, [*leaves, *tensors]))
 
@@ -149,6 +156,7 @@ def _made(
     layouts: Sequence[LeafLayout],
     shapes: Sequence[tuple[int, ...]],
     tensors: Sequence[Tensor],
+    value_price: float,
 ) -> _PreparedLoss:
     """Captures the forward and plans it. Reads no values, and sends nothing."""
     gm = captured_forward(call, leaves, shapes, tensors)
@@ -160,7 +168,8 @@ def _made(
             forms[node] = cut(dim, shape[dim], num)
     trained = set(inputs[: len(leaves)])
     trained |= {n for n, x in zip(inputs[len(leaves) :], tensors, strict=True) if x.requires_grad}
-    program = partition_graph(gm.graph, axis, num, forms, trained.__contains__, constants_of(gm))
+    given = trained.__contains__, constants_of(gm)
+    program = partition_graph(gm.graph, axis, num, forms, *given, value_price=value_price)
     outputs = iter(program.outputs)
     program.outputs = [next(outputs) if x is None else (False, x) for x in call.out]
     return _PreparedLoss(program, call.out_def)

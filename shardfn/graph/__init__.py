@@ -37,6 +37,7 @@ from ._forms import (
     Operand as Operand,
     Strategy as Strategy,
     OpUse as OpUse,
+    blocks as blocks,
     cut as cut,
     multiple_of as multiple_of,
     lengths as lengths,

@@ -29,6 +29,8 @@ def partition_graph(
     forms: Mapping[Node, Form],
     trained: Callable[[Node], bool],
     constants: Callable[[Node], Tensor],
+    *,
+    value_price: float = 0.0,
 ) -> PartitionProgram:
     """The program of a graph along an axis.
 
@@ -39,12 +41,13 @@ def partition_graph(
         forms: of inputs that are cut; the others are whole.
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
+        value_price: what a byte of a value that a rank holds costs, in bytes that are sent.
     """
     scope = scope_of(graph, trained, constants)
     start = {v: held_at_start(forms.get(v.node, WHOLE)) for v in scope.inputs}
     outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     ends = [(scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
-    plan = Search(num, WIDTH).best(scope, start, ends)
+    plan = Search(num, WIDTH, value_price=value_price).best(scope, start, ends)
     writer = _ProgramWriter(PartitionProgram(axis, num), scope, plan)
     for value in scope.inputs:
         if value.node.op == "get_attr":
@@ -161,7 +164,8 @@ class _ProgramWriter:
         assert move.source is not None
         src = self._need(move.source, form)
         dst = self._slot(value, form)
-        strategy = self._plan.choices[value.node].strategy._replace(ins=(form,), outs=(form,))
+        # What runs on a block knows its shape; the operation itself has that of the whole among its arguments.
+        strategy = self._plan.choices[value.node].strategy._replace(ins=(form,), outs=(form,), run=None)
         self._write(Compute(value.node, (src,), {0: dst}, strategy, True, self._line))
 
     def _compute(self, node: Node) -> None:

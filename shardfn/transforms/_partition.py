@@ -6,7 +6,7 @@ from typing import Any
 from shardfn.engine import Partitioned, check_order
 
 
-def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
+def partition(loss: Callable[..., Any], axes: str = "tp", *, sequence: bool = False) -> Partitioned:
     """Tensor parallelism of an unmodified loss: inside it leaves are whole along `axes`, outside they are blocks.
 
     `sharded_step(partition(loss), ..., specs=specs)` computes what `sharded_step(loss, ...)` computes on one device.
@@ -20,6 +20,10 @@ def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
         loss: `loss(params, batch, ...)`, which knows nothing of `axes`. It may be rematerialised, accumulated, of mixed
             precision or jitted, inside or outside.
         axes: the mesh axis. Where it is missing, or of size 1, `partition(loss)` is `loss`.
+        sequence: whether values between blocks (residuals, norms) stay cut, along the sequence or the samples, where
+            that sends as much: a `psum_scatter` and an `all_gather` in the place of a `psum` and its transpose, and a
+            sum for each leaf that all ranks hold. A rank then holds and computes a part of them. This is Megatron's
+            sequence parallelism, along the same axis.
 
     Returns:
         The loss; its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.
@@ -37,10 +41,12 @@ def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
 
     References:
         Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
+        Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022,
+        https://arxiv.org/abs/2205.05198 (sequence parallelism)
         Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs, 2021,
         https://arxiv.org/abs/2105.04663
     """
     if not isinstance(axes, str):
         raise ValueError(f"partition(axes={axes!r}): a loss is partitioned along one axis; name one.")
     check_order("partition", loss, deep=True)
-    return Partitioned(loss, axes)
+    return Partitioned(loss, axes, sequence)
