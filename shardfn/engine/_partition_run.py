@@ -9,14 +9,17 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 
 from shardfn.collectives import at_line
-from shardfn.graph import Compute, Convert, Loop, PartitionProgram, Passage, Ranks
+from shardfn.graph import Compute, Convert, Loop, PartitionProgram, Passage, Ranks, sent_along
 from shardfn.leaves import opened
 from shardfn.nn import run_layers
 
+from ._partition_axes import NotedRanks, ranks_along, send_along
 from ._partition_convert import converted
 
 # What takes layers of a stacked leaf without opening it.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
+# What runs for a target that only marks.
+_MARKS = {sent_along: send_along}
 
 
 def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
@@ -26,7 +29,7 @@ def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
         program: made for the bound mesh.
         inputs: this rank's block of each leaf, and the other arguments.
     """
-    return _results(program, inputs, Ranks(program.axis))
+    return _results(program, inputs, ranks_along(program.axis))
 
 
 def _results(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> list[Any]:
@@ -44,11 +47,13 @@ def _results(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> 
 
 
 def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+    noted = isinstance(ranks, NotedRanks)
     for i in passage.steps:
         step = program.steps[i]
         with at_line(step.line):
             if isinstance(step, Convert):
-                slots[step.dst] = converted(slots[step.src], step, program.axis)
+                x = slots[step.src]
+                slots[step.dst] = ranks.convert(opened(x), step) if noted else converted(x, step, program.axis)
             elif isinstance(step, Loop):
                 _loop(step, ranks, slots)
             else:
@@ -97,6 +102,7 @@ def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
     given = iter(step.slots)
     target: Any = _OF_STACKS.get(node.target, node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
     stacked = target is not node.target
+    target = _MARKS.get(target, target)
 
     def take(n: Node) -> Any:
         x = slots[next(given)]

@@ -173,7 +173,7 @@ class _ProgramWriter:
         operands = self._scope.operands[node]
         slots = tuple(self._need(v, f) for v, f in zip(operands, strategy.ins, strict=True))
         dsts = {v.at: self._slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None}
-        single = isinstance(node.meta["val"], Tensor)
+        single = isinstance(node.meta.get("val"), Tensor)
         self._write(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))
 
     def _loop(self, node: Node, loop: LoopValues, choice: SearchChoice) -> None:

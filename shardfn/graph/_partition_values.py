@@ -143,7 +143,8 @@ def operands_of(node: Node) -> list[Node]:
 
 def results(node: Node) -> list[Tensor | None]:
     """What an op returns, flat."""
-    val = node.meta["val"]
+    val: Any = node.meta.get("val")
+    val = () if val is None else val
     return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
 
 

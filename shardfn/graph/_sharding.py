@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
+from shardfn.collectives import pmax, psum, pvary
+
 from ._forms import OpUse, Rule
 from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
 from ._part_rules import joined, taken_apart
+from ._sent_rules import sent, sent_along
 from ._shape_rules import (
     closed,
     expanded,
@@ -73,5 +76,8 @@ RULES: dict[Any, Rule] = {
     **_rules("_softmax _log_softmax", softmax),
     _ATEN.nll_loss_forward: nll,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: attention,
+    sent_along: labelled(sent),
+    **dict.fromkeys((psum, pvary), labelled(unary_linear)),  # those of another axis
+    pmax: POINTWISE,
     **_rules("zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full", made_of_nothing),
 }
