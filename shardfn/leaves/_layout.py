@@ -195,7 +195,7 @@ class LeafLayout:
         cut = self.use_axes, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
         return self.block, self.dtypes, self.home, *cut, self.manner, self.reduce_axes, self.extra_axes
 
-    @property
+    @functools.cached_property
     def entry(self) -> Leaf:
         """The leaf as the loss sees it, for the types of a captured step."""
         return Leaf(self.path, self.compute.axes, self.trainable)
