@@ -232,7 +232,7 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
         and x.mesh is plan.mesh
         and x.shape == leaf.shape
         and x.memory_kind == leaf.home
-        and x.code == leaf.ways.kept.code
+        and x.code == leaf.places.code
         and x.dtype == leaf.dtypes.param
         for x, leaf in zip(leaves, plan.leaves, strict=True)
     )
