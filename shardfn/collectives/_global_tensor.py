@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     import torch.distributed.tensor
 
 
+_COMPUTE = (
+    "It is a leaf that is spread over ranks, not a tensor to compute with: take leaf.full_tensor() (collective) or"
+    " leaf.local (this rank's block); or compute with all leaves as the loss sees them, step.apply(f, state)."
+)
+
+
 class GlobalTensor:
     """A tensor spread over a mesh: what `jax.Array` is to JAX.
 
@@ -228,10 +234,43 @@ class GlobalTensor:
         abstract = isinstance(held, Tensor) and (held.is_meta or isinstance(held, FakeTensor))
         return f"{size(held.nbytes)} {'a rank' if abstract else 'here'} on {self.memory_kind}"
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a GlobalTensor has no attribute {name!r}. {_COMPUTE}", name=name, obj=self)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *rest: Any) -> Any:
+        raise TypeError(f"{getattr(function, '__name__', function)} got a GlobalTensor. {_COMPUTE}")
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "a GlobalTensor cannot be pickled: its mesh is this process's. Use full_tensor(), or save a checkpoint."
         )
+
+
+def _refused(name: str) -> Any:
+    def operator(self: GlobalTensor, *rest: Any) -> Any:
+        del self, rest
+        raise TypeError(f"{name} of a GlobalTensor. {_COMPUTE}")
+
+    return operator
+
+
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "pow",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "float",
+):
+    setattr(GlobalTensor, f"__{_name}__", _refused(f"__{_name}__"))
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:

@@ -110,11 +110,6 @@ def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
     staged = pipelined_in(parts.loss)
     if parts.table is None or staged is None:
         return ()
-    if plan.captured:
-        raise ValueError(
-            "a step over stages of a pipeline is not captured: it waits for other ranks between its phases. Leave out"
-            " jit, and step.lower; or use a mesh without the pipeline's axis."
-        )
     return (staged.axis,)
 
 

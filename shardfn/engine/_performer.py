@@ -17,7 +17,8 @@ from ._comms import Comms, rounds_of, spans_the_mesh
 from ._course import Course
 from ._entered import check_capture, enter
 from ._gather import DONE, IDLE, Gatherer
-from ._loss import NoGradientError, Value
+from ._generator import warning_of_draws
+from ._loss import NoGradientError, Value, naming_used_up
 from ._model_state import ModelState, named_leaves
 from ._outcome import Outcome, agree_on_outcome, outcome_of
 from ._plan import Plan
@@ -107,7 +108,9 @@ class Performer:
             ahead.begin()
         self._comms.mark("forward")
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
-        with kept, self._model_state.through(), self._recorded(action):
+        first = self._performed == 0 and not (plan.compared or plan.captured)
+        drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
+        with kept, self._model_state.through(), self._recorded(action), drawing:
             value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
         if value is not None and not (plan.compared or plan.captured):
@@ -157,7 +160,7 @@ class Performer:
         elif deferred is not None:
             grads[:] = deferred.first(ends.outputs, ends.cotangents, ends.inputs)
         else:
-            with taking_early(ends.outputs[0]):
+            with naming_used_up(), taking_early(ends.outputs[0]):
                 grads[:] = torch.autograd.grad(ends.outputs, wanted, ends.cotangents, allow_unused=True)
         self._course.send_back(action, grads[num:])
 

@@ -245,7 +245,8 @@ class Reducer:
 
     def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         channel, packing = self._scatter[unit], self._units[unit].packing
-        flat = packing.lay([grad for _, grad in members])
+        lay = packing.lay if capturing() else packing.laid
+        flat = lay([grad for _, grad in members])
         # The message has them: each gradient goes now, and not after the transfer.
         members.clear()
         if self._in_one(unit):

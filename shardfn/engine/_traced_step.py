@@ -91,7 +91,7 @@ def capture_step(
         model_state: tree of `GlobalTensor`.
     """
     plan, recorder = plan.for_capture(), Recorder()
-    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
+    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark, recorder.name)
     opt_leaves, opt_treedef = tree_flatten(opt_state)
     kept_leaves, kept_treedef = tree_flatten(model_state)
     held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves, *kept_leaves]
@@ -120,6 +120,8 @@ def capture_step(
     paths += [] if scale is None else [("loss_scale", "other")]
     annotate(gm, plan.mesh, paths, held)
     _say_types(gm, plan, held, names)
+    if parts.table is not None:
+        gm.meta["pipeline"] = parts.table
     return StepProgram(gm, plan.outcome or "", plan, tuple(likes), opt_treedef, tuple(names), *received)
 
 

@@ -209,7 +209,7 @@ class LeafLayout:
             self.extra_axes,
         )
 
-    @property
+    @functools.cached_property
     def entry(self) -> Leaf:
         """The leaf as the loss sees it, for the types of a captured step."""
         return Leaf(self.path, self.compute.axes, self.trainable)

@@ -78,8 +78,14 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
     """Finds the places that the tensors of `given` are for; a parameter that is not given stays the module's own.
 
     Raises:
+        TypeError: there are no names.
         ValueError: a name is none of the module's, or a shared parameter is given twice with different values.
     """
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"a function that from_module made takes the parameters first, apply(params, ...), and this is a"
+            f" {type(given).__name__}. Pass what the loss gets as its first argument."
+        )
     leaves: dict[str, tuple[str, Tensor]] = {}
     buffers, problems = {}, []
     for name, x in given.items():

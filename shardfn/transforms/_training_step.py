@@ -30,6 +30,7 @@ from shardfn.engine import (
     begin,
     check_alike,
     check_has_rows,
+    check_has_values,
     check_kept,
     check_phases,
     check_pure,
@@ -69,7 +70,7 @@ from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed
 
 from ._described import described
-from ._evaluate import Measures
+from ._evaluate import Measures, check_batches
 from ._functions import Functions
 from ._lower import Lowered
 from ._profile import StepProfile, measured, predict
@@ -301,6 +302,7 @@ class ShardedStep(Transform):
             check_alive(state)
             plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
             number, rows = int(state.step), describe_rows(plan, batch)
+            check_has_values(batch, self.mesh.device)
             kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
             constant = self._agreement.constant(plan, kept)
             args = self._args_of(state, batch)
@@ -389,7 +391,7 @@ class ShardedStep(Transform):
         """
         if not isinstance(state, TrainState):
             with told_before(comms_of(self.mesh).control):
-                self._planner.plan_of(state)
+                check_passed(state, f, call="step.apply(f, state, *args)")
         g = self._functions.of(f)
         with contextlib.nullcontext() if transforming() else torch.no_grad():
             return g(state.params, *args)
@@ -428,6 +430,8 @@ class ShardedStep(Transform):
             {'loss': 8.0}
         """
         with told_before(comms_of(self.mesh).control):
+            check_passed(state, batches, call="step.evaluate(state, batches)")
+            check_batches(batches)
             self._planner.plan_of(state)
             check_alive(state)
         keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
