@@ -237,10 +237,8 @@ class Reducer:
                 continue
             members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
             with named_range("reduce", self._leaves, self._units[unit].leaves):
-                if capturing() and self._cut[unit]:
-                    pending = self._write_down(unit, members)
-                else:
-                    pending = self._start(unit, members)
+                start = self._write_down if capturing() and self._cut[unit] else self._start
+                pending = start(unit, members)
             self._pending.append((unit, pending))
 
     def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:

@@ -113,7 +113,7 @@ class Splice:
         """What the body returns for a layer."""
         # So that autograd knows whose gradient a layer makes; the whole leaf is fetched inside.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
-        values: Any = _Layer.apply(self, x, *carry, *ends)
+        values: Any = _SplicedLayer.apply(self, x, *carry, *ends)
         kinds = {"carry": carry, "x": x, "value": values}
         return [kinds[kind][i] for kind, i in self._template.outs]
 
@@ -161,7 +161,7 @@ class Splice:
         return self._template.differentiable
 
 
-class _Layer(torch.autograd.Function):
+class _SplicedLayer(torch.autograd.Function):
     """One layer: carry and the leaves of x (their handles, where they are lazy) -> values."""
 
     @staticmethod

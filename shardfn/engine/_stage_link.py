@@ -15,14 +15,14 @@ from shardfn.schedules import Action, PipelineSchedule, StageAction
 AHEAD = 2
 
 
-class _Source(NamedTuple):
+class _Origin(NamedTuple):
     """From which rank a message comes, and the place of the action that makes it in that rank's list."""
 
     rank: int
     position: int
 
 
-class _Sent(NamedTuple):
+class _Unanswered(NamedTuple):
     """A message that may not have left: for which action of which rank it is, by its place in that rank's list."""
 
     rank: int
@@ -47,7 +47,7 @@ class StageLink:
         comes = [a for a in table.ranks[rank] if self._source(a) is not None]
         self._next = collections.deque(comes)
         self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}
-        self._sent: list[_Sent] = []
+        self._sent: list[_Unanswered] = []
         # What a stage sends to itself, where two of a rank's lie side by side.
         self._here: dict[StageAction, list[Tensor]] = {}
 
@@ -77,14 +77,14 @@ class StageLink:
         position = self._table.position(rank, taker)
         for i, x in enumerate(tensors):
             if x.numel():
-                self._sent.append(_Sent(rank, position, self._channel.send(x.detach(), rank, self._tag(to, i))))
+                self._sent.append(_Unanswered(rank, position, self._channel.send(x.detach(), rank, self._tag(to, i))))
 
     def close(self) -> None:
         """Waits until all that was sent has left."""
         self._end(lambda _: True)
 
-    def _end(self, which: Callable[[_Sent], bool]) -> None:
-        kept = list[_Sent]()
+    def _end(self, which: Callable[[_Unanswered], bool]) -> None:
+        kept = list[_Unanswered]()
         for x in self._sent:
             if which(x):
                 x.pending.result()
@@ -108,14 +108,14 @@ class StageLink:
             return torch.empty(like.shape, dtype=like.dtype, device=self._device)
         return self._channel.arrival(like, source, tag)
 
-    def _source(self, action: Action) -> _Source | None:
+    def _source(self, action: Action) -> _Origin | None:
         """Which action of which rank makes what an action waits for."""
         place = self._table.place(self._rank, action)
         before = place.stage + (-1 if action.kind == "forward" else 1)
         if action.kind == "weights" or not 0 <= before < self._table.num_stages:
             return None
         rank, maker = self._table.at(place._replace(stage=before))
-        return _Source(rank, self._table.position(rank, maker))
+        return _Origin(rank, self._table.position(rank, maker))
 
     def _tag(self, to: StageAction, i: int) -> int:
         number = (to.microbatch * self._table.num_stages + to.stage) * 2 + (to.kind == "forward")

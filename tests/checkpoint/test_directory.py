@@ -12,38 +12,55 @@ from shardfn import checkpoint
 from shardfn.checkpoint import Manager
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Ends the process in the place of one rename, as a loss of power does.
+# For each directory in turn a fork that saves, and ends in the place of its n-th rename, as a loss of power does. One
+# process for all, as a start takes seconds.
 KILLED = """
 import os, sys
 import torch
 from shardfn import checkpoint
 
-rename, left = os.rename, int(sys.argv[2])
+rename = os.rename
+for nth, directory in enumerate(sys.argv[1:], 1):
+    if not (child := os.fork()):
+        left = nth
 
-def counting(old, new):
-    global left
-    left -= 1
-    if not left:
-        os._exit(9)
-    rename(old, new)
+        def counting(old, new):
+            global left
+            left -= 1
+            if not left:
+                os._exit(9)
+            rename(old, new)
 
-os.rename = counting
-checkpoint.save(sys.argv[1], {"w": torch.full((3,), 2.0)}, step=5, replace=True)
+        os.rename = counting
+        checkpoint.save(directory, {"w": torch.full((3,), 2.0)}, step=5, replace=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[pathlib.Path, int]]:
+    """By number of the rename that a save did not come to: its directory, and how its process ended."""
+    places = [tmp_path_factory.mktemp(f"kill{nth}") for nth in range(1, 5)]
+    for place in places:
+        checkpoint.save(place, {"w": torch.ones(3)}, step=5)
+    run = [sys.executable, "-c", KILLED, *map(str, places)]
+    done = subprocess.run(run, cwd=ROOT, timeout=240, check=True, capture_output=True, text=True)
+    return dict(enumerate(zip(places, map(int, done.stdout.split()), strict=True), 1))
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_a_kill_while_one_checkpoint_gives_way_to_another_keeps_one(tmp_path: pathlib.Path, nth: int) -> None:
+def test_a_kill_while_one_checkpoint_gives_way_to_another_keeps_one(
+    killed: dict[int, tuple[pathlib.Path, int]], nth: int
+) -> None:
     """Each of the renames in turn: the old one until the new one has its name, and the new one from then on."""
-    checkpoint.save(tmp_path, {"w": torch.ones(3)}, step=5)
-    run = [sys.executable, "-c", KILLED, str(tmp_path), str(nth)]
-    code = subprocess.run(run, cwd=ROOT, timeout=120, check=False).returncode
+    place, code = killed[nth]
     assert code == (9 if nth < 4 else 0)
-    with Manager(tmp_path) as manager:
+    with Manager(place) as manager:
         assert manager.steps() == [5]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000005"]
-    assert checkpoint.verify(tmp_path).step == 5
-    got = checkpoint.restore(tmp_path, {"w": torch.zeros(3)}).tree["w"]
+    assert sorted(p.name for p in place.iterdir()) == ["owner", "step_000005"]
+    assert checkpoint.verify(place).step == 5
+    got = checkpoint.restore(place, {"w": torch.zeros(3)}).tree["w"]
     assert got.tolist() == ([1.0] * 3 if nth < 3 else [2.0] * 3)
 
 
