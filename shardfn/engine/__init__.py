@@ -38,6 +38,7 @@ from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, check_layout as check_layout
 from ._nothing import check_has_rows as check_has_rows, check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded
+from ._pipelined_functions import PipelinedFunctions as PipelinedFunctions
 from ._pipelined_module import PipelinedModule as PipelinedModule
 from ._plan import Plan as Plan
 from ._planner import OF_A_STATE as OF_A_STATE, Planner as Planner, Words as Words
