@@ -169,10 +169,12 @@ def mark(x: Tensor, key: str, what: Any) -> None:
 
 def recorder() -> Recorder | None:
     """What notes, while a capture runs and its tracer is the innermost one."""
-    mode = get_proxy_mode()
     innermost = _RECORDER.innermost()
+    if innermost is None:  # asked first, as an eager step asks for each leaf
+        return None
+    mode = get_proxy_mode()
     # Not in a capture inside, which has no recorder here: its nodes are not of the graph that is noted.
-    return innermost if mode is not None and innermost is not None and innermost.tracer is mode.tracer else None
+    return innermost if mode is not None and innermost.tracer is mode.tracer else None
 
 
 def capture(

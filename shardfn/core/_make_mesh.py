@@ -107,7 +107,9 @@ def _checked_axes(axes: Any) -> dict[str, int]:
         raise TypeError(f"make_mesh({axes!r}): {how}; write make_mesh({example}).")
     if not isinstance(axes, Mapping):
         example = {"dp": axes if isinstance(axes, int) else -1}
-        raise TypeError(f"make_mesh({axes!r}) is given a {type(axes).__name__}: {how}; write make_mesh({example}).")
+        raise TypeError(
+            f"make_mesh({axes!r}): this is of type {type(axes).__name__}; {how}; write make_mesh({example})."
+        )
     wrong = [f"{name!r}: {size!r}" for name, size in axes.items() if not _is_size(size) or not isinstance(name, str)]
     if wrong:
         raise TypeError(f"make_mesh({dict(axes)}): {how}, but not {', '.join(wrong)}.")
@@ -214,9 +216,10 @@ def _fill(shape: dict[str, int], world: int) -> dict[str, int]:
     if len(free) == 1 and known > 0 and world % known == 0:
         shape[free[0]] = world // known
     if len(free) > 1 or math.prod(shape.values()) != world or any(s < 1 for s in shape.values()):
+        start = f"torchrun --nproc-per-node {known if known > 1 else 'N'}"
         raise ValueError(
             f"a mesh of {shape} does not fit {world} rank{'s' * (world > 1)}: the sizes must multiply to the number of"
-            " ranks (one of them may be -1). Start the program with `torchrun --nproc-per-node N`."
+            f" ranks (one of them may be -1, what is left). Start the program with `{start}` on one node, or write -1."
         )
     return shape
 
@@ -229,6 +232,9 @@ def _local_device(device: torch.device | str | None) -> torch.device:
             raise ValueError(f"device={device!r} is none that torch knows; use 'cuda' or 'cpu'.") from error
     else:
         dev = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is not None and dev.type == "cuda" and not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU, or no driver"
+        raise ValueError(f"make_mesh(device={device!r}): {why}. Leave device= out, or write device='cpu'.")
     if dev.type == "cuda" and dev.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return dev

@@ -84,8 +84,8 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     # In the order of the layout: making a group is collective, and all ranks are to make the same.
     for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)
-    for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):
-        comms.mesh.group(tuple(n for n in comms.mesh.axis_names if n in names))
+    for axes in plan.psum_axes:
+        comms.mesh.group(axes)
     if isinstance(comms.channels, Channels):  # others are of captures
         for channel, nbytes in comms.channels.shared():
             record_owner(channel, "host", nbytes)
