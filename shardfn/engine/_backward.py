@@ -17,6 +17,7 @@ from shardfn.state import Ahead
 
 from ._accumulated import microbatches
 from ._canonical import check_canonical, chunks_of
+from ._collector import catch_up
 from ._comms import Comms, described, open_channels, rounds_of, spans_the_mesh
 from ._course import Course, Whole
 from ._entered import check_capture, enter, watch_of
@@ -211,6 +212,7 @@ class Engine:
             with named_range("backward"):
                 self._backward(action, last=self._performed == self._last_backward)
         self._performed += 1
+        catch_up()
 
     def _forward(self, action: Action, *, last: bool) -> None:
         plan, ahead = self._plan, self._ahead

@@ -76,6 +76,7 @@ from shardfn.engine import (
     step_lines,
     together,
     told_before,
+    uncollected,
     unwrap,
 )
 from shardfn.graph import Cluster
@@ -303,6 +304,7 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
 
+    @uncollected()
     def _step(
         self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, Tensor]]:
