@@ -50,12 +50,13 @@ class Recorder:
 
     Attributes:
         phase: the part of the step that is being captured.
+        part: the action of a pipeline that is, in words; else empty.
         tracer: what writes the graph, while a capture runs.
         known: what has been traced once, by key.
     """
 
     def __init__(self) -> None:
-        self.phase = "forward"
+        self.phase, self.part = "forward", ""
         self.tracer: Any = None
         self.known: dict[Any, Any] = {}
         self._top: FrameType | None = None
@@ -64,6 +65,10 @@ class Recorder:
     def mark(self, phase: str) -> None:
         """Says which part of the step begins."""
         self.phase = phase
+
+    def name(self, part: str) -> None:
+        """Says which action of a pipeline begins."""
+        self.part = part
 
     def note(self, node: Node) -> None:
         """Notes more beside an op, while it is written down; for captures of a special kind."""
@@ -101,6 +106,8 @@ class Recorder:
         def create_node(*args: Any, **kwargs: Any) -> Node:
             node = create(*args, **kwargs)
             node.meta["phase"] = self.phase
+            if self.part:
+                node.meta["part"] = self.part
             if in_host_region():
                 node.meta["memory"] = "host"
             line = current_line()

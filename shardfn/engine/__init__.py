@@ -37,7 +37,8 @@ from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._proposed import proposed as proposed
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, check_layout as check_layout
-from ._nothing import check_has_rows as check_has_rows, check_trains as check_trains
+from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
+from ._nothing import check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded
 from ._pipelined_module import PipelinedModule as PipelinedModule
 from ._plan import Plan as Plan
@@ -57,5 +58,6 @@ from ._step import StepParts as StepParts, rescaled as rescaled
 from ._traced_function import FunctionProgram as FunctionProgram, capture_function as capture_function
 from ._traced_function import tensors_of as tensors_of
 from ._transit import Request as Request, Transit as Transit, is_followed as is_followed
+from ._two_dtypes import naming_batch as naming_batch
 from ._unwrap import Unwrapped as Unwrapped, unwrap as unwrap
 from ._update import decided_on as decided_on

@@ -156,9 +156,11 @@ class Graphs:
 
     def _compile(self, program: Program, comms: Comms, backend: str | None) -> Ready:
         # Before anything runs: making a channel is collective, and a graph asks for it in the middle of a step.
-        for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order
+        # Made by all ranks, in one order; another stage of a pipeline may use others.
+        told: Any = comms.control.gather(channel_axes(program.gm))
+        for axes, kind in sorted({channel for own in told for channel in own}):
             # By kind, as one program may gather and reduce along the same axes at once.
-            (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
+            getattr(comms.channels, kind)(axes)
         run = agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
         return Ready(program, run, sent_by_the_loss(program.gm))
 

@@ -10,9 +10,9 @@ from shardfn.collectives import psum
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
 from shardfn.state import Parts, loaded
 
-from ._backward import Outcome
 from ._canonical import summed_squares, summed_values
 from ._chunks import Chunks
+from ._outcome import Outcome
 from ._plan import Plan
 from ._step import Metrics
 

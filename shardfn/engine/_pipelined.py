@@ -274,16 +274,11 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
 
     Raises:
         ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
-        ValueError: it is for other numbers of ranks or microbatches, or the loss is jitted.
+        ValueError: it is for other numbers of ranks or microbatches.
     """
     of = pipelined_in(loss.loss)
     if of is None or mesh.axis_size(of.axis) == 1:
         return None
-    if loss.jitted is not None:
-        raise ValueError(
-            f"jit of a pipeline over {mesh.axis_size(of.axis)} ranks along {of.axis!r}: a graph runs the same on all"
-            " ranks, and stages do not. Leave out jit, or the axis."
-        )
     table = of.schedule(mesh.axis_size(of.axis), num_microbatches)
     numbers = table.num_ranks, table.num_microbatches, table.stages
     wanted = mesh.axis_size(of.axis), num_microbatches, of.stages(mesh.axis_size(of.axis))

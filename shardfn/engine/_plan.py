@@ -200,5 +200,6 @@ class Plan:
         for x in self.leaves:
             kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
             homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"
-            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}")
+            code = "" if x.places.code is None else f" in {x.places.code}"
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}{code}")
         return "\n".join(lines)

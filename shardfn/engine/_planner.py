@@ -11,11 +11,13 @@ from shardfn.core import (
     Dtypes,
     Mesh,
     P,
+    Placement,
     Policy,
     PyTree,
     Sharding,
     Zero,
     broadcast_prefix,
+    chunk_bounds,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -31,6 +33,7 @@ from shardfn.leaves import (
 from shardfn.state import TrainState, check_passed
 
 from ._check import check_travel, is_spec
+from ._chunks import Chunks
 from ._plan import Plan
 
 
@@ -138,9 +141,9 @@ class Planner:
             ValueError,
             words.shardings,
             [
-                f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
+                f"{leaf.path} is kept as {_told(x)}; here it is {_told(leaf.ways.kept)}"
                 for leaf, x in pairs
-                if x.spec != leaf.param or x.memory_kind != leaf.home
+                if x.spec != leaf.param or x.memory_kind != leaf.home or x.code != leaf.places.code
             ],
         )
         raise_all(
@@ -154,6 +157,21 @@ class Planner:
         )
         self._last = plan
         return plan
+
+    def rows(self, num: int) -> slice:
+        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+
+        Raises:
+            ValueError: with canonical sums, the chunks do not divide `num`.
+        """
+        axes, zero = self.batch_axes, self.zero
+        if not zero.is_canonical:
+            return slice(*chunk_bounds(num, self.mesh.axis_size(axes), self.mesh.axis_index(axes)))
+        if num % zero.reduction_chunks:
+            raise ValueError(f"rows({num}): {zero.reduction_chunks} chunks do not divide {num} rows.")
+        start, stop = Chunks.of(zero.reduction_chunks, self.mesh, axes).bounds
+        rows = num // zero.reduction_chunks
+        return slice(start * rows, stop * rows)
 
     def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
         tree = tree_unflatten(treedef, list(range(len(shapes))))
@@ -202,6 +220,10 @@ class Planner:
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch)
 
 
+def _told(x: GlobalTensor | Placement) -> str:
+    return f"{x.spec!r} at {x.memory_kind!r}{'' if x.code is None else f' in codes {x.code}'}"
+
+
 def _made_by(plan: Plan, leaves: list[Any]) -> bool:
     """Whether leaves are such as a step by this plan makes: all that is compared of them otherwise, at a glance."""
     return all(
@@ -210,6 +232,7 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
         and x.mesh is plan.mesh
         and x.shape == leaf.shape
         and x.memory_kind == leaf.home
+        and x.code == leaf.places.code
         and x.dtype == leaf.dtypes.param
         for x, leaf in zip(leaves, plan.leaves, strict=True)
     )

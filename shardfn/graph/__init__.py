@@ -37,10 +37,13 @@ from ._forms import (
     Operand as Operand,
     Strategy as Strategy,
     OpUse as OpUse,
+    blocks as blocks,
     cut as cut,
     multiple_of as multiple_of,
     lengths as lengths,
 )
+from ._partition_values import operands_of as operands_of, results as results
+from ._sent_rules import sent_along as sent_along
 from ._loops import LoopMark as LoopMark, loop_input as loop_input, looped as looped
 from ._partition_program import (
     Compute as Compute,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ._forms import WHOLE, Form, OpUse, Strategy, cut, lengths, whole
+from ._forms import WHOLE, Form, OpUse, Strategy, blocks, cut, whole
 from ._ops import known_op
 from ._partition_moves import move_to, needed_form, sent_by
 from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
@@ -96,10 +96,11 @@ class Search:
         num: ranks along the axis.
         width: how many states are kept.
         held_price: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
+        value_price: and what one costs of a value that is computed, and gets a gradient.
     """
 
-    def __init__(self, num: int, width: int, held_price: float = 0.0) -> None:
-        self.num, self.width, self.held_price = num, width, held_price
+    def __init__(self, num: int, width: int, held_price: float = 0.0, value_price: float = 0.0) -> None:
+        self.num, self.width, self.held_price, self.value_price = num, width, held_price, value_price
         self._plans: dict[Any, SearchedPlan] = {}
         # By op and forms of its operands, which searches of one program may share.
         self.offers: dict[Any, list[Strategy]] = {}
@@ -218,7 +219,7 @@ class _Draft:
     ) -> None:
         self.price, self.outside = state.price, state.outside
         self._num, self._state, self._start = search.num, state, start
-        self._held_price, self._weight = search.held_price, weight
+        self._held_price, self._value_price, self._weight = search.held_price, search.value_price, weight
         self._new: dict[PlannedValue, Held] = {}
         self._dead: Sequence[PlannedValue] = ()
         self._trail: Any = state.trail
@@ -271,6 +272,9 @@ class _Draft:
         for value, form in zip(made, strategy.outs, strict=True):
             leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
             there = frozenset() if value.look_at is not None else frozenset([form])
+            if self._value_price and value.differentiable and value.look_at is None:
+                held = value.seen.itemsize * held_elements(value, form, self._num)
+                self.price += self._weight * self._value_price * held
             self._new[value] = Held(form, there, leaf)
         self._dead, self._trail = scope.dead[node], (self._state.trail, node, choice)
         return self
@@ -299,7 +303,8 @@ def held_elements(value: PlannedValue, form: Form, num: int) -> int:
     shape = value.seen.shape
     if form.kind != "cut":
         return math.prod(shape)
-    return math.prod((*shape[: form.dim], max(lengths(shape[form.dim], num, form.multiple)), *shape[form.dim + 1 :]))
+    most = max(map(sum, zip(*blocks(shape[form.dim], num, form), strict=True)))
+    return math.prod((*shape[: form.dim], most, *shape[form.dim + 1 :]))
 
 
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:

@@ -1,6 +1,7 @@
 """Metrics of a run as lines of JSON and as TensorBoard's events; the first rank writes."""
 
 import json
+import operator
 import os
 import pathlib
 from collections.abc import Mapping
@@ -70,8 +71,11 @@ class Logger:
             What was written; on other ranks than the first an empty dict.
 
         Raises:
-            TypeError: a metric is neither a 0-d tensor nor a number.
+            TypeError: a metric is neither a 0-d tensor nor a number, or `step` is no number.
         """
+        if isinstance(step, Mapping):
+            raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
+        step = operator.index(step)
         if not self._writes:
             return {}
         row = to_floats({name: x for part in metrics for name, x in part.items()})

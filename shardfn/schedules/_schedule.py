@@ -99,6 +99,14 @@ class PipelineSchedule:
         rank, chunk = self.home[place.stage]
         return rank, Action(place.kind, place.microbatch, chunk)
 
+    def position(self, rank: int, action: Action) -> int:
+        """The place of an action in a rank's list."""
+        return self._positions[rank][action]
+
+    @functools.cached_property
+    def _positions(self) -> list[dict[Action, int]]:
+        return [{action: i for i, action in enumerate(row)} for row in self.ranks]
+
     def needs(self, place: StageAction) -> Iterator[StageAction]:
         """What must have been done before: by the rank itself, and by the neighbour that sends to it."""
         kind, k, stage = place

@@ -73,11 +73,7 @@ def test_a_schedule_of_other_numbers_is_refused() -> None:
         _step(_loss("interleaved", 3, num_chunks=2))
 
 
-def test_jit_and_lower_are_refused() -> None:
-    with pytest.raises(ValueError, match="jit of a pipeline over 2 ranks along 'pp': a graph runs the same"):
-        _step(sf.jit(_loss("1f1b")))
-    with pytest.raises(ValueError, match=r"a step over stages of a pipeline is not captured.*Leave out jit"):
-        _step().lower(_params(), torch.ones(4, 3))
+def test_a_model_state_is_refused() -> None:
     with pytest.raises(ValueError, match="a pipelined loss with has_state=True: a model state goes through whole"):
         _step(has_state=True)
 
