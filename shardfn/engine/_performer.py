@@ -13,6 +13,7 @@ from shardfn.nn import DeferredGradients
 from shardfn.schedules import Action, split_backwards
 from shardfn.state import Ahead
 
+from ._collector import catch_up
 from ._comms import Comms, rounds_of, spans_the_mesh
 from ._course import Course
 from ._entered import check_capture, enter
@@ -100,6 +101,7 @@ class Performer:
             with named_range("backward"):
                 self._backward(action, last=self._performed == self._last_backward)
         self._performed += 1
+        catch_up()
 
     def _forward(self, action: Action, *, last: bool) -> None:
         plan, ahead = self._plan, self._ahead

@@ -64,6 +64,7 @@ from shardfn.engine import (
     step_lines,
     together,
     told_before,
+    uncollected,
 )
 from shardfn.graph import Cluster
 from shardfn.optim import Phase
@@ -292,6 +293,7 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
 
+    @uncollected()
     def _step(
         self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, Tensor]]:
