@@ -11,6 +11,7 @@ from ._check import agree_on_step as agree_on_step, check_params as check_params
 from ._chunks import Chunks as Chunks, tree_sum as tree_sum
 from ._check import check_cuts as check_cuts, check_specs as check_specs, default_batch as default_batch
 from ._check import describe_batch as describe_batch, is_spec as is_spec, told_before as told_before
+from ._collector import uncollected as uncollected
 from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
 from ._constant import describe_function as describe_function, describe_step as describe_step
 from ._crossed import crossed as crossed

@@ -24,6 +24,7 @@ from shardfn.graph import (
 )
 from shardfn.memory import AnyPool, bind_pool
 
+from ._collector import collected
 from ._comms import Comms
 from ._jitted import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
 from ._plan import Plan
@@ -88,7 +89,8 @@ class Graphs:
         # One rank may know its own while another does not: batches may differ, and so may strides.
         everywhere = all(comms.control.exchange(int(known is not None)))
         if known is None or not everywhere:
-            known = self._known[key] = self._make(comms, key, capture, name, batch)
+            with collected():
+                known = self._known[key] = self._make(comms, key, capture, name, batch)
         else:
             self._jitted.count(hit=True)
         return known

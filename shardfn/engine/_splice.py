@@ -149,6 +149,7 @@ class Splice:
 
     def __init__(self, template: Template, recorder: Recorder) -> None:
         self._template, self._recorder, self._tracer = template, recorder, recorder.tracer
+        # Storages that the layers share and do not make, held so that their addresses stay theirs.
         outside = [t for n in template.outside for t in tensors_in(n.meta["val"])]
         self._outside = {storage_of(t): (t.untyped_storage(), 0) for t in outside}
 

@@ -64,6 +64,7 @@ from shardfn.engine import (
     step_lines,
     together,
     told_before,
+    uncollected,
 )
 from shardfn.graph import Cluster
 from shardfn.optim import Phase
@@ -90,6 +91,8 @@ class ShardedStep(Transform):
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
+        # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
+        # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
         self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
         self._jitted = unwrapped.jitted
         mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
@@ -290,6 +293,7 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
 
+    @uncollected()
     def _step(
         self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, Tensor]]:
