@@ -6,6 +6,7 @@ Nothing runs, and no rank exists: the program is that of one rank of a stage. La
 captured, and those of all microbatches are copies. What each link carries is compared with formulas, byte by byte.
 """
 
+import argparse
 import dataclasses
 import resource
 import time
@@ -100,7 +101,7 @@ def _is_spec(x: Any) -> bool:
 
 def main() -> None:
     """Prints what it found, as Markdown."""
-    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked = argparse.ArgumentParser(description="The step of MT-NLG 530B on 2,240 ranks, lowered.")
     asked.add_argument("--stage", type=int, default=17)
     asked.add_argument("--microbatches", type=int, default=240)
     told = asked.parse_args()

@@ -74,8 +74,8 @@ def pipeline(
         Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965
         Narayanan et al., Efficient Large-Scale Language Model Training, 2021, https://arxiv.org/abs/2104.04473
     """
-    several = None if callable(block) else tuple(block)
-    for f in (first, *(several or (block,)), last):
+    functions = (block,) if callable(block) else tuple(block)
+    for f in (first, *functions, last):
         check_order("pipeline", f)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
@@ -84,12 +84,12 @@ def pipeline(
     per_stage = per_stage_of(layers_per_stage, num_chunks)
     found = blocks if callable(blocks) else lambda params: params[blocks]
     how = found, axis, table, num_chunks, turns, per_stage, first, last
-    if several is not None and (per_stage is not None or not several):
+    if not callable(block) and (per_stage is not None or not functions):
         raise ValueError(
-            f"a pipeline of {len(several)} functions with layers_per_stage={layers_per_stage}: give a function or more,"
-            " and leave layers_per_stage out; make one function of those that are to be a stage's together."
+            f"a pipeline of {len(functions)} functions with layers_per_stage={layers_per_stage}: give a function or"
+            " more, and leave layers_per_stage out; make one function of those that are to be a stage's together."
         )
-    loss = PipelinedLayers(*how, block) if callable(block) else PipelinedFunctions(*how, several or ())
+    loss = PipelinedLayers(*how, block) if callable(block) else PipelinedFunctions(*how, functions)
     return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 
