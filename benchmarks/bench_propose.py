@@ -1,4 +1,4 @@
-"""CPU seconds of `propose_specs` for a GPT of many layers, as a scan and unrolled, on a mesh of ranks that do not exist.
+"""CPU seconds of `propose_specs` for a GPT of many layers, as a scan and unrolled, on a mesh without ranks.
 
 python benchmarks/bench_propose.py --layers 96 --ranks 8
 """
