@@ -15,10 +15,11 @@ from shardfn import checkpoint, optim
 from shardfn.collectives import GlobalTensor, Residual, blocks_of
 from shardfn.core import tree_leaves, tree_paths
 from shardfn.models import gpt
-from shardfn.testing import RTOL, distributed, own_rows
+from shardfn.testing import distributed, own_rows
 
 CONFIG = gpt.Config.llama_like(vocab_size=19, num_layers=3, d_model=12, num_heads=3, d_ff=20, max_len=6, per_head=True)
-RTOL32 = RTOL[torch.float32]
+# Of a step on other ranks, whose sums are taken in another order.
+PARITY = 1e-5
 # One layout: axes (dp, tp, pp), and the ZeRO stage along dp.
 Layout = tuple[int, int, int, int]
 LAYOUTS: list[Layout] = [
@@ -190,7 +191,7 @@ def assert_close(found: dict[str, Tensor], want: dict[str, Tensor], where: objec
     for path, x in want.items():
         scale = float(x.abs().max()) if x.numel() else 1.0
         torch.testing.assert_close(
-            found[path], x, rtol=RTOL32, atol=RTOL32 * scale, msg=lambda m, p=path: f"{where} {p}: {m}"
+            found[path], x, rtol=PARITY, atol=PARITY * scale, msg=lambda m, p=path: f"{where} {p}: {m}"
         )
 
 
@@ -216,7 +217,7 @@ def assert_owing(found: dict[str, tuple[Tensor, ...]], want: dict[str, tuple[Ten
     for path, terms in want.items():
         scale = max(float(x.abs().max()) for x in terms)
         difference = float((sum(found[path]) - sum(terms)).abs().max())  # type: ignore[union-attr]
-        assert difference <= RTOL32 * scale, (where, path, difference, scale)
+        assert difference <= PARITY * scale, (where, path, difference, scale)
 
 
 def saved(directory: pathlib.Path, sources: list[Layout], name: str) -> dict[Layout, list[Any]]:
@@ -240,7 +241,7 @@ def assert_restored(
         old, new, where = all_saved[source], [rank[source] for rank in ranks], f"{name}, {source} to {target}"
         assert_bits(whole([r[0] for r in new]), whole([r[0] for r in old]), where)
         went, goes = whole([r[2] for r in old]), whole([r[2] for r in new])
-        assert new[0][4] == pytest.approx(old[0][4], rel=RTOL32), where
+        assert new[0][4] == pytest.approx(old[0][4], rel=PARITY), where
         if name in OWED:
             assert_owed([r[1] for r in old], [r[1] for r in new], where)
         if source[:3] == target[:3] and (name in OWED or source[3] == target[3]):
