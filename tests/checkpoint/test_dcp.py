@@ -119,3 +119,50 @@ def test_all_that_does_not_fit_is_listed_before_a_value_is_read(tmp_path: pathli
     assert "['b'] is torch.float32 here, but torch.float64" in str(error.value)
     assert "['c'] is not in the checkpoint" in str(error.value)
     assert not like["a"].any()
+
+
+LAYERS = 3
+AXES = {4: {"dp": 2, "tp": 2}, 2: {"pp": 2}, 3: {"dp": 3}, 1: {"dp": 1}}
+
+
+def layered(mesh: Any, pool: Any, *, stacked: bool, filled: bool) -> dict[str, Any]:
+    """Leaves cut along two axes of one dim and of two, on disk, and layers that are stacked and staged or in a list."""
+    g = torch.Generator().manual_seed(5)
+    w, d, ws = torch.randn(7, 5, generator=g), torch.randn(6, 4, generator=g), torch.randn(LAYERS, 5, 3, generator=g)
+    if not filled:
+        w, d, ws = (torch.zeros_like(x) for x in (w, d, ws))
+    disk = sf.shard(d, P("tp", "dp"), mesh)
+    layer = P(None, "tp")
+    return {
+        "one dim": sf.shard(w, P(("tp", "dp")), mesh),
+        "two dims": sf.shard(w + 1 if filled else w, P("dp", "tp"), mesh),
+        "disk": GlobalTensor(pool.write(disk.local).result(), disk.shape, disk.spec, mesh, "disk"),
+        "blocks": {"w": sf.shard(ws, P("pp", None, "tp"), mesh)}
+        if stacked
+        else [{"w": sf.shard(x, layer, mesh)} for x in ws],
+    }
+
+
+@distributed(world=[1, 2, 3, 4])
+def _layers_saved(place: pathlib.Path, world: int) -> None:
+    with sf.memory.Pool(place / f"pool{dist.get_rank() if world > 1 else 0}") as pool:
+        tree = layered(sf.make_mesh(AXES[world], device="cpu"), pool, stacked=world == 2, filled=True)
+        checkpoint.save_dcp(place / "saved", tree)
+
+
+@distributed(world=[1, 2, 3, 4])
+def _layers_restored(place: pathlib.Path, world: int) -> None:
+    with sf.memory.Pool(place / f"pool{dist.get_rank() if world > 1 else 0}-of-{world}") as pool:
+        mesh = sf.make_mesh(AXES[world], device="cpu")
+        want = by_path(layered(mesh, pool, stacked=world == 2, filled=True))
+        tree = checkpoint.restore_dcp(place / "saved", layered(mesh, pool, stacked=world == 2, filled=False))
+        assert tree["disk"].memory_kind == "disk"
+        assert_bits(by_path(tree), want)
+
+
+@pytest.mark.parametrize("source", [2, 4])
+def test_heads_stages_disk_and_stacks_there_and_back(tmp_path: pathlib.Path, source: int) -> None:
+    """Two ranks have the layers stacked, along stages; all others in a list, and four have them cut along tp."""
+    _layers_saved(tmp_path, world=source)
+    for target in (1, 2, 3, 4):
+        _layers_restored(tmp_path, world=target)

@@ -1,0 +1,125 @@
+"""Covers `Archive`: files of weights that somebody made to do harm are refused, and ask for no memory."""
+
+import json
+import pathlib
+import random
+import struct
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn.interop import Archive, ArchiveWriter
+from shardfn.memory import DamagedError
+
+ODD = [1 << 40, 1 << 62, 1 << 70, -1, 0, 1, 3, 1e300, 2.0, True, None, "3", [], [[]], {}, "F64", "__import__('os')"]
+NAMES = ["../../etc/passwd", "", "x\0", "\ud800", "__metadata__", "data_offsets"]
+
+
+def saved(directory: pathlib.Path) -> tuple[dict[str, Any], bytes]:
+    """A good file's header and data."""
+    tensors = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.uint8), "c": torch.tensor(1)}
+    with ArchiveWriter(directory, {k: (x.dtype, tuple(x.shape)) for k, x in tensors.items()}) as out:
+        for name, x in tensors.items():
+            out.put(name, x)
+    data = (directory / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    kids = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [at, *(p for k, v in kids for p in places(v, (*at, k)))]
+
+
+def mutated(header: Any, draw: random.Random) -> Any:
+    """One to three values replaced, removed, doubled or renamed."""
+    header = json.loads(json.dumps(header))
+    for _ in range(draw.randint(1, 3)):
+        path, node = draw.choice(places(header)[1:]), header
+        try:
+            for key in path[:-1]:
+                node = node[key]
+            kind = draw.randrange(4)
+            if kind == 0:
+                node[path[-1]] = draw.choice([*ODD, draw.randrange(200)])
+            elif kind == 1:
+                del node[path[-1]]
+            elif kind == 2 and isinstance(node, list):
+                node.append(node[path[-1]])
+            elif isinstance(node, dict):
+                node[draw.choice(NAMES)] = node.pop(path[-1])
+        except (KeyError, IndexError, TypeError):
+            continue
+    return header
+
+
+def fuzz(directory: pathlib.Path, cases: int) -> int:
+    """How many of so many files were refused; the others are read, within the file's bytes."""
+    (header, data), draw, refused = saved(directory), random.Random(cases), 0
+    path = directory / "model.safetensors"
+    good = path.read_bytes()
+    tracemalloc.start()
+    for n in range(cases):
+        if n % 4 == 0:  # bytes, not values
+            made = bytearray(good)
+            for _ in range(draw.randint(1, 8)):
+                made[draw.randrange(len(good) - len(data))] = draw.randrange(256)
+            path.write_bytes(made[: draw.randrange(len(made))] if n % 8 else made)
+        else:
+            text = json.dumps(mutated(header, draw)).encode()
+            length = draw.choice(
+                [len(text)] * 9 + [draw.choice([0, 1, 1 << 31, 1 << 62, (1 << 64) - 1, len(text) + 1])]
+            )
+            path.write_bytes(struct.pack("<Q", length) + text + data)
+        try:
+            archive = Archive(directory)
+        except DamagedError:
+            refused += 1
+            continue
+        assert sum(x.nbytes for x in archive.values()) <= len(data)
+        for name, x in archive.items():
+            assert archive.box(name, [(0, size) for size in x.shape]).shape == x.shape
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20, "a header of some hundred bytes asked for more"
+    assert [p.name for p in directory.iterdir()] == ["model.safetensors"]
+    return refused
+
+
+def test_headers_that_mean_harm_are_refused(tmp_path: pathlib.Path) -> None:
+    assert fuzz(tmp_path, 400) > 250
+
+
+@pytest.mark.nightly
+def test_ten_thousand_headers_that_mean_harm(tmp_path: pathlib.Path) -> None:
+    assert fuzz(tmp_path, 12_000) > 8_000
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda h: h["b"].update(data_offsets=[95, 98]), "b begins at byte 95, where byte"),
+        (lambda h: h["a"].update(shape=[1 << 40, 6]), "contradicts itself"),
+        (lambda h: h["c"].update(data_offsets=[1 << 40, (1 << 40) + 8]), "was cut short"),
+        (lambda h: h.pop("c"), "and its tensors have"),
+        (lambda h: h["a"].update(shape=[True, 24]), "no number of bytes or elements"),
+        (lambda h: h["a"].update(dtype="pickle"), "cannot be understood"),
+    ],
+)
+def test_crafted(tmp_path: pathlib.Path, change: Any, says: str) -> None:
+    header, data = saved(tmp_path)
+    change(header)
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with pytest.raises(DamagedError, match=says):
+        Archive(tmp_path)
+
+
+def test_deep_headers(tmp_path: pathlib.Path) -> None:
+    saved(tmp_path)
+    for text in (b"[" * 100_000, b'{"a":' * 50_000, b"9" * 100_000, b"null", b"\xff"):
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+        with pytest.raises(DamagedError, match="cannot be understood"):
+            Archive(tmp_path)
