@@ -40,6 +40,7 @@ from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLaye
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
 from ._nothing import check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded
+from ._pipelined_functions import PipelinedFunctions as PipelinedFunctions
 from ._pipelined_module import PipelinedModule as PipelinedModule
 from ._plan import Plan as Plan
 from ._planner import OF_A_STATE as OF_A_STATE, Planner as Planner, Words as Words

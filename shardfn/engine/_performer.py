@@ -64,7 +64,10 @@ class Performer:
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
         self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
         self._split = split_backwards(course.actions)
+        # By microbatch and chunk, from the forward to the W: what the backward puts off.
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
+        # By number in the list: before the last forward an update that runs ahead begins to read, and with the last end
+        # of a backward gradients are complete.
         ends = [self._ends(a) for a in course.actions]
         self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
         self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)

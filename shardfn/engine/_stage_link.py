@@ -43,6 +43,7 @@ class StageLink:
     ) -> None:
         self._channel, self._like, self._table, self._rank, self._device = channel, like, table, rank, device
         self._floats = [x for x in like if x.is_floating_point()]
+        # Receives are asked for in the order of the list, and those that were are in `_coming` until they are used.
         comes = [a for a in table.ranks[rank] if self._source(a) is not None]
         self._next = collections.deque(comes)
         self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}

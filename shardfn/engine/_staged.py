@@ -90,7 +90,9 @@ class Staged:
             plan.stages.ends = _ends(plan, loss, self._shape, batches[0], rest, has_aux)
         channel = comms.channels.between(self.late_axes)
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
+        # What `receive` has brought for the one action that runs now.
         self._arrived: list[Tensor] = []
+        # By microbatch and chunk, from its forward to its backward; a W needs nothing of it.
         self._open: dict[tuple[int, int], _Underway] = {}
 
     def receive(self, action: Action) -> None:

@@ -55,5 +55,6 @@ from ._partition_program import (
 from ._partition_program import Conversion as Conversion
 from ._partition import partition_graph as partition_graph
 from ._partition_prepare import prepare as prepare
-from ._propose import Kept as Kept, Proposal as Proposal, Proposer as Proposer
+from ._proposal import HeldBytes as HeldBytes, Proposal as Proposal
+from ._propose import Proposer as Proposer
 from ._partition_text import program_text as program_text

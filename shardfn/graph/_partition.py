@@ -17,6 +17,7 @@ from ._partition_moves import FormMove, move_to, needed_form, sent_by
 from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
 from ._partition_search import Held, Search, SearchChoice, SearchedPlan
 from ._partition_values import LoopValues, PlannedValue, Scope, is_look, scope_of
+from ._view_rules import whole_look
 
 # States that the search keeps.
 WIDTH = 16
@@ -164,8 +165,10 @@ class _ProgramWriter:
         assert move.source is not None
         src = self._need(move.source, form)
         dst = self._slot(value, form)
-        # What runs on a block knows its shape; the operation itself has that of the whole among its arguments.
-        strategy = self._plan.choices[value.node].strategy._replace(ins=(form,), outs=(form,), run=None)
+        # What runs on a block knows its shape; here the whole is looked at.
+        strategy = self._plan.choices[value.node].strategy._replace(
+            ins=(form,), outs=(form,), run=whole_look(value.node)
+        )
         self._write(Compute(value.node, (src,), {0: dst}, strategy, True, self._line))
 
     def _compute(self, node: Node) -> None:

@@ -97,10 +97,15 @@ class Search:
         width: how many states are kept.
         held_price: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
         value_price: and what one costs of a value that is computed, and gets a gradient.
+        margin: how much dearer the greedy plan of a loop's body may be than that of another form of its carry, for the
+            form to be searched any further.
     """
 
-    def __init__(self, num: int, width: int, held_price: float = 0.0, value_price: float = 0.0) -> None:
+    def __init__(
+        self, num: int, width: int, held_price: float = 0.0, value_price: float = 0.0, margin: float = math.inf
+    ) -> None:
         self.num, self.width, self.held_price, self.value_price = num, width, held_price, value_price
+        self._margin = margin
         self._plans: dict[Any, SearchedPlan] = {}
         # By op and forms of its operands, which searches of one program may share.
         self.offers: dict[Any, list[Strategy]] = {}
@@ -198,17 +203,27 @@ class Search:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))
         given |= {v: v.outer for v in loop.outside if v.outer is not None}
         begin = {v: draft[outer] for v, outer in given.items()}
-        for forms in _carries(loop, self.num):
-            key = loop.scope, forms, tuple(begin.values())
-            if key not in self._plans:
-                inputs = zip(loop.given[: loop.num_carry], forms, strict=True)
-                start = begin | {v: Held(f, frozenset([f])) for v, f in inputs}
-                ends = itertools.zip_longest(loop.ends, forms)
-                self._plans[key] = self.best(loop.scope, start, list(ends))
-            plan = self._plans[key]
+        greedy = {forms: self._body(loop, begin, forms, 1) for forms in _carries(loop, self.num)}
+        most = self._margin * min(plan.total for plan in greedy.values())
+        for forms, once in greedy.items():
+            if not once.total <= most:
+                continue
+            plan = min(once, self._body(loop, begin, forms, self.width), key=lambda p: p.total)
             ys = plan.forms[loop.num_carry :]
             strategy = Strategy(forms, (*forms, *(ys * loop.num)), None, loop.num * plan.price)
             yield SearchChoice(strategy, plan)
+
+    def _body(
+        self, loop: LoopValues, begin: Mapping[PlannedValue, Held], forms: tuple[Form, ...], width: int
+    ) -> SearchedPlan:
+        """The plan of a body whose carry is in these forms, searched once."""
+        key = loop.scope, forms, width, tuple(begin.values())
+        if key not in self._plans:
+            inputs = zip(loop.given[: loop.num_carry], forms, strict=True)
+            start = dict(begin) | {v: Held(f, frozenset([f])) for v, f in inputs}
+            ends = list(itertools.zip_longest(loop.ends, forms))
+            self._plans[key] = self.searched(loop.scope, start, ends, width)
+        return self._plans[key]
 
 
 class _Draft:

@@ -10,7 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch.fx import Node
+
 from ._forms import PARTIAL, Form, OpUse, Parts, Ranks, Run, Strategy, blocks, multiple_of, whole
+
+_ATEN = torch.ops.aten
 
 
 def viewed(use: OpUse) -> list[Strategy]:
@@ -72,6 +77,13 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
                 n, j = n * b[j], j + 1
         out.append((range(i0, i), range(j0, j)))
     return out
+
+
+def whole_look(node: Node) -> Run | None:
+    """What takes another look at a whole value, whose elements may lie otherwise than the capture's; None: the op."""
+    if node.target not in (_ATEN.view.default, _ATEN._unsafe_view.default):
+        return None
+    return lambda ranks, args, kwargs: args[0].reshape(args[1])
 
 
 def shaped(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:

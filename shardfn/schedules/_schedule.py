@@ -114,6 +114,7 @@ class PipelineSchedule:
             if stage:
                 yield StageAction("forward", k, stage - 1)
             return
+        # A W needs its own backward alone: no rank sends to it.
         yield StageAction("forward" if kind == "backward" else "backward", k, stage)
         if kind == "backward" and stage + 1 < self.num_stages:
             yield StageAction("backward", k, stage + 1)

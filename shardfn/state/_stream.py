@@ -80,6 +80,7 @@ class _Stream:
         # New values under way, by the column's address: the update holds its columns as long as this lives.
         self._writers: dict[int, Successor] = {}
         self._kept: dict[int, Tensor] = {}
+        # Bytes of a part of a chunk.
         self._size = max(update.chunk // PARTS, 1)
         self.spare = Spare()
 
@@ -261,6 +262,8 @@ class _Chunk:
         self._stream, self._device, self._rows = stream, device, rows
         self._host = stream.on_host(rows[0].leaf)
         self._place: MemoryKind = "host" if self._host else "device"
+        # Rows are in one of three: on their way here, here, on their way home. `_buffers` are the spare's until they
+        # have left.
         self._buffers: list[Tensor] = []
         self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
         self._here: list[list[Tensor]] = []

@@ -187,6 +187,7 @@ class Sharded(Transform):
         self.mesh, self.jitted = planner.mesh, unwrapped.jitted
         self._f, self._planner, self._interface = unwrapped.loss, planner, interface
         self._agreement, self._what, self._words = agreement, what, words
+        # Of jitted calls, and of `lower`; what an eager call leaves is the order of use in its plan.
         self._graphs = Graphs(self.jitted or Jitted(self._f))
 
     def init(self, params: PyTree, *args: Any) -> PyTree:

@@ -91,6 +91,8 @@ class ShardedStep(Transform):
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
+        # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
+        # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
         self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
         self._jitted = unwrapped.jitted
         mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
