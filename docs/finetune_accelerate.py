@@ -1,6 +1,6 @@
-"""What `examples/finetune.py` does, with accelerate and FSDP2: to count lines by. It has never run here.
+"""What `examples/finetune.py` does, with accelerate and FSDP2: to count lines by, and to compare.
 
-accelerate launch --num_processes 2 docs/finetune_accelerate.py MODEL train.jsonl validation.jsonl --out runs/finetune
+torchrun --nproc-per-node 2 docs/finetune_accelerate.py MODEL train.jsonl validation.jsonl --out runs/finetune
 """
 
 import argparse

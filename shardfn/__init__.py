@@ -41,6 +41,12 @@ from shardfn.core import (
     key as key,
     make_mesh as make_mesh,
     split as split,
+    tree_flatten as tree_flatten,
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
+    tree_paths as tree_paths,
+    tree_structure as tree_structure,
+    tree_unflatten as tree_unflatten,
 )
 from shardfn.interop import export as export, from_deepspeed_config as from_deepspeed_config
 from shardfn.interop import master_params as master_params, to_module as to_module
@@ -50,6 +56,7 @@ from shardfn.transforms import (
     TrainState as TrainState,
     WeightedMean as WeightedMean,
     accumulate as accumulate,
+    by_parts as by_parts,
     eval_shape as eval_shape,
     from_module as from_module,
     grad as grad,

@@ -2,6 +2,7 @@
 
 import os
 import re
+from typing import Any
 
 from ._directory import DirectoryStore
 from ._objects import ObjectStore
@@ -18,13 +19,28 @@ def store_of(directory: str | os.PathLike[str]) -> Store:
         directory: a path; or a URL that fsspec knows, as a string.
 
     Raises:
+        TypeError: it is neither.
         ValueError: a URL was made a path, which loses a slash, or its protocol is unknown.
         ImportError: the package for its protocol is missing.
     """
+    check_directory(directory)
     text = os.fspath(directory)
     if not isinstance(directory, str) and _BROKEN_URL.match(text):
         raise ValueError(f"{directory!r} was a URL before it was made a path; pass it as a string.")
     return ObjectStore(text) if _URL.match(text) else DirectoryStore(directory)
+
+
+def check_directory(directory: Any) -> None:
+    """Refuses what is neither a path nor a URL: a state, where arguments are swapped.
+
+    Raises:
+        TypeError: says what to write.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            f"the directory of checkpoints comes first, save(directory, state) and restore(directory, state), and this"
+            f" is a {type(directory).__name__}; pass a path or a URL."
+        )
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:

@@ -192,7 +192,10 @@ def there_already(where: str) -> FileExistsError:
 def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str = "") -> FileNotFoundError:
     """The error of a checkpoint that a store has not; `missing` is what it is instead of one that could have it."""
     what = missing or (f"has checkpoints of steps {found}" if found else "has none")
-    return FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}.")
+    return FileNotFoundError(
+        f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}."
+        " Pass the directory that was given to save or Manager; steps(directory) says which a run has."
+    )
 
 
 def damaged(what: str) -> DamagedError:

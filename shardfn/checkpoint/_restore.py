@@ -24,7 +24,7 @@ from shardfn.optim import rebalanced
 from shardfn.state import check_alive
 
 from ._contents import mesh_of
-from ._located import located
+from ._located import check_directory, located
 from ._match import Rename, Source, Target, matched
 from ._place import read_manifest
 from ._read import BoxReader, ChunkReader
@@ -114,6 +114,7 @@ def restore(
         >>> restore(directory, torch.zeros(2), rename=lambda path: "['a']", partial=True)
         Restored(tree=tensor([1., 1.]), step=1, user={'epoch': 3}, read=8)
     """
+    check_directory(directory)
     check_alive(like, abstract=True)
     mesh = mesh_of(like)
     comms = comms_of(mesh)
@@ -206,7 +207,7 @@ def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
         on_host = x.memory_kind == "host"
         block = host_empty(shape, x.dtype) if on_host else torch.empty(shape, dtype=x.dtype, device=x.mesh.device)
         _fill(reader, source, box, block, check)
-    return GlobalTensor(block, x.shape, x.spec, x.mesh, x.memory_kind)
+    return x.with_block(block)
 
 
 def _fill(reader: BoxReader, source: Source, box: Box, out: Any, check: bool) -> None:

@@ -11,7 +11,7 @@ from shardfn.state import TrainState, check_alive
 
 from ._contents import mesh_of
 from ._job import Saved, SaveOptions, finish, prepare
-from ._located import store_of
+from ._located import check_directory, store_of
 
 FILE_BYTES = 256 << 20
 
@@ -68,6 +68,7 @@ def save(
         >>> restore(directory, {"w": torch.zeros(3)}).tree
         {'w': tensor([1., 1., 1.])}
     """
+    check_directory(directory)
     check_alive(tree)
     mesh, options = mesh_of(tree), SaveOptions(durable, replace, file_bytes)
     comms = comms_of(mesh)

@@ -143,7 +143,10 @@ def _entry(e: Any) -> Entry:
         return e
     if isinstance(e, tuple | list) and all(isinstance(n, str) for n in e):
         return None if not e else e[0] if len(e) == 1 else tuple(e)
-    raise TypeError(f"P entry {e!r} is neither None, an axis name, nor a tuple of axis names.")
+    raise TypeError(
+        f"P entry {e!r} is of type {type(e).__name__}: neither None, an axis name, nor a tuple of axis names. A P has"
+        " an entry for each dim of the tensor, the mesh axis that cuts it: P(None, 'tp') cuts dim 1 along 'tp'."
+    )
 
 
 def _names(e: Entry) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ A missing subtree is `None` and has no leaves, as in JAX. Paths read as Python: 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import optree
 
@@ -15,11 +15,81 @@ PyTree = Any
 
 # optree's signatures are generic in its own PyTree type; ours say Any.
 _optree: Any = optree
-tree_map: Callable[..., Any] = _optree.tree_map
-tree_flatten: Callable[..., tuple[list[Any], Any]] = _optree.tree_flatten
-tree_unflatten: Callable[[Any, Iterable[Any]], Any] = _optree.tree_unflatten
-tree_leaves: Callable[..., list[Any]] = _optree.tree_leaves
-tree_structure: Callable[..., Any] = _optree.tree_structure
+IsLeaf = Callable[[Any], bool] | None
+# A named tuple, as a TrainState is one: what is mapped over it has the same fields.
+N = TypeVar("N", bound=tuple[Any, ...])
+
+
+@overload
+def tree_map(f: Callable[..., Any], tree: N, *rest: PyTree, is_leaf: IsLeaf = ..., none_is_leaf: bool = ...) -> N: ...
+@overload
+def tree_map(
+    f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: IsLeaf = ..., none_is_leaf: bool = ...
+) -> Any: ...
+def tree_map(
+    f: Callable[..., Any], tree: Any, *rest: PyTree, is_leaf: IsLeaf = None, none_is_leaf: bool = False
+) -> Any:
+    """The tree of `f(leaf, *leaves of rest)`: of a `TrainState` a `TrainState`, of a dict a dict.
+
+    Args:
+        f: called with a leaf of each tree.
+        tree: dicts, lists, tuples and named tuples of leaves; None is a subtree without leaves.
+        *rest: trees with the structure of `tree`; leaves of `tree` may stand for subtrees there.
+        is_leaf: says what is not to be looked into.
+        none_is_leaf: whether None is a leaf.
+
+    Raises:
+        ValueError: the trees have other structures.
+
+    Example:
+        >>> tree_map(lambda x, y: x + y, {"a": 1, "b": [2]}, {"a": 10, "b": [20]})
+        {'a': 11, 'b': [22]}
+    """
+    return _optree.tree_map(f, tree, *rest, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
+
+
+def tree_flatten(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
+    """The leaves of a tree and its structure, from which `tree_unflatten` makes such a tree again.
+
+    Example:
+        >>> leaves, structure = tree_flatten({"b": 2, "a": [1]})
+        >>> leaves, tree_unflatten(structure, [10, 20])
+        ([1, 2], {'b': 20, 'a': [10]})
+    """
+    return _optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf)
+
+
+def tree_unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
+    """The tree of a structure with these leaves.
+
+    Raises:
+        ValueError: there are more leaves, or fewer.
+
+    Example:
+        >>> tree_unflatten(tree_structure([0, (0, 0)]), "abc")
+        ['a', ('b', 'c')]
+    """
+    return _optree.tree_unflatten(structure, leaves)
+
+
+def tree_leaves(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> list[Any]:
+    """The leaves of a tree, in the order of sorted keys.
+
+    Example:
+        >>> tree_leaves({"b": 2, "a": [1, None]})
+        [1, 2]
+    """
+    return _optree.tree_leaves(tree, is_leaf, none_is_leaf=none_is_leaf)
+
+
+def tree_structure(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> Any:
+    """What a tree is without its leaves; equal for trees of the same shape.
+
+    Example:
+        >>> tree_structure({"a": 1}) == tree_structure({"a": "x"})
+        True
+    """
+    return _optree.tree_structure(tree, is_leaf, none_is_leaf=none_is_leaf)
 
 
 def register_pytree_node(

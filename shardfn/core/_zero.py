@@ -186,14 +186,16 @@ class Zero:
         for name in ("params", "grads", "optimizer"):
             kind = getattr(self, name)
             if kind not in kinds:
-                raise ValueError(f"Zero({name}={kind!r}): the memories are {kinds}.{did_you_mean(str(kind), kinds)}")
+                hint = " Did you mean 'host'?" if kind == "cpu" else did_you_mean(str(kind), kinds)
+                raise ValueError(f"Zero({name}={kind!r}): the memories are {kinds}.{hint}")
         given = f"Zero(optimizer_fraction={self.optimizer_fraction})"
         if not 0 <= self.optimizer_fraction <= 1:
             raise ValueError(f"{given}: a fraction lies between 0 and 1.")
         if self.optimizer_fraction < 1 and self.optimizer == "device":
             raise ValueError(f"{given} has no effect with optimizer='device'; choose 'host' or 'disk'.")
         if "disk" in self.kinds and self.disk is None:
-            raise ValueError(f"{self!r} keeps states on disk; say where: Zero(disk=Disk('/path/to/a/fast/disk')).")
+            on = ", ".join(f"{n}='disk'" for n in ("params", "grads", "optimizer") if getattr(self, n) == "disk")
+            raise ValueError(f"Zero({on}) keeps states on disk; say where: Zero(disk=Disk('/path/to/a/fast/disk')).")
 
 
 def _tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:

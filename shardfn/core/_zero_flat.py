@@ -79,7 +79,8 @@ def check_names(fields: Mapping[str, Any], own: set[str]) -> None:
             inner = ", ".join(f"{n}=" for n, part in PART_OF.items() if part == name)
             raise TypeError(f"Zero.flat takes the fields of {name} by name: {inner}.")
         if name not in known:
-            raise TypeError(f"Zero has no field {name!r}.{did_you_mean(name, known)}")
+            hint = did_you_mean(name, known) or f" It has {', '.join(sorted(known))}."
+            raise TypeError(f"Zero has no field {name!r}.{hint}")
 
 
 def takes_old_names(cls: type[T]) -> type[T]:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_map
+from shardfn.core import PyTree, raise_all, tree_map
 
 IGNORED = -100  # cross-entropy's `ignore_index` in torch, and so everybody's
 
@@ -132,6 +132,7 @@ def first_rows(batch: PyTree, count: int) -> PyTree:
 def _pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]]:
     """Tokens and labels of each example."""
     pairs = []
+    _check_examples(examples)
     for example in examples:
         tokens = example["tokens"] if isinstance(example, Mapping) else example
         labels = example.get("labels", tokens) if isinstance(example, Mapping) else tokens
@@ -149,6 +150,24 @@ def _pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, 
     if problems:
         raise ValueError(f"examples do not fit a row of {length} tokens: " + "; ".join(problems) + ".")
     return pairs
+
+
+def _check_examples(examples: list[Any]) -> None:
+    """Refuses examples that are not tokenized, or have their tokens under another name.
+
+    Raises:
+        TypeError: lists them, and says what to write.
+    """
+    problems = []
+    for i, example in enumerate(examples):
+        if isinstance(example, str):
+            problems.append(f"example {i} of the batch is a text; make ids of it: tokenizer(text)['input_ids']")
+        elif isinstance(example, Mapping) and "tokens" not in example:
+            ids = next((name for name in ("input_ids", "ids") if name in example), "ids")
+            problems.append(f"example {i} of the batch has {sorted(example)}; write {{'tokens': example[{ids!r}]}}")
+    raise_all(
+        TypeError, "an example is a sequence of token ids, or a dict with 'tokens' and perhaps 'labels':", problems
+    )
 
 
 def _empty(rows: int, length: int, token: int) -> dict[str, Tensor]:

@@ -34,6 +34,19 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, P | Sharding)
 
 
+def _is_entry(x: Any) -> bool:
+    """Whether `x` is a spec, or a bare sequence of axis names that is meant as one."""
+    bare = type(x) in (tuple, list) and all(e is None or isinstance(e, str) for e in x)
+    return is_spec(x) or (bare and any(x))
+
+
+def _as_spec(x: Any) -> str:
+    """What to write in place of something that is no spec."""
+    if type(x).__name__ in ("Shard", "Replicate", "Partial"):
+        return "A P has an entry for each dim, the mesh axis that cuts it: Shard(0) on the axis 'dp' is P('dp')."
+    return f"Did you mean P({', '.join(map(repr, x)) if isinstance(x, tuple | list) else repr(x)})?"
+
+
 def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     """Refuses axes that are not in the mesh, and things that are no specs.
 
@@ -42,9 +55,10 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
     """
     problems = []
     for name, tree in (("specs", specs), ("batch", batch)):
-        for path, spec in zip(tree_paths(tree, name, is_leaf=is_spec), tree_leaves(tree, is_leaf=is_spec), strict=True):
+        paths = tree_paths(tree, name, is_leaf=_is_entry)
+        for path, spec in zip(paths, tree_leaves(tree, is_leaf=_is_entry), strict=True):
             if not is_spec(spec):
-                problems.append(f"{path} is {spec!r}, not a P. Did you mean P({spec!r})?")
+                problems.append(f"{path} is {spec!r}, not a P. {_as_spec(spec)}")
                 continue
             if isinstance(spec, Sharding) and name == "batch":
                 problems.append(f"{path} is {spec!r}; a batch is given as it is, so say {spec.spec!r}.")
@@ -53,13 +67,14 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
             spec = spec.spec if isinstance(spec, Sharding) else spec
             problems += [f"{path} = {spec!r}: {_unknown(a, mesh)}" for a in spec.axes if not _known(a, mesh)]
     axes = (zero.axis,) if isinstance(zero.axis, str) else zero.axis
-    problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in axes if not _known(a, mesh)]
+    problems += [f"Zero(axis={zero.axis!r}): {_unknown(a, mesh)}" for a in axes if not _known(a, mesh)]
     if zero.stage and mesh.size > 1 and not any(a in mesh.shape for a in axes):
         problems.append(
             f"Zero(stage={zero.stage}, axis={zero.axis!r}) has no effect: the mesh has axes {mesh.axis_names}; "
             + _axis_for_zero(specs, mesh)
         )
-    problems += [f"{zero!r}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
+    near = f"Travel(secondary_axis={zero.travel.secondary_axis!r})"
+    problems += [f"{near}: {_unknown(a, mesh)}" for a in zero.near if not _known(a, mesh)]
     if zero.near and mesh.size > 1 and not 1 < mesh.axis_size(zero.near) < mesh.axis_size(zero.axis):
         problems.append(
             f"Zero(axis={zero.axis!r}, travel=Travel(secondary_axis={zero.travel.secondary_axis!r})) has no effect: the"
@@ -257,7 +272,7 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
         ValueError,
         "the batch does not fit its specs:",
         [
-            f"{p} of shape {tuple(x.shape)} has spec {c!r}"
+            f"{p} of shape {tuple(x.shape)} has spec {c!r}; {_for_short(x)}"
             for (p, x), c in zip(named, cuts, strict=True)
             if len(c) > x.ndim
         ],
@@ -268,6 +283,11 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
         sizes += [x.shape[d] for d in cut]
         fixed.append(f"{path}: {x.dtype} {['*' if d in cut else n for d, n in enumerate(x.shape)]}")
     return "\n".join(fixed), tuple(sizes)
+
+
+def _for_short(x: Tensor) -> str:
+    what = "one value for all rows" if x.ndim == 0 else "one that is not cut"
+    return f"of {what} say sf.P() in sharded_step(batch={{...}}), a tree with a spec for each leaf"
 
 
 def checksum(x: Tensor) -> int:

@@ -4,8 +4,9 @@
 itself may be a `WeightedMean` when ranks or microbatches hold unequal numbers of terms.
 """
 
+import contextlib
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from shardfn.capture import mark
 from shardfn.core import PyTree
+
+from ._two_dtypes import naming_batch
 
 Loss = Callable[..., Any]
 
@@ -58,10 +61,29 @@ class NoGradientError(ValueError):
         shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
         super().__init__(
             "the loss has no gradient: no microbatch of any rank gives one to a trainable leaf (torch: element 0 of"
-            f" tensors does not require grad). It is a constant, detached, made under no_grad, or uses none of {shown}."
+            f" tensors does not require grad). It is a constant, detached, made under no_grad, or uses none of {shown}"
+            " (a module is called through them: apply(params, ...), not module(...))."
             " Compute it from the parameters that the loss is given, without detach(), item() or no_grad(); leaves that"
             " are to stay as they are take sharded_step(trainable=False), which may be a tree."
         )
+
+
+@contextlib.contextmanager
+def naming_used_up() -> Iterator[None]:
+    """Around the derivative of a loss: says why its graph may be gone.
+
+    Raises:
+        ValueError: in place of torch's error, which is its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise ValueError(
+            "the graph of the loss is used up: the loss called backward() or autograd.grad() itself, or returned what"
+            " an earlier step has made. Return the loss alone; the step differentiates it."
+        ) from error
 
 
 def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
@@ -97,7 +119,8 @@ def refuse_gradient_of(weight: Tensor | None) -> None:
 
 def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
     """What the loss returns, checked, and as differentiable as it was made; see `evaluate`."""
-    out = loss(params, *args)
+    with naming_batch(params, args[:1]):
+        out = loss(params, *args)
     aux: Any = {}
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2) or isinstance(out, WeightedMean):
@@ -118,7 +141,10 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
         if x is not None and x.shape != ():
             raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
     if not out.is_floating_point():
-        raise TypeError(f"the loss must be a floating-point tensor, got {out.dtype}.")
+        raise TypeError(
+            f"the loss must be a floating-point tensor, got {out.dtype}. Counts have no gradient: return the mean of"
+            " what was computed from the parameters, and counts as aux."
+        )
     return Value(out, weight, _check_aux(aux, out))
 
 
@@ -128,6 +154,8 @@ def _hint(out: Any) -> str:
         return " Is there a return at its end?"
     if isinstance(out, numbers.Number):
         return " A number has no gradient: leave out item(), float() and numpy()."
+    if isinstance(out, list):
+        return " Return one tensor: their sum, or their mean."
     if isinstance(getattr(out, "loss", None), Tensor) or (isinstance(out, Mapping) and "loss" in out):
         return " Return its loss: out.loss, or out['loss']."
     return ""

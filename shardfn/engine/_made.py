@@ -22,6 +22,12 @@ def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
         with deferred():
             params = params(*args)
         _refuse_module(params)
+    elif args:
+        raise TypeError(
+            f"init(params, ...) got a tree of parameters and {len(args)} argument{'s' * (len(args) > 1)} more, which"
+            " nothing takes. Write step.init(params); what draws parameters is a function: step.init(f, sf.key(0)),"
+            " for f(sf.key(0))."
+        )
     check_params(params)
     _refuse_mixture(params)
     return params

@@ -1,10 +1,11 @@
 """What is said of leaves that are no tensors: which they are, and how to make tensors of them."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardfn.core import PyTree, first_of, tree_leaves, tree_paths
 
@@ -35,7 +36,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
 
 def _kind(x: Any) -> str:
     name = type(x).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _remedy(path: str, x: Any) -> str:
@@ -46,6 +47,12 @@ def _remedy(path: str, x: Any) -> str:
         return f"; write torch.tensor({x!r})"
     if isinstance(x, str | bytes):
         return ", which no rank can compute with; leave it out"
+    if isinstance(x, nn.Module):
+        return "; of a module write params, apply = sf.from_module(module)"
+    if isinstance(x, Mapping):
+        return f", a mapping that is no dict; write dict({path})"
+    if callable(x):
+        return "; unpack what from_module returns: params, apply = sf.from_module(module)"
     if hasattr(x, "__iter__"):
         if path == "batch":
             return ", which is not one batch but an iterable: pass what it yields, for batch in ...: step(state, batch)"

@@ -1,5 +1,7 @@
 """What would go through a step and train nothing, or be computed of nothing: said at the first step, or before."""
 
+from typing import Any
+
 from torch import Tensor
 
 from shardfn.core import PyTree, raise_all, tree_leaves, tree_paths
@@ -56,4 +58,26 @@ def check_has_rows(batch: PyTree, *, even: bool) -> None:
         "the batch is empty on every rank, and the mean of no rows is no number. Skip it, or end the epoch there; a"
         " loader's last batch may have fewer rows than ranks (drop_last=True). Its leaves are:",
         [f"{path} of shape {tuple(x.shape)}" for path, x in zip(tree_paths(batch, "batch"), leaves, strict=True)],
+    )
+
+
+def check_has_values(batch: PyTree, device: Any) -> None:
+    """Refuses a batch of shapes alone, which can be lowered and not run.
+
+    Args:
+        batch: this rank's rows.
+        device: where this rank computes.
+
+    Raises:
+        ValueError: lists the leaves.
+    """
+    raise_all(
+        ValueError,
+        "the batch is on the device 'meta', where tensors have no values; step.lower takes it, a step does not. Make it"
+        f" on {device}, where this rank computes:",
+        [
+            f"{path} of shape {tuple(x.shape)}"
+            for path, x in zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+            if x.is_meta
+        ],
     )

@@ -1,15 +1,17 @@
-"""What is said where an operation of a loss gets two dtypes, because a policy has exceptions."""
+"""What is said where an operation of a loss gets two dtypes, or two devices, and which leaves have them."""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from shardfn.core import Policy, first_of
+from shardfn.core import Policy, PyTree, first_of, tree_leaves, tree_paths
 
 # What torch says of the operands of a product, of attention and of a convolution.
 _SAYS = re.compile(r"same dtype|expected scalar type|type .* should be the same")
+_SAYS_DEVICES = re.compile(r"same device|device type|different devices?|is on (cpu|cuda|meta)")
 _SHOWN = 6
 
 
@@ -34,10 +36,58 @@ def naming_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple
         own = [f"{path} is computed in {d}" for path, d in apart]
         if not own:
             raise
-        told = ValueError(_text(policy, own, str(error).splitlines()[0]))
-        for note in getattr(error, "__notes__", []):  # of a captured step, the line
-            told.add_note(note)
-        raise told from error
+        raise _noted(ValueError(_text(policy, own, str(error).splitlines()[0])), error) from error
+
+
+@contextlib.contextmanager
+def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
+    """Around a loss: an error of two dtypes or devices names the leaves of the batch that are unlike the parameters.
+
+    Args:
+        params: what the loss gets.
+        batch: the batch, or nothing.
+
+    Raises:
+        ValueError: in place of torch's error, which is its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        said, own = str(error), [x for x in tree_leaves(params) if isinstance(x, Tensor) and x.is_floating_point()]
+        unlike = []
+        if own and batch and _SAYS.search(said):
+            unlike = _other_dtypes(own[0].dtype, *batch)
+        elif own and batch and _SAYS_DEVICES.search(said):
+            unlike = _other_devices(own[0].device, *batch)
+        if not unlike:
+            raise
+        first = f"an operation of the loss failed: {said.splitlines()[0]}. The parameters are {own[0].dtype} on"
+        lines = [f"{first} {own[0].device}, and of the batch", *(f"  - {x}" for x in first_of(unlike, _SHOWN))]
+        raise _noted(ValueError("\n".join(lines)), error) from error
+
+
+def _other_dtypes(dtype: torch.dtype, batch: PyTree) -> list[str]:
+    """Floats of another dtype; where there are none, integers."""
+    named = list(zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True))
+    others = [(path, x) for path, x in named if x.dtype != dtype]
+    floats = [(path, x) for path, x in others if x.is_floating_point()]
+    return [f"{path} is {x.dtype}; write {path}.to({dtype})" for path, x in floats or others]
+
+
+def _other_devices(device: torch.device, batch: PyTree) -> list[str]:
+    return [
+        f"{path} is on {x.device}; write {path}.to(mesh.device)"
+        for path, x in zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+        if x.device != device
+    ]
+
+
+def _noted(told: ValueError, error: RuntimeError) -> ValueError:
+    for note in getattr(error, "__notes__", []):  # of a captured step, the line
+        told.add_note(note)
+    return told
 
 
 def _text(policy: Policy, own: Sequence[str], error: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardfn.core import PyTree, did_you_mean, raise_all, tree_entries, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.optim import MasterState
-from shardfn.state import TrainState, check_alive
+from shardfn.state import TrainState, check_alive, check_passed
 
 from ._gathered_leaf import is_writer, whole
 from ._hf_module import module_to_hf, parameter_names
@@ -59,6 +59,7 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
         rank0_only: whether the other ranks keep their module as it was; a module takes memory on each.
 
     Raises:
+        TypeError: `state` is none.
         ValueError: names or shapes are not those of the module; lists all.
         DonatedError: the state was consumed by a step.
 
@@ -73,6 +74,7 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
         >>> torch.allclose(module.weight, before - 1)
         True
     """
+    check_passed(state, module, call="sf.to_module(state, module)")
     params = master_params(state)
     names, buffers = parameter_names(module), dict(module.named_buffers())
     kept = state.model_state if isinstance(state.model_state, Mapping) else {}
@@ -110,6 +112,7 @@ def export(
         file_bytes: from when on another file begins.
 
     Raises:
+        TypeError: `state` is none.
         ValueError: names or shapes are not those of the module; lists all.
         DonatedError: the state was consumed by a step.
 
@@ -123,6 +126,7 @@ def export(
         >>> sorted(sf.interop.Archive(directory))
         ['bias', 'weight']
     """
+    check_passed(state, module, call="sf.export(state, module, directory)")
     params = master_params(state)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     _check(params, shapes, type(module).__name__)

@@ -1,6 +1,7 @@
 """Metrics of a run as lines of JSON and as TensorBoard's events; the first rank writes."""
 
 import json
+import operator
 import os
 import pathlib
 from collections.abc import Mapping
@@ -47,6 +48,7 @@ class Logger:
         tensorboard: bool = False,
         start: int = 0,
     ) -> None:
+        # The lines of the file, on the rank that writes; on others it stays empty, and no file is touched.
         self.rows: list[dict[str, float]] = []
         self._writes = mesh is None or mesh.rank == 0
         self._events: Any = None
@@ -70,8 +72,11 @@ class Logger:
             What was written; on other ranks than the first an empty dict.
 
         Raises:
-            TypeError: a metric is neither a 0-d tensor nor a number.
+            TypeError: a metric is neither a 0-d tensor nor a number, or `step` is no number.
         """
+        if isinstance(step, Mapping):
+            raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
+        step = operator.index(step)
         if not self._writes:
             return {}
         row = to_floats({name: x for part in metrics for name, x in part.items()})

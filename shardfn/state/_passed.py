@@ -5,22 +5,23 @@ from typing import Any
 from ._state import TrainState
 
 
-def check_passed(state: Any, batch: Any = ()) -> None:
+def check_passed(state: Any, other: Any = (), *, call: str = "step(state, batch)") -> None:
     """Refuses what is no state.
 
     Args:
         state: what was passed as one.
-        batch: what was passed beside it.
+        other: what was passed beside it.
+        call: how to write it.
 
     Raises:
         TypeError: says what it is, and what to write.
     """
     if isinstance(state, TrainState):
         return
-    if isinstance(batch, TrainState):
-        remedy = "The arguments are swapped: write step(state, batch)."
+    if isinstance(other, TrainState):
+        remedy = f"The arguments are swapped: write {call}."
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
         remedy = "This is the pair that a step returns; unpack it: state, metrics = step(state, batch)."
     else:
         remedy = "Of parameters make one first: state = step.init(params)."
-    raise TypeError(f"a step takes the TrainState that init or a step returned, got {type(state).__name__}. {remedy}")
+    raise TypeError(f"{call} takes the TrainState that init or a step returned, got {type(state).__name__}. {remedy}")

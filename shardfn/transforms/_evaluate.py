@@ -1,7 +1,7 @@
 """The loop of `step.evaluate`: batch after batch, until no rank has one; then the sums of all ranks."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Measures:
     ) -> None:
         self._parts, self._planner, self._jitted = parts, planner, jitted
         self._over_params, self._state_specs = over_params, state_specs
+        # In the order in which they were made, no more than `MAX_APPLIED`: each may hold graphs.
         self._made: dict[Any, Sharded] = {}
 
     def evaluate(
@@ -79,6 +80,19 @@ class Measures:
         if len(self._made) > MAX_APPLIED:
             del self._made[next(iter(self._made))]
         return self._made[metrics]
+
+
+def check_batches(batches: Any) -> None:
+    """Refuses one batch where an iterable of them is expected.
+
+    Raises:
+        TypeError: says what to write.
+    """
+    if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"evaluate takes an iterable of batches, and this is a {type(batches).__name__}; of one batch write"
+            " step.evaluate(state, [batch])."
+        )
 
 
 def evaluate(
@@ -137,7 +151,10 @@ def _means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: A
     # In rank order, of those that differ from this one along `axes` alone: so all have the same sum.
     near = mesh.along(axes)
     if not names:
-        raise ValueError("evaluate: no rank has a row; pass batches of at least one row, on one rank or more.")
+        raise ValueError(
+            "evaluate: no rank has a row; pass batches of at least one row, on one rank or more."
+            " An iterator that was read before has nothing left: make it again, or pass a list."
+        )
     if any(told[r][0] != names for r in near):
         raise ValueError(f"evaluate: ranks measure other metrics: {[told[r][0] for r in near]}.")
     sums = [[sum(told[r][1][k][i] for r in near) for i in (0, 1)] for k in range(len(names))]

@@ -4,6 +4,9 @@ The law: `sharded_step(loss, tx)(state, batch)` computes what the one-device ste
 stages, memory and prefetch change where things are and when they move, never a value.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -122,6 +125,8 @@ def sharded_step(
     References:
         Rajbhandari et al., ZeRO, 2019, https://arxiv.org/abs/1910.02054
     """
+    flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
+    _check_flags(flags, trainable)
     check_loss(loss, key=key is not None, has_state=has_state)
     update = as_transformation(optimizer)
     if key is not None:
@@ -134,5 +139,20 @@ def sharded_step(
     unwrapped = unwrap(loss, has_state=has_state)
     planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
     unwrapped = bind(unwrapped, planner)
-    flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
     return ShardedStep(step_parts(unwrapped, update, on, **flags), unwrapped, planner, key, state_specs)
+
+
+def _check_flags(flags: Mapping[str, Any], trainable: Any) -> None:
+    """Refuses what is no bool where one is expected, and names of leaves where a tree is.
+
+    Raises:
+        TypeError: says what to write.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"sharded_step({name}={value!r}): True or False, and this is a {type(value).__name__}.")
+    if isinstance(trainable, list | tuple | set) and trainable and all(isinstance(name, str) for name in trainable):
+        raise TypeError(
+            f"trainable={trainable!r} is a {type(trainable).__name__} of names; say True or False of each leaf:"
+            f" trainable={{name: name in {sorted(trainable)} for name in params}}."
+        )

@@ -1,0 +1,30 @@
+"""What is said of a loss that draws from torch's generator, which knows neither of ranks nor of rows."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def warning_of_draws(device: torch.device) -> Iterator[None]:
+    """Around a loss: warns if it has drawn from the generator of the CPU or of the device.
+
+    Ranks that are seeded alike then draw the same for different rows, others what no one device draws; and what is
+    computed again is drawn anew.
+    """
+    before = _states(device)
+    yield
+    if not all(map(torch.equal, before, _states(device))):
+        warnings.warn(
+            "the loss draws from torch's generator (torch.randn, dropout, ...), so that its result depends on the"
+            " number of ranks and is lost when it is computed again. Draw by a key: sharded_step(..., key=sf.key(0)) "
+            "gives one to loss(params, batch, key), for sf.nn.dropout and apply.keyed.",
+            stacklevel=2,
+        )
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    on = [torch.get_rng_state()]
+    return [*on, torch.cuda.get_rng_state(device)] if device.type == "cuda" else on

@@ -1,0 +1,388 @@
+"""Covers more mistakes of a first hour, in the batch, in modules, and around the step: each is told with its remedy."""
+
+import pathlib
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfn as sf
+from shardfn import P, optim
+from shardfn.engine import naming_batch
+from shardfn.testing import distributed
+
+
+def _loss(params: dict, batch: dict) -> Tensor:
+    return ((batch["x"] @ params["w"]) ** 2).mean()
+
+
+def _params() -> dict:
+    return {"w": torch.ones(3, 2)}
+
+
+def _batch() -> dict:
+    return {"x": torch.ones(4, 3)}
+
+
+# The mesh of all mistakes of a test that makes many.
+_SHARED: list[sf.Mesh] = []
+
+
+def _mesh() -> sf.Mesh:
+    return _SHARED[0] if _SHARED else sf.make_mesh()
+
+
+def _made(loss: Any = _loss, optimizer: Any = None, **options: Any) -> Any:
+    return sf.sharded_step(loss, optimizer or optim.adamw(0.1), **{"mesh": _mesh(), **options})
+
+
+def _begun(**options: Any) -> tuple[Any, Any]:
+    step = _made(**options)
+    return step, step.init(_params())
+
+
+def _run(loss: Any = _loss, batch: Any = None, params: Any = None, **options: Any) -> Any:
+    step = _made(loss, **options)
+    return step(step.init(_params() if params is None else params), _batch() if batch is None else batch)
+
+
+def _linear() -> tuple[nn.Module, dict, Any]:
+    module = nn.Linear(3, 2)
+    nn.init.ones_(module.weight)
+    nn.init.zeros_(module.bias)  # the same on all ranks
+    return module, *sf.from_module(module)
+
+
+def _of_module(call: Callable[..., Any]) -> Any:
+    module, params, apply = _linear()
+    return _run(lambda p, b: call(module, apply, p, b["x"]).mean(), params=params)
+
+
+def _state_of_module() -> tuple[Any, nn.Module]:
+    module, params, apply = _linear()
+    return _made(lambda p, b: apply(p, b["x"]).mean()).init(params), module
+
+
+def _backward_inside(params: dict, batch: dict) -> Tensor:
+    value = _loss(params, batch)
+    value.backward()
+    return value
+
+
+class Encoding(Mapping[str, Tensor]):
+    """What a tokenizer of Hugging Face returns: a mapping that is no dict."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _batch()[name]
+
+    def __iter__(self) -> Any:
+        return iter(_batch())
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Shard:
+    """Stands for torch's placement of this name, whose import is slow."""
+
+    def __repr__(self) -> str:
+        return "Shard(dim=0)"
+
+
+def _collated(*examples: Any) -> Any:
+    return sf.data.pad(4)(list(examples))
+
+
+def _log(*args: Any) -> Any:
+    with sf.metrics.Logger(tempfile.mkdtemp(), _mesh()) as logger:
+        return logger.write(*args)
+
+
+def _after(use: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+    """Uses a step and a state that it has consumed."""
+
+    def does() -> Any:
+        step, state = _begun()
+        step(state, _batch())
+        return use(step, state)
+
+    return does
+
+
+def _with(use: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+    """Uses a step and a first state."""
+    return lambda: use(*_begun())
+
+
+class Mistake(NamedTuple):
+    """What a user does, and what is said of it: the kind of error, its cause and its remedy."""
+
+    does: Callable[[], Any]
+    kind: type[Exception]
+    cause: str
+    remedy: str
+
+
+_WHERE = "/a/directory/that/is/missing"
+_META = torch.ones(4, 3, device="meta")
+MISTAKES: dict[str, Mistake] = {
+    # A batch.
+    "doubles, as numpy makes them": Mistake(
+        lambda: _run(batch={"x": torch.from_numpy(numpy.ones((4, 3)))}),
+        ValueError, "batch['x'] is torch.float64", "batch['x'].to(torch.float32)",
+    ),
+    "integers where floats are computed with": Mistake(
+        lambda: _run(batch={"x": torch.ones(4, 3, dtype=torch.int64)}),
+        ValueError, "batch['x'] is torch.int64", "batch['x'].to(torch.float32)",
+    ),
+    "a batch in half precision": Mistake(
+        lambda: _run(batch={"x": torch.ones(4, 3, dtype=torch.bfloat16)}),
+        ValueError, "The parameters are torch.float32 on cpu", "batch['x'].to(torch.float32)",
+    ),
+    "parameters in half precision": Mistake(
+        lambda: _run(params={"w": torch.ones(3, 2, dtype=torch.float16)}),
+        ValueError, "The parameters are torch.float16 on cpu", "batch['x'].to(torch.float16)",
+    ),
+    "a batch without values": Mistake(
+        lambda: _run(batch={"x": _META}), ValueError, "batch['x'] of shape (4, 3)", "step.lower takes it"
+    ),
+    "what a tokenizer returns": Mistake(
+        lambda: _run(batch=Encoding()), TypeError, "batch is an Encoding", "write dict(batch)"
+    ),
+    "a number for all rows": Mistake(
+        lambda: _run(batch=_batch() | {"n": torch.tensor(3)}), ValueError, "batch['n'] of shape ()", "say sf.P()"
+    ),
+    # A module.
+    "a module among parameters": Mistake(
+        lambda: _made().init({"net": nn.Linear(1, 1)}), TypeError, "params['net'] is a Linear", "sf.from_module(module)"
+    ),
+    "the pair of from_module": Mistake(
+        lambda: _made().init(_linear()[1:]), TypeError, "params[1] is a ModuleFunction", "params, apply = sf.from_mod"
+    ),
+    "apply without parameters": Mistake(
+        lambda: _of_module(lambda module, apply, p, x: apply(x)),
+        TypeError, "and this is a Tensor", "apply(params, ...)",
+    ),
+    "apply with its arguments swapped": Mistake(
+        lambda: _of_module(lambda module, apply, p, x: apply(x, p)),
+        TypeError, "takes the parameters first", "apply(params, ...)",
+    ),
+    "the module in place of apply": Mistake(
+        lambda: _of_module(lambda module, apply, p, x: module(x)),
+        ValueError, "no gradient", "apply(params, ...), not module(...)",
+    ),
+    "dropout without a key": Mistake(
+        lambda: _made(lambda p, b: sf.from_module(nn.Dropout())[1]({}, b["x"] @ p["w"]).mean())(
+            _begun()[1], _batch()
+        ),
+        ValueError, "would draw from torch's generator", "apply.keyed(key, index_B)",
+    ),
+    "to_module with its arguments swapped": Mistake(
+        lambda: sf.to_module(*_state_of_module()[::-1]),  # type: ignore[arg-type]
+        TypeError, "got Linear", "write sf.to_module(state, module)",
+    ),
+    "export with its arguments swapped": Mistake(
+        lambda: sf.export(*_state_of_module()[::-1], _WHERE),  # type: ignore[arg-type]
+        TypeError, "got Linear", "write sf.export(state, module, directory)",
+    ),
+    # A loss.
+    "backward in the loss": Mistake(
+        lambda: _run(_backward_inside), ValueError, "the loss called backward()", "Return the loss alone"
+    ),
+    "losses in a list": Mistake(
+        lambda: _run(lambda p, b: [_loss(p, b)]), TypeError, "got list", "their sum, or their mean"
+    ),
+    "a count for a loss": Mistake(
+        lambda: _run(lambda p, b: (b["x"] @ p["w"] > 0).sum()), TypeError, "got torch.int64", "counts as aux"
+    ),
+    "noise of torch": Mistake(
+        lambda: _run(lambda p, b: _loss(p, b) * torch.rand(())), UserWarning, "torch's generator", "key=sf.key(0)"
+    ),
+    # Specs, rules, meshes.
+    "a tuple for a spec": Mistake(
+        lambda: _made(specs={"w": ("dp", None)}), ValueError, "specs['w'] is ('dp', None)", "P('dp', None)?"
+    ),
+    "a list for a spec": Mistake(
+        lambda: _made(specs={"w": [None, "dp"]}), ValueError, "specs['w'] is [None, 'dp']", "P(None, 'dp')?"
+    ),
+    "a text for a spec": Mistake(lambda: _made(batch="dp"), ValueError, "batch is 'dp', not a P", "P('dp')?"),
+    "a placement of torch": Mistake(
+        lambda: _made(specs={"w": [Shard()]}),
+        ValueError, "specs['w'][0] is Shard(dim=0)", "Shard(0) on the axis 'dp' is P('dp')",
+    ),
+    "a dim in a spec": Mistake(lambda: P(0), TypeError, "entry 0 is of type int", "P(None, 'tp') cuts dim 1"),
+    "a spec that is too long": Mistake(
+        lambda: _made(specs=P(None, None, "dp")).init(_params()), ValueError, "shape (3, 2)", "drop entries"
+    ),
+    "a spec for the batch with a wrong axis": Mistake(
+        lambda: _made(batch=P("pd")), ValueError, "axis 'pd' is not in the mesh", "Did you mean 'dp'?"
+    ),
+    "a spec for the batch with a wrong name": Mistake(
+        lambda: _made(batch={"y": P("dp")})(_begun()[1], _batch()),
+        ValueError, "batch['x'] has no entry", "batch spec['y'] has no leaf in batch",
+    ),
+    "a rule along another axis": Mistake(
+        lambda: _made(zero=sf.Zero(3, axis="data")), ValueError, "Zero(axis='data')", "which has ('dp',)"
+    ),
+    "states on the cpu": Mistake(
+        lambda: sf.Zero(3, optimizer="cpu"),  # type: ignore[arg-type]
+        ValueError, "Zero(optimizer='cpu')", "Did you mean 'host'?",
+    ),
+    "states on a disk that is not named": Mistake(
+        lambda: sf.Zero(3, optimizer="disk"), ValueError, "Zero(optimizer='disk') keeps", "disk=Disk('/path"
+    ),
+    "a field that a rule lacks": Mistake(
+        lambda: sf.Zero(3, offload="cpu"),  # type: ignore[call-arg]
+        TypeError, "no field 'offload'", "optimizer, optimizer_fraction",
+    ),
+    "a number for a mesh": Mistake(
+        lambda: sf.make_mesh(2),  # type: ignore[arg-type]
+        TypeError, "of type int", "make_mesh({'dp': 2})",
+    ),
+    "a mesh for another number of processes": Mistake(
+        lambda: sf.make_mesh({"dp": 3, "tp": 2}), ValueError, "does not fit", "torchrun --nproc-per-node 6"
+    ),
+    "a GPU that there is not": Mistake(
+        lambda: sf.make_mesh(device="cuda"), ValueError, "make_mesh(device='cuda'): torch", "device='cpu'"
+    ),
+    # Calls of a step.
+    "parameters and a key for init": Mistake(
+        lambda: _made().init(_params(), sf.key(0)), TypeError, "1 argument more", "step.init(f, sf.key(0))"
+    ),
+    "one batch to evaluate": Mistake(
+        _with(lambda step, state: step.evaluate(state, _batch())), TypeError, "this is a dict", "(state, [batch])"
+    ),
+    "a tensor to evaluate": Mistake(
+        _with(lambda step, state: step.evaluate(state, torch.ones(3))), TypeError, "a Tensor", "(state, [batch])"
+    ),
+    "evaluate with its arguments swapped": Mistake(
+        _with(lambda step, state: step.evaluate([_batch()], state)), TypeError, "got list", "step.evaluate(state, batc"
+    ),
+    "an iterator that was read": Mistake(
+        _with(lambda step, state: step.evaluate(state, iter([]))), ValueError, "no rank has a row", "make it again"
+    ),
+    "apply of a state alone": Mistake(
+        _with(lambda step, state: step.apply(state, _batch())), TypeError, "got dict", "step.apply(f, state, *args)"
+    ),
+    "evaluate a state used before": Mistake(
+        _after(lambda step, state: step.evaluate(state, [_batch()])), sf.DonatedError, "was donated", "donate=False"
+    ),
+    "a leaf of a state used before": Mistake(
+        _after(lambda step, state: state.params["w"].full_tensor()), sf.DonatedError, "(3, 2)", "donate=False"
+    ),
+    "a leaf times a number": Mistake(
+        _with(lambda step, state: state.params["w"] * 2), TypeError, "__mul__ of a GlobalTensor", "leaf.full_tensor()"
+    ),
+    "a leaf in a function of torch": Mistake(
+        _with(lambda step, state: torch.exp(state.params["w"])), TypeError, "exp got a GlobalTensor", "leaf.local"
+    ),
+    "a method of a leaf": Mistake(
+        _with(lambda step, state: state.params["w"].mean()), AttributeError, "attribute 'mean'", "leaf.full_tensor()"
+    ),
+    "a tensor put into a state": Mistake(
+        _with(lambda step, state: step(state._replace(params=_params()), _batch())),
+        TypeError, "state's params are not GlobalTensors", "step.init",
+    ),
+    "the state of another optimizer": Mistake(
+        _with(lambda step, state: _made(optimizer=optim.sgd(0.1))(state, _batch())),
+        ValueError, "sgd keeps a tuple of 1", "that init(params) returned",
+    ),
+    "a text for a flag": Mistake(lambda: _made(donate="no"), TypeError, "donate='no'", "True or False"),
+    "names for trainable": Mistake(
+        lambda: _made(trainable=["w"]), TypeError, "a list of names", "{name: name in ['w'] for name in params}"
+    ),
+    # Files, lines, examples.
+    "save with its arguments swapped": Mistake(
+        _with(lambda step, state: sf.checkpoint.save(state, _WHERE)), TypeError, "a TrainState", "save(directory, "
+    ),
+    "restore with its arguments swapped": Mistake(
+        _with(lambda step, state: sf.checkpoint.restore(state, _WHERE)),
+        TypeError, "a TrainState", "restore(directory, state)",
+    ),
+    "a directory that there is not": Mistake(
+        _with(lambda step, state: sf.checkpoint.restore(_WHERE, state)),
+        FileNotFoundError, "which is no directory", "steps(directory)",
+    ),
+    "a directory of something else": Mistake(
+        _with(lambda step, state: sf.checkpoint.restore(pathlib.Path(__file__).parent, state)),
+        FileNotFoundError, "which has none", "steps(directory)",
+    ),
+    "a state to torch.save": Mistake(
+        _with(lambda step, state: torch.save(state, tempfile.mkstemp()[1])),
+        TypeError, "cannot be pickled", "save a checkpoint",
+    ),
+    "metrics without the step": Mistake(
+        lambda: _log({"loss": 1.0}), TypeError, "the step's number comes first", "logger.write(step, metrics)"
+    ),
+    "texts for examples": Mistake(
+        lambda: _collated("a b", "c"), TypeError, "example 1 of the batch is a text", "tokenizer(text)['input_ids']"
+    ),
+    "examples of Hugging Face": Mistake(
+        lambda: _collated({"input_ids": [1, 2]}), TypeError, "has ['input_ids']", "{'tokens': example['input_ids']}"
+    ),
+    "an example that is too long": Mistake(
+        lambda: _collated([1] * 9), ValueError, "example 0 of the batch has 9 tokens", "take length=9"
+    ),
+}  # fmt: skip
+# What each rank finds by itself, or writes where the others do not look.
+_ALONE = ("a dim", "states on", "a field", "texts", "examples", "an example", "a state to torch", "metrics without")
+
+
+def _told(name: str) -> str | None:
+    """What is wrong with how a mistake is told; None = nothing."""
+    does, kind, cause, remedy = MISTAKES[name]
+    with sys.modules["shape_checks"].unchecked(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            does()
+        except kind as error:
+            said = str(error)
+        except Exception as error:
+            return f"{name}: {type(error).__name__}, not {kind.__name__}: {error}"
+        else:
+            return f"{name}: nothing is said"
+    missing = [text for text in (cause, remedy) if text not in said]
+    return f"{name}: {missing} not in: {said}" if missing else None
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_misuse_is_told_with_cause_and_remedy(name: str) -> None:
+    if name == "a GPU that there is not" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert (problem := _told(name)) is None, problem
+
+
+@distributed(world=2, timeout=120)
+def test_all_ranks_tell_a_misuse() -> None:
+    with sf.make_mesh(device="cpu") as mesh:
+        _SHARED[:] = [mesh]
+        names = [name for name in MISTAKES if not name.startswith(_ALONE) and not name.startswith("a GPU")]
+        problems = [told for name in names if (told := _told(name)) is not None]
+        _SHARED.clear()
+    assert not problems, "\n".join(problems)
+
+
+def test_leaves_on_another_device_are_named() -> None:
+    batch = {"x": torch.ones(2, device="meta"), "y": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"batch\['x'\] is on meta; write batch\['x'\].to\(mesh.device\)$"):
+        with naming_batch({"w": torch.ones(2)}, (batch,)):
+            raise RuntimeError("Expected all tensors to be on the same device, but found cpu and meta")
+    with pytest.raises(RuntimeError, match="of something else"):
+        with naming_batch({"w": torch.ones(2)}, (batch,)):
+            raise RuntimeError("of something else")
+
+
+def test_what_is_near_a_misuse_is_taken() -> None:
+    step, state = _begun()
+    assert step.evaluate(state, iter([_batch()])).keys() == {"loss"}
+    assert _log(state.step, {"loss": 1.0}) == {"step": 0, "loss": 1.0}
+    _made(specs=[P(), P()]).init([torch.ones(2), torch.ones(2)])
+    _run(lambda p, b: b["i"].float() @ p["w"][:, 0] @ torch.ones(4), batch={"i": torch.ones(4, 3, dtype=torch.int64)})
+    with torch.no_grad():
+        _run()
