@@ -149,7 +149,8 @@ def test_remat_jit_and_grad() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 def test_what_is_refused(tmp_path: Any) -> None:
     q = torch.randn(2, 6, 2, 4)
-    for wrong in ({"chunk": 0}, {"chunk": 2, "to": "disk"}):
+    wrongs: list[dict[str, Any]] = [{"chunk": 0}, {"chunk": 2, "to": "disk"}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=r"or on 'disk' with pool=memory.Pool\(path\)"):
             nn.Chunked(**wrong)
     attend = functools.partial(nn.attention, impl=nn.Chunked(2))
