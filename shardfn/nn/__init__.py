@@ -7,6 +7,7 @@ from ._block_layout import BlockLayout as BlockLayout
 from ._given import Added as Added, Keys as Keys, Relative as Relative
 from ._pair_dropout import PairDropout as PairDropout
 from ._block_sparse import BlockSparse as BlockSparse
+from ._chunked import Chunked as Chunked
 from ._local import Local as Local
 from . import layouts as layouts
 from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body

@@ -5,6 +5,7 @@
     BlockSparse(block)                      one kernel over the tiles that the mask leaves
     Ulysses(axis, length, inner)            tokens of some heads: heads are dealt to ranks and back by `all_to_all`
     Ring(axis, length, zigzag)              keys and values go round
+    Chunked(chunk, axis, length)            as Ulysses, and keys and values wait on the host or on disk
     Ulysses("u", T, inner=Ring("r"))        both: the tokens are cut by r, and then by u
 
 All of them compute the same. A sequence of `length` tokens is cut as `torch.chunk` cuts it, by `axes` from major to
@@ -30,7 +31,9 @@ from torch import Tensor
 from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
+from ._chunked import Chunked
 from ._course import num_rows
+from ._heads import dealt_heads, evenly
 from ._inputs import narrowed
 from ._local import Local
 from ._masks import Causal, Full, Mask
@@ -182,7 +185,7 @@ class Ulysses:
         if axis_size(self.axis) == 1:
             return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
         (H, G), T = (q_BTHK.shape[2], k_BSGK.shape[2]), num_rows(self.inner.rows(length))
-        sent, read = _key_heads(H, G, self.axis)
+        sent, read = dealt_heads(H, G, self.axis)
         k_BSGK, v_BSGK = (x if sent is None else x[:, :, sent] for x in (k_BSGK, v_BSGK))
         q, k, v = (all_to_all(x, self.axis, split_dim=2, concat_dim=1, size=T) for x in (q_BTHK, k_BSGK, v_BSGK))
         if not evenly(read, k.shape[2]):
@@ -191,7 +194,7 @@ class Ulysses:
         return all_to_all(y, self.axis, split_dim=1, concat_dim=2, size=H)
 
 
-Body = Local | Ulysses | Ring
+Body = Local | Ulysses | Ring | Chunked
 DENSE = Dense()
 CAUSAL = Causal()
 
@@ -304,17 +307,6 @@ def whole_length(body: Body, num_tokens: int) -> int:
     return lengths.pop() if lengths else num_tokens
 
 
-def evenly(read: list[int], keys: int) -> bool:
-    """Whether query heads read `keys` key heads in runs of one length, as attention pairs them."""
-    return not read or (len(read) % keys == 0 and read == [h // (len(read) // keys) for h in range(len(read))])
-
-
-def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
-    """The key heads that a range of query heads reads."""
-    start, stop = queries
-    return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
-
-
 def _multiplied(qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor], scale: float) -> Tensor:
     """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all of the scores there, in the dtype of sums."""
     q_BHTK, k_BGSK, v_BGSK = (x.to(wide(x.dtype)) for x in qkv)
@@ -326,20 +318,6 @@ def _multiplied(qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Ten
         s_BHTS = s_BHTS if bias is None else s_BHTS + bias
         p_BHTS = s_BHTS.masked_fill(~open, -math.inf).softmax(-1)
         return (p_BHTS * scales @ v_BHSK).to(qkv[0].dtype)
-
-
-def _key_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]]:
-    """Key heads as they are dealt, as many to each rank; and which of its own each query head of this rank reads.
-
-    None is dealt where `torch.chunk` of the key heads gives each rank what it reads.
-    """
-    queries, held = all_ranges(H, axis), all_ranges(G, axis)
-    needed, own = [keys_of(q, H // G) for q in queries], queries[axis_index(axis)]
-    read = [h // (H // G) - needed[axis_index(axis)][0] for h in range(*own)]
-    if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
-        return None, read
-    width = max(b - a for a, b in needed)
-    return [min(a + i, G - 1) for a, _ in needed for i in range(width)], read
 
 
 def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:

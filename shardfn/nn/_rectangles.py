@@ -16,7 +16,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def _told(q: Tensor, how: OnlineScores, at: Rectangle) -> tuple[Tiles, Given]:
 
 def _attend_in_tiles(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Tensor]:
     q, k, v = by_key_head(qkv)
-    states = [None] * len(tiles((at.queries,), at.block))
+    states: list[Any] = [None] * len(tiles((at.queries,), at.block))
     absorb(states, q, (at.queries,), (k, v), (at.keys,), how, at.block)
     y, lse = finish(states, q, v, (at.queries,), at.block)
     return y.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
@@ -122,14 +122,14 @@ def _gradients_in_tiles(
     q, k, v = by_key_head(qkv)
     dy, y = (x.transpose(1, 2).unflatten(1, q.shape[1:3]) for x in (dy_BTHK, y_BTHK))
     lse = lse_BHT.unflatten(1, q.shape[1:3])
-    dqs = [None] * len(tiles((at.queries,), at.block))
+    dqs: list[Any] = [None] * len(tiles((at.queries,), at.block))
     outer = Outer(q, dy, lse, (dy.to(lse.dtype) * y.to(lse.dtype)).sum(-1))
     dk, dv = transpose(dqs, outer, (at.queries,), (k, v), (at.keys,), how, at.block)
     dq = gathered(dqs, q, (at.queries,), at.block).flatten(1, 2)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def by_key_head(qkv: QKV) -> QKV:
+def by_key_head(qkv: tuple[Tensor, ...]) -> QKV:
     """Q as [B, G, R, T, K], k and v as [B, G, S, K]."""
     q, k, v = (x.transpose(1, 2) for x in qkv)
     return q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1))), k, v

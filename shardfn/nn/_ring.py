@@ -121,7 +121,7 @@ class _OnlineBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         primals, again, num = _again(ctx)
-        _, pull = torch.func.vjp(again, *primals)
+        pull: Any = torch.func.vjp(again, *primals)[1]
         return (*pull(tuple(grad_outputs)), None, None, None, None, *(None for _ in range(num)))
 
     @staticmethod
@@ -157,8 +157,8 @@ def _attend(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Ten
     found: dict[Any, Any] = {}
     for (k, v), keys, _ in _hops(along, 1, *qkv[1:]):
         for queries, at, part in rectangles(along.queries, keys, how, along.kernel):
-            kv = (x[:, slice(*at)].to(q.dtype) for x in (k, v))
-            found[queries] = merged(found.get(queries), attend_over((q[:, slice(*queries)], *kv), how, part))
+            k_S, v_S = (x[:, slice(*at)].to(q.dtype) for x in (k, v))
+            found[queries] = merged(found.get(queries), attend_over((q[:, slice(*queries)], k_S, v_S), how, part))
     ys, lses = [], []
     for tile in tiles(along.queries, max(num_rows(along.queries), 1)):
         like = q[:, slice(*tile.at)]

@@ -19,7 +19,8 @@ from shardfn.collectives import all_gather, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._attention import attention
-from ._bodies import Attending, evenly, keys_of
+from ._bodies import Attending
+from ._heads import evenly, keys_of
 from ._parallel import affine, all_ranges, check_block, enter_parallel, own_range, row_linear
 from ._rope import rope
 

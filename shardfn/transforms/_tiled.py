@@ -109,7 +109,7 @@ class _Handle(torch.autograd.Function):
         return grad_outputs[0].to(ctx.dtype)
 
 
-class _Use(torch.autograd.Function):
+class _TileUse(torch.autograd.Function):
     """(handle, p) -> p, whose gradient goes to the handle."""
 
     generate_vmap_rule = True
@@ -135,7 +135,7 @@ def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTre
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
 
     def uses(pairs: list[Any]) -> PyTree:
-        return tree_unflatten(treedef, [p if h is None else _Use.apply(h, p) for h, p in pairs])
+        return tree_unflatten(treedef, [p if h is None else _TileUse.apply(h, p) for h, p in pairs])
 
     return pairs, uses
 

@@ -12,7 +12,7 @@ from shardfn.kernels.block_sparse_attention._api import Given, Tiles, wide
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-class Row(NamedTuple):
+class QueryRow(NamedTuple):
     """A block of queries of one head of all samples: heads, positions of queries and keys, and which pairs count."""
 
     head: int
@@ -53,7 +53,7 @@ def backward(
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def _rows(qkv: QKV, tiles: Tiles, block: int) -> Iterator[Row]:
+def _rows(qkv: QKV, tiles: Tiles, block: int) -> Iterator[QueryRow]:
     (T, H), (S, G), device = qkv[0].shape[1:3], qkv[1].shape[1:3], qkv[0].device
     starts, columns, kinds = (x.tolist() for x in tiles[:3])
     for h in range(H):
@@ -65,7 +65,7 @@ def _rows(qkv: QKV, tiles: Tiles, block: int) -> Iterator[Row]:
                 keys = torch.cat([torch.arange(*span, device=device) for span in spans])
                 found = zip(kinds[a:b], spans, strict=True)
                 pairs = torch.cat([_pairs(tiles, kind, len(queries), d - c, device) for kind, (c, d) in found], -1)
-                yield Row(h, h // (H // G), queries, keys, pairs)
+                yield QueryRow(h, h // (H // G), queries, keys, pairs)
 
 
 def _pairs(tiles: Tiles, kind: int, m: int, n: int, device: torch.device) -> Tensor:
@@ -74,7 +74,7 @@ def _pairs(tiles: Tiles, kind: int, m: int, n: int, device: torch.device) -> Ten
     return tiles.patterns[kind, :m, :n].bool()
 
 
-def _scores(q: Tensor, k: Tensor, row: Row, given: Given, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> Tensor:
     """[B, m, n]; -inf where a pair does not count."""
     s = q[:, row.queries, row.head] @ k[:, row.keys, row.key_head].mT * scale
     (B, T, H), S = q.shape[:3], k.shape[1]

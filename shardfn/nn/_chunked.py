@@ -1,0 +1,278 @@
+"""Attention whose keys and values wait on the host or on disk and come back chunk by chunk.
+
+A sequence is cut into spans, and each span over the ranks, in order: so after the `all_to_all` of one piece from every
+rank each has a whole span of its heads. All keys and values are dealt so and sent away, one span after another; then
+each span of queries takes the spans of keys that its mask reads, of which the next is on its way while this one is
+computed. The backward goes through the spans of keys, and for each through the spans of queries, whose gradients wait
+on the host between two of them. Beside the arguments and the results of a rank a few spans are on the device, however
+many there are, and nothing is kept there for the backward.
+
+B samples, T tokens, H query heads, G key heads, K head dim, P ranks.
+Yao et al., Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer, 2024,
+https://arxiv.org/abs/2408.16978
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import axis_index, axis_size
+from shardfn.core import Axes
+from shardfn.memory import AnyPool, capturing
+
+from ._dealer import Dealer
+from ._inputs import narrowed, refuse_gradients
+from ._masks import Span
+from ._online import OnlineScores, Rows, wide
+from ._parallel import all_ranges, own_range
+from ._rectangles import TORCH_TILE, Rectangle, attend_over, gradients_over, kernel_tile, merged
+from ._waiting import Sums, Waiting
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Keys and values wait on the host or on disk and come chunk by chunk, forward and backward; FPDT.
+
+    Along an axis each rank has all tokens of some heads while a chunk is computed, as with `Ulysses`, and a piece of
+    every chunk at rest: rows lie in `sequence_order` before they are cut. Queries, results and their gradients wait
+    where keys do, but for sums of gradients, which wait on the host. There is no vmap, no forward mode and no second
+    derivative; `Blockwise` and `Ulysses` have them.
+
+    Attributes:
+        chunk: tokens of a chunk, of all ranks together; the last may have fewer.
+        axis: mesh axes that cut the tokens.
+        length: tokens of the whole sequence; needed where the axis has several ranks.
+        to: where they wait, "host" or "disk".
+        pool: with "disk", the files: `memory.Pool(path)`.
+
+    Raises:
+        ValueError: `chunk` is less than 1, another place, or "disk" without a pool.
+
+    Example:
+        >>> from shardfn import nn
+        >>> x = torch.randn(1, 10, 2, 4)
+        >>> torch.allclose(nn.attention(x, x, x, impl=Chunked(4)), nn.attention(x, x, x), atol=1e-6)
+        True
+    """
+
+    chunk: int
+    axis: Axes = None
+    length: int | None = None
+    to: Literal["host", "disk"] = "host"
+    pool: AnyPool | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1 or self.to not in ("host", "disk") or (self.pool is None) != (self.to == "host"):
+            raise ValueError(
+                f"{self}: a chunk has 1 or more tokens, and waits on 'host', or on 'disk' with pool=memory.Pool(path)."
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that cut the tokens, major to minor."""
+        return () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+
+    @property
+    def lengths(self) -> frozenset[int]:
+        """What it says of the tokens of the whole sequence."""
+        return frozenset() if self.length is None else frozenset({self.length})
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks over which each chunk is cut."""
+        return axis_size(self.axis)
+
+    def rows(self, length: int) -> Rows:
+        """The positions of this rank's tokens of a sequence."""
+        return _rows(_sizes([b - a for a, b in all_ranges(length, self.axis)], self.chunk), axis_index(self.axis))
+
+    def order(self, length: int, num_ranks: int) -> Rows:
+        """The positions of all tokens, in the order in which they lie before they are cut."""
+        sizes = _sizes([len(x) for x in torch.arange(length).chunk(num_ranks)], self.chunk)
+        return tuple(span for r in range(len(sizes[0]) if sizes else 0) for span in _rows(sizes, r))
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
+        """Attention of this rank's queries over all keys."""
+        refuse_gradients(how)
+        if q_BTHK.shape[1] != k_BSGK.shape[1]:
+            raise ValueError(
+                f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has as many of"
+                " both; take Blockwise()."
+            )
+        if self.to == "disk" and capturing():
+            raise ValueError(
+                "Chunked(to='disk') is not captured; run the step without jit, or let chunks wait on 'host'."
+            )
+        q, k, v = narrowed(q_BTHK, k_BSGK, v_BSGK)
+        H, G = q.shape[2], k.shape[2]
+        own = how.of_heads(*own_range(H, self.axis)) if self.ring_size > 1 else how
+        sizes = _sizes([b - a for a, b in all_ranges(length, self.axis)], self.chunk)
+        tile = kernel_tile(own, q.device, TORCH_TILE)
+        at = (tile or TORCH_TILE, tile is not None)
+        plan = ChunkPlan(self.axis, sizes, (H, G), own._replace(slopes_H=None), at, self.pool)
+        if not sizes:
+            return torch.zeros_like(q)
+        with torch.autocast(q.device.type, enabled=False):
+            return _Chunked.apply(q, k, v, own.slopes_H, plan, *own.mask.tensors)[0]
+
+
+class ChunkPlan(NamedTuple):
+    """What the autograd functions need besides tensors.
+
+    Attributes:
+        axis: mesh axes that cut each span; None is one rank.
+        sizes: tokens of each rank's piece of each span, [spans][P].
+        heads: (H, G) of all ranks.
+        how: the scores of this rank's heads, without slopes.
+        tile: of a rectangle, and whether the kernel computes it.
+        pool: of files; None is the host.
+    """
+
+    axis: Axes
+    sizes: tuple[tuple[int, ...], ...]
+    heads: tuple[int, int]
+    how: OnlineScores
+    tile: tuple[int, bool]
+    pool: AnyPool | None
+
+    @property
+    def spans(self) -> list[Span]:
+        """The positions of each span."""
+        ends = [0]
+        for pieces in self.sizes:
+            ends.append(ends[-1] + sum(pieces))
+        return list(itertools.pairwise(ends))
+
+    def reads(self) -> list[list[int]]:
+        """For each span of queries, the spans of keys in which its mask counts a pair."""
+        spans = self.spans
+        return [[j for j, k in enumerate(spans) if self.how.mask.cover(q, k) != "none"] for q in spans]
+
+    def rectangle(self, i: int, j: int) -> Rectangle:
+        """That of the queries of span i and the keys of span j."""
+        return Rectangle(self.spans[i], self.spans[j], *self.tile)
+
+    def told(self, slopes_H: Tensor | None, data: Any) -> OnlineScores:
+        """The scores with their data."""
+        return self.how._replace(mask=self.how.mask.with_tensors(data), slopes_H=slopes_H)
+
+
+class _Chunked(torch.autograd.Function):
+    """(q, k, v, slopes, plan, data of the mask) -> (y, what waits for the backward ...)."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, *data: Tensor) -> Any:
+        how, dealer, ys = plan.told(slopes_H, data), Dealer(plan.axis, plan.sizes, plan.heads), []
+        keys, queries = (Waiting(q.device, plan.pool) for _ in range(2))
+        for i in range(len(plan.sizes)):
+            keys.send((dealer.deal_keys(k, i), dealer.deal_keys(v, i)))
+        for i, reads in enumerate(plan.reads()):
+            own, found = dealer.deal(q, i), None
+            work = own.to(wide(own.dtype))  # partial results are not rounded
+            for j, (k_j, v_j) in zip(reads, keys.come(reads), strict=True):
+                part = work, k_j.to(work.dtype), v_j.to(work.dtype)
+                found = merged(found, attend_over(part, how, plan.rectangle(i, j)))
+            y, lse = _nothing(work) if found is None else found
+            y = y.to(own.dtype)
+            ys.append(dealer.undeal(y, i))
+            queries.send((own, y, lse))
+        return torch.cat(ys, 1), *keys.kept, *queries.kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, _, _, slopes_H, plan, *data = inputs
+        ctx.plan, ctx.sloped, ctx.told = plan, slopes_H is not None, (q.device, q.dtype)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # of what waits there are none, and no zeros on the device
+        ctx.save_for_backward(*output[1:], *([slopes_H] if ctx.sloped else []), *data)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        saved, num = ctx.saved_tensors, 5 * len(ctx.plan.sizes)  # once: remat makes them again at each look
+        kept, data = saved[:num], list(saved[num:])
+        slopes_H = data.pop(0) if ctx.sloped else None
+        grads = _ChunkedBackward.apply(grad_outputs[0], slopes_H, ctx.plan, ctx.told, *kept, *data)
+        return (*grads, None, None, *(None for _ in data))
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
+        _refuse("forward-mode derivative")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        _refuse("vmap")
+
+
+class _ChunkedBackward(torch.autograd.Function):
+    """(dy, slopes, plan, (device, dtype), what has waited, data of the mask) -> (dq, dk, dv)."""
+
+    @staticmethod
+    def forward(dy: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, told: Any, *rest: Tensor) -> Any:
+        (device, dtype), n = told, len(plan.sizes)
+        how, dealer = plan.told(slopes_H, rest[5 * n :]), Dealer(plan.axis, plan.sizes, plan.heads)
+        keys = Waiting(device, plan.pool, rest[: 2 * n], 2)
+        queries = Waiting(device, plan.pool, rest[2 * n : 5 * n], 3)
+        cotangents, dqs, dks, dvs, reads = Waiting(device, plan.pool), Sums(device), [], [], plan.reads()
+        for i in range(n):
+            cotangents.send((dealer.deal(dy, i),))
+        for j, kv in enumerate(keys.come(range(n))):
+            k, v = (x.to(wide(dtype)) for x in kv)
+            dk, dv, by = torch.zeros_like(k), torch.zeros_like(v), [i for i in range(n) if j in reads[i]]
+            for i, (q, y, lse), (out,) in zip(by, queries.come(by), cotangents.come(by), strict=True):
+                q, y, out = (x.to(k.dtype) for x in (q, y, out))
+                dq, *more = gradients_over(out, (q, k, v), y, lse, how, plan.rectangle(i, j))
+                dqs.add(i, dq)
+                dk, dv = dk + more[0], dv + more[1]
+            dks.append(dealer.undeal_keys(dk.to(dtype), j))
+            dvs.append(dealer.undeal_keys(dv.to(dtype), j))
+        found = []
+        for i, (out,) in enumerate(cotangents.come(range(n))):
+            dq = dqs.take(i)
+            found.append(dealer.undeal(torch.zeros_like(out) if dq is None else dq.to(dtype), i))
+        return torch.cat(found, 1), torch.cat(dks, 1), torch.cat(dvs, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
+        _refuse("second derivative")
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
+        _refuse("forward-mode derivative")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        _refuse("vmap")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(f"Chunked() has no {what}; Blockwise() and Ulysses() compute the same and have.")
+
+
+def _nothing(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+    """(y, lse) of queries that read no span."""
+    B, T, H, _ = q_BTHK.shape
+    return torch.zeros_like(q_BTHK), q_BTHK.new_full((B, H, T), -math.inf)
+
+
+def _sizes(own: list[int], chunk: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each rank's piece of each span, [spans][P], of ranks with so many tokens."""
+    each = -(-chunk // len(own))
+    num = -(-max(own) // each)
+    return tuple(tuple(min(each, max(n - i * each, 0)) for n in own) for i in range(num))
+
+
+def _rows(sizes: tuple[tuple[int, ...], ...], rank: int) -> Rows:
+    out, at = [], 0
+    for pieces in sizes:
+        start = at + sum(pieces[:rank])
+        out += [(start, start + pieces[rank])] if pieces[rank] else []
+        at += sum(pieces)
+    return tuple(out)

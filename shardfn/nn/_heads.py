@@ -1,0 +1,31 @@
+"""Which heads each rank has while it attends to all tokens, and which key heads its query heads read."""
+
+from shardfn.collectives import axis_index
+from shardfn.core import Axes
+
+from ._parallel import all_ranges
+
+
+def evenly(read: list[int], keys: int) -> bool:
+    """Whether query heads read `keys` key heads in runs of one length, as attention pairs them."""
+    return not read or (len(read) % keys == 0 and read == [h // (len(read) // keys) for h in range(len(read))])
+
+
+def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
+    """The key heads that a range of query heads reads."""
+    start, stop = queries
+    return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
+
+
+def dealt_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]]:
+    """Key heads as they are dealt, as many to each rank; and which of its own each query head of this rank reads.
+
+    None is dealt where `torch.chunk` of the key heads gives each rank what it reads.
+    """
+    queries, held = all_ranges(H, axis), all_ranges(G, axis)
+    needed, own = [keys_of(q, H // G) for q in queries], queries[axis_index(axis)]
+    read = [h // (H // G) - needed[axis_index(axis)][0] for h in range(*own)]
+    if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
+        return None, read
+    width = max(b - a for a, b in needed)
+    return [min(a + i, G - 1) for a, _ in needed for i in range(width)], read

@@ -1,0 +1,83 @@
+"""Tensors of chunks that wait on the host or on disk, and come back one chunk ahead of their use."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Pending
+from shardfn.memory import AnyPool, Fetch, stored_of, to_host, token_of
+
+Bundle = tuple[Tensor, ...]
+
+
+class Waiting:
+    """What waits, bundle by bundle.
+
+    Args:
+        device: where it is wanted.
+        pool: of files; None is the host.
+        kept: what waits already.
+        width: tensors of a bundle of it.
+    """
+
+    def __init__(self, device: torch.device, pool: AnyPool | None, kept: Sequence[Tensor] = (), width: int = 1) -> None:
+        self._device, self._pool, self._width = device, pool, width
+        self._kept, self._going = list(kept), list[tuple[Pending[Any], bool]]()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Host tensors, and tokens of what is on disk, when all has left."""
+        self.settle()
+        return self._kept
+
+    def send(self, bundle: Bundle) -> None:
+        """Sends a bundle away, when the one before it has left."""
+        self.settle()
+        self._width = len(bundle)
+        self._going = [(to_host(x), x.numel() > 0) for x in bundle]
+
+    def settle(self) -> None:
+        """Waits until what was sent has arrived."""
+        going, self._going = self._going, []
+        for pending, some in going:
+            host = pending.result()
+            if self._pool is not None and some:
+                host = token_of(self._pool.write(host).result())
+            self._kept.append(host)
+
+    def come(self, order: Iterable[int]) -> Iterator[Bundle]:
+        """The bundles of these numbers, of which the next is on its way while one is in use."""
+        before: list[Fetch] | None = None
+        for i in order:
+            coming = [self._fetch(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
+            if before is not None:
+                yield tuple(x.result() for x in before)
+            before = coming
+        if before is not None:
+            yield tuple(x.result() for x in before)
+
+    def _fetch(self, x: Tensor) -> Fetch:
+        on_disk = self._pool is not None and x.dtype == torch.int64
+        fetch = Fetch(stored_of(x).read() if on_disk else x, self._device)
+        if not on_disk:
+            fetch.move()
+        return fetch
+
+
+class Sums:
+    """Sums that wait on the host between what is added to them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._sums = device, dict[int, Pending[Tensor]]()
+
+    def add(self, i: int, x: Tensor) -> None:
+        """Adds to sum i."""
+        before = self.take(i)
+        self._sums[i] = to_host(x if before is None else before + x)
+
+    def take(self, i: int) -> Tensor | None:
+        """Sum i, on the device, which is gone from here; None where nothing was added."""
+        found = self._sums.pop(i, None)
+        return None if found is None else Fetch(found.result(), self._device).result()
