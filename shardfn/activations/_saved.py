@@ -26,7 +26,7 @@ _AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no st
 _REACH = 256
 
 
-class Entry:
+class SavedStorage:
     """A storage that autograd has saved: here (`flat`), or away."""
 
     def __init__(self, x: Tensor, name: str | None, turn: int) -> None:
@@ -38,17 +38,17 @@ class Entry:
         self.action: Action | None = None
 
 
-class Use:
+class SavedUse:
     """One tensor that one operation has saved: what autograd holds in place of it."""
 
     __slots__ = ("__weakref__", "at", "dtype", "entry", "look")
 
-    def __init__(self, entry: Entry, x: Tensor, at: int) -> None:
+    def __init__(self, entry: SavedStorage, x: Tensor, at: int) -> None:
         self.entry, self.at, self.dtype = entry, at, x.dtype
         self.look = x.size(), x.stride(), x.storage_offset()
 
 
-class _Kept:
+class _Untouched:
     """A tensor that stays as it is, and the version that the backward needs."""
 
     __slots__ = ("version", "x")
@@ -80,14 +80,14 @@ class SavedValue:
         self._policy, self._window, self._pool = policy, window, pool
         self._held = {x.untyped_storage()._cdata for x in held}
         # Entries and uses are held by autograd's graph alone: when that lets go, memory and files go, too.
-        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Entry]]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[SavedStorage]]] = {}
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._uses: list[weakref.ref[Use]] = []
-        self._undecided: list[weakref.ref[Entry]] = []
-        self._waiting: collections.deque[tuple[weakref.ref[Entry], int]] = collections.deque()
+        self._uses: list[weakref.ref[SavedUse]] = []
+        self._undecided: list[weakref.ref[SavedStorage]] = []
+        self._waiting: collections.deque[tuple[weakref.ref[SavedStorage], int]] = collections.deque()
         self._waiting_bytes = 0
         self._leaving: collections.deque[Away] = collections.deque()
-        self._ahead: list[weakref.ref[Entry]] = []
+        self._ahead: list[weakref.ref[SavedStorage]] = []
         self._outer: Any = None
 
     @contextlib.contextmanager
@@ -118,21 +118,21 @@ class SavedValue:
         key = x.untyped_storage()._cdata
         if key in self._held or not can_leave(x):
             # Detached: an operation's own result, kept by its node, would keep that node alive.
-            return _Kept(x.detach())
+            return _Untouched(x.detach())
         # The same for all that one operation saves.
         turn = _AUTOGRAD._get_sequence_nr()
         self._decide(turn)
-        use = Use(self._entry(x, key, turn), x, len(self._uses))
+        use = SavedUse(self._entry(x, key, turn), x, len(self._uses))
         self._uses.append(weakref.ref(use))
         return use
 
-    def _entry(self, x: Tensor, key: int, turn: int) -> Entry:
+    def _entry(self, x: Tensor, key: int, turn: int) -> SavedStorage:
         if key in self._known:
             found = self._known[key][1]()
             # Written to since, it is another value, with an entry of its own; the old one is an error when asked for.
             if found is not None and found.version == x._version:
                 return found
-        entry = Entry(x, self._names[key][1] if key in self._names else None, turn)
+        entry = SavedStorage(x, self._names[key][1] if key in self._names else None, turn)
         # Weak references keep the address of a storage that is gone from being another's.
         self._known[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(entry)
         self._undecided.append(weakref.ref(entry))
@@ -212,7 +212,7 @@ class SavedValue:
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is _Others:
             return self._outer[1](packed.packed)
-        if type(packed) is _Kept:
+        if type(packed) is _Untouched:
             _check_version(packed.x, packed.version)
             return packed.x
         entry = packed.entry
@@ -227,12 +227,12 @@ class SavedValue:
         self._fetch_ahead(packed)
         return (flat if flat.dtype == packed.dtype else flat.view(packed.dtype)).as_strided(*packed.look)
 
-    def _fetch_ahead(self, use: Use) -> None:
+    def _fetch_ahead(self, use: SavedUse) -> None:
         """Begins to bring back what was saved just before, and drops what is neither that nor in use.
 
         In a graph the passes decide how far ahead.
         """
-        ahead: dict[int, Entry] = {}
+        ahead: dict[int, SavedStorage] = {}
         total = 0
         for at in () if capturing() else range(use.at - 1, max(use.at - _REACH, 0) - 1, -1):
             near = self._uses[at]()

@@ -50,12 +50,13 @@ class Recorder:
 
     Attributes:
         phase: the part of the step that is being captured.
+        part: the action of a pipeline that is, in words; else empty.
         tracer: what writes the graph, while a capture runs.
         known: what has been traced once, by key.
     """
 
     def __init__(self) -> None:
-        self.phase = "forward"
+        self.phase, self.part = "forward", ""
         self.tracer: Any = None
         self.known: dict[Any, Any] = {}
         self._top: FrameType | None = None
@@ -64,6 +65,10 @@ class Recorder:
     def mark(self, phase: str) -> None:
         """Says which part of the step begins."""
         self.phase = phase
+
+    def name(self, part: str) -> None:
+        """Says which action of a pipeline begins."""
+        self.part = part
 
     def note(self, node: Node) -> None:
         """Notes more beside an op, while it is written down; for captures of a special kind."""
@@ -101,6 +106,8 @@ class Recorder:
         def create_node(*args: Any, **kwargs: Any) -> Node:
             node = create(*args, **kwargs)
             node.meta["phase"] = self.phase
+            if self.part:
+                node.meta["part"] = self.part
             if in_host_region():
                 node.meta["memory"] = "host"
             line = current_line()
@@ -162,10 +169,12 @@ def mark(x: Tensor, key: str, what: Any) -> None:
 
 def recorder() -> Recorder | None:
     """What notes, while a capture runs and its tracer is the innermost one."""
-    mode = get_proxy_mode()
     innermost = _RECORDER.innermost()
+    if innermost is None:  # asked first, as an eager step asks for each leaf
+        return None
+    mode = get_proxy_mode()
     # Not in a capture inside, which has no recorder here: its nodes are not of the graph that is noted.
-    return innermost if mode is not None and innermost is not None and innermost.tracer is mode.tracer else None
+    return innermost if mode is not None and innermost.tracer is mode.tracer else None
 
 
 def capture(

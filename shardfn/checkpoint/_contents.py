@@ -15,9 +15,9 @@ from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, dtype_name, raise_all
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
-from ._header import header
 from ._manifest import DTYPES, File, Manifest, StoredChunk, StoredLeaf
 from ._owners import Owned
+from ._safetensors import safetensors_header
 
 # Bytes that are read, hashed and written at a time.
 _PIECE = 8 << 20
@@ -198,7 +198,7 @@ def _file(name: str, own: Sequence[Owned], leaves: Sequence[Content]) -> FilePla
     # The widest elements first, so that each stands at a multiple of its size.
     order = sorted(own, key=lambda x: -leaves[x.leaf].dtype.itemsize)
     entries = [(_name(leaves[x.leaf], x.box), leaves[x.leaf].dtype, tuple(hi - lo for lo, hi in x.box)) for x in order]
-    head = header(entries)
+    head = safetensors_header(entries)
     parts, at = [], len(head)
     for x in order:
         parts.append(Part(x.leaf, x.box, at))

@@ -7,19 +7,17 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 import os
 import warnings
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 
 from shardfn.core import Mesh, PyTree
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
-from shardfn.memory import Pool
 from shardfn.state import check_alive
 
 from ._contents import contents, mesh_of
-from ._match import Rename
-from ._read_into import ReadOptions, read_into
+from ._read_into import ReadKeywords, read_into
 
 # DCP takes as long to be imported as shardfn, so that only these functions do it.
 
@@ -69,17 +67,7 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
         )
 
 
-def restore_dcp(
-    directory: str | os.PathLike[str],
-    like: PyTree,
-    *,
-    at: str = "",
-    rename: Rename | None = None,
-    partial: bool = False,
-    cast: bool = False,
-    donate: bool = True,
-    pool: Pool | None = None,
-) -> Any:
+def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
     """Reads a checkpoint of `torch.distributed.checkpoint` into a tree like this one. Collective over its mesh.
 
     As `restore` does, it compares everything before a value is read, and each rank reads its own blocks. What
@@ -88,12 +76,7 @@ def restore_dcp(
     Args:
         directory: of the checkpoint.
         like: as `restore` takes it.
-        at: what the tree's paths begin with.
-        rename: from a path of the tree to the key in the checkpoint; None = the leaf stays as it is.
-        partial: whether leaves that only one side has are passed over.
-        cast: whether values may be rounded to a leaf's dtype.
-        donate: whether the memory of `like` is filled.
-        pool: for leaves on disk of an abstract tree.
+        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as `restore` takes them; names are DCP's keys.
 
     Returns:
         The tree.
@@ -107,7 +90,6 @@ def restore_dcp(
     """
     from ._dcp_blocks import DcpReader
 
-    options = ReadOptions(at, rename, partial, cast, donate, pool)
     return read_into(like, lambda: DcpReader(directory), f"the DCP checkpoint {directory}", options)
 
 

@@ -110,7 +110,7 @@ def matched(
         but: leaves that are none of its business.
     """
     problems: list[str] = []
-    sources = [None if i in but.at else _source(t, manifest, rename) for i, t in enumerate(targets)]
+    sources = [None if i in but.at else source_of(t, manifest, rename) for i, t in enumerate(targets)]
     used = but.paths.union(path for x in sources if isinstance(x, Source) for path in x.paths)
     free = [p for p in manifest.leaves if p not in used]
     out: list[Source | None] = []
@@ -145,7 +145,7 @@ def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
         return src.itemsize == 1 and dst in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _source(target: Target, manifest: Manifest, rename: Rename | None) -> Source | str | None:
+def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Source | str | None:
     """The source of a leaf; None if it is to be left out; or the path at which nothing was found."""
     path = asked(target.parts, rename)
     if path is None:

@@ -6,7 +6,6 @@ a whole is checked against its digest.
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -14,16 +13,14 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box
-from shardfn.memory import Bytes, as_bytes, on_host
+from shardfn.memory import Bytes, as_bytes
 
+from ._bands import PIECE, read_box, staging
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
 from ._place import Location, OpenedFile, damaged
 
-_PIECE = 8 << 20
 # Files of one checkpoint that are open at a time; a process may have some thousand in all, often.
 _MAX_OPEN = 64
-# Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
-_PAGE = 4096
 
 
 class BoxReader(Protocol):
@@ -106,13 +103,13 @@ class ChunkReader:
         return file
 
     def _whole(self, chunk: StoredChunk, target: Tensor, check: bool) -> None:
-        here = target if target.is_contiguous() and target.device.type == "cpu" else _staging(chunk.shape, target.dtype)
+        here = target if target.is_contiguous() and target.device.type == "cpu" else staging(chunk.shape, target.dtype)
         data = as_bytes(here)
         digest = hashlib.sha256()
-        for lo in range(0, len(data), _PIECE):
-            self.into(chunk.file, chunk.start + lo, data[lo : lo + _PIECE])
+        for lo in range(0, len(data), PIECE):
+            self.into(chunk.file, chunk.start + lo, data[lo : lo + PIECE])
             if check:
-                digest.update(data[lo : lo + _PIECE].data)
+                digest.update(data[lo : lo + PIECE].data)
         if check and digest.hexdigest() != chunk.sha256:
             end = chunk.start + len(data)
             raise damaged(
@@ -122,61 +119,12 @@ class ChunkReader:
             target.copy_(here)
 
     def _part(self, chunk: StoredChunk, inner: Box, target: Tensor) -> None:
-        """A box of a chunk: runs of bytes that lie together, or, where little is between them, bands of rows."""
-        itemsize = target.dtype.itemsize
-        for corner, box in _bands(chunk.shape, inner, itemsize):
-            # `box` is whole along all dims but one, so that its bytes lie together.
-            here = _staging(tuple(hi - lo for lo, hi in box), target.dtype)
-            begin = 0
-            for (lo, _), size in zip(box, chunk.shape, strict=True):
-                begin = begin * size + lo
-            self.into(chunk.file, chunk.start + begin * itemsize, as_bytes(here))
-            wanted = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(inner, box, strict=True)]
-            cut = here[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(wanted, box, strict=True))]
-            target[tuple(slice(a - c, b - c) for (a, b), c in zip(wanted, corner, strict=True))].copy_(cut)
+        read_box(chunk.shape, inner, target, lambda start, data: self.into(chunk.file, chunk.start + start, data))
 
 
 def _overlap(box: Box, chunk: StoredChunk) -> Box | None:
     both = tuple((max(lo, o), min(hi, o + n)) for (lo, hi), o, n in zip(box, chunk.offset, chunk.shape, strict=True))
     return both if all(lo < hi for lo, hi in both) else None
-
-
-def _bands(shape: Sequence[int], inner: Box, itemsize: int) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """Boxes whose bytes lie together in a row-major chunk, and which together have `inner`; its corner with each.
-
-    The last dims that are wanted whole, or from whose rows little is left out, belong to every band.
-    """
-    corner = tuple(lo for lo, _ in inner)
-    dim, row = len(shape), itemsize
-    while dim and (shape[dim - 1] - (inner[dim - 1][1] - inner[dim - 1][0])) * row <= _PAGE:
-        # All of this dim is read, if what lies around it is.
-        row *= shape[dim - 1]
-        dim -= 1
-    tail = tuple((0, n) for n in shape[dim:])
-    if dim == 0:
-        first, last = inner[0] if inner else (0, 1)
-        dim, tail, row = 1, tail[1:], row // max(shape[0], 1)
-    else:
-        first, last = inner[dim - 1]
-    step = max(1, _PIECE // max(row, 1))
-    outer = [range(lo, hi) for lo, hi in inner[: dim - 1]]
-    for at in _product(outer):
-        for lo in range(first, last, step):
-            yield corner, (*((i, i + 1) for i in at), (lo, min(lo + step, last)), *tail)
-
-
-def _product(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    if not ranges:
-        yield ()
-        return
-    for i in ranges[0]:
-        for rest in _product(ranges[1:]):
-            yield (i, *rest)
-
-
-def _staging(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    with on_host():
-        return torch.empty(tuple(shape), dtype=dtype)
 
 
 def dtype_of(leaf: StoredLeaf) -> torch.dtype:

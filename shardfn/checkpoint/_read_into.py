@@ -1,13 +1,13 @@
 """What is no checkpoint of ours, read into a tree as `restore` does it; and one such thing, tensors that are here."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import Box
-from shardfn.core import PyTree, dtype_name, raise_all, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, did_you_mean, dtype_name, raise_all, tree_flatten, tree_unflatten
 from shardfn.engine import comms_of, losing_no_peer, told_before
 from shardfn.memory import Pool
 from shardfn.state import check_alive
@@ -19,8 +19,28 @@ from ._read import BoxReader
 from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
 
 
+class ReadKeywords(TypedDict, total=False):
+    """How a tree is filled, as `restore` takes it.
+
+    Attributes:
+        at: what the tree's paths begin with.
+        rename: from a path of the tree to the name there; None = the leaf stays as it is.
+        partial: whether leaves that only one side has are passed over.
+        cast: whether values may be rounded to a leaf's dtype.
+        donate: whether the memory of the tree is filled, which then cannot be touched again.
+        pool: for leaves on disk of an abstract tree.
+    """
+
+    at: str
+    rename: Rename | None
+    partial: bool
+    cast: bool
+    donate: bool
+    pool: Pool | None
+
+
 class ReadOptions(NamedTuple):
-    """How a tree is filled; as `restore` takes them."""
+    """The same with what holds where nothing is said."""
 
     at: str = ""
     rename: Rename | None = None
@@ -38,7 +58,7 @@ class LeafReader(BoxReader, Protocol):
         ...
 
 
-def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options: ReadOptions) -> Any:
+def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options: ReadKeywords) -> Any:
     """A tree like this one with the values that a reader has. Collective; nothing is written before all leaves fit.
 
     Args:
@@ -46,11 +66,17 @@ def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options
         opened: opens the reader.
         what: it is read, for messages.
         options: how.
+
+    Raises:
+        TypeError: there is no such option.
     """
+    for name in options.keys() - {*ReadOptions._fields}:
+        takes = f" It takes {', '.join(ReadOptions._fields)}."
+        raise TypeError(f"there is no argument {name!r}.{did_you_mean(name, ReadOptions._fields) or takes}")
     check_alive(like, abstract=True)
     mesh = mesh_of(like)
     comms = comms_of(mesh)
-    at, rename, partial, cast, donate, pool = options
+    at, rename, partial, cast, donate, pool = ReadOptions(**options)
     with told_before(comms.control):
         reader = opened()
         leaves, treedef = tree_flatten(like)
@@ -72,17 +98,7 @@ def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLe
     return StoredLeaf(shape, dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
 
 
-def restore_tensors(
-    tensors: Mapping[str, Tensor],
-    like: PyTree,
-    *,
-    at: str = "",
-    rename: Rename | None = None,
-    partial: bool = False,
-    cast: bool = False,
-    donate: bool = True,
-    pool: Pool | None = None,
-) -> Any:
+def restore_tensors(tensors: Mapping[str, Tensor], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
     """Whole tensors that every rank has, into a tree like this one. Collective over its mesh.
 
     As `restore` does, it compares everything before a value is written, and each rank takes its own blocks to where
@@ -91,12 +107,7 @@ def restore_tensors(
     Args:
         tensors: by path, as `restore`'s checkpoint has them: `params['w']`; the same on all ranks, mapped ones too.
         like: as `restore` takes it.
-        at: what the tree's paths begin with.
-        rename: from a path of the tree to a key of `tensors`; None = the leaf stays as it is.
-        partial: whether leaves that only one side has are passed over.
-        cast: whether values may be rounded to a leaf's dtype.
-        donate: whether the memory of `like` is filled.
-        pool: for leaves on disk of an abstract tree.
+        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as `restore` takes them.
 
     Returns:
         The tree.
@@ -111,7 +122,6 @@ def restore_tensors(
         >>> restore_tensors({"['w']": torch.ones(2)}, {"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    options = ReadOptions(at, rename, partial, cast, donate, pool)
     return read_into(like, lambda: _Tensors(tensors), "what is given", options)
 
 

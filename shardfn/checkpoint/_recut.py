@@ -1,8 +1,9 @@
 """States of optimizers that compress: what ranks owe one another is cut by ranks, and does not fit others as it is.
 
 Where the number of ranks is the same, errors are read as they are, and only codes of the last momentum, which depend on
-the ZeRO stage, are left out: the next step gathers the rows of it instead, once. Else `optim.rebalanced` shares
-out what the old ranks owe; it takes whole leaves.
+the ZeRO stage, are left out: the next step gathers the rows of it instead, once. On other ranks `optim.rebalanced`
+shares out what the old ones owe; it takes whole leaves. Where other axes cut the leaves, or layers are stacked on one
+side, errors are laid out over their leaves and cut anew (`_owed`).
 """
 
 import math
@@ -18,6 +19,7 @@ from shardfn.optim import compresses
 
 from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Target, asked
+from ._owed import Owed, everywhere, owed
 from ._read import ChunkReader, dtype_of
 
 Rebalance = Callable[[PyTree, PyTree], PyTree]
@@ -39,6 +41,17 @@ class _Node(NamedTuple):
     found: list[StoredLeaf | None]
 
 
+class _Fresh(NamedTuple):
+    """Leaves that depend on the ZeRO stage, and begin anew: codes, and the word that there are some."""
+
+    codes: list[int]
+    begun: list[int]
+
+    @property
+    def all(self) -> list[int]:
+        return [*self.codes, *self.begun]
+
+
 class Recut(NamedTuple):
     """What of a tree is made of states of other ranks.
 
@@ -47,6 +60,7 @@ class Recut(NamedTuple):
         paths: the leaves of the checkpoint that they are made of.
         nodes: the states.
         zeros: the numbers of leaves that begin at 0.
+        owed: errors that are cut anew, leaf by leaf.
         problems: what cannot be.
     """
 
@@ -54,6 +68,7 @@ class Recut(NamedTuple):
     paths: frozenset[str]
     nodes: list[_Node]
     zeros: list[int]
+    owed: list[Owed]
     problems: list[str]
 
     def apply(self, leaves: Sequence[Any], reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
@@ -61,6 +76,9 @@ class Recut(NamedTuple):
         out = list(leaves)
         for i in self.zeros:
             out[i] = _zeros(out[i])
+        for x in self.owed:
+            for i, new in zip(x.at, x.read(reader), strict=True):
+                out[i] = new
         for node in self.nodes:
             new = _rebalanced(node, reader, rebalance)
             out[node.first : node.first + len(new)] = new
@@ -69,7 +87,7 @@ class Recut(NamedTuple):
 
 def recut(like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None) -> Recut:
     """The states of a tree that the checkpoint has for other ranks, or with other codes."""
-    out = Recut(frozenset(), frozenset(), [], [], [])
+    out = Recut(frozenset(), frozenset(), [], [], [], [])
     first = 0
     for state in tree_flatten(like, is_leaf=compresses)[0]:
         count = len(tree_leaves(state))
@@ -89,6 +107,14 @@ def _with(
     codes, residual = ({*tree_leaves(getattr(node.index, f, ()))} for f in ("codes", "residual"))
     prefix = "".join(_common([t.parts for t in targets])).removeprefix(".")
     old_codes = {p for p in manifest.leaves if p.startswith(f"{prefix}.codes")}
+    fresh = _Fresh(sorted(codes), [node.index.freeze.begun] if codes and hasattr(node.index, "freeze") else [])
+    begun = (n for i in fresh.begun if (n := names[i - first]))
+    anew = out._replace(
+        at=out.at.union(fresh.all), paths=out.paths.union(old_codes, begun), zeros=[*out.zeros, *fresh.all]
+    )
+    errors = owed(state, node.index, dict(zip(here, targets, strict=True)), manifest, rename)
+    if not all(x.cut_alike for x in errors):
+        return _cut_anew(anew, errors, manifest, targets[0])
     if any(found[i - first] is None for i in here if i not in codes):
         return out  # another optimizer, whose leaves are listed one by one
     same = [i for i, leaf, t in zip(here, found, targets, strict=True) if leaf is not None and leaf.shape == t.shape]
@@ -100,15 +126,21 @@ def _with(
             nodes=[*out.nodes, node],
             problems=[*out.problems, *wrong],
         )
-    if codes <= {*same} and old_codes <= {*names}:
-        return out
-    begun = [node.index.freeze.begun] if codes and hasattr(node.index, "freeze") else []
-    fresh = [*sorted(codes), *begun]
-    used = {names[i - first] for i in begun}
+    return out if codes <= {*same} and old_codes <= {*names} else anew
+
+
+def _cut_anew(out: Recut, errors: Sequence[Owed], manifest: Manifest, state: Target) -> Recut:
+    """Errors that other axes cut than in the checkpoint, or whose layers are stacked on one side."""
+    problems = [
+        f"the state of {state.path}: all of its errors are cut along {axis}, which may be of the axes inside of"
+        " `outer`, along which nothing can be moved; keep that axis as it was"
+        for axis in everywhere(errors, manifest)
+    ]
     return out._replace(
-        at=out.at.union(fresh),
-        paths=out.paths.union(old_codes, (n for n in used if n)),
-        zeros=[*out.zeros, *fresh],
+        at=out.at.union(*(x.at for x in errors)),
+        paths=out.paths.union(*(x.paths for x in errors)),
+        owed=[*out.owed, *errors],
+        problems=[*out.problems, *problems],
     )
 
 

@@ -207,7 +207,7 @@ def _filled(task: LeafTask, reader: BoxReader, check: bool) -> Any:
         on_host = x.memory_kind == "host"
         block = host_empty(shape, x.dtype) if on_host else torch.empty(shape, dtype=x.dtype, device=x.mesh.device)
         _fill(reader, source, box, block, check)
-    return GlobalTensor(block, x.shape, x.spec, x.mesh, x.memory_kind)
+    return x.with_block(block)
 
 
 def _fill(reader: BoxReader, source: Source, box: Box, out: Any, check: bool) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardfn.kernels import NoCompilerError, build
+from shardfn.kernels import NoCompilerError, build, cxx_compiler
 
 _PACKAGES = (
     "torch",
@@ -71,8 +71,7 @@ def _software() -> Iterator[Fact]:
     for name in _PACKAGES:
         version = _version(name)
         yield Fact(name, version or "-", "" if version or name not in needs else needs[name])
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    yield _compiler(compiler)
+    yield _compiler(cxx_compiler())
 
 
 def _compiler(compiler: str | None) -> Fact:

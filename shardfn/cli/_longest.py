@@ -3,7 +3,7 @@
 Bytes at the peak of a step on a rank with t tokens, beside parameters and optimizer state (and, on several ranks, what
 is gathered): the largest of three moments, for elements of s bytes and a loss that computes in float32,
 
-    the loss in tiles of n tokens   max(4 n V + V D, n V + 3 V D) 4 + (2 + kept) t D s
+    the loss in tiles of n tokens   max(2 n V + V D, n V + 2 V D) 4 + (2 + kept) t D s
     the loss whole                  12 t V + (2 + kept) t D s
     a block's backward              attention (12 D + 2.5 K) t s or, if larger, the MLP: whole (4 D + 8 F + 2.5 K) t s,
                                     in tiles of w tokens 6 t D s + (4 D + 8 F) w s; and
@@ -12,8 +12,9 @@ is gathered): the largest of three moments, for elements of s bytes and a loss t
     the update                      all gradients + the largest leaf
 
 where kept is L, the inputs of the blocks, and 0 where they wait elsewhere. The factors were read off steps of
-`models.gpt` in Llama's style with as many key heads as heads; with fewer it is less. `benchmarks/bench_longest.py`
-compares them with what is counted. Messages of attention between ranks are not in them.
+`models.gpt` in Llama's style with as many key heads as heads; with fewer it is less.
+`benchmarks/bench_longest_sequence.py` compares them with what is counted. Messages of attention between ranks are not
+in them.
 
 B batch, t tokens of a rank, D model, K head dim, F ffn, V vocabulary, L layers.
 """
@@ -117,7 +118,7 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     stay = states.params + states.optimizer + (states.window if ranks > 1 else 0)
     kept = 0 if settings.offload else c.num_layers * t * c.d_model * size
     n = settings.loss_tile
-    loss = 12 * t * c.vocab_size if n is None else 4 * max(4 * n * c.vocab_size + layer, n * c.vocab_size + 3 * layer)
+    loss = 12 * t * c.vocab_size if n is None else 4 * max(2 * n * c.vocab_size + layer, n * c.vocab_size + 2 * layer)
     narrow, wide = 12 * c.d_model + 5 * c.head_dim // 2, 4 * c.d_model + 8 * c.ff_dim
     tile = 6 * c.d_model * t + wide * min(t, MLP_WIDTH)
     block = size * max(narrow * t, tile if settings.tiled_mlp else (wide + 5 * c.head_dim // 2) * t)

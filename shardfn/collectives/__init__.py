@@ -7,7 +7,7 @@ from ._all_gather import all_gather as all_gather, all_gather_invariant as all_g
 from ._all_gather import quantized_all_gather as quantized_all_gather
 from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
 from ._all_to_all import all_to_all as all_to_all
-from ._ppermute import ppermute as ppermute
+from ._ppermute import ppermute as ppermute, ppermute_start as ppermute_start
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route

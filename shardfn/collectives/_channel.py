@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -68,6 +69,7 @@ class Channel:
         self.index = mesh.axis_index(self.axes)
         group = mesh.new_group(self.axes, backend)
         self.group: Any = group
+        self._device = mesh.device
         # Of a relay: transfers that wait for their turn to use it.
         self.line: collections.deque[Any] = collections.deque()
         # Own blocks that may not have left, the oldest first, each kept alive by its entry. Empty after `flush` and
@@ -221,8 +223,9 @@ class Channel:
         return _when([work], lambda: flat)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
-        """To one rank, on a gloo channel: a contiguous host tensor, not to be written until the result is taken."""
-        record("send", (), x.nbytes, dtype=x.dtype)
+        """To one rank, on a gloo channel, through the host: a tensor, not to be written until the result is taken."""
+        x = x.cpu().contiguous()
+        record("send", self.axes, x.nbytes, dtype=x.dtype)
         if self._lanes is not None:
             return self._shared(self._lanes.message(x, to, tag, sends=True), lambda: x)
         with _transport():
@@ -234,6 +237,11 @@ class Channel:
             return self._shared(self._lanes.message(into, source, tag, sends=False), lambda: into)
         with _transport():
             return _when([self.group.recv([as_raw(into)], source, tag)], lambda: into)
+
+    def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
+        """`receive`, into a new tensor that looks like `like`, on the mesh's device."""
+        into = torch.empty(like.shape, dtype=like.dtype)
+        return self.receive(into, source, tag).then(lambda x: x.to(self._device))
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""

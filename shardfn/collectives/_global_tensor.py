@@ -83,7 +83,7 @@ class GlobalTensor:
 
     @property
     def local(self) -> Tensor:
-        """This rank's block; one that is on disk is read, each time.
+        """This rank's block; one that is `Stored`, on disk or in codes, is opened, each time.
 
         Raises:
             DonatedError: a step has consumed this leaf.
@@ -127,6 +127,21 @@ class GlobalTensor:
         """The device of the block; that of the host if it is on disk."""
         held = self.held
         return held.device if isinstance(held, Tensor) else torch.device("cpu")
+
+    @property
+    def code(self) -> tuple[int, int] | None:
+        """What the elements of the block are rounded to where it is kept; None = they are kept as they are."""
+        held = self.held
+        return None if isinstance(held, Tensor) else held.code
+
+    @property
+    def placement(self) -> Placement:
+        """Where and how it is kept."""
+        return Placement(self.spec, (), self.memory_kind, self.dtype, self.code)
+
+    def with_block(self, block: Tensor | Stored) -> "GlobalTensor":
+        """The same leaf with another block, in the same memory; what that is rounded to, the block says."""
+        return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind)
 
     @property
     def ndim(self) -> int:
@@ -360,8 +375,9 @@ def transforming() -> bool:
 
 
 def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh, MemoryKind]]:
-    if x.memory_kind == "disk" and not isinstance(x._local, Tensor):
-        raise ValueError(f"{x!r} is on disk, where torch's transforms cannot reach it; load the state first.")
+    held = x._local
+    if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
+        raise ValueError(f"{x!r} is no tensor, so torch's transforms cannot reach it; load the state first.")
     return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind)
 
 

@@ -88,7 +88,7 @@ class Lanes:
         self.size, self.index, self._timeout = size, index, timeout
         self._ring = max(_LEAST_RING, RINGS // size // 4096 * 4096)
         self.nbytes: int = self._engine.plain("segment_bytes", size, self._ring)
-        self._ends = _Ends(self._engine, self.nbytes)
+        self._ends = _Holdings(self._engine, self.nbytes)
         self.offer = LanesOffer(self._ends.segment.offer, self._engine.bell)
         # Not at exit: what has not been read yet is, as long as the segment is there.
         self._closing = weakref.finalize(self, self._ends.close)
@@ -238,7 +238,7 @@ class Entry:
         return state != 0
 
 
-class _Ends:
+class _Holdings:
     """What a channel holds of the system, apart from it, so that it can be given back when nobody has the channel."""
 
     def __init__(self, made: Engine, nbytes: int) -> None:

@@ -61,11 +61,10 @@ class Cuts:
 
     def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
         """The part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
-        assert self.dim is not None
-        first = self.bounds[run.first][0]
-        rows = self.bounds[run.first][1] - first
-        part = x if rows * run.num == x.shape[self.dim] else x.narrow(self.dim, first, rows * run.num)
-        return part.unflatten(self.dim, (run.num, rows)).movedim(self.dim, 0)
+        grid, order, first, num = _grid(self, run.first, run.num)
+        part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
+        # Views of one dim as two: whatever the strides are, no copy is made.
+        return part.view(grid) if order[0] == 0 else part.view(grid).permute(order)
 
     def from_ranks(self, pieces: Tensor) -> Tensor:
         """The rows of the tensor that `pieces`, [ranks, *shape of a piece], are."""
@@ -175,6 +174,20 @@ class Packing:
         grids = [torch.cat([leaf.by_rank(x, run).flatten(1) for leaf, x in pairs], dim=1).view(-1) for run in self.runs]
         return grids[0] if len(grids) == 1 else torch.cat(grids or [wholes[0].new_empty(0)])
 
+    def laid(self, wholes: Sequence[Tensor]) -> Tensor:
+        """`lay`, each element written once, to its place: for tensors that neither autograd nor a capture sees."""
+        if len(wholes) == 1 and self.leaves[0].dim in (None, 0):
+            return self.lay(wholes)
+        if not self.cut:
+            out = wholes[0].new_empty(sum(x.numel() for x in wholes))
+            places = out.split_with_sizes([x.numel() for x in wholes])
+            torch._foreach_copy_([p.view(x.shape) for p, x in zip(places, wholes, strict=True)], list(wholes))
+            return out
+        out = wholes[0].new_empty(sum(self.sizes))
+        for run, pieces in self._by_run(out):
+            torch._foreach_copy_(pieces, [leaf.by_rank(x, run) for leaf, x in zip(self.leaves, wholes, strict=True)])
+        return out
+
     def _by_run(self, message: Tensor) -> Iterator[tuple[Stretch, list[Tensor]]]:
         """For each run, each leaf's pieces [ranks, *shape of a piece]."""
         begin = 0
@@ -182,8 +195,8 @@ class Packing:
             width = sum(run.sizes)
             grid = message[begin : begin + run.num * width].view(run.num, width)
             columns = grid.split_with_sizes(list(run.sizes), dim=1)
-            shapes = [leaf.shapes[run.first] for leaf in self.leaves]
-            yield run, [c.unflatten(1, shape) for c, shape in zip(columns, shapes, strict=True)]
+            shapes = [(run.num, *leaf.shapes[run.first]) for leaf in self.leaves]
+            yield run, [c.view(shape) for c, shape in zip(columns, shapes, strict=True)]
             begin += run.num * width
 
 
@@ -230,6 +243,17 @@ def dealt(total: int, size: int) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def _shapes(whole: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) -> list[torch.Size]:
     return [torch.Size((*whole[:dim], hi - lo, *whole[dim + 1 :])) for lo, hi in bounds]
+
+
+@functools.lru_cache(maxsize=4096)
+def _grid(cuts: Cuts, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """For `by_rank`: the dims with the cut one as two, their order with ranks first, where the rows begin, how many."""
+    assert cuts.dim is not None
+    lo, hi = cuts.bounds[first]
+    whole, dim = cuts.whole, cuts.dim
+    grid = (*whole[:dim], num, hi - lo, *whole[dim + 1 :])
+    order = (dim, *(d for d in range(len(grid)) if d != dim))
+    return grid, order, lo, num * (hi - lo)
 
 
 # Rows of a leaf with the dim first that is cut, padded to those of the first rank.

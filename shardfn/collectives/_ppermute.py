@@ -1,6 +1,6 @@
 """Point to point: `ppermute`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Shaped
@@ -9,7 +9,8 @@ from torch import Tensor
 from shardfn.core import Axes, raise_all
 
 from ._line import line_along
-from ._primitive import Call, bind
+from ._primitive import Call, bind, start
+from ._where import recording
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
@@ -48,6 +49,32 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
         return bind(x, Call("ppermute", line, perm=pairs))
     # Not zeros_like: the result is a function of x, with gradient zero, on one rank as on many.
     return x if pairs else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+
+
+def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
+    """`ppermute` under way, of a plain tensor that nobody differentiates; what is returned waits for it.
+
+    While a program is captured it is sent and waited for at once: the passes over its graph decide what overlaps.
+
+    Args:
+        x: of one shape on all ranks; not to be written before the wait.
+        axis: as in `ppermute`.
+        perm: as in `ppermute`.
+
+    Raises:
+        ValueError: as `ppermute`.
+
+    Example:
+        >>> ppermute_start(torch.tensor([1, 2]), "pp", [(0, 0)])()
+        tensor([1, 2])
+    """
+    line = line_along(axis)
+    if line is None or recording():
+        here = ppermute(x, axis, perm)
+        return lambda: here
+    pairs = tuple((int(src), int(dst)) for src, dst in perm)
+    _check(pairs, line.size)
+    return start(x, Call("ppermute", line, perm=pairs))
 
 
 def _check(pairs: tuple[tuple[int, int], ...], n: int) -> None:

@@ -256,11 +256,20 @@ def _arriving(x: Tensor, call: Call, width: int) -> torch.Size:
 
 
 def _ppermute(x: Tensor, call: Call) -> Tensor:
+    return _ppermute_start(x, call)()
+
+
+def _ppermute_start(x: Tensor, call: Call) -> Wait:
     line, n = call.line, x.numel()
     send = [n * ((line.index, i) in call.perm) for i in range(line.size)]
     recv = [n * ((i, line.index) in call.perm) for i in range(line.size)]
-    out = native.exchange(x.reshape(-1)[: sum(send)], send, recv, line, name="ppermute")
-    return out.view(x.shape) if sum(recv) else x.new_zeros(x.shape)
+    wait = native.exchange_start(x.reshape(-1)[: sum(send)], send, recv, line, name="ppermute")
+
+    def arrived() -> Tensor:
+        out = wait()
+        return out.view(x.shape) if sum(recv) else x.new_zeros(x.shape)
+
+    return arrived
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:
@@ -313,5 +322,5 @@ PRIMITIVES: dict[str, Primitive] = {
     "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block"), start=_all_gather_start),
     "take_own_block": Primitive(_take_own_block, _becomes("all_gather_invariant")),
     "all_to_all": Primitive(_all_to_all, _swap_dims, start=_all_to_all_start),
-    "ppermute": Primitive(_ppermute, _inverse),
+    "ppermute": Primitive(_ppermute, _inverse, start=_ppermute_start),
 }

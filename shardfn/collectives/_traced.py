@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardfn.core import Mesh, Pending
 
+from . import _message_ops  # noqa: F401  # defines ops
 from ._channel import Channel, Channels
 from ._control import Constant, Control
 from ._rounds import Rounds
@@ -30,7 +31,7 @@ class TracedChannel:
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
         self.sums_in_one = self.size == 2 and mesh.backend in ("gloo", "fake")
-        self._name = ",".join(self.axes)
+        self._name, self._device = ",".join(self.axes), mesh.device
         self.line: collections.deque[Any] = collections.deque()
 
     def all_gather(
@@ -67,6 +68,21 @@ class TracedChannel:
         out = _ops.wait(_ops.psum_start([flat], self._name))
         return Pending.of(out)
 
+    def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
+        """See `Channel.send`; it is waited for where its result is taken."""
+        handle = _ops.send_start(x, to, tag, self._name)
+
+        def left() -> Tensor:
+            _ops.sent(handle)
+            return x
+
+        return Pending(left)
+
+    def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
+        """See `Channel.arrival`; it is waited for where its result is taken."""
+        handle = _ops.receive_start(list(like.shape), like.dtype, self._device, source, tag, self._name)
+        return Pending(lambda: _ops.wait(handle))
+
     def flush(self) -> None:
         """Nothing is under way."""
 
@@ -87,6 +103,10 @@ class TracedChannels:
 
     def relay(self, axes: tuple[str, ...]) -> TracedChannel:
         """A graph's transfers start in its order, so this is the channel that reduces."""
+        return TracedChannel(self._mesh, axes)
+
+    def between(self, axes: tuple[str, ...]) -> TracedChannel:
+        """The channel from rank to rank."""
         return TracedChannel(self._mesh, axes)
 
     def flush(self) -> None:

@@ -78,13 +78,20 @@ def bind_channels(channels: "Channels | Any") -> Iterator[None]:
         _IN_FLIGHT.clear()
 
 
-def _channels() -> Any:
+def channels_of_graph() -> Any:
+    """The communicators that are bound."""
     return _CHANNELS.innermost()
 
 
-def _under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
+def under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
+    """Remembers a transfer by its handle."""
     _IN_FLIGHT[handle.untyped_storage()._cdata] = (handle, pending)
     return handle
+
+
+def ended(handle: Tensor) -> Pending[Tensor]:
+    """The transfer of a handle, which is forgotten."""
+    return _IN_FLIGHT.pop(handle.untyped_storage()._cdata)[1]
 
 
 def _axes(axes: str) -> tuple[str, ...]:
@@ -96,29 +103,29 @@ def _axes(axes: str) -> tuple[str, ...]:
 
 def _all_gather_start(own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
     out = own.new_empty(sum(sizes))
-    pending = _channels().gather(_axes(axes)).all_gather(own, sizes, out, settled=True)
-    return _under_way(out, pending)
+    pending = channels_of_graph().gather(_axes(axes)).all_gather(own, sizes, out, settled=True)
+    return under_way(out, pending)
 
 
 def _all_gather_into_start(into: Tensor, own: Tensor, sizes: Sequence[int], axes: str) -> Tensor:
-    pending = _channels().gather(_axes(axes)).all_gather(own, sizes, into, settled=True)
-    return _under_way(own.new_empty(0), pending)
+    pending = channels_of_graph().gather(_axes(axes)).all_gather(own, sizes, into, settled=True)
+    return under_way(own.new_empty(0), pending)
 
 
 # psum_scatter
 
 
 def _psum_scatter_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
-    pending = _channels().reduce(_axes(axes)).reduce_scatter(flat, sizes)
-    return _under_way(flat.new_empty(0), pending)
+    pending = channels_of_graph().reduce(_axes(axes)).reduce_scatter(flat, sizes)
+    return under_way(flat.new_empty(0), pending)
 
 
 # all_to_all
 
 
 def _all_to_all_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str) -> Tensor:
-    pending = _channels().reduce(_axes(axes)).all_to_all(flat, sizes)
-    return _under_way(flat.new_empty(0), pending)
+    pending = channels_of_graph().reduce(_axes(axes)).all_to_all(flat, sizes)
+    return under_way(flat.new_empty(0), pending)
 
 
 # psum
@@ -126,7 +133,7 @@ def _all_to_all_start(flat: Tensor, sizes: Sequence[int], index: int, axes: str)
 
 def _psum_start(parts: Sequence[Tensor], axes: str) -> Tensor:
     flat = torch.cat([p.reshape(-1) for p in parts])
-    return _under_way(flat, _channels().reduce(_axes(axes)).all_reduce(flat))
+    return under_way(flat, channels_of_graph().reduce(_axes(axes)).all_reduce(flat))
 
 
 # wait

@@ -24,7 +24,7 @@ def make_mesh(
     *,
     device: torch.device | str | None = None,
     timeout: float | None = None,
-    abstract: bool = False,
+    abstract: bool | Mapping[str, int] = False,
     alone: bool = False,
     ranks: Sequence[int] | None = None,
 ) -> Mesh:
@@ -37,7 +37,8 @@ def make_mesh(
         axes: axis name -> size, major to minor. One size may be -1: what is left of the ranks. Default: `{"dp": -1}`.
         device: where this rank computes; default CUDA if there is one, else CPU.
         timeout: seconds that a collective may wait for a peer; default torch's (30 minutes for gloo).
-        abstract: a mesh of ranks that do not exist, for `step.lower`: any sizes, no process group, nothing can run.
+        abstract: a mesh of ranks that do not exist, for `step.lower`: any sizes, no process group, nothing can run. It
+            is seen from the first rank; from another one if its coordinates are given, as in `abstract={"pp": 17}`.
         alone: a mesh of this rank alone, whatever others there are: for a computation that each does for itself.
         ranks: which ranks of the program, in ascending order; default all. The others make it, too, if they are to name
             it, as in `reshard`; they are not members, and whatever runs there is an error on them. Its communicators
@@ -55,12 +56,16 @@ def make_mesh(
         {'dp': 1}
         >>> make_mesh({"dp": 1024}, device="cpu", abstract=True).size
         1024
+        >>> make_mesh({"pp": 4, "dp": 8}, device="cpu", abstract={"pp": 2}).coords
+        {'pp': 2, 'dp': 0}
     """
+    seen_from = abstract if isinstance(abstract, Mapping) else {}
+    abstract = abstract is not False
     if ranks is not None and (abstract or alone):
         raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=; give one of them.")
     shape = _checked_axes(({} if abstract else {"dp": -1}) if axes is None else axes)
     if abstract:
-        return _abstract_mesh(shape, torch.device(device or "cpu"))
+        return _abstract_mesh(shape, torch.device(device or "cpu"), seen_from)
     dev = _local_device(device)
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     if alone:
@@ -129,10 +134,13 @@ def _checked(ranks: Sequence[int], world: int) -> Sequence[int]:
     return ranks
 
 
-def _abstract_mesh(shape: dict[str, int], device: torch.device) -> Mesh:
+def _abstract_mesh(shape: dict[str, int], device: torch.device, seen_from: Mapping[str, int]) -> Mesh:
     if any(s < 1 for s in shape.values()):
         raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more; nothing says what -1 would be.")
-    return Mesh(shape, device, abstract=True)
+    wrong = {axis: at for axis, at in seen_from.items() if not 0 <= at < shape.get(axis, 0)}
+    if wrong:
+        raise ValueError(f"abstract={dict(seen_from)}: an abstract mesh of {shape} has no rank at {wrong}.")
+    return Mesh(shape, device, abstract=True, seen_from=seen_from)
 
 
 def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:

@@ -44,7 +44,8 @@ class Mesh:
         device_mesh: the `torch.distributed.DeviceMesh` behind it; None when everything is one process, and of a mesh of
             some ranks.
         timeout: how long a collective may wait for a peer: by default as long as in the default process group.
-        abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from rank 0, but not run.
+        abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from one of
+            them, but not run.
         resources: what other rooms keep for as long as the mesh lives (communicators, say).
         made: the process groups that it has made.
         closed: whether it has been closed: nothing can be sent on it any more.
@@ -58,6 +59,7 @@ class Mesh:
         timeout: datetime.timedelta | None = None,
         abstract: bool = False,
         ranks: Sequence[int] | None = None,
+        seen_from: Mapping[str, int] | None = None,
     ) -> None:
         self.abstract = abstract
         self.shape = dict(shape)
@@ -66,10 +68,11 @@ class Mesh:
         self.timeout = timeout or _default_timeout(device)
         here = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = (here,) if self.size == 1 and ranks is None else tuple(ranks or range(self.size))
-        told = device_mesh is not None or ranks is not None  # else it is seen from its first rank
-        self.rank = 0 if not told else self.ranks.index(here) if here in self.ranks else -1
+        told = device_mesh is not None or ranks is not None  # else it is seen from its first rank, or one that is named
         # Not a tensor: groups are made while a step is captured, too, when tensors have no values.
         grid = np.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
+        named = int(grid[tuple((seen_from or {}).get(axis, 0) for axis in self.shape) or (0,)])
+        self.rank = named if not told else self.ranks.index(here) if here in self.ranks else -1
         where = np.argwhere(grid == self.rank).tolist()
         self._coords = dict(zip(self.shape, where[0], strict=False)) if where else None
         # Whether it makes groups by itself, for which only its own ranks are needed.

@@ -54,6 +54,16 @@ class Placement:
     stacked: bool = False
     brought: tuple[str, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it lies in the device's memory as it is used: nothing opens it, and it can be written over."""
+        return self.memory_kind == "device" and self.code is None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is `Stored`: no tensor of its elements, and replaced by an update, never written over."""
+        return self.memory_kind == "disk" or self.code is not None
+
     def with_(self, **changes: object) -> "Placement":
         """This placement with other values of some fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

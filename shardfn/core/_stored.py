@@ -20,7 +20,8 @@ class Stored(Protocol):
         shape: as a tensor's.
         dtype: as a tensor's.
         kind: the memory kind of the place.
-        nbytes: the bytes of the value.
+        code: what its elements are rounded to, see `Placement.code`; None = they are kept as they are.
+        nbytes: the bytes of the value, as it is kept.
 
     Example:
         >>> isinstance(torch.zeros(2), Stored)
@@ -43,8 +44,13 @@ class Stored(Protocol):
         ...
 
     @property
+    def code(self) -> tuple[int, int] | None:
+        """What its elements are rounded to; None = they are kept as they are."""
+        ...
+
+    @property
     def nbytes(self) -> int:
-        """The bytes of the value."""
+        """The bytes of the value, as it is kept."""
         ...
 
     def flat(self) -> "Stored":
@@ -71,6 +77,7 @@ class Absent:
     """
 
     nbytes = 0
+    code: tuple[int, int] | None = None
 
     def __init__(self, ndim: int, dtype: torch.dtype, kind: MemoryKind, why: str) -> None:
         self.shape, self.dtype, self._why = torch.Size([0] * ndim), dtype, why

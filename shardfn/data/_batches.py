@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.core import chunk_bounds
 
-from ._permute import permute
+from ._permute import permute, shuffled
 
 
 @runtime_checkable
@@ -131,9 +131,7 @@ class Batches:
 
     def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Which window each row number n B + i reads; window w starts at id w T."""
-        epoch, place = np.divmod(index, self.num_windows)
-        for e in np.unique(epoch):
-            place[epoch == e] = permute(place[epoch == e], self.num_windows, self.seed, int(e))
+        place = shuffled(index, self.num_windows, self.seed)
         # By a shuffle without the seed, so that parts are disjoint whatever the seeds of those who use them.
         return permute(place + self._part[0], self._total)
 

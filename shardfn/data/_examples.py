@@ -15,7 +15,7 @@ from jaxtyping import Int64
 from shardfn.core import Mesh, PyTree, chunk_bounds
 
 from ._collate import first_rows
-from ._permute import permute
+from ._permute import shuffled
 
 
 @runtime_checkable
@@ -88,12 +88,7 @@ class ExampleBatches:
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Which example each row number n B + i is."""
-        size = len(self.examples)
-        epoch, place = np.divmod(rows, size)
-        if self.seed is not None:
-            for e in np.unique(epoch):
-                place[epoch == e] = permute(place[epoch == e], size, self.seed, int(e))
-        return place
+        return shuffled(rows, len(self.examples), self.seed)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
         """Batches `first` to `stop` (exclusive) in order."""

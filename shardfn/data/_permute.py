@@ -68,3 +68,25 @@ def _round_keys(key: tuple[int, ...]) -> list[np.uint64]:
     for k in key:
         state = _mix(state + np.uint64((k + _GOLDEN) & _MASK))
     return [_mix(state + np.uint64((i + 1) * _GOLDEN & _MASK))[0] for i in range(_ROUNDS)]
+
+
+def shuffled(rows: Int64[np.ndarray, " n"], size: int, seed: int | None) -> Int64[np.ndarray, " n"]:
+    """Which of `size` things each row of an endless sequence is: all of them once an epoch, in an order of its own.
+
+        epoch, k = divmod(row, size);   permute(k, size, seed, epoch)
+
+    Args:
+        rows: numbers from 0 on, 1-d int64.
+        size: of an epoch.
+        seed: of the orders; None = as they are.
+
+    Example:
+        >>> order = shuffled(np.arange(6), 3, 42)
+        >>> sorted(order[:3].tolist()), sorted(order[3:].tolist()), shuffled(np.arange(4), 3, None).tolist()
+        ([0, 1, 2], [0, 1, 2], [0, 1, 2, 0])
+    """
+    epoch, place = np.divmod(rows, size)
+    if seed is not None:
+        for e in np.unique(epoch):
+            place[epoch == e] = permute(place[epoch == e], size, seed, int(e))
+    return place

@@ -11,6 +11,7 @@ from ._check import agree_on_step as agree_on_step, check_params as check_params
 from ._chunks import Chunks as Chunks, tree_sum as tree_sum
 from ._check import check_cuts as check_cuts, check_specs as check_specs, default_batch as default_batch
 from ._check import describe_batch as describe_batch, is_spec as is_spec, told_before as told_before
+from ._collector import uncollected as uncollected
 from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
 from ._constant import describe_function as describe_function, describe_step as describe_step
 from ._crossed import crossed as crossed
@@ -39,6 +40,7 @@ from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLaye
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
 from ._nothing import check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded
+from ._pipelined_functions import PipelinedFunctions as PipelinedFunctions
 from ._pipelined_module import PipelinedModule as PipelinedModule
 from ._plan import Plan as Plan
 from ._planner import OF_A_STATE as OF_A_STATE, Planner as Planner, Words as Words

@@ -11,50 +11,23 @@ from torch import Tensor
 from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_map
 from shardfn.leaves import LeafBook, opened
-from shardfn.nn import DeferredGradients
-from shardfn.schedules import Action, split_backwards
 from shardfn.state import Ahead
 
 from ._accumulated import microbatches
 from ._canonical import check_canonical, chunks_of
-from ._comms import Comms, described, open_channels, rounds_of, spans_the_mesh
+from ._comms import Comms, described, open_channels, rounds_of
 from ._course import Course, Whole
 from ._entered import check_capture, enter, watch_of
-from ._gather import DONE, IDLE, Gatherer
-from ._generator import warning_of_draws
-from ._loss import Loss, NoGradientError, Value, WeightedMean, naming_used_up, totals
-from ._model_state import ModelState, named_leaves
+from ._gather import Gatherer
+from ._loss import Loss
 from ._order import UseOrder
+from ._outcome import Outcome
+from ._performer import Performer
 from ._pipelined import pipelined_in
 from ._plan import Plan
-from ._profiled import named_range
-from ._reduce import Reducer
 from ._schedule import accumulation
-from ._splice import taking_early
 from ._staged import Staged
 from ._step import StepParts
-from ._summed import refuse_summed
-
-# How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
-WEIGHTED = "a WeightedMean"
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What is left: sums over this rank's microbatches, gradients summed over ranks, the last model state."""
-
-    total: Tensor
-    weight: Tensor | None
-    aux: dict[str, WeightedMean]
-    num_microbatches: int
-    reducer: Reducer
-    plan: Plan
-    model_state: PyTree
-    values: list[Value]
-
-    def gradients(self) -> dict[int, Tensor | Stored]:
-        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
-        return self.plan.by_leaf(self.reducer.gradients())
 
 
 def run_forward(
@@ -113,13 +86,15 @@ def run_backward(
         loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _course(plan, comms, parts, loss, batches, args[1:])
-    engine = Engine(plan, comms, course, len(batches), gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead)
+    performer = Performer(
+        plan, comms, course, len(batches), gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead
+    )
     with _told(gatherer, comms), torch.enable_grad():
-        engine.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
+        performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:
             with course.named(action):
-                engine.perform(action)
-        return engine.finish(blocks, model_state)
+                performer.perform(action)
+        return performer.finish(blocks, model_state)
 
 
 def _course(
@@ -135,190 +110,7 @@ def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
     staged = pipelined_in(parts.loss)
     if parts.table is None or staged is None:
         return ()
-    if plan.captured:
-        raise ValueError(
-            "a step over stages of a pipeline is not captured: it waits for other ranks between its phases. Leave out"
-            " jit, and step.lower; or use a mesh without the pipeline's axis."
-        )
     return (staged.axis,)
-
-
-class Engine:
-    """The forwards and backwards of one step's microbatches, each a call. Made anew each step.
-
-    `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
-    of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their
-    losses may take different branches. Between actions a microbatch is what its course holds of it, with its graph,
-    from the forward to the backward; any number may be open. Where the schedule has W, the backward gives gradients of
-    activations, and W those of weights: until then the microbatch is what is left to multiply. Nothing else is a
-    microbatch's own: lazy leaves are opened by whoever needs them, and the reducer adds up the gradients of the
-    backward that runs.
-
-    Args:
-        plan: the layout.
-        comms: the communicators.
-        course: what this rank runs of each microbatch, and in which order.
-        num_microbatches: how many there are.
-        gatherer: serves whole leaves.
-        book: keeps them out of graphs.
-        ahead: see `run_backward`.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        comms: Comms,
-        course: Course,
-        num_microbatches: int,
-        gatherer: Gatherer,
-        book: LeafBook,
-        ahead: Ahead | None,
-    ) -> None:
-        self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
-        self._gatherer, self._book, self._ahead = gatherer, book, ahead
-        self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
-        self._split = split_backwards(course.actions)
-        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
-        ends = [self._ends(a) for a in course.actions]
-        self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
-        self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)
-        self._performed = 0
-        self._idle = False
-        self._seen: dict[int, Value] = {}
-
-    def enter(
-        self,
-        blocks: Sequence[Tensor | Stored],
-        *,
-        even: bool,
-        model_state: PyTree,
-        loss_scale: Tensor | None,
-    ) -> None:
-        """Lets the leaves and the model state enter."""
-        self._model_state = ModelState(model_state)
-        if not self._plan.captured:
-            for path, x in named_leaves(model_state):
-                self._book.watch.add(path, x, kept=True)
-        self._even, self._loss_scale = even, loss_scale
-        self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer)
-
-    def perform(self, action: Action) -> None:
-        """The next action of the schedule."""
-        self._course.receive(action)
-        if action.kind == "forward":
-            with named_range("forward"):
-                self._forward(action, last=self._performed == self._last_forward)
-        else:
-            with named_range("backward"):
-                self._backward(action, last=self._performed == self._last_backward)
-        self._performed += 1
-
-    def _forward(self, action: Action, *, last: bool) -> None:
-        plan, ahead = self._plan, self._ahead
-        self._gatherer.begin_phase()
-        if last and ahead is not None:  # whose reads queue behind those of the first parameters
-            ahead.begin()
-        self._comms.mark("forward")
-        kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
-        first = self._performed == 0 and not (plan.compared or plan.captured)
-        drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
-        with kept, self._model_state.through(), self._recorded(action), drawing:
-            value = self._course.forward(action, self._params)
-        self._book.watch.check("the loss")
-        if value is not None and not (plan.compared or plan.captured):
-            refuse_summed(value.total, plan)
-        if not self._even and value is not None and value.weight is None and plan.chunks is None:
-            raise ValueError(
-                "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
-                " return WeightedMean(total, weight) from the loss, or pass equal batches."
-            )
-        with named_range("waits"):
-            self._gatherer.end_phase(ask=False)
-        if self._performed == 0:
-            self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
-        if last and ahead is not None:
-            if value is not None and value.weight is None:
-                self._reducer.give_to(ahead)
-            else:  # gradients are divided by the weight of all ranks' batches first
-                ahead.stop()
-        if value is not None:
-            self._seen[action.microbatch] = Value(value.total.detach(), value.weight, value.aux)
-
-    def _backward(self, action: Action, *, last: bool) -> None:
-        plan, reducer = self._plan, self._reducer
-        each = plan.zero.pace.accumulate == "each" and plan.chunks is None
-        send = last or (each and self._ends(action))
-        reducer.begin(send=send, last=last)
-        self._gatherer.begin_phase()
-        self._comms.mark("backward")
-        if action.kind == "weights":
-            self._deferred.pop(action[1:]).rest()
-        else:
-            self._differentiate(action)
-        self._book.watch.check("the backward of the loss")
-        without = last and self._handles and not reducer.received
-        with named_range("waits"):
-            self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
-        with named_range("reduce"):
-            reducer.end()
-        self._book.forget_dead()
-
-    def _differentiate(self, action: Action) -> None:
-        ends, deferred = self._course.ends(action, self._seed), self._deferred.get(action[1:])
-        wanted, num = [*self._handles, *ends.inputs], len(self._handles)
-        grads: list[Tensor | None] = [None] * len(wanted)
-        if not wanted or not ends.outputs:
-            pass
-        elif deferred is not None:
-            grads[:] = deferred.first(ends.outputs, ends.cotangents, ends.inputs)
-        else:
-            with naming_used_up(), taking_early(ends.outputs[0]):
-                grads[:] = torch.autograd.grad(ends.outputs, wanted, ends.cotangents, allow_unused=True)
-        self._course.send_back(action, grads[num:])
-
-    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward whose backward is split."""
-        if action[1:] not in self._split:
-            return contextlib.nullcontext()
-        deferred = self._deferred[action[1:]] = DeferredGradients(self._handles, opened)
-        return deferred.recorded()
-
-    def _ends(self, action: Action) -> bool:
-        """Whether a microbatch has all gradients of a chunk with an action."""
-        return action.kind == "weights" or (action.kind == "backward" and action[1:] not in self._split)
-
-    def _seed(self, total: Tensor, weight: Tensor | None) -> Tensor:
-        """The cotangent of a microbatch's loss."""
-        chunks = self._plan.chunks
-        terms = self._plan.mesh.axis_size(self._plan.batch_axes) * self._num if chunks is None else chunks.total
-        scale = self._plan.num_left / terms
-        seed = torch.full_like(total, scale if weight is None else 1.0)
-        return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
-
-    def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
-        """What the microbatches add up to, and what all ranks learn from the first step of a plan.
-
-        Raises:
-            NoGradientError: no microbatch of any rank gives a leaf a gradient.
-            ValueError: a captured loss writes to parameters.
-        """
-        plan, comms = self._plan, self._comms
-        self._gatherer.close()
-        self._course.close()
-        check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state))
-        if not spans_the_mesh(comms, plan):
-            # Of groups that share no leaves, none goes on to the update while another one has failed.
-            self._idle = all(comms.control.exchange(int(self._idle)))
-        if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
-            raise NoGradientError(plan.trained)
-        comms.mark("update")
-        values = self._course.values([self._seen[k] for k in sorted(self._seen)])
-        out = _outcome(values, self._num, self._reducer, plan, self._model_state.now)
-        if not plan.reduce_order:
-            first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
-            plan.reduce_order = first
-        _agree_on_outcome(plan, comms, out)
-        return out
 
 
 def _gatherer(
@@ -347,19 +139,3 @@ def _told(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
         if comms.meets and not isinstance(error, RankError | TransportError):
             gatherer.fail(described(error))
         raise
-
-
-def _agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
-    """Compares, in the first step of a plan, what the losses of the ranks return: their sums must mean the same."""
-    if plan.outcome is None:
-        plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
-        comms.control.agree("what the loss returns", plan.outcome)
-
-
-def _outcome(values: list[Value], num: int, reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
-    total, weight = totals(values)
-    aux: dict[str, WeightedMean] = {}
-    for name in sorted(values[0].aux):
-        pairs = [v.aux[name] for v in values]
-        aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, num, reducer, plan, model_state, values)

@@ -46,6 +46,8 @@ class ChunkSums:
 
     def __init__(self, chunks: Chunks, zeros: Callable[[int], Tensor]) -> None:
         self.chunks, self._zeros = chunks, zeros
+        # Of a leaf, the nodes of all chunks up to the last that gave it a gradient: (start, stop, sum), in order, each
+        # as large as the tree lets it be. `_next` is the chunk whose backward runs.
         self._nodes: dict[int, list[Node]] = {}
         self._next = chunks.bounds[0] - 1
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor, StoppedError
 from shardfn.core import Stored, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.graph import Choice, Schedule
-from shardfn.memory import stored_of, token_of
-from shardfn.state import TrainState, scale_of, taken
+from shardfn.state import TrainState, as_graph_value, returned, scale_of, taken
 
 from ._comms import Comms
 from ._graphs import Graphs, Ready, signature
@@ -82,17 +81,17 @@ class CapturedSteps:
         naming = naming_exceptions(self._policy, lambda: [(x.path, x.dtypes.compute) for x in plan.leaves])
         try:
             with naming, taken(blocks_of(state), donate=self._parts.donate) as held:
-                # What is on disk enters a graph as a small tensor that names it.
-                given = [x if isinstance(x, Tensor) else token_of(x) for x in tree_leaves(held)]
+                given = [as_graph_value(x) for x in tree_leaves(held)]
                 outs = ready(comms, disk_of(program.plan), [*given, *arg_leaves])
         except StoppedError as stopped:  # before anything was written
             metrics = dict(zip(names, stopped.carried, strict=True))
             metrics["skipped"] = torch.ones_like(metrics["skipped"])
             return state, metrics
         values = outs[len(outs) - len(names) :]
-        new_held = [stored_of(x) if kind == "disk" else x for x, kind in zip(outs, program.kinds, strict=False)]
+        new_held = [returned(x, like) for x, like in zip(outs, program.blocks, strict=False)]
         then = num + program.opt_treedef.num_leaves
-        opt_state, kept = tree_unflatten(program.opt_treedef, new_held[num:then]), new_held[then:]
+        # Model state is always a tensor of the device.
+        opt_state, kept = tree_unflatten(program.opt_treedef, new_held[num:then]), outs[then : len(new_held)]
         new = next_state(program.plan, state, new_held[:num], opt_state, kept)
         return new, dict(zip(names, values, strict=True))
 

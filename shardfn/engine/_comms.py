@@ -20,6 +20,7 @@ class Comms:
         channels: asynchronous traffic.
         control: agreement between ranks.
         mark: is told which part of the step begins: "forward", "backward" or "update"; only a capture takes note.
+        name: is told which action of a pipeline begins, in words; "" after the last. As of `mark`.
         broken: set when a step failed half-way: transfers may be left over, so the next step makes new ones.
         meets: whether a rank whose loss raises goes on to the ranks' next round to say so, since the backend has no way
             to close a connection.
@@ -31,8 +32,9 @@ class Comms:
         channels: AnyChannels,
         control: AnyControl,
         mark: Callable[[str], None] = lambda phase: None,
+        name: Callable[[str], None] = lambda part: None,
     ) -> None:
-        self.mesh, self.channels, self.control, self.mark = mesh, channels, control, mark
+        self.mesh, self.channels, self.control, self.mark, self.name = mesh, channels, control, mark, name
         self.broken, self.meets = False, mesh.backend != "gloo"
 
 
@@ -77,13 +79,13 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     """
     rounds_of(comms, plan)
     if late_axes:
-        _live(comms)[0].between(late_axes)
+        comms.channels.between(late_axes)
     gather_channels(comms.channels, [plan.layers[unit.leaves[0]].ways.use for unit in plan.gather_units])
     # In the order of the layout: making a group is collective, and all ranks are to make the same.
     for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)
-    for names in sorted({plan.batch_axes, *(plan.norm_axes(leaf) for leaf in plan.leaves if leaf.trainable)}):
-        comms.mesh.group(tuple(n for n in comms.mesh.axis_names if n in names))
+    for axes in plan.psum_axes:
+        comms.mesh.group(axes)
     if isinstance(comms.channels, Channels):  # others are of captures
         for channel, nbytes in comms.channels.shared():
             record_owner(channel, "host", nbytes)

@@ -12,10 +12,11 @@ from shardfn.core import tree_leaves
 from shardfn.optim import summing_exactly
 from shardfn.state import Ahead, TrainState, looked_at, scale_of
 
-from ._backward import Outcome, run_backward
+from ._backward import run_backward
 from ._comms import Comms
 from ._early import early
 from ._metrics import measure
+from ._outcome import Outcome
 from ._plan import Plan
 from ._profiled import named_range
 from ._step import Metrics, StepParts, one_step

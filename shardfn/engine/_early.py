@@ -15,7 +15,7 @@ from shardfn.leaves import LeafLayout, Unit
 from shardfn.optim import GradientTransformation
 from shardfn.state import Ahead, Column, Promised, Rows, TrainState, looked_at
 
-from ._backward import WEIGHTED
+from ._outcome import WEIGHTED
 from ._plan import Plan
 from ._update import whole_update
 
@@ -69,7 +69,7 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
         if i in going:
             held = leaf.rows(block, plan.zero_rank(leaf)) if leaf.refreshed else block
         # What is in memory stays as it is until the step is sure to end: its new rows are kept beside it.
-        kept = leaf.home != "disk"
+        kept = not leaf.ways.kept.is_stored
         columns.append(Column(held, leaf.home, dtypes.param == dtypes.master, kept) if leaf.trainable else None)
         promised = Promised(i, shape, dtypes.accum, bool(leaf.layers)) if i in going else None
         grads.append(None if promised is None else Column(promised, "host"))
@@ -111,7 +111,7 @@ def _is_able(leaf: LeafLayout, small: int) -> bool:
     """Whether the new values of a leaf can be kept beside the old ones."""
     if not leaf.trainable or leaf.state_home != "disk" or leaf.grad_home == "device":
         return False
-    if leaf.home == "disk":
+    if leaf.ways.kept.is_stored:
         return not leaf.refreshed
     room = leaf.grad_home == "host" or leaf.shape.numel() <= small
     return room and not (leaf.refreshed and leaf.home == "host")

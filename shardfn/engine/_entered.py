@@ -30,10 +30,14 @@ def enter(
     entered: list[Tensor] = []
     handles: list[Tensor] = []
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
-        handle = _handle(plan, leaf) if leaf.lazy else _resident(leaf, block)
-        if isinstance(block, Tensor) and not leaf.lazy and not _as_it_is(leaf, block):
-            book.look_after(leaf.path, handle)
-        if not leaf.lazy:
+        if leaf.lazy:
+            handle = _handle(plan, leaf)
+        else:
+            assert isinstance(block, Tensor)
+            as_it_is = _as_it_is(leaf, block)
+            handle = alias(block if as_it_is else block.to(leaf.dtypes.compute))
+            if not as_it_is:
+                book.look_after(leaf.path, handle)
             book.watch.enter(leaf.path, handle)
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
@@ -86,12 +90,6 @@ def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
         return [torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=dtype, device=plan.mesh.device)]
 
     return traced_once(("handle", leaf.block, dtype), make, [])[0]
-
-
-def _resident(leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
-    """A leaf that is there, in the dtype that the loss sees."""
-    assert isinstance(block, Tensor)
-    return alias(block if _as_it_is(leaf, block) else block.to(leaf.dtypes.compute))
 
 
 def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:

@@ -28,7 +28,7 @@ from shardfn.core import (
 )
 from shardfn.leaves import LeafLayout
 from shardfn.optim import GradientTransformation
-from shardfn.state import TrainState, send_home, state_owners
+from shardfn.state import TrainState, closed, closed_like, state_owners
 
 from ._made import made
 from ._plan import Plan
@@ -76,14 +76,14 @@ def first_params(plan: Plan, draw: Draw) -> PyTree:
     """Parameters alone, each at home before the next is drawn."""
     pool = pool_of(plan)
     with torch.no_grad():
-        return wrap(plan, [send_home(draw(i).to(x.dtypes.param), x.home, pool) for i, x in enumerate(plan.leaves)])
+        return wrap(plan, [closed(draw(i).to(x.dtypes.param), x.ways.kept, pool) for i, x in enumerate(plan.leaves)])
 
 
 def abstract_params(plan: Plan) -> PyTree:
     """Parameters as shapes: this rank's blocks, without data."""
     draw = _without_data(plan)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return wrap(plan, [draw(i).to(leaf.dtypes.param) for i, leaf in enumerate(plan.leaves)])
+        return wrap(plan, _as_kept(plan, [draw(i) for i in range(len(plan.leaves))]))
 
 
 def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
@@ -131,9 +131,14 @@ def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale:
     return TrainState(params, opt_state, torch.zeros((), dtype=torch.int64), () if key is None else key, loss_scale)
 
 
+def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor | Stored]:
+    """Blocks that are without data, or stay where they are, as parameters are kept."""
+    return [closed_like(b.to(leaf.dtypes.param), leaf.ways.kept) for leaf, b in zip(plan.leaves, blocks, strict=True)]
+
+
 def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
     here = [draw(i) for i in range(len(plan.leaves))]
-    params = wrap(plan, [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, here, strict=True)])
+    params = wrap(plan, _as_kept(plan, here))
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
@@ -153,7 +158,7 @@ def _one_by_one(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tu
         block = draw(i)
         if leaf.trainable:
             first.add(i, own_rows(plan, leaf, block))
-        blocks.append(send_home(block.to(leaf.dtypes.param), leaf.home, pool))
+        blocks.append(closed(block.to(leaf.dtypes.param), leaf.ways.kept, pool))
     return wrap(plan, blocks), first.state()
 
 
@@ -179,14 +184,14 @@ class _OneByOne:
         only: list[Tensor | None] = [None] * len(self._plan.leaves)
         only[leaf] = rows
         found = self._named(self._optimizer.init(tree_unflatten(self._plan.treedef, only)))
-        home = self._plan.leaves[leaf].state_home
+        at = self._plan.leaves[leaf].ways.state
         storage = rows.untyped_storage()._cdata
         for entry, owner in zip(self._entries, self._owners, strict=True):
             if owner is not None and self._train[owner] == leaf and entry in found:
                 # A state may start as the parameters themselves; it gets memory of its own.
                 x = found[entry]
-                own = x.clone() if home == "device" and x.untyped_storage()._cdata == storage else x
-                self._found[entry] = send_home(own, home, self._pool)
+                own = x.clone() if at.memory_kind == "device" and x.untyped_storage()._cdata == storage else x
+                self._found[entry] = closed(own, at, self._pool)
 
     def state(self) -> PyTree:
         """The whole state.

@@ -138,7 +138,7 @@ def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
 
     def either(a: Any, b: Any) -> Any:
         if isinstance(a, GlobalTensor):
-            return GlobalTensor(torch.where(finite, a.local, b.local), a.shape, a.spec, a.mesh, b.memory_kind)
+            return b.with_block(torch.where(finite, a.local, b.local))
         return torch.where(finite.to(a.device), a, b)
 
     return tree_map(either, new._replace(loss_scale=()), old._replace(loss_scale=()))

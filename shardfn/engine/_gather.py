@@ -22,7 +22,7 @@ from shardfn.collectives import (
 )
 from shardfn.core import Pending, RankError, Stored
 from shardfn.leaves import LeafLayout, Unit
-from shardfn.memory import Fetch
+from shardfn.state import fetched
 
 from ._gathered import GatheredUnit, Piece, arrived, start_gather
 from ._order import Turn, UseOrder
@@ -211,9 +211,7 @@ class Gatherer:
         for i in self._units[unit].leaves:
             block = self._blocks[i]
             assert block is not None
-            here = self._leaves[i].home == "device"
-            source = block if isinstance(block, Tensor) else block.read()
-            out.append(source if here and isinstance(source, Tensor) else Fetch(source, self._device))
+            out.append(fetched(block, self._leaves[i].ways.kept, self._device))
         return out
 
     def _move(self) -> Turn:

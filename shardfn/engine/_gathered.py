@@ -36,6 +36,7 @@ class GatheredUnit:
         self, leaves: list[LeafLayout], packing: Packing, pieces: list[Piece], channel: GatherChannel, start: Start
     ) -> None:
         self._leaves, self._packing = leaves, packing
+        # In flight (`_pending`), then here as a message (`_out`), then as leaves (`_tensors`): one of them at a time.
         self._pending: Pending[Tensor] | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []

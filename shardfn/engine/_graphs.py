@@ -24,6 +24,7 @@ from shardfn.graph import (
 )
 from shardfn.memory import AnyPool, bind_pool
 
+from ._collector import collected
 from ._comms import Comms
 from ._jitted import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
 from ._plan import Plan
@@ -88,7 +89,8 @@ class Graphs:
         # One rank may know its own while another does not: batches may differ, and so may strides.
         everywhere = all(comms.control.exchange(int(known is not None)))
         if known is None or not everywhere:
-            known = self._known[key] = self._make(comms, key, capture, name, batch)
+            with collected():
+                known = self._known[key] = self._make(comms, key, capture, name, batch)
         else:
             self._jitted.count(hit=True)
         return known
@@ -154,9 +156,11 @@ class Graphs:
 
     def _compile(self, program: Program, comms: Comms, backend: str | None) -> Ready:
         # Before anything runs: making a channel is collective, and a graph asks for it in the middle of a step.
-        for axes, kind in channel_axes(program.gm):  # made by all ranks, in one order
+        # Made by all ranks, in one order; another stage of a pipeline may use others.
+        told: Any = comms.control.gather(channel_axes(program.gm))
+        for axes, kind in sorted({channel for own in told for channel in own}):
             # By kind, as one program may gather and reduce along the same axes at once.
-            (comms.channels.gather if kind == "gather" else comms.channels.reduce)(axes)
+            getattr(comms.channels, kind)(axes)
         run = agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
         return Ready(program, run, sent_by_the_loss(program.gm))
 

@@ -17,7 +17,7 @@ from ._callable import check_function
 Level = Literal["around a step", "around a loss", "inside a loss", "a program"]
 
 
-class Row(NamedTuple):
+class TransformRow(NamedTuple):
     """A transform.
 
     Attributes:
@@ -33,20 +33,20 @@ class Row(NamedTuple):
 
 _STEP = frozenset({"jit", "accumulate", "mixed_precision", "partition", "sharded"})
 TABLE = {
-    "jit": Row("around a step", _STEP - {"jit"}, "the loss is jitted twice; drop one."),
-    "accumulate": Row("around a loss", _STEP),
-    "mixed_precision": Row(
+    "jit": TransformRow("around a step", _STEP - {"jit"}, "the loss is jitted twice; drop one."),
+    "accumulate": TransformRow("around a loss", _STEP),
+    "mixed_precision": TransformRow(
         "around a loss",
         _STEP - {"mixed_precision"},
         "the loss has two precision policies; drop one mixed_precision.",
     ),
-    "partition": Row(
+    "partition": TransformRow(
         "around a loss", _STEP - {"partition"}, "the loss is partitioned twice; drop one partition, or name one axis."
     ),
-    "remat": Row("inside a loss", _STEP | {"remat", "offload", "pipeline"}),
-    "offload": Row("inside a loss", _STEP | {"pipeline"}),
-    "pipeline": Row("inside a loss", _STEP - {"partition"}),
-    "sharded": Row(
+    "remat": TransformRow("inside a loss", _STEP | {"remat", "offload", "pipeline"}),
+    "offload": TransformRow("inside a loss", _STEP | {"pipeline"}),
+    "pipeline": TransformRow("inside a loss", _STEP - {"partition"}),
+    "sharded": TransformRow(
         "a program",
         frozenset(),
         "the function is sharded already, by sharded(f, ...); give f itself to what shards it, a step or sharded.",

@@ -10,9 +10,9 @@ from shardfn.collectives import psum
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
 from shardfn.state import Parts, loaded
 
-from ._backward import Outcome
 from ._canonical import summed_squares, summed_values
 from ._chunks import Chunks
+from ._outcome import Outcome
 from ._plan import Plan
 from ._step import Metrics
 
@@ -64,7 +64,7 @@ def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | No
     for unit in parts:
         x = parts[unit]
         assert isinstance(x, Tensor)
-        by_axes.setdefault(plan.norm_axes(plan.layers[plan.reduce_units[unit].leaves[0]]), []).append(x)
+        by_axes.setdefault(plan.units_by_norm[unit], []).append(x)
     squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
     return _made_of(plan, out, summed_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
@@ -102,8 +102,7 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     by_axes: dict[tuple[str, ...], list[int]] = {}
     parts = out.reducer.parts()
     for unit in parts:  # in one order, so that the sum has the same bits
-        leaf = plan.layers[plan.reduce_units[unit].leaves[0]]
-        by_axes.setdefault(plan.norm_axes(leaf), []).append(unit)
+        by_axes.setdefault(plan.units_by_norm[unit], []).append(unit)
     sums = {axes: _sums(parts, own).to(out.total.device, torch.float64).sum() for axes, own in by_axes.items()}
     return sums if plan.num_left == 1 else {axes: x / plan.num_left for axes, x in sums.items()}
 

@@ -35,6 +35,7 @@ class Noting(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
+        # Those that are open where the capture stands, the outermost first; of a body, its own alone.
         self.sections: list[Section] = []
         self._loop: LoopMark | None = None
 

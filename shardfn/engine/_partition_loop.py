@@ -66,6 +66,7 @@ class _BoundBody:
             wants = [*able, *(t.requires_grad for t in x)]
             self._given = [self._stand_in(t, wanted) for t, wanted in zip([*carry, *x], wants, strict=True)]
         self._nodes = [node_of(t, notes) for t in self._given]
+        # What the last run has written into the graph, until `erase`.
         self.steps: list[Any] = []
         self.out_def: Any = None
 

@@ -8,22 +8,18 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
-from shardfn.collectives import (
-    all_gather,
-    all_gather_invariant,
-    all_to_all,
-    at_line,
-    psum,
-    psum_scatter,
-    pvary,
-    take_own_block,
-)
-from shardfn.graph import Compute, Convert, Form, Loop, PartitionProgram, Passage, Ranks
-from shardfn.leaves import LazyLeaf, opened
+from shardfn.collectives import at_line
+from shardfn.graph import Compute, Convert, Loop, PartitionProgram, Passage, Ranks, sent_along
+from shardfn.leaves import opened
 from shardfn.nn import run_layers
+
+from ._partition_axes import NotedRanks, ranks_along, send_along
+from ._partition_convert import converted
 
 # What takes layers of a stacked leaf without opening it.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
+# What runs for a target that only marks.
+_MARKS = {sent_along: send_along}
 
 
 def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
@@ -33,7 +29,7 @@ def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:
         program: made for the bound mesh.
         inputs: this rank's block of each leaf, and the other arguments.
     """
-    return _results(program, inputs, Ranks(program.axis))
+    return _results(program, inputs, ranks_along(program.axis))
 
 
 def _results(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> list[Any]:
@@ -51,11 +47,13 @@ def _results(program: PartitionProgram, inputs: Sequence[Any], ranks: Ranks) -> 
 
 
 def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
+    noted = isinstance(ranks, NotedRanks)
     for i in passage.steps:
         step = program.steps[i]
         with at_line(step.line):
             if isinstance(step, Convert):
-                slots[step.dst] = _converted(slots[step.src], step, program.axis)
+                x = slots[step.src]
+                slots[step.dst] = ranks.convert(opened(x), step) if noted else converted(x, step, program.axis)
             elif isinstance(step, Loop):
                 _loop(step, ranks, slots)
             else:
@@ -104,6 +102,7 @@ def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
     given = iter(step.slots)
     target: Any = _OF_STACKS.get(node.target, node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
     stacked = target is not node.target
+    target = _MARKS.get(target, target)
 
     def take(n: Node) -> Any:
         x = slots[next(given)]
@@ -119,40 +118,3 @@ def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
     results = (out,) if step.single else out
     for at, dst in step.dsts.items():
         slots[dst] = results[at]
-
-
-def _converted(x: Any, step: Convert, axis: str) -> Any:
-    before, after = step.before, step.after
-    if (before.kind, after.kind) == ("whole", "varying") and type(x) is LazyLeaf and not x._layers:
-        return x.with_handle(pvary(x.handle, axis))  # still not opened; the sum of its gradients is taken once
-    x = opened(x)
-    if after.kind == "cut":
-        return _cut(x, step, axis)
-    if before.kind == "cut":
-        gather = all_gather_invariant if after.kind == "whole" else all_gather
-        size = step.shape[before.dim] // before.multiple
-        return _joined(gather(_by_multiple(x, before), axis, dim=before.dim, size=size), before)
-    if before.kind == "partial":
-        return psum(x.contiguous(), axis)
-    return pvary(x, axis)
-
-
-def _cut(x: Tensor, step: Convert, axis: str) -> Tensor:
-    before, after = step.before, step.after
-    if before.kind == "whole":
-        return _joined(take_own_block(_by_multiple(x, after), axis, dim=after.dim), after)
-    if before.kind == "varying":
-        start, stop = Ranks(axis).bounds(step.shape[after.dim], after.multiple)
-        return x.narrow(after.dim, start, stop - start)
-    if before.kind == "partial":
-        return _joined(psum_scatter(_by_multiple(x, after), axis, dim=after.dim), after)
-    return all_to_all(x, axis, split_dim=after.dim, concat_dim=before.dim, size=step.shape[before.dim])
-
-
-def _by_multiple(x: Tensor, form: Form) -> Tensor:
-    """The cut dim as [blocks, multiple], so that blocks are cut as the table cuts them."""
-    return x if form.multiple == 1 else x.unflatten(form.dim, (x.shape[form.dim] // form.multiple, form.multiple))
-
-
-def _joined(x: Tensor, form: Form) -> Tensor:
-    return x if form.multiple == 1 else x.flatten(form.dim, form.dim + 1)

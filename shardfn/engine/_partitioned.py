@@ -1,12 +1,14 @@
-"""What `partition` makes: a loss that is written for one device along an axis, run on blocks.
+"""What `partition` makes: a loss that is written for one device along some axes, run on blocks.
 
 It is bound by what shards it, a step or `sharded`, to the compute specs of its leaves. Called with blocks, it captures
 the forward of the loss once a signature, with the shapes that the leaves have as wholes along the axis, plans it by the
 sharding rules of the op table, and runs it on the blocks. What it runs are operations of torch and the primitives of
-the table, so that the backward, ZeRO, remat and a capture around it take it as any other loss.
+the table, so that the backward, ZeRO, remat and a capture around it take it as any other loss. So does the capture for
+a second axis, in whose graph the primitives of the first stand as operations (`_partition_axes.py`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import capture, fakes
 from shardfn.collectives import axis_size
-from shardfn.core import P, PyTree, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
 from shardfn.graph import PartitionProgram, cut, partition_graph, prepare, program_text
 from shardfn.leaves import LeafLayout
 from shardfn.nn import looping
@@ -26,11 +28,16 @@ from ._accumulated import Accumulated, of_whole_batch
 from ._levels import Transform
 from ._loss import Loss
 from ._mixed import Mixed
+from ._partition_axes import refuse_uneven, whole_shape
 from ._partition_capture import Noting, apart, refuse_functions
 from ._partition_loop import noted_loop
 from ._partition_run import run_program
 from ._planner import Planner
 from ._unwrap import Unwrapped
+
+# What a byte of a value that a rank holds costs where values are to stay cut, in bytes that are sent: so much that the
+# sums of a norm's small gradients do not decide, and so little that nothing large is sent for it.
+_VALUE_PRICE = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,39 +46,55 @@ class Partitioned(Transform):
 
     Attributes:
         inner: the loss, as written for one device.
-        axes: the mesh axis along which it is partitioned.
+        axes: the mesh axes along which it is partitioned, one after another: a dim that several cut is cut by the
+            first, and its blocks by the next.
+        sequence: whether values between blocks stay cut where that sends about as much.
         planner: what binds it to leaves; None: nothing has yet.
     """
 
     transform: ClassVar[str] = "partition"
 
     inner: Loss
-    axes: str
+    axes: tuple[str, ...]
+    sequence: bool = False
     planner: Planner | None = None
     _programs: dict[Any, "_PreparedLoss"] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, params: PyTree, *args: Any) -> Any:
-        """The loss of this rank's blocks, the same on all ranks along the axis."""
-        num = axis_size(self.axes)
-        if num == 1:
+        """The loss of this rank's blocks, the same on all ranks along the axes."""
+        axes = tuple(axis for axis in self.axes if axis_size(axis) > 1)
+        if not axes:
             return self.inner(params, *args)
         if self.planner is None:
+            told = " x ".join(f"{axis_size(axis)} ranks along {axis!r}" for axis in axes)
             raise ValueError(
-                f"partition(loss, axes={self.axes!r}) is called on {num} ranks, and nothing says how its leaves are"
+                f"partition(loss, axes={self.axes!r}) is called on {told}, and nothing says how its leaves are"
                 " cut; give it to sharded_step or sharded, with specs."
             )
         leaves, treedef = tree_flatten(params)
+        return self._along(axes, self.planner.seen_as(treedef, leaves).leaves, params, *args)
+
+    def _along(self, axes: tuple[str, ...], layouts: Sequence[LeafLayout], params: PyTree, *args: Any) -> Any:
+        """The loss of leaves that are blocks along these axes: the last is partitioned around the others."""
+        if not axes:
+            return self.inner(params, *args)
+        axis, num = axes[-1], axis_size(axes[-1])
+        leaves, treedef = tree_flatten(params)
         rest, rest_def = tree_flatten(args)
-        layouts = self.planner.seen_as(treedef, leaves).leaves
-        shapes = [_shape(x, leaf.shape, leaf.compute, self.axes) for x, leaf in zip(leaves, layouts, strict=True)]
+        shapes = [whole_shape(x, leaf.shape, leaf.compute, axis) for x, leaf in zip(leaves, layouts, strict=True)]
         tensors = [x for x in rest if isinstance(x, Tensor)]
         static = tuple(None if isinstance(x, Tensor) else x for x in rest)
         told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors)
         seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in static), told, _autocast(leaves)
-        key = (self.planner, treedef, tuple(shapes), rest_def, *seen)
+        key = (self.planner, axes, treedef, tuple(shapes), rest_def, *seen)
         if key not in self._programs:
-            call = FlatLoss(self.inner, treedef, rest_def, static, len(leaves))
-            self._programs[key] = _made(call, self.axes, num, leaves, layouts, shapes, tensors)
+            around = functools.partial(self._along, axes[:-1], layouts)
+            call = FlatLoss(around, treedef, rest_def, static, len(leaves))
+            price = _VALUE_PRICE if self.sequence else 0.0
+            made = _made(call, axis, num, leaves, layouts, shapes, tensors, price)
+            if len(axes) > 1:
+                refuse_uneven([x.program for x in self._programs.values() if x.program.axis in axes[:-1]])
+            self._programs[key] = made
         ready = self._programs[key]
         return ready.result(run_program(ready.program, [*leaves, *tensors]))
 
@@ -97,9 +120,9 @@ def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
 
 def _bound(f: Any, planner: Planner) -> Any:
     if isinstance(f, Partitioned):
-        if f.axes in planner.batch_axes:
+        for axis in set(f.axes) & set(planner.batch_axes):
             raise ValueError(
-                f"partition(loss, axes={f.axes!r}): the batch is cut along {f.axes!r}, which every rank must have the"
+                f"partition(loss, axes={f.axes!r}): the batch is cut along {axis!r}, which every rank must have the"
                 " whole of; pass batch=P('dp'), or P(), and the same rows to all ranks along it."
             )
         return dataclasses.replace(f, planner=planner, _programs=f._programs)
@@ -149,6 +172,7 @@ def _made(
     layouts: Sequence[LeafLayout],
     shapes: Sequence[tuple[int, ...]],
     tensors: Sequence[Tensor],
+    value_price: float,
 ) -> _PreparedLoss:
     """Captures the forward and plans it. Reads no values, and sends nothing."""
     gm = captured_forward(call, leaves, shapes, tensors)
@@ -160,7 +184,8 @@ def _made(
             forms[node] = cut(dim, shape[dim], num)
     trained = set(inputs[: len(leaves)])
     trained |= {n for n, x in zip(inputs[len(leaves) :], tensors, strict=True) if x.requires_grad}
-    program = partition_graph(gm.graph, axis, num, forms, trained.__contains__, constants_of(gm))
+    given = trained.__contains__, constants_of(gm)
+    program = partition_graph(gm.graph, axis, num, forms, *given, value_price=value_price)
     outputs = iter(program.outputs)
     program.outputs = [next(outputs) if x is None else (False, x) for x in call.out]
     return _PreparedLoss(program, call.out_def)
@@ -192,17 +217,3 @@ def constants_of(gm: GraphModule) -> Callable[[Any], Tensor]:
         return x
 
     return find
-
-
-def _shape(x: Tensor, shape: Sequence[int], spec: P, axis: str) -> tuple[int, ...]:
-    """The shape of a leaf that is whole along the axis, and a block along others."""
-    out = list(x.shape)
-    for d in range(len(spec)):
-        if axis in spec.dim_axes(d):
-            if spec.dim_axes(d) != (axis,):
-                raise ValueError(
-                    f"partition(axes={axis!r}): a leaf of shape {tuple(shape)} has spec {spec!r}, which cuts dim {d}"
-                    f" along several axes; cut it along {axis!r} alone."
-                )
-            out[d] = shape[d]
-    return tuple(out)

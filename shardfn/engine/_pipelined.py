@@ -151,6 +151,10 @@ class Pipelined(Transform):
             return tree_map(lambda x: x.narrow(0, 0, own), stack)
         return unpadded(stack, self.per_stage)
 
+    def tied(self, params: PyTree) -> PyTree:
+        """What the layers of this rank depend on."""
+        return self.stacks(params)
+
     def without_stacks(self, params: PyTree) -> PyTree:
         """The parameters for what runs outside of the layers: where these are on several ranks, they are no values."""
         if axis_size(self.axis) == 1:
@@ -187,7 +191,7 @@ class Pipelined(Transform):
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
         # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
-        tie = _tie(stacks) if torch.is_grad_enabled() or transforming() else None
+        tie = _tie(self.tied(params)) if torch.is_grad_enabled() or transforming() else None
         for stage in range(num * self.num_chunks):
             there, chunk = homes[stage]
             mine = pvary(h, self.axis)
@@ -198,17 +202,15 @@ class Pipelined(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinedLayers(Pipelined):
-    """A loss of stages: `last(params, h, batch)`, where h is what the layers make of `first(params, batch)`.
+class Enclosed(Pipelined):
+    """Layers between two functions: `last(params, h, batch)`, of the h that layers make of `first(params, batch)`.
 
     Attributes:
         first: `first(params, batch[, key]) -> h`.
-        block: `block(p, h[, key]) -> h`, one layer.
         last: `last(params, h, batch[, key]) -> loss`.
     """
 
     first: Callable[..., PyTree]
-    block: Callable[..., PyTree]
     last: Callable[..., Any]
 
     @property
@@ -226,14 +228,25 @@ class PipelinedLayers(Pipelined):
         h = self.between(params, batch, h, place, key)
         return self.leave(params, h, batch, *key) if place.ends else h
 
+    def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """`last`."""
+        return self.last(self.without_stacks(params), h, batch, *key)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedLayers(Enclosed):
+    """A loss of equal layers, stacked.
+
+    Attributes:
+        block: `block(p, h[, key]) -> h`, one layer.
+    """
+
+    block: Callable[..., PyTree]
+
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """The layers."""
         del batch
         return self.through(self.filled(self.stacks(params)[place.chunk]), place.chunk, h, place.row, key)
-
-    def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """`last`."""
-        return self.last(self.without_stacks(params), h, batch, *key)
 
     def through(self, stack: PyTree, chunk: int, h: PyTree, first: int, key: tuple[Tensor, ...]) -> PyTree:
         """What the layers of this rank's block of a stack make of `h`.
@@ -274,16 +287,11 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
 
     Raises:
         ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
-        ValueError: it is for other numbers of ranks or microbatches, or the loss is jitted.
+        ValueError: it is for other numbers of ranks or microbatches.
     """
     of = pipelined_in(loss.loss)
     if of is None or mesh.axis_size(of.axis) == 1:
         return None
-    if loss.jitted is not None:
-        raise ValueError(
-            f"jit of a pipeline over {mesh.axis_size(of.axis)} ranks along {of.axis!r}: a graph runs the same on all"
-            " ranks, and stages do not. Leave out jit, or the axis."
-        )
     table = of.schedule(mesh.axis_size(of.axis), num_microbatches)
     numbers = table.num_ranks, table.num_microbatches, table.stages
     wanted = mesh.axis_size(of.axis), num_microbatches, of.stages(mesh.axis_size(of.axis))
@@ -393,7 +401,7 @@ def _rows_of_all(stack: PyTree, axis: str) -> list[int]:
     return psum(own, axis).tolist()
 
 
-def _tie(stacks: Sequence[PyTree]) -> Tensor | None:
+def _tie(stacks: PyTree) -> Tensor | None:
     """A zero that depends on what this rank trains."""
     floats = [x for x in tree_leaves(stacks) if x.is_floating_point()]
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None

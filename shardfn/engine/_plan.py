@@ -166,6 +166,17 @@ class Plan:
         for key in applied[: max(0, len(applied) - keep)]:
             del self.use_orders[key]
 
+    @functools.cached_property
+    def psum_axes(self) -> list[tuple[str, ...]]:
+        """The sets of axes over which the step's measures are summed, in the mesh's order; sorted."""
+        sets = {self.batch_axes, *(self.norm_axes(leaf) for leaf in self.leaves if leaf.trainable)}
+        return [tuple(a for a in self.mesh.axis_names if a in names) for names in sorted(sets)]
+
+    @functools.cached_property
+    def units_by_norm(self) -> list[tuple[str, ...]]:
+        """For each unit of reduction, the axes along which the pieces of its leaves are disjoint."""
+        return [self.norm_axes(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
+
     def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
         """The axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
         disjoint = leaf.reduce_axes + leaf.left_axes + leaf.compute.axes
@@ -189,5 +200,6 @@ class Plan:
         for x in self.leaves:
             kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
             homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"
-            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}")
+            code = "" if x.places.code is None else f" in {x.places.code}"
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}{code}")
         return "\n".join(lines)

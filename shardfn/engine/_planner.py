@@ -11,11 +11,13 @@ from shardfn.core import (
     Dtypes,
     Mesh,
     P,
+    Placement,
     Policy,
     PyTree,
     Sharding,
     Zero,
     broadcast_prefix,
+    chunk_bounds,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -31,6 +33,7 @@ from shardfn.leaves import (
 from shardfn.state import TrainState, check_passed
 
 from ._check import check_travel, is_spec
+from ._chunks import Chunks
 from ._plan import Plan
 
 
@@ -70,6 +73,8 @@ class Planner:
         used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
         self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
         self._plans: dict[Any, Plan] = {}
+        # What `kept` found last: nearly always what it is asked for next.
+        self._last: Plan | None = None
 
     def plan(self, treedef: Any, like: list[Any]) -> Plan:
         """The plan for leaves of these shapes and dtypes.
@@ -118,6 +123,8 @@ class Planner:
             ValueError: they were made under other annotations; every leaf is listed.
         """
         leaves, treedef = tree_flatten(params)
+        if self._last is not None and treedef == self._last.treedef and _made_by(self._last, leaves):
+            return self._last
         wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
         if wrong:
             paths = tree_paths(params, "params")
@@ -134,9 +141,9 @@ class Planner:
             ValueError,
             words.shardings,
             [
-                f"{leaf.path} is kept as {x.spec!r} at {x.memory_kind!r}; here it is {leaf.param!r} at {leaf.home!r}"
+                f"{leaf.path} is kept as {_told(x)}; here it is {_told(leaf.ways.kept)}"
                 for leaf, x in pairs
-                if x.spec != leaf.param or x.memory_kind != leaf.home
+                if x.spec != leaf.param or x.memory_kind != leaf.home or x.code != leaf.places.code
             ],
         )
         raise_all(
@@ -148,7 +155,23 @@ class Planner:
                 if x.dtype != leaf.dtypes.param
             ],
         )
+        self._last = plan
         return plan
+
+    def rows(self, num: int) -> slice:
+        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+
+        Raises:
+            ValueError: with canonical sums, the chunks do not divide `num`.
+        """
+        axes, zero = self.batch_axes, self.zero
+        if not zero.is_canonical:
+            return slice(*chunk_bounds(num, self.mesh.axis_size(axes), self.mesh.axis_index(axes)))
+        if num % zero.reduction_chunks:
+            raise ValueError(f"rows({num}): {zero.reduction_chunks} chunks do not divide {num} rows.")
+        start, stop = Chunks.of(zero.reduction_chunks, self.mesh, axes).bounds
+        rows = num // zero.reduction_chunks
+        return slice(start * rows, stop * rows)
 
     def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
         tree = tree_unflatten(treedef, list(range(len(shapes))))
@@ -195,6 +218,24 @@ class Planner:
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch)
+
+
+def _told(x: GlobalTensor | Placement) -> str:
+    return f"{x.spec!r} at {x.memory_kind!r}{'' if x.code is None else f' in codes {x.code}'}"
+
+
+def _made_by(plan: Plan, leaves: list[Any]) -> bool:
+    """Whether leaves are such as a step by this plan makes: all that is compared of them otherwise, at a glance."""
+    return all(
+        type(x) is GlobalTensor
+        and x.spec is leaf.param
+        and x.mesh is plan.mesh
+        and x.shape == leaf.shape
+        and x.memory_kind == leaf.home
+        and x.code == leaf.places.code
+        and x.dtype == leaf.dtypes.param
+        for x, leaf in zip(leaves, plan.leaves, strict=True)
+    )
 
 
 def _seen_shape(leaf: LeafLayout) -> tuple[int, ...]:

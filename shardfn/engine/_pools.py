@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.collectives import AnyControl, GlobalTensor
 from shardfn.core import Disk, Mesh, PyTree, Stored, raise_all, tree_leaves, tree_paths
 from shardfn.memory import AnyPool, Pool, TracedPool
-from shardfn.state import TrainState, check_origins, origin_of
+from shardfn.state import TrainState, check_origins, loaded, origin_of
 
 from ._plan import Plan
 from ._planner import Planner
@@ -168,7 +168,9 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 def _value(x: Any) -> Any:
     """What a commit holds of a leaf."""
     held: Tensor | Stored = x.held if isinstance(x, GlobalTensor) else x
-    return held.detach().to("cpu", copy=True) if isinstance(held, Tensor) else held
+    if not isinstance(held, Tensor) and held.kind == "disk":
+        return held
+    return loaded(held).detach().to("cpu", copy=True)
 
 
 def _is_held(plan: Plan, x: Any) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from shardfn.core import P, PyTree, Sharding, tree_flatten, tree_paths, tree_unflatten
-from shardfn.graph import Form, Kept, Proposer, looped
+from shardfn.graph import Form, HeldBytes, Proposer, looped
 
 from ._partitioned import FlatLoss, captured_forward, constants_of
 
@@ -23,7 +23,7 @@ def proposed(
     args: Sequence[Any],
     axis: str,
     num: int,
-    kept: Sequence[Kept],
+    kept: Sequence[HeldBytes],
     limit: float | None,
 ) -> PyTree:
     """The specs: see `propose_specs`.

@@ -31,7 +31,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: leaves or gradients are quantised on their way, which has no derivative.
     """
-    coded = [leaf.path for leaf in plan.leaves if leaf.gather_code or leaf.reduce_code]
+    coded = [x.path for x in plan.leaves if x.gather_code or x.reduce_code or x.places.code]
     raise_all(
         ValueError,
         "step.loss, and steps under torch.func, are exact; leave out Travel(gather=, reduce=), which rounds:",

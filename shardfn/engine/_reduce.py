@@ -15,7 +15,7 @@ from shardfn.capture import capturing, mark, traced_once
 from shardfn.collectives import AnyChannels, CodedReduce, dealt, is_sole_owner, psum, reduce_channel
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
-from shardfn.state import Ahead, Parts, added, send_home
+from shardfn.state import Ahead, Parts, added, closed
 
 from ._canonical import ChunkSums
 from ._chunks import Chunks
@@ -208,7 +208,7 @@ class Reducer:
             return x
         leaf = self._leaves[i]
         own = leaf.rows(x, self._plan.zero_rank(leaf)).contiguous() if leaf.takes_rows else x
-        return own if where == leaf.grad_home else send_home(own, leaf.grad_home, self._pool)
+        return own if where == leaf.grad_home else closed(own, leaf.ways.summed, self._pool)
 
     def _see(self, unit: int) -> None:
         self.seen.append(unit)
@@ -245,7 +245,8 @@ class Reducer:
 
     def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         channel, packing = self._scatter[unit], self._units[unit].packing
-        flat = packing.lay([grad for _, grad in members])
+        lay = packing.lay if capturing() else packing.laid
+        flat = lay([grad for _, grad in members])
         # The message has them: each gradient goes now, and not after the transfer.
         members.clear()
         if self._in_one(unit):

@@ -1,7 +1,6 @@
 """After the update: resident parameters are made whole again from the rows that each rank updated."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from shardfn.collectives import AnyChannels
 from shardfn.core import Pending, Stored
 from shardfn.leaves import Unit
 from shardfn.memory import AnyPool, to_device, to_host
+from shardfn.state import Successor
 
 from ._plan import Plan
 from ._profiled import named_range
@@ -36,7 +36,7 @@ def refresh(
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
     layered, fresh = plan.by_layer(out), plan.by_layer(rows)
-    resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home == "device"]
+    resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].plain]
     here = [x if isinstance(x, Tensor) else None for x in layered]
     # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
     # All are started before the first is waited for; every rank has the same units in the same order.
@@ -49,9 +49,9 @@ def refresh(
             arrived = pending.result()
             if not landed:
                 _spread(unit, arrived, here)
-    away = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].home != "device"]
+    away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].plain]
     if away:
-        _send_home(plan, channels, away, fresh, layered, out, pool)
+        _close(plan, channels, away, fresh, (blocks, layered), out, pool)
     channels.flush()
     return out
 
@@ -61,19 +61,23 @@ def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
     unit.packing.unpack_into(arrived, blocks)
 
 
-def _send_home(
+def _close(
     plan: Plan,
     channels: AnyChannels,
     units: Sequence[Unit],
     rows: Sequence[Tensor | Stored | None],
-    layered: Sequence[Tensor | Stored],
+    before: tuple[Sequence[Tensor | Stored], Sequence[Tensor | Stored]],
     out: list[Tensor | Stored],
     pool: AnyPool | None,
 ) -> None:
-    """Makes leaves whole on the device that are kept elsewhere and sends them there, unit by unit."""
+    """Makes leaves whole on the device that are kept otherwise and closes them, unit by unit.
+
+    `before` are the old ones, by leaf and by layer.
+    """
     where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
-    # To new files: those of the old leaf belong to a commit.
-    writers: dict[int, Any] = {}
+    blocks, layered = before
+    # To new values: the old ones belong to a commit.
+    writers: dict[int, Successor] = {}
     for unit in units:
         with named_range("refresh", plan.layers, unit.leaves):
             whole = _made_whole(plan, channels, unit, rows)
@@ -83,11 +87,11 @@ def _send_home(
                 # Unit by unit: the device has room for one whole unit, and not for all.
                 to_host(x, block).result()
                 continue
-            assert pool is not None
             if leaf not in writers:
-                writers[leaf] = pool.writer(plan.leaves[leaf].block, x.dtype)
-            below = to_host(x).result()
-            writers[leaf].write(layer, below[None] if plan.leaves[leaf].layers else below).result()
+                old = blocks[leaf]
+                assert not isinstance(old, Tensor)
+                writers[leaf] = Successor(old, pool)
+            writers[leaf].write(layer, x[None] if plan.leaves[leaf].layers else x, "device").result()
     for leaf, writer in writers.items():
         out[leaf] = writer.finish()
 
@@ -102,7 +106,7 @@ def _made_whole(
     for i in unit.leaves:
         row = rows[i]
         assert isinstance(row, Tensor)
-        up[i] = to_device(row, device).result()
+        up[i] = row if plan.layers[i].home == "device" else to_device(row, device).result()
         whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
     pending, landed = _start(plan, channels, unit, whole, up)
     arrived = pending.result()

@@ -10,7 +10,7 @@ from shardfn.collectives import AnyChannels, AnyControl, GlobalTensor
 from shardfn.core import PyTree, Stored, raise_all, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.memory import on_host
 from shardfn.optim import MasterState
-from shardfn.state import TrainState, cuts_of, loaded, send_home
+from shardfn.state import TrainState, closed, cuts_of, loaded
 
 from ._plan import Plan
 from ._pools import cut_parts, pool_of, reopen
@@ -79,12 +79,12 @@ def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], row
         return like
     if not isinstance(like, GlobalTensor):
         return value
-    return GlobalTensor(_placed(plan, value, like), like.shape, like.spec, like.mesh, like.memory_kind)
+    return like.with_block(_placed(plan, value, like))
 
 
 def _placed(plan: Plan, value: Tensor | Stored, like: GlobalTensor) -> Tensor | Stored:
     if like.memory_kind == "disk":
-        return send_home(value, "disk", pool_of(plan)) if isinstance(value, Tensor) else value
+        return closed(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
     with on_host():
         here = loaded(value)
     return here if like.memory_kind == "host" else here.to(plan.mesh.device, copy=True)

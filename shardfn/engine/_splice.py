@@ -6,7 +6,9 @@ of, a leaf that is fetched or a gradient that arrives, is not copied but asked f
 """
 
 import contextlib
+import dataclasses
 import logging
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from shardfn.collectives import at_line, transforming
 from shardfn.core import Ambient, PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from shardfn.graph import storage_of, tensors_in
 from shardfn.leaves import LazyLeaf
-from shardfn.nn import Run, plain_loop
+from shardfn.nn import Run, ScanBody, plain_loop, splitting
 
 from ._template import Template, Unfit, arrived, check_same, fetched
 
@@ -46,38 +48,70 @@ def taking_early(root: Tensor) -> Iterator[None]:
         yield
 
 
+@dataclasses.dataclass
+class _Templates:
+    """What a capture knows of the function of a scan, which may be called for each microbatch.
+
+    Attributes:
+        kept: the objects that the function is known by, so that no others get their addresses.
+        calls: how many scans of it have ended.
+        seen: how carry and x looked where the function ran.
+        splices: by looks, its template.
+        structure: of (carry, y).
+        own: whether a template uses what only its own scan has.
+        fails: whether it cannot be written down by substitution.
+    """
+
+    kept: Any
+    calls: int = 0
+    seen: set[Any] = dataclasses.field(default_factory=set)
+    splices: "dict[Any, Splice]" = dataclasses.field(default_factory=dict)
+    structure: Any = None
+    own: bool = False
+    fails: bool = False
+
+
 def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """The layers of a scan: the first ones as they are; once carry and x look as in the layer before, copies.
+    """The layers of a scan: the first ones as they are; once carry and x look as in a layer before, copies.
+
+    The same function over the same objects is known from scan to scan: all microbatches' layers are copies of one.
 
     Raises:
         CaptureError: layers do not do the same.
     """
     notes = recorder()
-    if notes is None or transforming() or len(layers) <= MIN_COPIED:
+    if notes is None or transforming():
         return plain_loop(run, carry, layers)
-    if _watched():
-        log.warning(_SLOWLY, "a mode of torch around it, as that of a remat with a policy, is to see each operation")
+    key, kept = _identity(run)
+    made: _Templates = _Templates(kept) if key is None else notes.known.setdefault(key, _Templates(kept))
+    if made.fails or not (made.calls or len(layers) > MIN_COPIED) or _is_watched(layers):
+        made.calls += 1
         return plain_loop(run, carry, layers)
     ys: list[PyTree] = []
-    last = None
     for i, x in enumerate(layers):
-        looks = [_look(t) for t in (*tree_leaves(carry), *tree_leaves(x))]
+        look = tuple(_look(t) for t in (*tree_leaves(carry), *tree_leaves(x))), tree_structure((carry, x))
         # The first layers may see another carry: its dtype, or whether it needs a gradient, may change once.
-        if looks == last:
-            return _copied(run, carry, layers[i:], ys, notes)
-        last = looks
-        carry, y = run(carry, x, ys[:1])
+        if look in made.seen and look not in made.splices and not made.fails:
+            _make(made, look, run, carry, layers[i:], notes)
+        splice = made.splices.get(look)
+        if splice is None:
+            carry, y = run(carry, x, ys[:1])
+            made.seen.add(look)
+            made.structure = tree_structure((carry, y))
+        else:
+            carry, y = tree_unflatten(made.structure, splice(tree_leaves(carry), tree_leaves(x)))
         ys.append(y)
+    made.calls += 1
+    if made.own and key is not None:
+        del notes.known[key]
     return carry, ys
 
 
-def _copied(
-    run: Run, carry: PyTree, layers: Sequence[PyTree], ys: list[PyTree], notes: Recorder
-) -> tuple[PyTree, list[PyTree]]:
-    (flat, carry_def), x_def, out_def = tree_flatten(carry), tree_structure(layers[0]), tree_structure((carry, ys[0]))
+def _make(made: _Templates, look: Any, run: Run, carry: PyTree, layers: Sequence[PyTree], notes: Recorder) -> None:
+    (flat, carry_def), x_def = tree_flatten(carry), tree_structure(layers[0])
 
     def body(given: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-        return tree_leaves(run(tree_unflatten(carry_def, given), tree_unflatten(x_def, x), ys[:1]))
+        return tree_leaves(run(tree_unflatten(carry_def, given), tree_unflatten(x_def, x), []))
 
     try:
         # The last layer's only to be compared: a function that treats layers unlike is refused, and not copied wrongly.
@@ -85,14 +119,24 @@ def _copied(
     except Unfit as reason:
         torch.clear_autocast_cache()  # it may hold what was taken out of the graph again
         log.warning(_SLOWLY, reason)
-        carry, more = plain_loop(run, carry, layers)
-        return carry, ys + more
+        made.fails = True
+        return
     check_same(template, other)
-    splice = Splice(template, notes)
-    for x in layers:
-        carry, y = tree_unflatten(out_def, splice(tree_leaves(carry), tree_leaves(x)))
-        ys.append(y)
-    return carry, ys
+    made.splices[look] = Splice(template, notes)
+    made.own |= bool(template.outside)
+
+
+def _identity(run: Run) -> tuple[Any, Any]:
+    """By what a scan's function is known again, and the objects of which that has the addresses; None if by nothing."""
+    if not isinstance(run, ScanBody) or not isinstance(run.f, types.FunctionType):
+        return None, None
+    f = run.f
+    try:
+        held = [cell.cell_contents for cell in f.__closure__ or ()]
+    except ValueError:  # a variable that has no value yet
+        return None, None
+    kept = [f.__code__, *held, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+    return ("scan", torch.is_grad_enabled(), *map(id, kept)), kept
 
 
 class Splice:
@@ -105,6 +149,7 @@ class Splice:
 
     def __init__(self, template: Template, recorder: Recorder) -> None:
         self._template, self._recorder, self._tracer = template, recorder, recorder.tracer
+        # Storages that the layers share and do not make, held so that their addresses stay theirs.
         outside = [t for n in template.outside for t in tensors_in(n.meta["val"])]
         self._outside = {storage_of(t): (t.untyped_storage(), 0) for t in outside}
 
@@ -180,9 +225,14 @@ class _Layer(torch.autograd.Function):
         return None, None, *ctx.splice.backward(ctx.x, ctx.ends, ctx.saved_tensors, grads)
 
 
-def _watched() -> bool:
+def _is_watched(layers: Sequence[PyTree]) -> bool:
     """Whether a mode sees what is run: it would see nothing of a layer that is copied, and a template's twice."""
-    return any(getattr(m, "_mode_key", None) is None for m in _get_current_dispatch_mode_stack())
+    if splitting():  # product by product
+        return True
+    watched = any(getattr(m, "_mode_key", None) is None for m in _get_current_dispatch_mode_stack())
+    if watched and len(layers) > MIN_COPIED:
+        log.warning(_SLOWLY, "a mode of torch around it, as that of a remat with a policy, is to see each operation")
+    return watched
 
 
 def _look(t: Tensor) -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import fakes
-from shardfn.collectives import Channels, TransportError, psum
+from shardfn.collectives import TransportError, psum
 from shardfn.core import (
     PyTree,
     RankError,
@@ -85,14 +86,18 @@ class Staged:
         self.actions, self.late_axes = table.ranks[self._rank], (of.axis,)
         self._firsts = of.firsts(check_stages(plan, of), self._rank)
         self._shape = _shape(plan, of, self._mixed, batches[0], rest)
-        assert isinstance(comms.channels, Channels)  # others are of captures
+        if plan.captured:
+            plan.stages.ends = _ends(plan, loss, self._shape, batches[0], rest, has_aux)
         channel = comms.channels.between(self.late_axes)
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
+        # What `receive` has brought for the one action that runs now.
         self._arrived: list[Tensor] = []
+        # By microbatch and chunk, from its forward to its backward; a W needs nothing of it.
         self._open: dict[tuple[int, int], _Underway] = {}
 
     def receive(self, action: Action) -> None:
         """Waits for the activations of a forward, or for the gradients that a backward starts from."""
+        self._comms.name(self._told(action))
         self._arrived = self._line.receive(action)
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
@@ -134,6 +139,7 @@ class Staged:
 
     def close(self) -> None:
         """Waits until the other stages have all that this one has sent."""
+        self._comms.name("")
         self._line.close()
 
     def values(self, seen: list[Value]) -> list[Value]:
@@ -165,11 +171,12 @@ class Staged:
         except (TransportError, RankError):
             raise
         except Exception as error:
-            stage = self._table.stages[self._rank][action.chunk]
-            error.add_note(
-                f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
-            )
+            error.add_note(self._told(action))
             raise
+
+    def _told(self, action: Action) -> str:
+        stage = self._table.stages[self._rank][action.chunk]
+        return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
 
     def _entered(self, stage: int) -> tuple[list[Tensor], PyTree]:
         """What this stage begins with: the tensors that get a gradient, and the tree; nothing at the first stage."""
@@ -221,11 +228,8 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
     if key not in plan.stages.between:
         first: Callable[..., Any] = lambda *args: _Passed(of.enter(*args))  # noqa: E731
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
-        blocks = [torch.empty(x.block, dtype=x.dtypes.compute, device="meta") for x in plan.leaves]
-        abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
-        params = tree_unflatten(plan.treedef, abstract[: len(blocks)])
-        given, others = tree_unflatten(treedef, abstract[len(blocks) :])
-        with torch.no_grad(), abstract[0].fake_mode, _without_data(*of.begins):
+        with _on_abstract(plan, leaves) as (params, abstract), _without_data(*of.begins):
+            given, others = tree_unflatten(treedef, abstract)
             out = first(params, given, *others).h
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
         raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
@@ -234,6 +238,30 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
         like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
         plan.stages.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"))
     return plan.stages.between[key]
+
+
+def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, batch: PyTree, rest: tuple[Any, ...], has_aux: bool) -> Any:
+    """What the last stage returns, as `_kinds` says it: found on any rank, without computing it."""
+    of = pipelined_in(loss)
+    assert of is not None
+    leaves, treedef = tree_flatten((batch, rest))
+    num = len(leaves)
+    with _on_abstract(plan, [*leaves, *shape.leaves]) as (params, abstract):
+        given, others = tree_unflatten(treedef, abstract[:num])
+        h = tree_unflatten(shape.treedef, abstract[num:])
+        last: Callable[..., Any] = lambda params, batch, *key: of.leave(params, h, batch, *key)  # noqa: E731
+        last = dataclasses.replace(loss, inner=last) if isinstance(loss, Mixed) else last
+        return _kinds([evaluate(last, params, (given, *others), has_aux)])
+
+
+@contextlib.contextmanager
+def _on_abstract(plan: Plan, leaves: list[Any]) -> Iterator[tuple[PyTree, list[Any]]]:
+    """The parameters and some leaves as tensors without data, apart from a capture that may be running."""
+    with _disable_current_modes(), torch.no_grad():
+        blocks = [torch.empty(x.block, dtype=x.dtypes.compute, device="meta") for x in plan.leaves]
+        abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
+        with abstract[0].fake_mode:
+            yield tree_unflatten(plan.treedef, abstract[: len(blocks)]), abstract[len(blocks) :]
 
 
 @contextlib.contextmanager

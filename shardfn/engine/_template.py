@@ -24,7 +24,7 @@ Body = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 Layouts = tuple[tuple[int, ...] | None, ...]
 
 
-class Backward(NamedTuple):
+class TemplateBackward(NamedTuple):
     """The backward of a template for some of its outputs.
 
     Attributes:
@@ -110,7 +110,7 @@ class Template:
         strided = [s for s in self.steps if s.target is torch.ops.aten.as_strided.default]
         if any(storage_of(s.meta["val"]) in given for s in strided):
             raise Unfit("it uses as_strided on an argument, whose place in memory differs from layer to layer")
-        self._backwards: dict[Layouts, Backward] = {}
+        self._backwards: dict[Layouts, TemplateBackward] = {}
         # With all cotangents: what this backward needs of the forward, those with fewer do, too.
         full = self.backward(self.layouts)
         mine = {s.node for s in self.steps} | set(self.inputs)
@@ -127,16 +127,16 @@ class Template:
         """The strides of cotangents that look like their values."""
         return tuple(t.stride() if t.requires_grad else None for t in self._values)
 
-    def backward(self, given: Layouts) -> Backward:
+    def backward(self, given: Layouts) -> TemplateBackward:
         """What the backward does where the cotangents of the values have these strides; None where there is none."""
         if given not in self._backwards:
             self._backwards[given] = self._differentiate(given)
         return self._backwards[given]
 
-    def _differentiate(self, given: Layouts) -> Backward:
+    def _differentiate(self, given: Layouts) -> TemplateBackward:
         wanted = [t for t in self._given if t.requires_grad]
         if not wanted or all(stride is None for stride in given):
-            return Backward([], [None] * len(given), [None] * len(self._given))
+            return TemplateBackward([], [None] * len(given), [None] * len(self._given))
         with self._taken_out() as steps, self._recorder.below():
             pairs = list(zip(self._values, given, strict=True))
             seeds = [None if stride is None else self._stand_in(t, stride) for t, stride in pairs]
@@ -149,7 +149,7 @@ class Template:
             nodes = [None if g is None else self._node(g) for g in mine]
             cotangents = [None if s is None else self._node(s) for s in seeds]
         kept = [s for s in steps if s.target is not stand_in]
-        return Backward(kept, cotangents, nodes + [None] * (len(self._given) - self._num_carry))
+        return TemplateBackward(kept, cotangents, nodes + [None] * (len(self._given) - self._num_carry))
 
     @contextlib.contextmanager
     def _taken_out(self) -> Iterator[list[Written]]:

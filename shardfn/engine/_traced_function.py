@@ -12,6 +12,7 @@ from shardfn.core import P, PyTree, broadcast_prefix, tree_flatten, tree_leaves,
 from shardfn.graph import Leaf, storage_of
 from shardfn.leaves import check_graph
 from shardfn.nn import looping
+from shardfn.state import Likeness, entered, graph_inputs
 
 from ._backward import run_forward
 from ._comms import Comms
@@ -20,7 +21,7 @@ from ._interface import REMEDY, Argument, is_entry
 from ._jitted import ResultSlot, slot_of
 from ._plan import Plan
 from ._splice import copied_loop
-from ._traced_step import annotate, entering, inputs_of
+from ._traced_step import annotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,11 @@ def capture_function(
     plan, recorder = plan.for_capture(), Recorder()
     comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
     held: list[GlobalTensor] = tree_leaves(params)
-    seen = [a.seen for a in arguments]
+    seen, likes = [a.seen for a in arguments], [Likeness.of(x) for x in held]
     made: list[Any] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
-        blocks, given = [entering(x, like) for x, like in zip(flat, held, strict=False)], iter(flat[len(held) :])
+        blocks, given = [entered(x, like) for x, like in zip(flat, likes, strict=False)], iter(flat[len(held) :])
         args = tree_unflatten(treedef, [_filled(x, given) for x in seen])
         kept = {storage_of(x): a.path for a, x in _sharded(arguments, flat[len(held) :]) if not a.donated}
         with bind_mesh(plan.mesh), looping(copied_loop):
@@ -87,14 +88,14 @@ def capture_function(
         made[:] = [structure, [slot_of(x) for x in leaves], list(_results(out, out_specs, plan))]
         return tensors_of(leaves)
 
-    gm = capture(program, [*inputs_of(held, plan.mesh), *tensors_of(seen)], recorder)
+    gm = capture(program, [*graph_inputs(held, plan.mesh.device), *tensors_of(seen)], recorder)
     given = [a for a, x in zip(arguments, seen, strict=True) if isinstance(x, Tensor | GlobalTensor)]
     named = [(x.path, "params") for x in plan.leaves] + [(a.path, "batch") for a in given]
     annotate(gm, plan.mesh, named, held)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    entered = [Leaf(x.path, x.param.axes) for x in plan.leaves]
-    entered += [Leaf(a.path, a.spec.axes if a.spec is not None else ()) for a in given]
-    for node, leaf in zip(inputs, entered, strict=True):
+    known = [Leaf(x.path, x.param.axes) for x in plan.leaves]
+    known += [Leaf(a.path, a.spec.axes if a.spec is not None else ()) for a in given]
+    for node, leaf in zip(inputs, known, strict=True):
         node.meta["enters"] = leaf
     gm.meta["donated"] = {n.name for n, a in zip(inputs[len(held) :], given, strict=True) if a.donated}
     gm.meta["batch_axes"], gm.meta["results"] = plan.batch_axes, made[2]

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.capture import Recorder, capture, fakes
+from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
 from shardfn.core import (
-    MemoryKind,
     Mesh,
     PyTree,
     Stored,
@@ -24,15 +23,16 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.graph import Leaf
-from shardfn.memory import TracedStored
 from shardfn.nn import looping
+from shardfn.state import Likeness, as_graph_value, entered, graph_inputs
 
-from ._backward import Outcome, run_backward
+from ._backward import run_backward
 from ._comms import Comms
 from ._graphs import Program
 from ._loss import NoGradientError
 from ._metrics import measure
 from ._model_state import put_in
+from ._outcome import Outcome
 from ._plan import Plan
 from ._splice import copied_loop
 from ._step import Metrics, StepParts, one_step
@@ -49,14 +49,14 @@ class StepProgram(Program):
 
     Attributes:
         plan: the layout.
-        kinds: the memories of the blocks of params, optimizer state and model state.
+        blocks: of params, optimizer state and model state.
         opt_treedef: structure of the optimizer state.
         metrics: their names, in order.
         differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
     """
 
     plan: Plan
-    kinds: tuple[MemoryKind, ...]
+    blocks: tuple[Likeness, ...]
     opt_treedef: Any
     metrics: tuple[str, ...]
     differentiated: bool
@@ -91,17 +91,18 @@ def capture_step(
         model_state: tree of `GlobalTensor`.
     """
     plan, recorder = plan.for_capture(), Recorder()
-    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
+    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark, recorder.name)
     opt_leaves, opt_treedef = tree_flatten(opt_state)
     kept_leaves, kept_treedef = tree_flatten(model_state)
     held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves, *kept_leaves]
+    likes = [Likeness.of(x) for x in held]
     num, then = len(plan.leaves), len(plan.leaves) + len(opt_leaves)
     arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
     names: list[str] = []
     received: list[bool] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
-        state, rest = [entering(x, like) for x, like in zip(flat, held, strict=False)], flat[len(held) :]
+        state, rest = [entered(x, like) for x, like in zip(flat, likes, strict=False)], flat[len(held) :]
         given, scaled = tree_unflatten(arg_treedef, rest)
         mine = state[:num], tree_unflatten(opt_treedef, state[num:then]), tree_unflatten(kept_treedef, state[then:])
         del state
@@ -109,9 +110,9 @@ def capture_step(
         with bind_mesh(plan.mesh), looping(copied_loop):
             (blocks, opt, kept), metrics = one_step(run)
         names[:], received[:] = metrics, [run.received]
-        return [*map(_leaving, (*blocks, *tree_leaves(opt), *tree_leaves(kept))), *metrics.values()]
+        return [*map(as_graph_value, (*blocks, *tree_leaves(opt), *tree_leaves(kept))), *metrics.values()]
 
-    gm = capture(program, [*inputs_of(held, plan.mesh), *arg_leaves], recorder)
+    gm = capture(program, [*graph_inputs(held, plan.mesh.device), *arg_leaves], recorder)
     paths = [(leaf.path, "params") for leaf in plan.leaves]
     paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
     paths += [(p, "other") for p in tree_paths(model_state, "model_state")]
@@ -119,9 +120,9 @@ def capture_step(
     paths += [] if scale is None else [("loss_scale", "other")]
     annotate(gm, plan.mesh, paths, held)
     _say_types(gm, plan, held, names)
-    return StepProgram(
-        gm, plan.outcome or "", plan, tuple(x.memory_kind for x in held), opt_treedef, tuple(names), *received
-    )
+    if parts.table is not None:
+        gm.meta["pipeline"] = parts.table
+    return StepProgram(gm, plan.outcome or "", plan, tuple(likes), opt_treedef, tuple(names), *received)
 
 
 Blocks = tuple[list[Tensor | Stored], PyTree, PyTree]
@@ -167,29 +168,6 @@ class _Traced:
             return *new, put_in(kept, out.model_state)
 
 
-def inputs_of(held: Sequence[GlobalTensor], mesh: Mesh) -> list[Tensor]:
-    """What a graph takes for blocks, without data: a token for what is on disk."""
-    out: list[Tensor] = []
-    for x in held:
-        if x.memory_kind == "disk":
-            out.append(torch.empty(1, dtype=torch.int64))
-        else:
-            out += fakes([x.held], "cpu" if x.memory_kind == "host" else mesh.device)
-    return out
-
-
-def entering(x: Tensor, like: GlobalTensor) -> Tensor | Stored:
-    """A block as the engine knows it."""
-    return TracedStored(x, like.held.shape, like.held.dtype) if like.memory_kind == "disk" else x
-
-
-def _leaving(x: Tensor | Stored) -> Tensor:
-    if isinstance(x, Tensor):
-        return x
-    assert isinstance(x, TracedStored)
-    return x.token
-
-
 def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metrics: Sequence[str]) -> None:
     """What inputs and outputs are along the axes of the mesh."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -219,4 +197,5 @@ def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held
     gm.meta["mesh_shape"] = dict(mesh.shape)
     gm.meta["coords"] = dict(mesh.coords)
     gm.meta["groups"] = mesh.group_names()
-    gm.meta["donated"] = {n.name for n in inputs[: len(held)]}
+    # What is kept in codes is `Stored`, and so never written over.
+    gm.meta["donated"] = {n.name for n, x in zip(inputs, held, strict=False) if x.code is None}

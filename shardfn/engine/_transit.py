@@ -112,7 +112,7 @@ class Request:
         return out
 
     def _transit(self, path: str, x: GlobalTensor, to: Target) -> Transit:
-        src = Placement(x.spec, memory_kind=x.memory_kind, dtype=x.dtype)
+        src = x.placement
         if not isinstance(to, Placement):
             to = to if isinstance(to, Sharding) else Sharding(to)
             dtype = self.dtype if self.dtype is not None and _floats(x) else x.dtype

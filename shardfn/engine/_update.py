@@ -1,5 +1,6 @@
 """The update: the optimizer on this rank's rows, then resident parameters made whole again."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardfn.core import (
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, decided, given, inplace
-from shardfn.state import Ahead, Column, Done, TrainState, Update, loaded, state_owners, stream, taken
+from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
 
 from ._model_state import put_in, wrapped_like
 from ._plan import Plan
@@ -162,10 +163,9 @@ def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
         return Column(block, leaf.home, read)
-    if leaf.home == "device":
-        return Column(own_rows(plan, leaf, block), "device", read)
-    with on_host():
-        return Column(own_rows(plan, leaf, loaded(block)), "host", read)
+    place = "device" if leaf.home == "device" else "host"
+    with contextlib.nullcontext() if leaf.home == "device" else on_host():
+        return Column(own_rows(plan, leaf, opened(block, leaf.ways.kept)), place, read)
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
@@ -214,4 +214,4 @@ def _like(tree: PyTree, old: PyTree) -> PyTree:
     if treedef != tree_structure(old):
         raise ValueError(f"the optimizer changed the structure of its state from {tree_structure(old)} to {treedef}.")
     pairs = zip(leaves, tree_leaves(old), strict=True)
-    return tree_unflatten(treedef, [GlobalTensor(x, m.shape, m.spec, m.mesh, m.memory_kind) for x, m in pairs])
+    return tree_unflatten(treedef, [m.with_block(x) for x, m in pairs])

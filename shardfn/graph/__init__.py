@@ -37,10 +37,13 @@ from ._forms import (
     Operand as Operand,
     Strategy as Strategy,
     OpUse as OpUse,
+    blocks as blocks,
     cut as cut,
     multiple_of as multiple_of,
     lengths as lengths,
 )
+from ._partition_values import operands_of as operands_of, results as results
+from ._sent_rules import sent_along as sent_along
 from ._loops import LoopMark as LoopMark, loop_input as loop_input, looped as looped
 from ._partition_program import (
     Compute as Compute,
@@ -52,5 +55,6 @@ from ._partition_program import (
 from ._partition_program import Conversion as Conversion
 from ._partition import partition_graph as partition_graph
 from ._partition_prepare import prepare as prepare
-from ._propose import Kept as Kept, Proposal as Proposal, Proposer as Proposer
+from ._proposal import HeldBytes as HeldBytes, Proposal as Proposal
+from ._propose import Proposer as Proposer
 from ._partition_text import program_text as program_text

@@ -4,22 +4,27 @@ A transfer takes place when every rank of its group has started it. Transfers on
 axes, the reductions along them, the loss's own collectives on a group) pair by their order. So ranks of a group must
 issue the same sequence on each channel, and must not wait for one another in a circle across channels. Channels are
 there before a step begins: all ranks of the mesh make them, so that they must use the same ones.
+
+Stages of a pipeline run programs of their own, and send one another messages. A message pairs by its two ranks and its
+tag, not by order: each that is sent must be received, and looks there as it did. Its wait needs the other end's start.
 """
 
 import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from shardfn.core import RankError, all_coords, dtype_name
 
-from ._transfers import Transfer, is_wait, start_of, transfers
-from ._values import where_of
+from ._transfers import Transfer, is_message, is_wait, start_of, transfers
+from ._values import part_of, where_of
 
 _UNEVEN, _EXCHANGES = " uneven", ("all_to_all", "ppermute")
 _COMMENT = "  # "
+_STAGES = "Every stage must be of the same loss and batch; let no branch on a rank's index decide what layers return."
 _REMEDY = (
     "Every rank of a group must issue the same collectives in the same order: let no branch on a rank's own values or"
     " index decide which collective runs, and give ranks batches of equal shapes."
@@ -42,7 +47,7 @@ def collective_sequence(gm: GraphModule) -> list[str]:
         >>> collective_sequence(make_fx(f, tracing_mode="fake")(torch.ones(3)))
         ['gather dp: all_gather float32 [3, 3]']
     """
-    return [_line(t) for t in transfers(gm) if t.num_ranks > 1]
+    return [_line(t) for t in transfers(gm) if t.num_ranks > 1 and not is_message(t.node)]
 
 
 def check_collectives(texts: Sequence[str], mesh_shape: Mapping[str, int] | None = None) -> None:
@@ -120,6 +125,19 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
     compare_events([events[id(gm)] for gm in gms], shape)
 
 
+class Message(NamedTuple):
+    """One end of a message: who is at the other, by index along the channel's axes; the tag; and how it looks."""
+
+    sends: bool
+    peer: int
+    tag: int
+    looks: str
+
+    def route(self, own: int) -> tuple[int, int, int]:
+        """From whom, to whom, and the tag: the same at both ends."""
+        return (own, self.peer, self.tag) if self.sends else (self.peer, own, self.tag)
+
+
 @dataclasses.dataclass(frozen=True)
 class Moment:
     """A start (`wait` is False) or the wait for one; `turn` counts the starts on the channel."""
@@ -129,6 +147,7 @@ class Moment:
     wait: bool
     name: str
     where: str
+    message: Message | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +165,13 @@ class Events:
     @property
     def text(self) -> str:
         """The same for two ranks that do the same."""
-        return "\n".join([*map(_key, self.lines), *(f"{e.channel} {e.turn} {e.wait}" for e in self.program)])
+        moments = (f"{e.channel} {e.turn} {e.wait} {e.message or ''}" for e in self.program)
+        return "\n".join([*map(_key, self.lines), *moments])
+
+    @property
+    def sends_messages(self) -> bool:
+        """Whether it is the program of one stage, and other ranks may run others."""
+        return any(e.message is not None for e in self.program)
 
 
 def collective_events(gm: GraphModule) -> Events:
@@ -161,14 +186,14 @@ def collective_events(gm: GraphModule) -> Events:
     turns, started, out = collections.Counter[str](), dict[Node, Moment](), list[Moment]()
     for node in gm.graph.nodes:
         if node in moves:
-            channel = moves[node].channel
-            started[node] = Moment(channel, turns[channel], False, node.name, where_of(node))
+            channel, message = moves[node].channel, _message(moves[node])
+            started[node] = Moment(channel, turns[channel], False, node.name, _told(node), message)
             turns[channel] += 1
             out.append(started[node])
         elif is_wait(node) and start_of(node) in moves:
             begun = started[start_of(node)]
-            out.append(Moment(begun.channel, begun.turn, True, node.name, where_of(node) or begun.where))
-    return Events([_line(t) for t in moves.values()], out)
+            out.append(dataclasses.replace(begun, wait=True, name=node.name, where=_told(node) or begun.where))
+    return Events([_line(t) for t in moves.values() if not is_message(t.node)], out)
 
 
 def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> None:
@@ -189,7 +214,9 @@ def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> N
     # Ranks that run one program make the same channels, and cannot wait for one another: each start comes before its
     # wait on all of them.
     if any(e is not events[0] and e.text != first for e in events):
-        _compare_channels([{m.channel for m in e.program if _is_made(m.channel)} for e in events])
+        if not any(e.sends_messages for e in events):
+            _compare_channels([{m.channel for m in e.program if _is_made(m.channel)} for e in events])
+        _compare_messages([e.program for e in events], mesh_shape)
         _Simulation([e.program for e in events], mesh_shape).run()
 
 
@@ -200,6 +227,50 @@ def _compare_channels(channels: Sequence[set[str]]) -> None:
         raise RankError(
             f"ranks use different channels: rank 0 {sorted(channels[0])}, rank {odd} {sorted(channels[odd])}. {_REMEDY}"
         )
+
+
+def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, int]) -> None:
+    """Refuses a message that only one of its ends knows, or that looks otherwise there."""
+    ends: dict[Any, dict[bool, tuple[int, Moment, str]]] = collections.defaultdict(dict)
+    for rank, program in enumerate(programs):
+        for moment in program:
+            if moment.message is not None and not moment.wait:
+                group, own = _place(moment.channel, shape, rank)
+                by_end = ends[moment.channel, group, moment.message.route(own)]
+                by_end[moment.message.sends] = rank, moment, moment.message.looks
+    for (channel, _, (_, _, tag)), found in ends.items():
+        if len(found) == 2 and found[True][2] == found[False][2]:
+            continue
+        told = [f"  rank {r} {'sends' if e else 'receives'} {what} ({m.where})" for e, (r, m, what) in found.items()]
+        told += [] if len(found) == 2 else ["  and no rank is at the other end"]
+        raise RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *told, _STAGES]))
+
+
+def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int, ...], int]:
+    """A rank's coordinates along the axes that are not the channel's, and its index along those that are."""
+    names, at, rest, index = channel.split(" ")[-1].split(","), rank, list[int](), 0
+    coords: dict[str, int] = {}
+    for axis in reversed(list(shape)):
+        at, coords[axis] = divmod(at, shape[axis])
+    for axis, size in shape.items():
+        if axis in names:
+            index = index * size + coords[axis]
+        else:
+            rest.append(coords[axis])
+    return tuple(rest), index
+
+
+def _message(t: Transfer) -> Message | None:
+    if not is_message(t.node):
+        return None
+    peer, tag = t.node.args[-3:-1]
+    looks = f"{dtype_name(t.dtype)} {list(t.sizes)}"
+    return Message(t.op == "send", int(peer), int(tag), looks)  # pyright: ignore[reportArgumentType]  # fx arguments
+
+
+def _told(node: Node) -> str:
+    """The user's line, and which stage is at which microbatch."""
+    return "; ".join(told for told in (where_of(node), part_of(node)) if told)
 
 
 def _is_made(channel: str) -> bool:
@@ -290,9 +361,10 @@ class _Simulation:
         self._programs, self._at = programs, [0] * len(programs)
         self._axes = {e.channel for p in programs for e in p}
         self._group = {c: self._group_of_rank(c, shape) for c in sorted(self._axes)}
-        self._started: dict[tuple[str, int, int], int] = collections.Counter()
+        self._shape = shape
+        self._started: dict[Any, int] = collections.Counter()
         # By what they wait for: a rank is looked at again only when that has happened.
-        self._blocked: dict[tuple[str, int, int], list[int]] = collections.defaultdict(list)
+        self._blocked: dict[Any, list[int]] = collections.defaultdict(list)
 
     def run(self) -> None:
         ready = collections.deque(range(len(self._programs)))
@@ -321,13 +393,26 @@ class _Simulation:
             self._at[rank] += 1
         return woken
 
-    def _need(self, rank: int, event: Moment) -> tuple[str, int, int] | None:
-        """What must happen before the event can: that all have started."""
+    def _need(self, rank: int, event: Moment) -> Any:
+        """What must happen before the event can: that all have started; of a message the other end."""
+        if event.message is not None:
+            key = self._end(rank, event, not event.message.sends)
+            return key if event.wait and not self._started[key] else None
         group, size = self._group[event.channel][rank]
         key = event.channel, group, event.turn
         return key if event.wait and self._started[key] < size else None
 
+    def _end(self, rank: int, event: Moment, sends: bool) -> Any:
+        """One end of a message as a key of what has started."""
+        assert event.message is not None
+        group, own = _place(event.channel, self._shape, rank)
+        return event.channel, group, event.message.route(own), sends
+
     def _start(self, rank: int, event: Moment) -> list[int]:
+        if event.message is not None:
+            key = self._end(rank, event, event.message.sends)
+            self._started[key] += 1
+            return self._blocked.pop(key, [])
         group, size = self._group[event.channel][rank]
         key = event.channel, group, event.turn
         self._started[key] += 1
@@ -339,5 +424,7 @@ class _Simulation:
             event = self._programs[rank][self._at[rank]]
             where = event.where or "line unknown"
             turn = f"transfer {event.turn + 1} on channel {event.channel!r}"
+            if event.message is not None:
+                turn = f"the other end of message {event.message.tag} on channel {event.channel!r}"
             lines.append(f"  rank {rank} at {event.name} waits for {turn} ({where})")
         return "\n".join([*lines, _REMEDY])

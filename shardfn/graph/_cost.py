@@ -132,7 +132,8 @@ def cost_analysis(gm: GraphModule) -> CostAnalysis:
     for node, phase in phases_of(gm).items():
         flops[phase] += node_flops(node)
         moved[phase] += node_bytes(node)
-    traffic = _totals(((t.op, t.axes), t.sent) for t in transfers(gm))
+    # Who receives sends nothing.
+    traffic = _totals(((t.op, t.axes), t.sent) for t in transfers(gm) if t.op != "receive")
     local = _totals(((m.src, m.dst), m.nbytes) for m in moves(gm))
     return CostAnalysis(sum(flops.values()), dict(flops), sum(moved.values()), dict(moved), traffic, local)
 
@@ -156,8 +157,12 @@ def node_seconds(node: Node, device: Device) -> float:
 
 
 def transfer_seconds(transfer: Transfer, link: Link) -> float:
-    """How long `transfer` is on the wire: latency + sent / bandwidth; 0 for one rank."""
-    return link.seconds(transfer.sent) if transfer.num_ranks > 1 else 0.0
+    """How long `transfer` is on the wire: latency + sent / bandwidth; 0 for one rank.
+
+    What is received is taken to be sent when it is asked for: another stage's time is not this rank's.
+    """
+    nbytes = transfer.sizes[0] * transfer.dtype.itemsize if transfer.op == "receive" else transfer.sent
+    return link.seconds(nbytes) if transfer.num_ranks > 1 else 0.0
 
 
 def _seconds(node: Node, flops: int, device: Device) -> float:

@@ -18,7 +18,7 @@ from shardfn.memory import on_host
 from ._moves import memory_of
 from ._ops import op_of
 from ._regions import Region
-from ._values import storage_of, tensors_of
+from ._values import part_of, storage_of, tensors_of
 
 _FILE = "<shardfn graph "
 _LOOKS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -158,7 +158,7 @@ class _Writer:
 
     def _call(self, node: Node, dead: list[Node]) -> None:
         text = f"{self._op(node)}({self._arguments(node)})"
-        where = node.meta.get("where")
+        where = "; ".join(told for told in (node.meta.get("where"), part_of(node)) if told)
         unused = [n for n in dead if n is node]
         self._line(("" if unused else f"{self._name(node)} = ") + text + (f"  # {where}" if where else ""))
         self._drop([n for n in dead if n is not node])

@@ -4,7 +4,8 @@ A value of a program that was written for one device has one of these forms alon
 
     WHOLE      every rank holds it, computed alike: it counts once (type I)
     VARYING    every rank holds it, and each uses it in its own way: gradients are parts of a sum (type V)
-    cut(d, g)  rank i holds block i of dim d, which is cut at multiples of g as `torch.chunk` cuts (type V)
+    cut(d, g)  rank i holds block i of dim d, which is cut at multiples of g as `torch.chunk` cuts (type V); of a dim
+               in which several things lie one after another, block i of each of these parts
     PARTIAL    every rank holds a summand (type V)
 
 A rule offers strategies; whoever plans a graph chooses. What a strategy does not say is converted by collectives.
@@ -16,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardfn.collectives import axis_index, axis_size, pmax, psum, pvary
@@ -29,30 +31,50 @@ class Form(NamedTuple):
         kind: see above.
         dim: which dim is cut.
         multiple: blocks begin at multiples of it; divides the dim.
+        parts: of a dim whose parts are cut each by itself (queries, keys and values of one projection), of each part
+            its size and multiple; `multiple` is then 1.
     """
 
     kind: Literal["whole", "varying", "cut", "partial"]
     dim: int = 0
     multiple: int = 1
+    parts: "Parts" = ()
 
     def __str__(self) -> str:
         if self.kind != "cut":
             return self.kind
-        return f"cut along dim {self.dim}" + (f" in units of {self.multiple}" if self.multiple > 1 else "")
+        parts = f" by parts of {[size for size, _ in self.parts]}" if self.parts else ""
+        return f"cut along dim {self.dim}{parts}" + (f" in units of {self.multiple}" if self.multiple > 1 else "")
 
+
+Parts = tuple[tuple[int, int], ...]
 
 WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 
 
 @functools.lru_cache(maxsize=4096)
-def cut(dim: int, size: int, num: int, multiple: int = 1) -> Form:
+def cut(dim: int, size: int, num: int, multiple: int = 1, parts: Parts = ()) -> Form:
     """The form of a dim of `size` that is cut over `num` ranks; of the multiples that give the same blocks, the least.
 
     Example:
-        >>> cut(0, 8, 2, multiple=4), cut(0, 12, 2, multiple=4)
-        (Form(kind='cut', dim=0, multiple=1), Form(kind='cut', dim=0, multiple=4))
+        >>> print(cut(0, 8, 2, multiple=4)), print(cut(0, 12, 2, multiple=4)), print(cut(1, 12, 2, parts=((6, 1),) * 2))
+        cut along dim 0
+        cut along dim 0 in units of 4
+        cut along dim 1 by parts of [6, 6]
+        (None, None, None)
     """
-    return Form("cut", dim, multiple_of(size, lengths(size, num, multiple)) or multiple)
+    least = [(one, multiple_of(one, lengths(one, num, g)) or g) for one, g in parts or ((size, multiple),)]
+    return Form("cut", dim, 1, tuple(least)) if len(least) > 1 else Form("cut", dim, least[0][1])
+
+
+def blocks(size: int, num: int, form: Form) -> tuple[tuple[int, ...], ...]:
+    """Of each part of a cut dim the lengths of its blocks.
+
+    Example:
+        >>> blocks(12, 2, cut(0, 12, 2)), blocks(12, 2, cut(0, 12, 2, parts=((8, 1), (4, 1))))
+        (((6, 6),), ((4, 4), (2, 2)))
+    """
+    return tuple(lengths(one, num, g) for one, g in form.parts or ((size, form.multiple),))
 
 
 def lengths(size: int, num: int, multiple: int = 1) -> tuple[int, ...]:
@@ -66,18 +88,18 @@ def lengths(size: int, num: int, multiple: int = 1) -> tuple[int, ...]:
     return tuple(multiple * (stop - start) for start, stop in bounds)
 
 
-def multiple_of(size: int, blocks: Sequence[int]) -> int | None:
+def multiple_of(size: int, held: Sequence[int]) -> int | None:
     """The least multiple that cuts `size` in these blocks; None if none does.
 
     Example:
         >>> multiple_of(12, (8, 4)), multiple_of(12, (4, 8)), multiple_of(7, (3, 3, 1))
         (4, None, 1)
     """
-    if lengths(size, len(blocks)) == tuple(blocks):
+    if lengths(size, len(held)) == tuple(held):
         return 1
-    most = math.gcd(size, *blocks)  # a multiple divides all blocks
+    most = math.gcd(size, *held)  # a multiple divides all blocks
     tried = (g for g in range(2, most + 1) if most % g == 0)
-    return next((g for g in tried if lengths(size, len(blocks), g) == tuple(blocks)), None)
+    return next((g for g in tried if lengths(size, len(held), g) == tuple(held)), None)
 
 
 class Ranks:
@@ -113,9 +135,21 @@ class Ranks:
         """The shape of this rank's part of a value."""
         out = list(shape)
         if form.kind == "cut":
-            start, stop = self.bounds(shape[form.dim], form.multiple)
-            out[form.dim] = stop - start
+            out[form.dim] = sum(self.own(shape[form.dim], form))
         return out
+
+    def own(self, size: int, form: Form) -> list[int]:
+        """The lengths of this rank's blocks of the parts of a cut dim."""
+        return [each[self.index] for each in blocks(size, self.num, form)]
+
+    def block(self, x: Tensor, form: Form) -> Tensor:
+        """This rank's part of a value that is here as a whole, and cut in the form."""
+        taken, start = [], 0
+        for size, multiple in form.parts or ((x.shape[form.dim], form.multiple),):
+            first, last = self.bounds(size, multiple)
+            taken.append(x.narrow(form.dim, start + first, last - first))
+            start += size
+        return taken[0] if len(taken) == 1 else torch.cat(taken, form.dim)
 
 
 Run = Callable[[Ranks, Sequence[Any], dict[str, Any]], Any]
@@ -178,9 +212,9 @@ class OpUse:
         """An argument by position, or by name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def cut(self, dim: int, size: int, multiple: int = 1) -> Form:
+    def cut(self, dim: int, size: int, multiple: int = 1, parts: Parts = ()) -> Form:
         """The form of a cut dim."""
-        return cut(dim, size, self.num, multiple)
+        return cut(dim, size, self.num, multiple, parts)
 
 
 Rule = Callable[[OpUse], list[Strategy]]

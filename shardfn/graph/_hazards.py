@@ -6,6 +6,7 @@ Nodes are vertices of a partial order; any order of the graph that keeps it comp
     read after write, write after read, write after write: of one memory, through whatever alias
     in flight        what a transfer reads counts as read, and where it lands as written, until its `wait`
     stops            what writes, transfers or draws at random stays on its side of an op that may end the program
+    messages         sends, receives and their waits keep their order, by which no two ranks wait for each other
     channels         gathers among themselves, reductions among themselves and the loss's own collectives keep
                      their order, as do random ops: so all ranks issue alike; a gather that brings what another one
                      gathers further is of a line of its own, so that it may run ahead of those
@@ -23,12 +24,12 @@ from torch.fx import GraphModule, Node
 
 from ._moves import is_fetch
 from ._op import by_identity
-from ._ops import PSUM_SCATTER, known_op, op_of
-from ._transfers import is_gather, is_start, is_wait, start_of
+from ._ops import PSUM_SCATTER, SENT, WAIT, known_op, op_of
+from ._transfers import is_gather, is_message, is_start, is_wait, start_of
 from ._values import storage_of, tensors_of, written_by
 
 # Orders that no memory carries, as memories of their own.
-_GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR = -1, -2, -3, -4, -5, -6
+_GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR, _MESSAGE = -1, -2, -3, -4, -5, -6, -7
 
 
 class Memory:
@@ -314,6 +315,8 @@ def _turn_of(target: Any) -> tuple[int, ...]:
         return (_GATHER,)
     if op.channel == "reduce":
         return (_REDUCE,)
+    if op.channel == "between" or target is SENT:
+        return (_MESSAGE,)
     if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
         return () if getattr(target, "__module__", "") in ("_operator", "builtins", "math") else (_EFFECT,)
     if target.namespace == "_c10d_functional":
@@ -324,7 +327,11 @@ def _turn_of(target: Any) -> tuple[int, ...]:
 
 
 def _turns(node: Node) -> tuple[int, ...]:
-    return _turn_of(node.target) if node.op == "call_function" else ()
+    if node.op != "call_function":
+        return ()
+    if node.target is WAIT and is_message(start_of(node)):
+        return (_MESSAGE,)
+    return _turn_of(node.target)
 
 
 def is_random(node: Node) -> bool:

@@ -7,7 +7,7 @@ and attention differ in their labels alone: `mk, kn -> mn`. A label that no resu
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ._forms import PARTIAL, VARYING, Form, Operand, OpUse, Run, Strategy, whole
+from ._forms import PARTIAL, VARYING, Form, Operand, OpUse, Parts, Run, Strategy, whole
 
 # Of each dim its label, or None for a dim that must not be cut.
 Dims = tuple[object, ...]
@@ -50,10 +50,10 @@ def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
         summed = not any(name in dims for dims in labels.outs)
         if size < 2 or (summed and not labels.sums):
             continue
-        for multiple in _multiples(use, labels, name):
-            ins = tuple(_form(use, x, dims, name, multiple) for x, dims in zip(use.operands, labels.ins, strict=True))
+        for way in _ways(use, labels, name):
+            ins = tuple(_form(use, x, dims, name, way) for x, dims in zip(use.operands, labels.ins, strict=True))
             outs = tuple(
-                PARTIAL if summed else _form(use, x, dims, name, multiple)
+                PARTIAL if summed else _form(use, x, dims, name, way)
                 for x, dims in zip(use.outs, labels.outs, strict=True)
             )
             if all(form != VARYING for form in outs):
@@ -65,8 +65,8 @@ def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
     return out
 
 
-def _form(use: OpUse, x: Operand, dims: Dims, name: object, multiple: int) -> Form:
-    return use.cut(dims.index(name), x.shape[dims.index(name)], multiple) if name in dims else VARYING
+def _form(use: OpUse, x: Operand, dims: Dims, name: object, way: tuple[int, Parts]) -> Form:
+    return use.cut(dims.index(name), x.shape[dims.index(name)], *way) if name in dims else VARYING
 
 
 def _sizes(use: OpUse, labels: Labels) -> dict[object, int]:
@@ -74,12 +74,12 @@ def _sizes(use: OpUse, labels: Labels) -> dict[object, int]:
     return {name: size for x, dims in sides for name, size in zip(dims, x.shape, strict=True) if name is not None}
 
 
-def _multiples(use: OpUse, labels: Labels, name: object) -> list[int]:
-    """The multiples at which operands are cut along a label, and 1."""
-    found = {1}
+def _ways(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Parts]]:
+    """The multiples and parts by which operands are cut along a label, and the plain way."""
+    found: set[tuple[int, Parts]] = {(1, ())}
     for form, dims in zip(use.forms, labels.ins, strict=True):
         if form.kind == "cut" and dims[form.dim] == name:
-            found.add(form.multiple)
+            found.add((form.multiple, form.parts))
     return sorted(found)
 
 

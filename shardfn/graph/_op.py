@@ -17,7 +17,7 @@ from shardfn.core import MemoryKind
 
 from ._forms import Rule
 
-Channel = Literal["", "gather", "reduce", "loss"]
+Channel = Literal["", "gather", "reduce", "loss", "between"]
 _Fact = TypeVar("_Fact")
 
 

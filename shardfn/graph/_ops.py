@@ -29,6 +29,7 @@ _WIRE, _MEMORY, _KERNELS = torch.ops.shardfn, torch.ops.shardfn_memory, torch.op
 ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
 ALL_GATHER_INTO, PSUM = _WIRE.all_gather_into_start.default, _WIRE.psum_start.default
 TO_DEVICE, READ, TO_HOST = (getattr(_MEMORY, f"{name}_start").default for name in ("to_device", "read", "to_host"))
+WAIT, SENT = _WIRE.wait.default, _WIRE.sent.default
 MOVE_WAIT = _MEMORY.wait.default
 
 
@@ -177,6 +178,10 @@ OPS: dict[Any, Op] = {
     _WIRE.psum_scatter_start: Op(channel="reduce", transfer=wire.psum_scatter, types="scatter"),
     _WIRE.all_to_all_start: Op(channel="reduce", transfer=wire.all_to_all, scales=True, types="exchange"),
     _WIRE.psum_start: Op(channel="reduce", transfer=wire.psum, types="sum"),
+    # messages of a pipeline
+    _WIRE.send_start: Op(channel="between", transfer=wire.send),
+    _WIRE.receive_start: Op(channel="between", transfer=wire.receive, types="receive"),
+    _WIRE.sent: Op(waits=True),
     _WIRE.wait: Op(waits=True, carries=True),
     _WIRE.pvary: Op(identity=True, types="declare", calls={"default": lambda x, axes: x}),
     _WIRE.encode: Op(copies=True, carries=True, scratch=formulas.encoded),

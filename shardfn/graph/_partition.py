@@ -17,6 +17,7 @@ from ._partition_moves import FormMove, move_to, needed_form, sent_by
 from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
 from ._partition_search import Held, Search, SearchChoice, SearchedPlan
 from ._partition_values import LoopValues, PlannedValue, Scope, is_look, scope_of
+from ._view_rules import whole_look
 
 # States that the search keeps.
 WIDTH = 16
@@ -29,6 +30,8 @@ def partition_graph(
     forms: Mapping[Node, Form],
     trained: Callable[[Node], bool],
     constants: Callable[[Node], Tensor],
+    *,
+    value_price: float = 0.0,
 ) -> PartitionProgram:
     """The program of a graph along an axis.
 
@@ -39,12 +42,13 @@ def partition_graph(
         forms: of inputs that are cut; the others are whole.
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
+        value_price: what a byte of a value that a rank holds costs, in bytes that are sent.
     """
     scope = scope_of(graph, trained, constants)
     start = {v: held_at_start(forms.get(v.node, WHOLE)) for v in scope.inputs}
     outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     ends = [(scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
-    plan = Search(num, WIDTH).best(scope, start, ends)
+    plan = Search(num, WIDTH, value_price=value_price).best(scope, start, ends)
     writer = _ProgramWriter(PartitionProgram(axis, num), scope, plan)
     for value in scope.inputs:
         if value.node.op == "get_attr":
@@ -161,7 +165,10 @@ class _ProgramWriter:
         assert move.source is not None
         src = self._need(move.source, form)
         dst = self._slot(value, form)
-        strategy = self._plan.choices[value.node].strategy._replace(ins=(form,), outs=(form,))
+        # What runs on a block knows its shape; here the whole is looked at.
+        strategy = self._plan.choices[value.node].strategy._replace(
+            ins=(form,), outs=(form,), run=whole_look(value.node)
+        )
         self._write(Compute(value.node, (src,), {0: dst}, strategy, True, self._line))
 
     def _compute(self, node: Node) -> None:
@@ -169,7 +176,7 @@ class _ProgramWriter:
         operands = self._scope.operands[node]
         slots = tuple(self._need(v, f) for v, f in zip(operands, strategy.ins, strict=True))
         dsts = {v.at: self._slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None}
-        single = isinstance(node.meta["val"], Tensor)
+        single = isinstance(node.meta.get("val"), Tensor)
         self._write(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))
 
     def _loop(self, node: Node, loop: LoopValues, choice: SearchChoice) -> None:

@@ -46,9 +46,10 @@ def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
     if form == own:
         return FormMove("made")
     source = value.look_at
-    if source is not None and form.kind in ("whole", "varying") and own.kind in ("whole", "partial"):
+    if source is not None and form.kind in ("whole", "varying") and own.kind in ("whole", "partial", "cut"):
         # Views cost nothing: what was sent for another look serves this one.
-        if known.form_of(source) == own and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
+        like = known.form_of(source).kind == "cut" if own.kind == "cut" else known.form_of(source) == own
+        if like and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
             return FormMove("look", source=source)
     return FormMove("convert", _from(value, own, form, known))
 
@@ -57,7 +58,7 @@ def _from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
     if form == VARYING and (own.kind == "partial" or known.has(value, WHOLE)):
         return WHOLE
     again = form.kind == own.kind == "cut"
-    if again and (form.dim == own.dim or form.multiple * own.multiple > 1):
+    if again and (form.dim == own.dim or form.multiple * own.multiple > 1 or form.parts or own.parts):
         return needed_form(value, VARYING)
     if form.kind == "cut" and own.kind == "partial" and known.has(value, WHOLE):
         return WHOLE

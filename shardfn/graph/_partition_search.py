@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ._forms import WHOLE, Form, OpUse, Strategy, cut, lengths, whole
+from ._forms import WHOLE, Form, OpUse, Strategy, blocks, cut, whole
 from ._ops import known_op
 from ._partition_moves import move_to, needed_form, sent_by
 from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
@@ -96,10 +96,16 @@ class Search:
         num: ranks along the axis.
         width: how many states are kept.
         held_price: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
+        value_price: and what one costs of a value that is computed, and gets a gradient.
+        margin: how much dearer the greedy plan of a loop's body may be than that of another form of its carry, for the
+            form to be searched any further.
     """
 
-    def __init__(self, num: int, width: int, held_price: float = 0.0) -> None:
-        self.num, self.width, self.held_price = num, width, held_price
+    def __init__(
+        self, num: int, width: int, held_price: float = 0.0, value_price: float = 0.0, margin: float = math.inf
+    ) -> None:
+        self.num, self.width, self.held_price, self.value_price = num, width, held_price, value_price
+        self._margin = margin
         self._plans: dict[Any, SearchedPlan] = {}
         # By op and forms of its operands, which searches of one program may share.
         self.offers: dict[Any, list[Strategy]] = {}
@@ -197,17 +203,27 @@ class Search:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))
         given |= {v: v.outer for v in loop.outside if v.outer is not None}
         begin = {v: draft[outer] for v, outer in given.items()}
-        for forms in _carries(loop, self.num):
-            key = loop.scope, forms, tuple(begin.values())
-            if key not in self._plans:
-                inputs = zip(loop.given[: loop.num_carry], forms, strict=True)
-                start = begin | {v: Held(f, frozenset([f])) for v, f in inputs}
-                ends = itertools.zip_longest(loop.ends, forms)
-                self._plans[key] = self.best(loop.scope, start, list(ends))
-            plan = self._plans[key]
+        greedy = {forms: self._body(loop, begin, forms, 1) for forms in _carries(loop, self.num)}
+        most = self._margin * min(plan.total for plan in greedy.values())
+        for forms, once in greedy.items():
+            if not once.total <= most:
+                continue
+            plan = min(once, self._body(loop, begin, forms, self.width), key=lambda p: p.total)
             ys = plan.forms[loop.num_carry :]
             strategy = Strategy(forms, (*forms, *(ys * loop.num)), None, loop.num * plan.price)
             yield SearchChoice(strategy, plan)
+
+    def _body(
+        self, loop: LoopValues, begin: Mapping[PlannedValue, Held], forms: tuple[Form, ...], width: int
+    ) -> SearchedPlan:
+        """The plan of a body whose carry is in these forms, searched once."""
+        key = loop.scope, forms, width, tuple(begin.values())
+        if key not in self._plans:
+            inputs = zip(loop.given[: loop.num_carry], forms, strict=True)
+            start = dict(begin) | {v: Held(f, frozenset([f])) for v, f in inputs}
+            ends = list(itertools.zip_longest(loop.ends, forms))
+            self._plans[key] = self.searched(loop.scope, start, ends, width)
+        return self._plans[key]
 
 
 class _Draft:
@@ -218,7 +234,7 @@ class _Draft:
     ) -> None:
         self.price, self.outside = state.price, state.outside
         self._num, self._state, self._start = search.num, state, start
-        self._held_price, self._weight = search.held_price, weight
+        self._held_price, self._value_price, self._weight = search.held_price, search.value_price, weight
         self._new: dict[PlannedValue, Held] = {}
         self._dead: Sequence[PlannedValue] = ()
         self._trail: Any = state.trail
@@ -271,6 +287,9 @@ class _Draft:
         for value, form in zip(made, strategy.outs, strict=True):
             leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
             there = frozenset() if value.look_at is not None else frozenset([form])
+            if self._value_price and value.differentiable and value.look_at is None:
+                held = value.seen.itemsize * held_elements(value, form, self._num)
+                self.price += self._weight * self._value_price * held
             self._new[value] = Held(form, there, leaf)
         self._dead, self._trail = scope.dead[node], (self._state.trail, node, choice)
         return self
@@ -299,7 +318,8 @@ def held_elements(value: PlannedValue, form: Form, num: int) -> int:
     shape = value.seen.shape
     if form.kind != "cut":
         return math.prod(shape)
-    return math.prod((*shape[: form.dim], max(lengths(shape[form.dim], num, form.multiple)), *shape[form.dim + 1 :]))
+    most = max(map(sum, zip(*blocks(shape[form.dim], num, form), strict=True)))
+    return math.prod((*shape[: form.dim], most, *shape[form.dim + 1 :]))
 
 
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:

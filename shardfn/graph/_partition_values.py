@@ -34,7 +34,7 @@ class PlannedValue:
         seen: the whole.
         differentiable: whether a gradient may arrive.
         look_at: the value of which it is another look.
-        part_of: the value of which it is a part, a look, or a cast.
+        part_of: the value of which it is a part, a look, or a cast; where inputs are joined, the first of them.
         outer: in the body of a loop, the value around it that it is.
         times: how often that body runs.
     """
@@ -143,7 +143,8 @@ def operands_of(node: Node) -> list[Node]:
 
 def results(node: Node) -> list[Tensor | None]:
     """What an op returns, flat."""
-    val = node.meta["val"]
+    val: Any = node.meta.get("val")
+    val = () if val is None else val
     return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
 
 
@@ -179,11 +180,22 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
             flags = [able and x is not None and _has_gradients(x) for x in results(node)]
         first = scope.operands[node][0] if scope.operands[node] else None
         look = first if is_look(node) else None
-        part = first if look or getattr(node.target, "overloadpacket", None) in _PARTS_OF_LEAVES else None
+        packet = getattr(node.target, "overloadpacket", None)
+        part = first if look or packet in _PARTS_OF_LEAVES or _joins_inputs(scope, node, packet) else None
         made = zip(results(node), flags, strict=True)
         scope.made[node] = [
             None if x is None else PlannedValue(node, k, seen(x), able, look, part) for k, (x, able) in enumerate(made)
         ]
+
+
+def _joins_inputs(scope: Scope, node: Node, packet: Any) -> bool:
+    """Whether an op joins inputs, or parts of them: then what comes out is as much a leaf as they are."""
+    roots = list(scope.operands[node]) if packet is _ATEN.cat else []
+    for k, value in enumerate(roots):
+        while value.part_of is not None:
+            value = value.part_of
+        roots[k] = value
+    return bool(roots) and all(v in scope.inputs for v in roots)
 
 
 def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:

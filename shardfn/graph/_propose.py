@@ -11,24 +11,25 @@ Leaves at the same place of equal layers have the same form (`_repeats.py`).
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from ._alternate import alternate
 from ._forms import WHOLE, Form, cut
+from ._free_leaves import free_leaf, leaves_of_loops, settled
 from ._partition import WIDTH, held_at_start
-from ._partition_search import Held, Search, SearchedPlan, held_elements
-from ._partition_values import PlannedValue, Scope, scope_of
+from ._partition_search import Search, SearchedPlan, held_elements
+from ._partition_values import PlannedValue, scope_of
+from ._proposal import HeldBytes, Proposal
 from ._repeats import tie_equal_layers
 
-_UNBIND = torch.ops.aten.unbind
 # Between what a byte that a rank holds may cost in the first step, in bytes that are sent.
 _LEAST_PRICE, _MOST_PRICE, _HALVINGS = 1e-4, 1e6, 5
 # States that searches keep: with free leaves, and with given ones.
 _FREE_WIDTH, _NARROW = 24, 4
+# Of the carry of a loop a form is not looked at whose greedy plan is so much dearer than another's.
+_LOOP_MARGIN = 1.5
 # How many of the first step's results are improved.
 _IMPROVED = 2
 # What may be held where almost nothing may be whole, as a multiple of the least that can be.
@@ -38,32 +39,6 @@ _PER_HELD_BYTE = 1e-9
 
 
 Change = Sequence[tuple[int, Form]]
-
-
-class Kept(NamedTuple):
-    """What is kept of a leaf, its optimizer state included.
-
-    Attributes:
-        per_element: bytes an element, of what is cut with the leaf.
-        fixed: bytes of what each rank has.
-    """
-
-    per_element: float
-    fixed: float = 0.0
-
-
-class Proposal(NamedTuple):
-    """How leaves may be cut.
-
-    Attributes:
-        forms: by leaf.
-        held: bytes that the rank with the most keeps of them.
-        sent: bytes that a rank sends, forward and backward.
-    """
-
-    forms: dict[Node, Form]
-    held: float
-    sent: float
 
 
 class Proposer:
@@ -82,7 +57,7 @@ class Proposer:
         self,
         graph: Graph,
         num: int,
-        leaves: Mapping[Node, Kept],
+        leaves: Mapping[Node, HeldBytes],
         trained: Callable[[Node], bool],
         constants: Callable[[Node], Tensor],
         *,
@@ -93,7 +68,7 @@ class Proposer:
         self._ends = [(self._scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
         by_node = {v.node: v for v in self._scope.inputs}
         self._kept = {by_node[n]: kept for n, kept in leaves.items()}
-        self._layers = _leaves_of_loops(self._scope)
+        self._layers = leaves_of_loops(self._scope)
         groups = tie_equal_layers(self._scope, [v for v, _ in self._ends]) if tied else []
         groups = [g for g in groups if all(v in self._kept for v in g)]
         own = {v for g in groups for v in g}
@@ -101,7 +76,7 @@ class Proposer:
         read = {v: k for k, n in reversed(list(enumerate(self._scope.nodes))) for v in self._scope.operands[n]}
         first = [min((read[v] for v in g if v in read), default=0) for g in self._groups]
         self._in_order = sorted(range(len(first)), key=first.__getitem__)
-        self._search, self._narrow = Search(num, WIDTH), Search(num, _NARROW)
+        self._search, self._narrow = Search(num, WIDTH), Search(num, _NARROW, margin=_LOOP_MARGIN)
         self._narrow.offers = self._search.offers
         self._priced: dict[tuple[Form, ...], float] = {}
 
@@ -255,17 +230,17 @@ class Proposer:
         for loop in self._scope.loops.values():
             body = {v: held_at_start(WHOLE) for v in loop.scope.inputs}
             own = {v: self._layers_leaf(x) for v, x in zip(loop.given[loop.num_carry :], loop.layers[0], strict=True)}
-            body |= {v: _free() for v, leaf in own.items() if leaf is not None}
+            body |= {v: free_leaf() for v, leaf in own.items() if leaf is not None}
             ends = [(v, WHOLE if k < loop.num_carry else None) for k, v in enumerate(loop.ends)]
-            for v, form in _settled(
+            for v, form in settled(
                 search.searched(loop.scope, body, ends, _FREE_WIDTH), loop.scope, body, self._num
             ).items():
                 leaf = own[v]
                 assert leaf is not None
                 found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
         start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
-        start |= {v: held_at_start(found[v]) if v in found else _free() for v in self._kept}
-        found |= _settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
+        start |= {v: held_at_start(found[v]) if v in found else free_leaf() for v in self._kept}
+        found |= settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
         # Of equal layers the second speaks for the others; what no operation reads is held in pieces.
         least = self.least()
         return [next((found[v] for v in reversed(g) if v in found), least[i]) for i, g in enumerate(self._groups)]
@@ -280,40 +255,3 @@ def _with(forms: Sequence[Form], change: Change) -> list[Form]:
     for i, form in change:
         changed[i] = form
     return changed
-
-
-def _free() -> Held:
-    return Held(WHOLE, frozenset(), free=True)
-
-
-def _settled(
-    plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held], num: int
-) -> dict[PlannedValue, Form]:
-    """In which forms the first operations that read them have free leaves."""
-    found: dict[PlannedValue, Form] = {}
-    for node in scope.nodes:
-        choice = plan.choices[node]
-        loop = scope.loops.get(node)
-        read = list(zip(scope.operands[node] if loop is None else loop.carry, choice.strategy.ins, strict=True))
-        if choice.plan is not None:
-            read += [(v.outer, f) for v, f in choice.plan.outside if v.outer is not None]
-        for value, form in read:
-            if value in start and start[value].free and value not in found:
-                size = value.seen.shape[form.dim] if form.kind == "cut" else 0
-                found[value] = cut(form.dim, size, num) if form.kind == "cut" else WHOLE
-    return found
-
-
-def _leaves_of_loops(scope: Scope) -> set[PlannedValue]:
-    """The inputs that are taken apart into the layers of a loop, and read by nothing else."""
-    users: dict[PlannedValue, list[Node]] = {}
-    for node in scope.nodes:
-        for value in scope.operands[node]:
-            users.setdefault(value, []).append(node)
-
-    def apart(node: Node) -> bool:
-        of_layers: bool = getattr(node.target, "overloadpacket", None) is _UNBIND and (*node.args[1:], 0)[0] in (0,)
-        made = [v for v in scope.made[node] if v is not None]
-        return of_layers and all(n in scope.loops for v in made for n in users.get(v, [node]))
-
-    return {v for v in scope.inputs if v in users and all(map(apart, users[v]))}

@@ -14,7 +14,7 @@ from torch.fx import Node
 from ._partition_values import PlannedValue, Scope, find_last_uses, results
 
 
-class _Run(NamedTuple):
+class _Repetition(NamedTuple):
     """Operations `start` to `stop`, each of which is like the one `period` before it."""
 
     start: int
@@ -33,7 +33,7 @@ def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[Pl
         The inputs of which several stand at the same place of equal layers, together.
     """
     tied: list[list[PlannedValue]] = []
-    done: set[_Run] = set()
+    done: set[_Repetition] = set()
     while True:
         run = _longest(scope, done)
         if run is None:
@@ -45,17 +45,17 @@ def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[Pl
             done.clear()
 
 
-def _longest(scope: Scope, done: set[_Run]) -> _Run | None:
+def _longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
     """The longest run of three layers or more of which none was shortened yet."""
     kinds: dict[Any, int] = {}
     keys = torch.tensor([kinds.setdefault(_kind(n, scope), len(kinds)) for n in scope.nodes])
-    best: _Run | None = None
+    best: _Repetition | None = None
     for period in range(4, len(keys) // 3 + 1):
         same = torch.cat([torch.tensor([False]), keys[period:] == keys[:-period], torch.tensor([False])])
         steps = same[1:].int() - same[:-1].int()
         starts, stops = (steps == 1).nonzero().flatten(), (steps == -1).nonzero().flatten()
         for start, length in zip(starts.tolist(), (stops - starts).tolist(), strict=True):
-            run = _Run(start, start + length + period, period)
+            run = _Repetition(start, start + length + period, period)
             if (
                 length >= 2 * period
                 and run not in done
@@ -79,7 +79,7 @@ def _kind(node: Node, scope: Scope) -> Any:
     )
 
 
-def _same_inputs(scope: Scope, run: _Run) -> list[list[PlannedValue]] | None:
+def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | None:
     """The inputs that correspond; None where operations do not read what those of the layer before read."""
     nodes = scope.nodes
     place = {v: (i, k) for i, n in enumerate(nodes) for k, v in enumerate(scope.made[n]) if v is not None}
@@ -106,7 +106,7 @@ def _same_inputs(scope: Scope, run: _Run) -> list[list[PlannedValue]] | None:
     return [list(x) for x in {id(x): x for x in group.values()}.values()]
 
 
-def _shorten(scope: Scope, run: _Run, ends: Sequence[PlannedValue]) -> bool:
+def _shorten(scope: Scope, run: _Repetition, ends: Sequence[PlannedValue]) -> bool:
     """Leaves two layers; whether that was possible: what comes afterwards reads of the last layer only."""
     start, period = run.start, run.period
     num = (run.stop - start) // period

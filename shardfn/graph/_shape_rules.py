@@ -1,14 +1,14 @@
 """Sharding rules of views and of ops that move elements: what a cut dim becomes."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ._forms import PARTIAL, VARYING, WHOLE, Form, OpUse, Ranks, Run, Strategy, lengths, multiple_of, whole
+from ._forms import PARTIAL, VARYING, WHOLE, OpUse, Ranks, Run, Strategy, whole
 from ._labelled import Dims, Labels, aligned, strategies
+from ._view_rules import shaped
 
 
 def _moved(use: OpUse, order: Sequence[object]) -> Labels:
@@ -103,80 +103,6 @@ def padded(use: OpUse) -> Labels:
     own: Dims = tuple(None if i in touched else i for i in range(x.ndim))
     linear = (0,) if not use.arg(2, "value", 0) else ()
     return Labels((own,), (own,), together=linear)
-
-
-# Views that join and divide dims.
-
-
-def viewed(use: OpUse) -> list[Strategy]:
-    """`view`, `reshape`: a cut passes where it is the first dim of its group, and blocks end where the result's do."""
-    if use.target.__name__ == "view.dtype":
-        return [whole(use)]
-    out: list[Strategy] = [whole(use), Strategy((PARTIAL,), (PARTIAL,))]
-    x, y = use.operands[0], use.outs[0]
-    for i, j in _leading(x.shape, y.shape):
-        each, into = math.prod(x.shape[i + 1 : _group_end(x.shape, y.shape, i)]), 0
-        into = x.shape[i] * each // y.shape[j]
-        for multiple in _view_multiples(use, i, each, into):
-            blocks = [n * each for n in lengths(x.shape[i], use.num, multiple)]
-            if any(n % into for n in blocks):
-                continue
-            after = multiple_of(y.shape[j], [n // into for n in blocks])
-            if after is not None:
-                forms = use.cut(i, x.shape[i], multiple), use.cut(j, y.shape[j], after)
-                out.append(Strategy(forms[:1], forms[1:]))
-    return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
-
-
-def _view_multiples(use: OpUse, dim: int, each: int, into: int) -> list[int]:
-    form = use.forms[0]
-    found = {1, into // math.gcd(each, into)}
-    if form.kind == "cut" and form.dim == dim:
-        found.add(form.multiple)
-    return sorted(g for g in found if use.operands[0].shape[dim] % g == 0)
-
-
-def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
-    """Runs of dims with the same number of elements; without empty values."""
-    out: list[tuple[range, range]] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        i0, j0, m, n = i, j, a[i], b[j]
-        i, j = i + 1, j + 1
-        while m != n:
-            if m < n:
-                m, i = m * a[i], i + 1
-            else:
-                n, j = n * b[j], j + 1
-        out.append((range(i0, i), range(j0, j)))
-    return out
-
-
-def _leading(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
-    """Of each group the first dims, on both sides, that are more than 1."""
-    if 0 in a:
-        return []
-    firsts = (
-        (next((i for i in p if a[i] > 1), None), next((j for j in q if b[j] > 1), None)) for p, q in _groups(a, b)
-    )
-    return [(i, j) for i, j in firsts if i is not None and j is not None]
-
-
-def _group_end(a: Sequence[int], b: Sequence[int], dim: int) -> int:
-    return next(p.stop for p, _ in _groups(a, b) if dim in p)
-
-
-def shaped(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:
-    """Calls a method whose argument is the shape of this rank's result, where the program has that of the whole."""
-
-    def made(outs: tuple[Form, ...]) -> Run:
-        def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            del kwargs
-            return getattr(args[0], name)(ranks.local(use.outs[0].shape, outs[0]))
-
-        return run
-
-    return made
 
 
 # Lookups.

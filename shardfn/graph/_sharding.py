@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
+from shardfn.collectives import pmax, psum, pvary
+
 from ._forms import OpUse, Rule
 from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
+from ._part_rules import joined, taken_apart
+from ._sent_rules import sent, sent_along
 from ._shape_rules import (
     closed,
     expanded,
@@ -21,9 +25,9 @@ from ._shape_rules import (
     stacked,
     transposed,
     unsqueezed,
-    viewed,
 )
 from ._sum_rules import attention, averaged, nll, normalised, reduced, softmax, summed
+from ._view_rules import viewed
 
 _ATEN = torch.ops.aten
 
@@ -54,9 +58,10 @@ RULES: dict[Any, Rule] = {
     _ATEN.expand: labelled(expanded),
     _ATEN.repeat: labelled(repeated),
     **_rules("view _unsafe_view reshape", viewed),
-    **_rules("slice unbind select", labelled(closed(1))),
-    **_rules("split split_with_sizes", labelled(closed(2))),
-    _ATEN.cat: labelled(closed(1)),
+    **_rules("unbind select", labelled(closed(1))),
+    _ATEN.slice: taken_apart(1),
+    **_rules("split split_with_sizes", taken_apart(2)),
+    _ATEN.cat: joined,
     _ATEN.stack: labelled(stacked),
     _ATEN.constant_pad_nd: labelled(padded),
     _ATEN.cumsum: labelled(keeps_all_but(_dim(1))),
@@ -71,5 +76,8 @@ RULES: dict[Any, Rule] = {
     **_rules("_softmax _log_softmax", softmax),
     _ATEN.nll_loss_forward: nll,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: attention,
+    sent_along: labelled(sent),
+    **dict.fromkeys((psum, pvary), labelled(unary_linear)),  # those of another axis
+    pmax: POINTWISE,
     **_rules("zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full", made_of_nothing),
 }

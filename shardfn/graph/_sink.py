@@ -6,7 +6,7 @@ from torch.fx import GraphModule, Node
 
 from ._edit import reordered
 from ._hazards import Memory, dependences, put_off
-from ._ops import MOVE_WAIT
+from ._ops import MOVE_WAIT, SENT
 from ._transfers import is_wait
 
 
@@ -14,8 +14,8 @@ def sink_waits(gm: GraphModule) -> GraphModule:
     """Moves each wait, and the views of what it returns, down to just before the first use.
 
     What happens between start and wait then overlaps with the transfer. A wait passes neither a use of its value,
-    through whatever alias, nor a write to what its transfer reads. Moves between memories are waited for where the
-    program says, since it bounds by that what is under way.
+    through whatever alias, nor a write to what its transfer reads. Moves between memories, and sends to other stages,
+    are waited for where the program says, since it bounds by that what is under way.
 
         h = all_gather_start(own)        h = all_gather_start(own)
         w = wait(h)                      y = x * 2
@@ -42,7 +42,7 @@ def sink_waits(gm: GraphModule) -> GraphModule:
         ['all_gather_start', 'mul', 'wait', 'add', 'output']
     """
     memory = Memory(gm)
-    lazy = waits_and_views(memory, lambda n: is_wait(n) and n.target is not MOVE_WAIT)
+    lazy = waits_and_views(memory, lambda n: is_wait(n) and n.target not in (MOVE_WAIT, SENT))
     order = put_off(memory.order, dependences(memory), lazy)
     return reordered(gm, order)[0]
 

@@ -9,8 +9,8 @@ from torch.fx import GraphModule, Node
 from shardfn.core import dtype_name
 
 from ._moves import crossing, is_move, moved_bytes
-from ._transfers import Transfer, is_wait, start_of, transfers
-from ._values import phases_of, tensors_of, where_of
+from ._transfers import Transfer, is_message, is_wait, start_of, transfers
+from ._values import part_of, phases_of, tensors_of, where_of
 
 
 def as_text(gm: GraphModule) -> str:
@@ -37,9 +37,10 @@ def as_text(gm: GraphModule) -> str:
     lines: list[str] = []
     heading = ""
     for node, phase in phases_of(gm).items():
-        if node.op == "call_function" and phase != heading:
-            heading = phase
-            lines.append(f"# {phase}")
+        told = f"{phase}: {part_of(node)}" if part_of(node) else phase
+        if node.op == "call_function" and told != heading:
+            heading = told
+            lines.append(f"# {told}")
         lines.append(_line(node, moves))
     return "\n".join(lines)
 
@@ -65,12 +66,23 @@ def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
         return f"start {src} -> {dst}({_show(tuple(node.all_input_nodes))}) {moved_bytes(node)} bytes"
     if is_wait(node) and start_of(node) in moves:
         move = moves[start_of(node)]
+        if is_message(move.node):
+            return f"wait({_show(node.args[0])}) for {_message(move)}"
         return f"wait({_show(node.args[0])}) for {move.op} over {move.axes}"
     return f"{_op(node)}({_arguments(node)})"
 
 
+def _message(move: Transfer) -> str:
+    """Messages have a rank along the axes at the other end, and a tag."""
+    peer, tag = move.node.args[-3:-1]
+    return f"{move.op} {'to' if move.op == 'send' else 'from'} {peer} along {move.axes} (message {tag})"
+
+
 def _move(node: Node, move: Transfer) -> str:
     operands = _show(tuple(node.all_input_nodes))
+    if is_message(node):
+        what = f"{dtype_name(move.dtype)} {_sizes(move.sizes)}"
+        return f"start {_message(move)}{operands if move.op == 'send' else ''} {what}, {move.sent} bytes"
     leaves = f": {', '.join(move.leaves)}" if move.leaves else ""
     what = f"{dtype_name(move.dtype)} {_sizes(move.sizes)}"
     return f"start {move.op}{operands} over {move.axes} ({move.num_ranks} ranks) {what}, {move.sent} bytes{leaves}"

@@ -50,7 +50,7 @@ def transfers(gm: GraphModule) -> list[Transfer]:
     """The transfers of a captured step in the order of their starts.
 
     For blocks of m bytes over n ranks: `all_gather` sends m (n - 1), `psum_scatter` what does not stay, a sum of m
-    bytes 2 m (n - 1) / n.
+    bytes 2 m (n - 1) / n; a message of m bytes m, on the rank that sends it.
 
     Args:
         gm: the step. `gm.meta["mesh_shape"]` and `gm.meta["groups"]` say what axes and groups mean; where the rank's
@@ -98,6 +98,11 @@ def is_reduction(node: Node) -> bool:
     return op_of(node).channel == "reduce"
 
 
+def is_message(node: Node) -> bool:
+    """Whether `node` starts a send to one rank, or a receive from one."""
+    return op_of(node).channel == "between"
+
+
 def start_of(wait: Node) -> Node:
     """The start that `wait` waits for; `wait` itself if its argument is no transfer."""
     node = wait.args[0]
@@ -112,7 +117,9 @@ def wait_of(start: Node) -> Node | None:
 
 
 def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
-    """The channels of the step's own transfers: (axes, "gather" or "reduce"), each once, in an order of names.
+    """The channels of the step's own transfers: (axes, kind), each once, in an order of names.
+
+    A kind is "gather", "reduce" or "between".
 
     Not of use: a rank that has nothing of a leaf may gather it before it reduces another.
 
@@ -120,7 +127,7 @@ def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
         >>> channel_axes(torch.fx.symbolic_trace(lambda x: x + 1))
         []
     """
-    starts = [n for n in gm.graph.nodes if is_gather(n) or is_reduction(n)]
+    starts = [n for n in gm.graph.nodes if is_gather(n) or is_reduction(n) or is_message(n)]
     return sorted({(tuple(str(n.args[-1]).split(",")), op_of(n).channel) for n in starts})
 
 
@@ -128,6 +135,8 @@ def _transfer(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates)
     read = op_of(node).transfer
     assert read is not None
     wait = wait_of(node)
+    if is_message(node):  # of activations, whatever leaves they depend on
+        return Transfer(node=node, wait=wait, phase=phase, where=where_of(node), **vars(read(node, meta)))
     leaves = leaves_behind(node.args[1 if node.target is ALL_GATHER_INTO else 0])
     if not leaves and wait is not None and phase != "forward":
         leaves = updates.leaves_after(wait)

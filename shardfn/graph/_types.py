@@ -13,6 +13,7 @@ is unknown, and no error follows from it. Numbers that a rank puts in by its ind
     the loss      sees every leaf as declared along the batch's axes, for the step sums the gradient there
     local ops     varying if an operand is; unknown if one is; lists whose members differ are unknown, as are
                   comparisons and integers made of varying floats, since ranks may agree on them
+    messages      what comes from another stage of a pipeline is unknown, along all axes
     collectives   by the table in `shardfn/collectives/_primitive.py`
 
 A capture says what the ops cannot, in `gm.meta` ("batch_axes") and in the metadata of nodes: "enters" of inputs and
@@ -213,6 +214,9 @@ class Types:
     def _transferred(self, node: Node, op: Op, type: int) -> int:
         """The ops of `shardfn`, which name axes: what is gathered or summed whole is the same everywhere."""
         axes = [a for a in str(node.args[-1]).split(",") if a in self._at]
+        if op.types == "receive":
+            # Of what kind it is, the program of another stage says.
+            return self._all[UNKNOWN] | self._trained
         if op.types == "gather":
             # Behind it is a leaf; the memory that it lands in says nothing.
             own = node.all_input_nodes[-1]
@@ -283,5 +287,5 @@ def _join(types: Iterable[int]) -> int:
 
 
 _WORDS = ("invariant", "declared", "varying", "varying", "unknown", "unknown", "unknown", "unknown")
-_STEP_TYPES = ("gather", "sum", "scatter", "exchange", "declare")
+_STEP_TYPES = ("gather", "sum", "scatter", "exchange", "declare", "receive")
 _SAME = ("all_reduce", "all_gather_into_tensor")

@@ -86,6 +86,11 @@ def where_of(node: Node) -> str:
     return node.meta.get("where") or ""
 
 
+def part_of(node: Node) -> str:
+    """Which stage of a pipeline does what of which microbatch there, in words; or nothing."""
+    return node.meta.get("part", "")
+
+
 def axes_size(mesh_shape: Mapping[str, int], axes: str) -> int:
     """The number of ranks along axes such as "dp,tp"; a missing axis counts 1.
 

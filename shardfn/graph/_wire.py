@@ -75,6 +75,16 @@ def psum(node: Node, meta: Mapping[str, Any]) -> Sent:
     return Sent("all_reduce", axes, n, 2 * total * (n - 1) // n, values[0].dtype, sizes, f"reduce {axes}")
 
 
+def send(node: Node, meta: Mapping[str, Any]) -> Sent:
+    x, axes = _value(node.args[0]), _drop_ones(str(node.args[-1]), meta)
+    return Sent("send", axes, 2, num_bytes(x), x.dtype, (x.numel(),), f"between {axes}")
+
+
+def receive(node: Node, meta: Mapping[str, Any]) -> Sent:
+    x, axes = _value(node), _drop_ones(str(node.args[-1]), meta)
+    return Sent("receive", axes, 2, 0, x.dtype, (x.numel(),), f"between {axes}")
+
+
 def _group(name: Any, meta: Mapping[str, Any]) -> tuple[str, int]:
     groups = meta.get("groups", {})
     if name not in groups:

@@ -1,11 +1,13 @@
 """`save_deepspeed`: a universal checkpoint of DeepSpeed's from a state."""
 
+import functools
 import os
 import pathlib
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,11 +15,11 @@ from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import raise_all, tree_leaves, tree_paths
-from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
+from shardfn.engine import agree_on_step, comms_of, told_before
 from shardfn.state import TrainState, check_alive
 
 from ._ds_parts import Names, StatePart, is_master, key_of, part_of
-from ._gathered_leaf import is_writer, whole
+from ._gathered_leaf import WrittenByFirst, is_writer, whole
 
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 # What a universal checkpoint says of the one who wrote it: its layout is that of this version.
@@ -78,21 +80,10 @@ def save_deepspeed(
         if writer and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
     agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {', '.join(map(key_of, found))}", ()))
-    problem: Exception | None = None
-    with losing_no_peer(comms), torch.no_grad():
-        files = _Files(place, int(state.step), float(learning_rate), found)
+    files = functools.partial(_Files, place, int(state.step), float(learning_rate), found)
+    with torch.no_grad(), WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
         for part, x in found.items():
-            value = whole(x)  # of all ranks, whatever became of the file before
-            if writer and problem is None:
-                problem = _failure(files.put, part, value)
-        if writer and problem is None:
-            problem = _failure(files.finish)
-        if writer and problem is not None:
-            files.discard()
-    with told_before(comms.control):
-        if problem is not None:
-            raise problem
-    agree_on_step(comms.control, "interop.save_deepspeed, written")
+            out.put(part, whole(x))
 
 
 class _Files:
@@ -108,9 +99,22 @@ class _Files:
         self._trained = self._trained or set(self._shapes)
         self._module: OrderedDict[str, Tensor] = OrderedDict()
 
-    def put(self, part: StatePart, value: Tensor) -> None:
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            # Of a complete one there is none left.
+            shutil.rmtree(self._making, ignore_errors=True)
+
+    def put(self, name: StatePart, x: Tensor) -> None:
         """Writes a leaf; what is trained to files of its own."""
-        value = value.detach().cpu()
+        part, value = name, x.detach().cpu()
         if part.name not in self._trained:
             self._module[part.name] = value.clone()
             return
@@ -120,7 +124,7 @@ class _Files:
         if part.kind == "exp_avg":
             torch.save(torch.tensor(float(self._step)), folder / "step.pt")
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Writes what is said of all, then gives the name."""
         step = torch.tensor(float(self._step))
         (self._making / "zero").mkdir(parents=True, exist_ok=True)
@@ -153,18 +157,6 @@ class _Files:
         newest = self._place.with_name("latest_universal")
         newest.with_name("latest_universal.tmp").write_text(self._place.name)
         newest.with_name("latest_universal.tmp").rename(newest)
-
-    def discard(self) -> None:
-        """Removes what was begun."""
-        shutil.rmtree(self._making, ignore_errors=True)
-
-
-def _failure(f: Callable[..., None], *args: Any) -> Exception | None:
-    try:
-        f(*args)
-    except Exception as error:
-        return error
-    return None
 
 
 def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:

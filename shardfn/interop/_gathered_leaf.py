@@ -1,12 +1,20 @@
-"""Leaves of a tree one after another, whole, for a file: no more than one of them is there at a time."""
+"""Leaves of a tree one after another, whole, for a file: no more than one of them is there at a time.
 
-from typing import Any
+The first rank writes, and all gather. What goes wrong in writing must not keep it from gathering on, for the others
+would wait for ever; all are told at the end.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import P
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 
 
 def whole(x: Any) -> Tensor:
@@ -24,6 +32,85 @@ def layer_of(x: Any, i: int) -> Tensor:
     return GlobalTensor(x.local[i], torch.Size(x.shape[1:]), P(*entries), x.mesh).full_tensor()
 
 
-def is_writer(tree_leaves: list[Any]) -> bool:
+def is_writer(tree_leaves: Sequence[Any]) -> bool:
     """Whether this rank is the one that writes: the first of the leaves' mesh."""
     return all(x.mesh.rank == 0 for x in tree_leaves if isinstance(x, GlobalTensor))
+
+
+class Writer(Protocol):
+    """Files in the making, which get their names on leaving, or are removed if that is by an error."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def put(self, name: Any, x: Tensor) -> None:
+        """Writes a leaf."""
+        ...
+
+
+class WrittenByFirst:
+    """A writer that the first rank of some leaves has, while all gather. Entered and left by all: collective.
+
+    On leaving, what went wrong is raised there; on the others a `RankError` that says it.
+
+    Args:
+        leaves: of the tree that is written.
+        what: the call, in words.
+        opened: makes the writer.
+        then: what the first rank does when the files have their names.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Any], what: str, opened: Callable[[], Writer], then: Callable[[], object] = bool
+    ) -> None:
+        self._writes, self._what, self._opened, self._then = is_writer(leaves), what, opened, then
+        self._failed: Exception | None = None
+        self._writer: Writer | None = None
+        mesh = next((x.mesh for x in leaves if isinstance(x, GlobalTensor)), None)
+        # Of plain tensors nothing is gathered, and whoever calls writes: no other rank need be there.
+        self._comms = None if mesh is None else comms_of(mesh)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "WrittenByFirst":
+        if self._comms is not None:
+            self._stack.enter_context(losing_no_peer(self._comms))
+        self._do(self._open)
+        return self
+
+    def put(self, name: Any, x: Tensor) -> None:
+        """Writes a leaf, on the first rank, unless something went wrong before."""
+        if self._writer is not None:
+            self._do(self._writer.put, name, x)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = error or self._failed
+        if self._writer is not None and failed is not None:
+            self._writer.__exit__(type(failed), failed, failed.__traceback__)
+        elif self._writer is not None:
+            self._do(self._writer.__exit__, None, None, None)
+        self._stack.__exit__(kind, error, trace)
+        if error is not None:
+            return
+        self._do(self._then)
+        with contextlib.nullcontext() if self._comms is None else told_before(self._comms.control):
+            if self._failed is not None:
+                raise self._failed
+        if self._comms is not None:
+            agree_on_step(self._comms.control, f"{self._what}, written")
+
+    def _open(self) -> None:
+        writer = self._opened()
+        writer.__enter__()
+        self._writer = writer
+
+    def _do(self, work: Callable[..., object], *args: Any) -> None:
+        if self._writes and self._failed is None:
+            try:
+                work(*args)
+            except Exception as problem:
+                self._failed = problem

@@ -14,7 +14,7 @@ from shardfn.core import Draw, raise_all, tree_leaves
 from shardfn.models import gpt
 
 from ._archive import Archive, ArchiveWriter
-from ._gathered_leaf import is_writer, layer_of, whole
+from ._gathered_leaf import WrittenByFirst, layer_of, whole
 from ._hf_config import gpt_config, hf_config, read_config
 from ._layouts import Row, empty_for, rows
 
@@ -100,6 +100,7 @@ def gpt_to_hf(
 
     Raises:
         ValueError: transformers has no such model, or leaves do not fit the config; lists what is at odds.
+        OSError: the first rank could not write; nothing of it is left. The others raise a `RankError` that says it.
 
     Example:
         >>> import tempfile
@@ -120,17 +121,16 @@ def gpt_to_hf(
             x = leaves[row.path]
             as_it_is = (x[i] if isinstance(x, list) else x).dtype
             entries[row.name.format(i)] = dtype or as_it_is, row.shape
-    writes = is_writer(tree_leaves(params))
-    if not writes:
-        for group in _groups(table):
-            _each(config, leaves, group, lambda name, x: None, dtype)
-        return
-    with ArchiveWriter(directory, entries, file_bytes=file_bytes) as out:
-        for group in _groups(table):
-            _each(config, leaves, group, out.put, dtype)
     first = next(iter(entries.values()))[0]
     text = json.dumps(told | {"dtype": str(first).removeprefix("torch.")}, indent=2)
-    (pathlib.Path(directory) / "config.json").write_text(text + "\n")
+    with WrittenByFirst(
+        tree_leaves(params),
+        "interop.gpt_to_hf",
+        lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes),
+        lambda: (pathlib.Path(directory) / "config.json").write_text(text + "\n"),
+    ) as out:
+        for group in _groups(table):
+            _each(config, leaves, group, out.put, dtype)
 
 
 def _each(

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from shardfn.core import Draw, did_you_mean, raise_all
 
 from ._archive import Archive, ArchiveWriter
-from ._gathered_leaf import is_writer, whole
+from ._gathered_leaf import WrittenByFirst, whole
 
 
 @contextlib.contextmanager
@@ -116,6 +116,7 @@ def module_to_hf(
 
     Raises:
         ValueError: the names or shapes are not those of the module; lists all.
+        OSError: the first rank could not write; nothing of it is left. The others raise a `RankError` that says it.
 
     Example:
         >>> import tempfile
@@ -134,20 +135,24 @@ def module_to_hf(
     buffers = {name: x for name, x in module.named_buffers() if name in kept}
     entries = {name: (dtype or x.dtype, tuple(x.shape)) for name, x in params.items()}
     entries |= {name: (x.dtype, tuple(x.shape)) for name, x in buffers.items()}
-    if not is_writer(list(params.values())):
-        for x in params.values():
-            whole(x)
-        return
-    with ArchiveWriter(directory, entries, file_bytes=file_bytes) as out:
+
+    def described() -> None:
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "to_json_file"):
+            told: Any = type(config).from_dict(config.to_dict())
+            told.architectures = [type(module).__name__]
+            told.to_json_file(pathlib.Path(directory) / "config.json")
+
+    with WrittenByFirst(
+        list(params.values()),
+        "interop.module_to_hf",
+        lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes),
+        described,
+    ) as out:
         for name, x in params.items():
             out.put(name, whole(x).to(entries[name][0]))
         for name, x in buffers.items():
             out.put(name, x)
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "to_json_file"):
-        told: Any = type(config).from_dict(config.to_dict())
-        told.architectures = [type(module).__name__]
-        told.to_json_file(pathlib.Path(directory) / "config.json")
 
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:

@@ -43,7 +43,7 @@ def library(source: str = _SHARED) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"{_compiler()} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=2
+            f"{cxx_compiler()} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=2
         )
         return None
 
@@ -62,13 +62,14 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
         OSError: what was built cannot be written or loaded.
         subprocess.SubprocessError: the compiler failed.
     """
-    compiler = _compiler()
+    compiler = cxx_compiler()
     if compiler is None or os.name != "posix" or sys.byteorder != "little":
         raise NoCompilerError("there is no C++ compiler (c++, g++ or clang++)")
     return ctypes.CDLL(str(_built(name, compiler, (source, *included), (*_FLAGS, *flags))))
 
 
-def _compiler() -> str | None:
+def cxx_compiler() -> str | None:
+    """The C++ compiler that `build` takes; None where there is none."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 

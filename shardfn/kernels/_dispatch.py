@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +50,20 @@ def implemented_by(kind: str) -> Iterator[None]:
         yield
     finally:
         _ASKED.pop()
+
+
+def is_native(folder: str) -> bool:
+    """Whether an op's C++ serves tensors of the CPU here: it was built, or can be.
+
+    Args:
+        folder: of the op.
+
+    Example:
+        >>> is_native("no_such_op")
+        False
+    """
+    source = f"{folder}/_native.cpp"
+    return (pathlib.Path(__file__).parent / source).exists() and library(source) is not None
 
 
 def implementation(folder: str, name: str, device: torch.device) -> Callable[..., Any]:

@@ -90,9 +90,14 @@ class LeafLayout:
         return self.places.memories.state
 
     @functools.cached_property
+    def plain(self) -> bool:
+        """Whether the parameter lies in the device's memory as it is used: see `Placement.is_plain`."""
+        return self.ways.kept.is_plain
+
+    @functools.cached_property
     def at_home(self) -> bool:
-        """Whether nothing of it ever leaves the device."""
-        return self.home == self.grad_home == self.state_home == "device"
+        """Whether all of it lies in the device's memory as it is."""
+        return self.plain and self.grad_home == self.state_home == "device"
 
     @functools.cached_property
     def left_axes(self) -> tuple[str, ...]:
@@ -106,8 +111,8 @@ class LeafLayout:
 
     @functools.cached_property
     def lazy(self) -> bool:
-        """Whether the parameter is brought when it is used: gathered, or fetched from another memory, or both."""
-        return self.gathered or self.home != "device"
+        """Whether the parameter is brought when it is used: gathered, or fetched from where it is kept, or both."""
+        return self.gathered or not self.plain
 
     @functools.cached_property
     def refreshed(self) -> bool:
@@ -193,9 +198,18 @@ class LeafLayout:
         """What is the same for leaves that travel alike."""
         bounds = self.pieces.bounds
         cut = self.use_axes, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
-        return self.block, self.dtypes, self.home, *cut, self.manner, self.reduce_axes, self.extra_axes
+        return (
+            self.block,
+            self.dtypes,
+            self.home,
+            self.ways.kept.code,
+            *cut,
+            self.manner,
+            self.reduce_axes,
+            self.extra_axes,
+        )
 
-    @property
+    @functools.cached_property
     def entry(self) -> Leaf:
         """The leaf as the loss sees it, for the types of a captured step."""
         return Leaf(self.path, self.compute.axes, self.trainable)

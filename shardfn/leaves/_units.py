@@ -94,7 +94,7 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
 def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which resident leaves are gathered after their shards were updated."""
     members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
-    key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home))  # noqa: E731
+    key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home, leaf.plain))  # noqa: E731
     return make_units(leaves, members, zero.travel.bucket_bytes, key, math.inf, operator.attrgetter("pieces"))
 
 

@@ -61,6 +61,7 @@ class Places(NamedTuple):
         dtypes: of all of it.
         memories: of all of it.
         stacked: whether dim 0 stacks layers.
+        code: what the parameter is rounded to where it is kept; None = it is kept as it is.
     """
 
     compute: P
@@ -70,6 +71,7 @@ class Places(NamedTuple):
     dtypes: Dtypes
     memories: Memories
     stacked: bool = False
+    code: tuple[int, int] | None = None
 
 
 class Ways(NamedTuple):
@@ -97,7 +99,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     """
     # Without coordinates: a route is the same on all ranks.
     mesh, dtypes = Mesh(dict(sizes), torch.device("cpu"), abstract=True), places.dtypes
-    kept = Placement(places.param, (), places.memories.param, dtypes.param, stacked=places.stacked)
+    kept = Placement(places.param, (), places.memories.param, dtypes.param, places.code, places.stacked)
     used = Placement(places.compute, dtype=dtypes.compute, stacked=places.stacked)
     state = Placement(places.shard, (), places.memories.state, dtypes.master, stacked=places.stacked)
     grad = used.cotangent(places.batch_axes)

@@ -34,6 +34,7 @@ class Watch:
         self._bits: list[tuple[str, Tensor, Tensor]] | None = [] if bits else None
         self._compared: set[str] = set()
         self._seen: list[_WatchedTensor] = []
+        self._kept: list[tuple[str, Tensor, int]] = []
         self._entered: list[tuple[str, Tensor, int]] = []
 
     def enter(self, path: str, x: Tensor) -> None:
@@ -44,21 +45,24 @@ class Watch:
         self._entered.append((path, x, x.untyped_storage()._cdata))
 
     def add(self, path: str, x: Tensor, *, kept: bool) -> None:
-        """Watches a tensor, whose memory it does not keep alive.
+        """Watches a tensor; the memory of one that is not the state's it does not keep alive.
 
         Args:
             path: the leaf that it is of.
             x: the tensor.
             kept: whether it is the state's own memory.
         """
+        # Not of whole leaves: these are dropped and made again, and what was written to one goes with it.
+        if kept and self._bits is not None:
+            self._bits.append((path, x, _sum_of_bits(x)))
+        if kept and not x.is_inference():  # whose memory is there anyway, as long as this is asked
+            self._kept.append((path, x, x._version))
+            return
         # A detached alias has the count of `x`, and once emptied holds none of its memory.
         witness = torch.Tensor._make_subclass(torch.Tensor, x.detach())
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(witness):
             witness.set_()  # pyright: ignore[reportCallIssue]  # empty; the version is still that of `x`
         self._seen.append(_WatchedTensor(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
-        # Not of whole leaves: these are dropped and made again, and what was written to one goes with it.
-        if kept and self._bits is not None:
-            self._bits.append((path, x, _sum_of_bits(x)))
 
     def check(self, where: str) -> None:
         """Compares.
@@ -70,9 +74,10 @@ class Watch:
             ValueError: lists every leaf that was written to.
         """
         written = [x for x in self._seen if x.witness._version != x.version]
+        own = [path for path, x, version in self._kept if x._version != version]
         changed = self._changed(where)
         moved = [path for path, x, memory in self._entered if x.untyped_storage()._cdata != memory]
-        lost = bool(changed) or any(x.kept for x in written)
+        lost = bool(changed or own) or any(x.kept for x in written)
         state = (
             "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"
             " checkpoint, or from init."
@@ -82,7 +87,10 @@ class Watch:
         raise_all(
             ValueError,
             f"parameters are written to inside {where}. {_REMEDY} {state}",
-            [f"{path} is written to inside {where}" for path in sorted({x.path for x in written} | {*moved, *changed})],
+            [
+                f"{path} is written to inside {where}"
+                for path in sorted({x.path for x in written} | {*own, *moved, *changed})
+            ],
         )
 
     def _changed(self, where: str) -> list[str]:

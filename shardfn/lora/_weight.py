@@ -18,7 +18,7 @@ from shardfn.core import register_pytree_node
 from shardfn.nn import Product, product_of
 
 
-class _Joined(torch.autograd.Function):
+class _WithoutValues(torch.autograd.Function):
     """The parts -> the weight without values: gradients of what takes it past torch's functions end here."""
 
     @staticmethod
@@ -64,7 +64,7 @@ class LowRankWeight(torch.Tensor):
             raise ValueError(
                 f"left {tuple(left.shape)} and right {tuple(right.shape)} do not make a weight {tuple(weight.shape)}."
             )
-        made: Any = _Joined.apply(scale, weight, left, right)
+        made: Any = _WithoutValues.apply(scale, weight, left, right)
         made.weight, made.left, made.right, made.scale = weight, left, right, scale
         return made
 

@@ -41,10 +41,10 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
             " DiskTensor and its `.read()` the way back; neither is differentiable."
         )
     place = torch.device(device) if device is not None else x.device if kind == "host" else default_device()
-    return _Put.apply(x, kind, place)
+    return _MemoryPut.apply(x, kind, place)
 
 
-class _Put(torch.autograd.Function):
+class _MemoryPut(torch.autograd.Function):
     """The one function behind both directions."""
 
     @staticmethod
@@ -57,14 +57,14 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _Put.apply(grad_outputs[0], "device" if ctx.kind == "host" else "host", ctx.device), None, None
+        return _MemoryPut.apply(grad_outputs[0], "device" if ctx.kind == "host" else "host", ctx.device), None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
         tangent = grad_inputs[0]
         assert tangent is not None
-        return _Put.apply(tangent, ctx.kind, ctx.device)
+        return _MemoryPut.apply(tangent, ctx.kind, ctx.device)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None, None], *args: Any) -> tuple[Tensor, int]:
-        return _Put.apply(*args), in_dims[0] or 0
+        return _MemoryPut.apply(*args), in_dims[0] or 0

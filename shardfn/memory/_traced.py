@@ -65,6 +65,8 @@ class TracedStored:
         dtype: its dtype.
     """
 
+    code: tuple[int, int] | None = None
+
     def __init__(self, token: Int64[Tensor, "1"], shape: torch.Size, dtype: torch.dtype) -> None:
         self.token, self.shape, self.dtype = token, torch.Size(shape), dtype
 

@@ -48,6 +48,7 @@ class Logger:
         tensorboard: bool = False,
         start: int = 0,
     ) -> None:
+        # The lines of the file, on the rank that writes; on others it stays empty, and no file is touched.
         self.rows: list[dict[str, float]] = []
         self._writes = mesh is None or mesh.rank == 0
         self._events: Any = None

@@ -58,6 +58,7 @@ class Throughput:
             told = ", ".join(f"{name}={x}" for name, x in given.items())
             raise ValueError(f"Throughput({told}): 'mfu' needs both, above 0; leave out both to go without.")
         self._flops, self._peak, self._clock = flops_per_token, peak_flops, clock
+        # When the last call, or the start, was: each call measures from there, and no time is counted twice.
         self._last = clock()
 
     def __call__(self, tokens: int) -> dict[str, float]:

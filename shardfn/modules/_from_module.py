@@ -21,7 +21,7 @@ from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
 from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
-from ._module_parts import Given, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
+from ._module_parts import GivenTensors, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
 
 
@@ -132,7 +132,7 @@ class ModuleFunction:
         call = _ModuleCall(parts, given, found, draws, state, self._axis, routed)
         return call.call(forward or self.module, args, kwargs)
 
-    def _found(self, parts: ModuleParts, given: Given) -> Casts:
+    def _found(self, parts: ModuleParts, given: GivenTensors) -> Casts:
         own = {name: _own(parts, name).dtype for name in given.params}
         dtypes = {name: x.dtype for name, x in given.params.items()}
         compute, key = compute_dtype(), (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
@@ -200,7 +200,7 @@ class _ModuleCall:
     def __init__(
         self,
         parts: ModuleParts,
-        given: Given,
+        given: GivenTensors,
         found: Casts,
         draws: Draws,
         state: Mapping[str, Tensor] | None,
@@ -272,7 +272,7 @@ class _ModuleCall:
     def _running(self, state: Mapping[str, Tensor], overrides: Sequence[Overrides] = ()) -> Iterator[None]:
         _, module = self._parts.unique[0]
         own = {name: x.clone() for name, x in state.items()}
-        given = Given(self._given.params, self._given.buffers | own)
+        given = GivenTensors(self._given.params, self._given.buffers | own)
         with one_thread(module, self._caller), Placed(self._parts, given) as placed, self._at(placed):
             slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
             mode = ModuleMode(placed, self._draws, slots, self._axis)
@@ -401,7 +401,7 @@ def _own(parts: ModuleParts, name: str) -> Tensor:
     return own
 
 
-def _cast(parts: ModuleParts, given: Given, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _cast(parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The buffers that come in another dtype; those of a state are kept in their own."""
     out = {}
     for name, dtype in found.buffers.items():

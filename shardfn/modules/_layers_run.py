@@ -79,7 +79,9 @@ class LayersRun:
 
     def __init__(self, of: Layers, span: LayerSpan, draws: Draws) -> None:
         self._of, self._span, self._draws = of, span, draws
+        # `_next` is the layer whose call is due. Once `call` has ended (`_over`), a checkpoint alone calls layers.
         self._next, self._stop, self._over = 0, span.start + span.num, False
+        # Parameters that absent ones stand for, with their places; empty once an own layer runs.
         self._absent: list[tuple[dict[str, Any], str, Any]] = []
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

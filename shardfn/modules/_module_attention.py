@@ -97,6 +97,8 @@ class RoutedCall:
 
     def __init__(self, route: AttentionRoute, draws: Draws) -> None:
         self._route, self.body, self._draws = route, route.body, draws
+        # The documents of all tokens, and the positions that the models are called with once the first was: a later
+        # model that is given others begins anew.
         self._ids_BT: Tensor | None = None
         self._filled: Tensor | None = None
         self.num_calls = 0

@@ -44,6 +44,7 @@ class Draws:
     def __init__(self, module: nn.Module, key: Tensor | None = None, index_B: Tensor | None = None) -> None:
         self.count = 0
         self._module, self._key, self._index_B = module, key, index_B
+        # This rank's positions and the length of the sequence, where attention cuts it; None until a model is called.
         self._tokens: tuple[Sequence[tuple[int, int]], int] | None = None
 
     def handler(self, name: str) -> Callable[..., Any] | None:

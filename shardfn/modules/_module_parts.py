@@ -62,7 +62,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-class Given(NamedTuple):
+class GivenTensors(NamedTuple):
     """What takes the place of a module's own tensors.
 
     Attributes:
@@ -74,7 +74,7 @@ class Given(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> Given:
+def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> GivenTensors:
     """Finds the places that the tensors of `given` are for; a parameter that is not given stays the module's own.
 
     Raises:
@@ -102,7 +102,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
     ]
     raise_all(ValueError, "the parameters do not fit the module:", problems)
     params = {name: leaves[first][1] for name, first in firsts.items() if first in leaves and name in parts.params}
-    return Given(params, buffers)
+    return GivenTensors(params, buffers)
 
 
 class _Before(NamedTuple):
@@ -137,7 +137,7 @@ class Placed:
         own: the module's own parameters that are replaced, by identity; from `__enter__` on.
     """
 
-    def __init__(self, parts: ModuleParts, given: Given) -> None:
+    def __init__(self, parts: ModuleParts, given: GivenTensors) -> None:
         self.parts, self.given = parts, given
         self.own: dict[int, str] = {}
         self._before: list[_Before] = []

@@ -16,7 +16,7 @@ from ._bodies import own_positions as own_positions, own_rows as own_rows, seque
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
-from ._deferred import DeferredGradients as DeferredGradients, as_now as as_now
+from ._deferred import DeferredGradients as DeferredGradients, splitting as splitting, as_now as as_now
 from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
@@ -30,4 +30,11 @@ from ._self_attention import AttentionWeights as AttentionWeights, Heads as Head
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._products import Product as Product, product_of as product_of
 from ._rope import rope as rope, rope_table as rope_table
-from ._scan import Run as Run, looping as looping, plain_loop as plain_loop, run_layers as run_layers, scan as scan
+from ._scan import (
+    Run as Run,
+    ScanBody as ScanBody,
+    looping as looping,
+    plain_loop as plain_loop,
+    run_layers as run_layers,
+    scan as scan,
+)

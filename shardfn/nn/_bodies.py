@@ -30,12 +30,13 @@ from torch import Tensor
 from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
-from ._block_sparse import narrowed, refuse_gradients
+from ._course import num_rows
+from ._inputs import narrowed
 from ._local import Local
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores, Rows, factor, wide
 from ._parallel import all_ranges, own_range
-from ._ring import course, num_rows, online
+from ._ring import online
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Blockwise(Local):
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
         del length
-        return _online(None, (((0, k_BSGK.shape[1]),),), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
+        return online(None, (((0, k_BSGK.shape[1]),),), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Ring:
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
-        return _online(self.axis, self._all_rows(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
+        return online(self.axis, self._all_rows(length), (q_BTHK, k_BSGK, v_BSGK), how, self.block)
 
     def _all_rows(self, length: int) -> tuple[Rows, ...]:
         cuts = all_ranges(length, self.axis)
@@ -312,18 +313,6 @@ def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
     """The key heads that a range of query heads reads."""
     start, stop = queries
     return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
-
-
-def _online(
-    axis: Axes, rows: tuple[Rows, ...], qkv: tuple[Tensor, Tensor, Tensor], how: OnlineScores, block: int
-) -> Tensor:
-    refuse_gradients(how)
-    q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in narrowed(*qkv))
-    H, G = q_BHTK.shape[1], k_BGSK.shape[1]
-    q_BGRTK = q_BHTK.unflatten(1, (G, H // G if G else 1))
-    with torch.autocast(q_BHTK.device.type, enabled=False):
-        y_BGRTK = online(q_BGRTK, k_BGSK, v_BGSK, course(axis, rows, q_BHTK.shape[2], how, block))
-    return y_BGRTK.flatten(1, 2).transpose(1, 2)
 
 
 def _multiplied(qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor], scale: float) -> Tensor:

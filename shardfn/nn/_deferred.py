@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from shardfn.collectives import transforming
 from shardfn.core import Ambient
@@ -178,6 +178,11 @@ def as_now() -> Callable[[], AbstractContextManager[Any]]:
     """For a function that is to be run again in a backward, on a thread of autograd's: what splits products as now."""
     deferring = _DEFERRING.innermost()
     return contextlib.nullcontext if deferring is None else deferring.recorded
+
+
+def splitting() -> bool:
+    """Whether the products of what runs now are to be nodes of their own."""
+    return any(isinstance(mode, _Splitting) for mode in _get_current_function_mode_stack())
 
 
 class _Splitting(TorchFunctionMode):

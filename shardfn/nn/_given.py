@@ -55,9 +55,9 @@ class Keys(Mask):
         rows = max(queries[1] - queries[0], 0)
         return self.keep_BS[:, None, None, keys[0] : keys[1]].expand(-1, 1, rows, -1).to(device)
 
-    def given(self, queries: int, keys: int) -> Given:
-        ids_BS = self.keep_BS.long() - 1
-        return Given(ids_BS.new_zeros(ids_BS.shape[0], queries), ids_BS)
+    def given(self, queries: Span, keys: Span) -> Given:
+        ids_BS = self.keep_BS[:, slice(*keys)].long() - 1
+        return Given(ids_BS.new_zeros(ids_BS.shape[0], queries[1] - queries[0]), ids_BS)
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         own = self.keep_BS.shape[-1]
@@ -105,8 +105,11 @@ class Added(Mask):
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         return self.bias(queries, keys, device) > -math.inf
 
-    def given(self, queries: int, keys: int) -> Given:
-        return Given(added=self.numbers[(None,) * (4 - self.numbers.ndim)])
+    def given(self, queries: Span, keys: Span) -> Given:
+        x = self.numbers[(None,) * (4 - self.numbers.ndim)]
+        for dim, (start, stop) in ((2, queries), (3, keys)):
+            x = x.narrow(dim, start, stop - start) if x.shape[dim] > 1 else x
+        return Given(added=x)
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         (T, S), H, shape = self.numbers.shape[-2:], self.lead[1], tuple(self.numbers.shape)
@@ -154,8 +157,9 @@ class Relative(Mask):
         table = self.table_HD.to(device)
         return self._at(torch.arange(*keys, device=table.device) - torch.arange(*queries, device=table.device)[:, None])
 
-    def given(self, queries: int, keys: int) -> Given:
-        return Given(table=self._at(torch.arange(1 - queries, keys, device=self.table_HD.device)))
+    def given(self, queries: Span, keys: Span) -> Given:
+        nearest, furthest = keys[0] - queries[1] + 1, keys[1] - queries[0]
+        return Given(table=self._at(torch.arange(nearest, furthest, device=self.table_HD.device)))
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         H, D = self.table_HD.shape

@@ -92,8 +92,13 @@ class Mask(abc.ABC):
         """By what the probabilities of a rectangle are multiplied behind the softmax, in the dtype of `like`."""
         del queries, keys, heads, like
 
-    def given(self, queries: int, keys: int) -> Given:
-        """The data in it, as the kernels of attention take it.
+    @property
+    def in_kernels(self) -> bool:
+        """Whether the kernels of attention take it: it has no data, or `given` tells it."""
+        return not self.tensors or type(self).given is not Mask.given
+
+    def given(self, queries: Span, keys: Span) -> Given:
+        """The data in it for a rectangle, as the kernels of attention take it.
 
         Raises:
             ValueError: they do not.
@@ -274,8 +279,8 @@ class Segments(Mask):
     def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
         return Segments(*tensors)
 
-    def given(self, queries: int, keys: int) -> Given:
-        return Given(self.ids_BT, self.ids_BT)
+    def given(self, queries: Span, keys: Span) -> Given:
+        return Given(self.ids_BT[:, slice(*queries)], self.ids_BT[:, slice(*keys)])
 
     def cover(self, queries: Span, keys: Span) -> Cover:
         return "some" if size_of(queries) * size_of(keys) else "none"

@@ -131,8 +131,11 @@ def finish(
             ys.append(empty[..., None].expand(*empty.shape, v.shape[-1]))
             lses.append(empty - math.inf)
         else:
-            ys.append(torch.where(state.total[..., None] > 0, state.sum / state.total[..., None], 0.0))
-            lses.append(state.top + state.total.log())
+            total = state.total.masked_fill(
+                state.total == 0, 1.0
+            )  # of rows without keys: their sum is 0, their top -inf
+            ys.append(state.sum / total[..., None])
+            lses.append(state.top + total.log())
     if not ys:
         return torch.zeros_like(q_BGRTK[..., :1]).expand(*q_BGRTK.shape[:-1], v.shape[-1]), _wide_zeros(q_BGRTK[..., 0])
     return torch.cat(ys, -2).to(v.dtype), torch.cat(lses, -1)

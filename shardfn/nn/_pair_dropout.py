@@ -91,7 +91,11 @@ class PairDropout(Mask):
         keep = lanes[..., keys[0] - 4 * first : keys[1] - 4 * first] >= drop
         return keep.to(like.dtype) * (LEVELS / (LEVELS - drop))
 
-    def given(self, queries: int, keys: int) -> Given:
+    @property
+    def in_kernels(self) -> bool:
+        return False
+
+    def given(self, queries: Span, keys: Span) -> Given:
         raise ValueError(
             f"attention: BlockSparse() does not drop, but the mask has PairDropout(rate={self.rate}); take Blockwise(),"
             " which computes the same tiles and drops, or leave the dropout out."

@@ -262,5 +262,7 @@ def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:
     """
     mesh = current_mesh()
     axes = mesh.axes(axis)
+    if not axes:  # as in most layers of most steps
+        return [(0, size)]
     cuts = [block_slices((size,), P(axes), mesh.shape, at)[0] for at in all_coords({a: mesh.shape[a] for a in axes})]
     return [(cut.start, cut.stop) for cut in cuts]

@@ -1,108 +1,65 @@
 """Attention whose keys and values go round a ring of ranks, each of which keeps its own queries.
 
 At hop h rank r has the keys and values of rank r - h. They are sent on as long as a rank ahead has a query that
-attends to them, which masks tell by positions alone, so that all ranks know what is sent. Nothing but this rank's own
-tensors is kept for the backward, in which keys and values go round once more, with their gradients one hop behind;
-from the last rank that adds to them, those go home.
+attends to them, which masks tell by positions alone, so that all ranks know what is sent. What comes next is on its
+way while what is here is computed. Nothing but this rank's own tensors is kept for the backward, in which keys and
+values go round once more, with their gradients one hop behind; from the last rank that adds to them, those go home.
 
     sent by a rank, of b samples, N tokens, h features of keys: forward 2 b N h (P - 1) / P, backward twice that
 
-With one rank this is attention in blocks: memory O(block) for scores, forward and backward.
+With one rank this is attention in blocks. On a CPU `kernels.block_sparse_attention` computes each hop; the products of
+torch, a tile at a time, compute what it does not know, derivatives of the gradients, and forward mode.
 
 B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks.
 Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
 """
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size, ppermute
+from shardfn.collectives import ppermute, ppermute_start, transforming
 from shardfn.core import Axes
 
-from ._online import OnlineScores, Outer, Pushed, Rows, absorb, finish, gathered, tiles, transpose
+from ._course import Perm, RingCourse, course, num_rows
+from ._inputs import narrowed, refuse_gradients
+from ._online import OnlineScores, Outer, Pushed, Rows, absorb, finish, gathered, tiles, transpose, wide
+from ._rectangles import QKV, attend_over, by_key_head, gradients_over, kernel_tile, merged, rectangles
 
-Perm = list[tuple[int, int]]
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class RingCourse:
-    """What goes round, and who needs it.
+def online(
+    axis: Axes, rows: tuple[Rows, ...], qkv: QKV, how: OnlineScores, block: int, kernel: int | None = None
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks, [B, T, H, K].
 
-    Attributes:
-        axis: mesh axes; None is one rank.
-        rows: the positions of each rank's keys, by index; with several ranks, of its queries too.
-        queries: the positions of this rank's queries.
-        index: of this rank.
-        how: the scores, without tensors.
+    Args:
+        axis: mesh axes of the ring; None is one rank.
+        rows: the positions of each rank's tokens.
+        qkv: this rank's, [B, T, H or G, K].
+        how: the scores.
         block: of a tile.
-    """
+        kernel: of a tile of the kernel; default what suits it.
 
-    axis: Axes
-    rows: tuple[Rows, ...]
-    queries: Rows
-    index: int
-    how: OnlineScores
-    block: int
-
-    @property
-    def size(self) -> int:
-        return len(self.rows)
-
-    @property
-    def longest(self) -> int:
-        """Rows of a message: all are as long as the longest."""
-        return max(num_rows(r) for r in self.rows)
-
-    @property
-    def last(self) -> tuple[int, ...]:
-        """The last hop at which a rank needs the keys of each rank; 0 where none does but itself."""
-        n = self.size
-        return tuple(max((h for h in range(1, n) if self._needs((j + h) % n, j)), default=0) for j in range(n))
-
-    def onward(self, hop: int) -> Perm:
-        """Who sends to whom so that keys that are still needed arrive at `hop`."""
-        n = self.size
-        return [((j + hop - 1) % n, (j + hop) % n) for j, last in enumerate(self.last) if last >= hop]
-
-    def homeward(self, hop: int) -> Perm:
-        """Who sends gradients of keys home after `hop`."""
-        return [((j + hop) % self.size, j) for j, last in enumerate(self.last) if last == hop > 0]
-
-    def _needs(self, query: int, key: int) -> bool:
-        pairs = ((q, k) for q in self.rows[query] for k in self.rows[key])
-        return any(self.how.mask.cover(q, k) != "none" for q, k in pairs)
-
-
-def course(axis: Axes, rows: tuple[Rows, ...], num_queries: int, how: OnlineScores, block: int) -> RingCourse:
-    """The course of this rank's tensors; on one rank queries need not be as many as keys."""
-    assert len(rows) == axis_size(axis)
-    index = axis_index(axis)
-    queries = rows[index] if axis_size(axis) > 1 else tuple(r for r in ((0, num_queries),) if num_queries)
-    return RingCourse(axis, rows, queries, index, how, block)
-
-
-def num_rows(rows: Rows) -> int:
-    """How many tokens they are."""
-    return sum(stop - start for start, stop in rows)
-
-
-def online(q_BGRTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, along: RingCourse) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, [B, G, R, T, K].
+    Raises:
+        ValueError: data of a mask require a gradient.
 
     Example:
         >>> from shardfn.nn._masks import Causal
-        >>> q, kv = torch.ones(1, 1, 1, 3, 2), torch.ones(1, 1, 3, 2)
-        >>> online(q, kv, kv, course(None, (((0, 3),),), 3, OnlineScores(Causal(), 1.0), 2)).shape
-        torch.Size([1, 1, 1, 3, 2])
+        >>> x = torch.ones(1, 3, 1, 2)
+        >>> online(None, (((0, 3),),), (x, x, x), OnlineScores(Causal(), 1.0), 2).shape
+        torch.Size([1, 3, 1, 2])
     """
-    how = along.how
-    plain = dataclasses.replace(along, how=how._replace(slopes_H=None))
-    return _Online.apply(q_BGRTK, k_BGSK, v_BGSK, how.slopes_H, plain, *how.mask.tensors)[0]
+    refuse_gradients(how)
+    q, k, v = narrowed(*qkv)
+    tile = kernel_tile(how, q.device, block) if kernel is None else kernel
+    along = course(axis, rows, q.shape[1], how._replace(slopes_H=None), block, tile)
+    with torch.autocast(q.device.type, enabled=False):
+        return _Online.apply(q, k, v, how.slopes_H, along, *how.mask.tensors)[0]
 
 
 class _Online(torch.autograd.Function):
@@ -112,82 +69,232 @@ class _Online(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, along: RingCourse, *data: Tensor) -> Any:
-        how = _told(along, slopes_H, data)
-        queries = along.queries
-        states: list[Any] = [None] * len(tiles(queries, along.block))
-        for kv, keys, _ in _hops(along, k, v):
-            absorb(states, q, queries, (kv[0], kv[1]), keys, how, along.block)
-        return finish(states, q, v, queries, along.block)
+        return _attend(along, _told(along, slopes_H, data), (q, k, v))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         q, k, v, slopes_H, along, *data = inputs
         ctx.along, ctx.sloped = along, slopes_H is not None
+        ctx.mark_non_differentiable(output[1])
         kept = (q, k, v, *output, *([slopes_H] if ctx.sloped else []), *data)
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
     @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor, None]:
         q, k, v, y, lse, *data = ctx.saved_tensors
-        slopes_H, along = data.pop(0) if ctx.sloped else None, ctx.along
-        how = _told(along, slopes_H, data)
-        dq, dk, dv = (torch.zeros_like(x) if t is None else t for x, t in zip((q, k, v), grad_inputs[:3], strict=True))
-        pushed = Pushed(along.queries, (q, dq, lse), along.block)
-        for tensors, keys, _ in _hops(along, k, v, dk, dv):
-            pushed.absorb(tensors, keys, how)
-        return pushed.finish(y)
+        how = _told(ctx.along, data.pop(0) if ctx.sloped else None, data)
+        tangents = (torch.zeros_like(x) if t is None else t for x, t in zip((q, k, v), grad_inputs[:3], strict=True))
+        return _pushed(ctx.along, how, (q, k, v, y, lse), tuple(tangents)), None
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        q, k, v, y, lse, *data = ctx.saved_tensors
+        q, k, v, y, lse, *data = ctx.saved_tensors  # once: remat makes them again at each look
         slopes_H = data.pop(0) if ctx.sloped else None
-        dq, dk, dv = _backward(ctx.along, _told(ctx.along, slopes_H, data), (q, k, v, y, lse), grad_outputs)
-        return (dq, dk, dv, None, None, *(None for _ in data))
+        grads = _OnlineBackward.apply(grad_outputs[0], q, k, v, y, lse, slopes_H, ctx.along, *data)
+        return (*grads, None, None, *(None for _ in data))
+
+
+class _OnlineBackward(torch.autograd.Function):
+    """(dy, q, k, v, y, lse, slopes, course, data of the mask) -> (dq, dk, dv).
+
+    A function of dy, q, k and v: its own derivatives are those of the formula in tiles, y and lse computed again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any) -> Any:
+        slopes_H, along, *data = rest
+        how = _told(along, slopes_H, data)
+        return (_backward if along.kernel else _backward_in_tiles)(along, how, (q, k, v, y, lse), dy)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        dy, q, k, v, _, _, slopes_H, along, *data = inputs
+        ctx.along, ctx.sloped = along, slopes_H is not None
+        kept = (dy, q, k, v, *([slopes_H] if ctx.sloped else []), *data)
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        primals, again, num = _again(ctx)
+        _, pull = torch.func.vjp(again, *primals)
+        return (*pull(tuple(grad_outputs)), None, None, None, None, *(None for _ in range(num)))
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        primals, again, _ = _again(ctx)
+        tangents = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, grad_inputs[:4], strict=True)]
+        return torch.func.jvp(again, primals, tuple(tangents))[1]
+
+
+def _again(ctx: Any) -> Any:
+    """dy, q, k and v; their gradients as differentiable operations of torch; and how many data the mask has."""
+    dy, q, k, v, *data = ctx.saved_tensors
+    how = _told(ctx.along, data.pop(0) if ctx.sloped else None, data)
+
+    def again(dy: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        y, lse = _attend_in_tiles(ctx.along, how, (q, k, v))
+        return _backward_in_tiles(ctx.along, how, (q, k, v, y, lse), dy)
+
+    return (dy, q, k, v), again, len(data)
 
 
 def _told(along: RingCourse, slopes_H: Tensor | None, data: Any) -> OnlineScores:
     return along.how._replace(mask=along.how.mask.with_tensors(data), slopes_H=slopes_H)
 
 
-def _hops(along: RingCourse, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
-    """Keys and values (and whatever lies like them) as they come by, with their positions and the hop."""
+def _attend(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
+    """Y [B, T, H, K] and lse [B, H, T], by the kernel where it computes this."""
+    if along.kernel is None:
+        return _attend_in_tiles(along, how, qkv)
+    q = qkv[0]
+    alone = along.size == 1 and len(along.queries) <= 1
+    q = q if alone else q.to(wide(q.dtype))  # partial results are not rounded
+    found: dict[Any, Any] = {}
+    for (k, v), keys, _ in _hops(along, 1, *qkv[1:]):
+        for queries, at, part in rectangles(along.queries, keys, how, along.kernel):
+            kv = (x[:, slice(*at)].to(q.dtype) for x in (k, v))
+            found[queries] = merged(found.get(queries), attend_over((q[:, slice(*queries)], *kv), how, part))
+    ys, lses = [], []
+    for tile in tiles(along.queries, max(num_rows(along.queries), 1)):
+        like = q[:, slice(*tile.at)]
+        none = torch.zeros_like(like), like.new_zeros(like.shape[:3], dtype=wide(q.dtype)).transpose(1, 2) - torch.inf
+        y, lse = found.get(tile.at, none)
+        ys.append(y)
+        lses.append(lse)
+    if not ys:
+        return torch.zeros_like(qkv[0]), q.new_zeros(q.shape[0], q.shape[2], 0, dtype=wide(q.dtype))
+    return torch.cat(ys, 1).to(qkv[0].dtype), torch.cat(lses, 2)
+
+
+def _backward(along: RingCourse, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
+    """The gradients of q, k and v by the kernel."""
+    assert along.kernel is not None
+    q, k, v, y, lse = saved
+    kernel, alone = along.kernel, along.size == 1 and len(along.queries) <= 1
+    work = q.dtype if alone else wide(q.dtype)
+    q, y, dy = (x.to(work) for x in (q, y, dy))
+    dqs: dict[Any, Tensor] = {}
+
+    def hop(kv: tuple[Tensor, Tensor], keys: Rows) -> Tensor:
+        k, v = (x.to(work) for x in kv)
+        dkv = [torch.zeros_like(k), torch.zeros_like(v)]
+        for queries, at, part in rectangles(along.queries, keys, how, kernel):
+            rows, columns = slice(*queries), slice(*at)
+            own = q[:, rows], k[:, columns], v[:, columns]
+            dq, *news = gradients_over(dy[:, rows], own, y[:, rows], lse[..., rows], how, part)
+            dqs[queries] = dqs[queries] + dq if queries in dqs else dq
+            dkv = [_plus(old, new, at) for old, new in zip(dkv, news, strict=True)]
+        return torch.cat(dkv, -1)
+
+    dkv = _round_and_home(along, 1, (k, v), hop)
+    spans = [t.at for t in tiles(along.queries, max(num_rows(along.queries), 1))]
+    found = [dqs[at] if at in dqs else torch.zeros_like(q[:, slice(*at)]) for at in spans]
+    dq = torch.cat(found, 1) if found else torch.zeros_like(q)
+    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
+    return dq.to(saved[0].dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _plus(x: Tensor, part: Tensor, at: tuple[int, int]) -> Tensor:
+    """X [B, S, G, K] with the rows `at` more by `part`."""
+    if part.shape == x.shape:
+        return x + part
+    return torch.cat([x[:, : at[0]], x[:, slice(*at)] + part, x[:, at[1] :]], 1)
+
+
+def _attend_in_tiles(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
+    """The same, a tile of torch's products at a time; differentiable."""
+    q, k, v = by_key_head(qkv)
+    states: list[Any] = [None] * len(tiles(along.queries, along.block))
+    for kv, keys, _ in _hops(along, 2, k, v):
+        absorb(states, q, along.queries, (kv[0], kv[1]), keys, how, along.block)
+    y, lse = finish(states, q, v, along.queries, along.block)
+    return y.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
+
+
+def _backward_in_tiles(along: RingCourse, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
+    """The gradients of q, k and v, a tile of torch's products at a time; differentiable."""
+    q, k, v = by_key_head(saved[:3])
+    y, dy = (x.transpose(1, 2).unflatten(1, q.shape[1:3]) for x in (saved[3], dy))
+    lse = saved[4].unflatten(1, q.shape[1:3])
+    outer = Outer(q, dy, lse, (dy.to(lse.dtype) * y.to(lse.dtype)).sum(-1))
+    dqs: list[Any] = [None] * len(tiles(along.queries, along.block))
+
+    def hop(kv: tuple[Tensor, Tensor], keys: Rows) -> Tensor:
+        return torch.cat(transpose(dqs, outer, along.queries, kv, keys, how, along.block), -1)
+
+    dk, dv = _round_and_home(along, 2, (k, v), hop).split([k.shape[-1], v.shape[-1]], -1)
+    dq = gathered(dqs, q, along.queries, along.block).flatten(1, 2)
+    return dq.transpose(1, 2), dk.to(k.dtype).transpose(1, 2), dv.to(v.dtype).transpose(1, 2)
+
+
+def _pushed(along: RingCourse, how: OnlineScores, saved: Saved, tangents: tuple[Tensor, ...]) -> Tensor:
+    """The tangent of y."""
+    q, k, v = by_key_head(saved[:3])
+    dq, dk, dv = by_key_head(tangents)
+    lse = saved[4].unflatten(1, q.shape[1:3])
+    pushed = Pushed(along.queries, (q, dq, lse), along.block)
+    for tensors, keys, _ in _hops(along, 2, k, v, dk, dv):
+        pushed.absorb(tensors, keys, how)
+    y = pushed.finish(saved[3].transpose(1, 2).unflatten(1, q.shape[1:3]))[0]
+    return y.flatten(1, 2).transpose(1, 2)
+
+
+def _hops(along: RingCourse, dim: int, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
+    """Keys and values (and whatever lies like them) as they come by, with their positions and the hop.
+
+    What is asked for is sent on before it is handed out, and waited for when the next is asked for.
+    """
     n, own = along.size, num_rows(along.rows[along.index])
-    yield kv, along.rows[along.index], 0
-    if n == 1:
+    if n == 1 or not along.onward(1):
+        yield kv, along.rows[along.index], 0
         return
     widths = [x.shape[-1] for x in kv]
-    packed = F.pad(torch.cat(kv, -1), (0, 0, 0, along.longest - own))
-    for hop in range(1, n):
-        perm = along.onward(hop)
-        if not perm:
+    pad = (0, 0) * (kv[0].ndim - 1 - dim) + (0, along.longest - own)
+    packed = F.pad(torch.cat(kv, -1), pad)
+    here, rows = kv, along.rows[along.index]
+    for hop in range(n):
+        perm = along.onward(hop + 1) if hop + 1 < n else []
+        coming = _sent(packed, along, perm) if perm else None
+        yield here, rows, hop
+        if coming is None:
             return
-        packed = ppermute(packed, along.axis, perm)
-        source = (along.index - hop) % n
-        rows = along.rows[source] if along.last[source] >= hop else ()
-        yield packed[..., : num_rows(rows), :].split(widths, -1), rows, hop
+        packed = coming()
+        source = (along.index - hop - 1) % n
+        rows = along.rows[source] if along.last[source] > hop else ()
+        here = packed.narrow(dim, 0, num_rows(rows)).split(widths, -1)
 
 
-def _backward(
-    along: RingCourse, how: OnlineScores, saved: tuple[Tensor, ...], cotangents: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, y, lse = saved
-    dy, dlse = cotangents
-    delta = (dy.to(lse.dtype) * y.to(lse.dtype)).sum(-1) - dlse
-    queries, outer = along.queries, Outer(q, dy, lse, delta)
-    dqs: list[Any] = [None] * len(tiles(queries, along.block))
+def _round_and_home(
+    along: RingCourse, dim: int, kv: tuple[Tensor, Tensor], hop_of: Callable[[Any, Rows], Tensor]
+) -> Tensor:
+    """The gradients of this rank's keys and values, along the last dim: those of all ranks that read them.
+
+    What a rank has added to travels while it computes for the keys that follow.
+    """
     own: Any = None
-    passing: Any = None
-    for kv, keys, hop in _hops(along, k, v):
-        dkv = torch.cat(transpose(dqs, outer, queries, (kv[0], kv[1]), keys, how, along.block), -1)
+    passing: Callable[[], Tensor] | None = None
+    for here, keys, hop in _hops(along, dim, *kv):
+        dkv = hop_of((here[0], here[1]), keys)
         if hop == 0:
             own = dkv
             continue
-        dkv = F.pad(dkv, (0, 0, 0, along.longest - dkv.shape[-2]))
-        if hop > 1:
-            dkv = dkv + ppermute(passing, along.axis, along.onward(hop))
-        passing = dkv
+        dkv = F.pad(dkv, (0, 0) * (dkv.ndim - 1 - dim) + (0, along.longest - dkv.shape[dim]))
+        dkv = dkv if passing is None else dkv + passing()
+        onward = along.onward(hop + 1) if hop + 1 < along.size else []
+        passing = _sent(dkv, along, onward) if onward else None
         if home := along.homeward(hop):
-            own = own + ppermute(dkv, along.axis, home)[..., : own.shape[-2], :]
-    dk, dv = own.split([k.shape[-1], v.shape[-1]], -1)
-    return gathered(dqs, q, queries, along.block), dk.to(k.dtype), dv.to(v.dtype)
+            own = own + _sent(dkv, along, home)().narrow(dim, 0, own.shape[dim])
+    return own
+
+
+def _sent(x: Tensor, along: RingCourse, perm: Perm) -> Callable[[], Tensor]:
+    """Sends `x`; what is returned waits for what comes."""
+    if torch.is_grad_enabled() or transforming():
+        here = ppermute(x, along.axis, perm)
+        return lambda: here
+    return ppermute_start(x, along.axis, perm)

@@ -1,6 +1,6 @@
 """`scan`: a loop over equal layers, whose parameters are stacked along a leading dim."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,11 +35,12 @@ def scan(
     A model whose layers are alike keeps each of their parameters stacked, [L, *shape], and runs the layers by `scan`.
     With specs that say so (`Sharding(spec, stacked=True)`) a sharded step cuts, gathers, reduces and frees such a leaf
     layer by layer. In a captured step the body is captured once, forward and backward, and written down for the other
-    layers by substitution, so that a capture takes as long as that of a few layers. The graph is the loop's.
+    layers by substitution, so that a capture takes as long as that of a few layers. The graph is the loop's. Where `f`
+    is the same code over the same objects for each microbatch, the layers of all microbatches are copies of one.
 
     Args:
         f: `f(carry, x) -> (carry, y)`, a pure function: what differs between layers is in `x`. In a captured step
-            its Python runs for some layers only.
+            its Python runs for some layers, of some microbatches, only.
         init: the first carry: a tree of tensors.
         xs: a tree of tensors with one leading dim; None with `length`.
         length: the number of layers; must agree with `xs`.
@@ -66,7 +67,7 @@ def scan(
     # unbind and not indices, whose transposes would each make a gradient of all layers.
     columns = [x.unbind(0) for x in x_leaves]
     layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
-    carry, ys = run_layers(functools.partial(_checked, f, init), init, layers)
+    carry, ys = run_layers(ScanBody(f, init), init, layers)
     return carry, _stacked(ys)
 
 
@@ -90,25 +91,30 @@ def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
     return carry, ys
 
 
-def _checked(
-    f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, carry: PyTree, x: PyTree, first: list[PyTree]
-) -> Any:
-    """`f(carry, x)`, of which the carry must be like `init`, and y like the first y.
+@dataclasses.dataclass(frozen=True)
+class ScanBody:
+    """`(carry, x, first ys) -> f(carry, x)`, of which the carry must be like `init`, and y like the first y."""
 
-    Raises:
-        TypeError: it is not; lists every leaf with both values.
-    """
-    out = f(carry, x)
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(
-            f"scan's f must return (carry, y), got {_told(out)}; with nothing to stack return (carry, None)."
-        )
-    _check_tensors("carry", out[0])
-    _check_tensors("y", out[1])
-    _check_alike("carry", out[0], "init", init)
-    if first:
-        _check_alike("y", out[1], "the first y", first[0])
-    return out
+    f: Callable[[Any, Any], tuple[Any, Any]]
+    init: PyTree
+
+    def __call__(self, carry: PyTree, x: PyTree, first: list[PyTree]) -> Any:
+        """One layer.
+
+        Raises:
+            TypeError: it is not; lists every leaf with both values.
+        """
+        out = self.f(carry, x)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"scan's f must return (carry, y), got {_told(out)}; with nothing to stack return (carry, None)."
+            )
+        _check_tensors("carry", out[0])
+        _check_tensors("y", out[1])
+        _check_alike("carry", out[0], "init", self.init)
+        if first:
+            _check_alike("y", out[1], "the first y", first[0])
+        return out
 
 
 def _stacked(ys: list[PyTree]) -> PyTree:

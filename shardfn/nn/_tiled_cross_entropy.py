@@ -1,8 +1,8 @@
 """The loss of a language model whose logits are never there whole: a tile of tokens at a time.
 
 The gradients are computed beside the loss, in the forward, while a tile's logits are there; the backward multiplies
-them by its cotangent. They are kept in float32 or better. So beside x there are a tile of logits and, where a gradient
-is wanted, one tensor like x and one like w.
+them by its cotangent. They are kept in float32 or better. So beside x there are two tensors like a tile of logits and,
+where a gradient is wanted, one tensor like x and two like w (one while there are two of the logits).
 
 N tokens, D model, V vocabulary.
 Snowflake, Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996
@@ -91,11 +91,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
         work = wide(x_ND.dtype)
         total, dxs, dw_VD = torch.zeros((), dtype=work, device=x_ND.device), [], torch.zeros_like(w_VD, dtype=work)
         for x, targets in zip(x_ND.split(how.tile), targets_N.split(how.tile), strict=True):
-            loss, d_logits = _tile(F.linear(x, w_VD).to(work), targets, how)
+            loss, d_logits = _tile(x, w_VD, targets, how)
             total = total + loss
             if how.differentiated:
                 dxs.append(d_logits @ w_VD.to(work))
-                dw_VD = dw_VD + d_logits.mT @ x.to(work)
+                dw_VD = torch.addmm(dw_VD, d_logits.mT, x.to(work))
+            del d_logits  # before the next tile's are there
         dx_ND = torch.cat(dxs) if dxs else torch.zeros_like(x_ND, dtype=work)
         return total, dx_ND, dw_VD, total.new_empty(0)
 
@@ -135,8 +136,13 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _tile(logits_NV: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, Tensor]:
-    """The sum over the tokens of a tile, and its gradient with regard to their logits."""
+def _tile(x_ND: Tensor, w_VD: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    """The sum over the tokens of a tile, and its gradient with regard to their logits.
+
+    No more than two tensors of the size of the logits are alive at once: each is let go when the next is made of it.
+    """
+    logits_NV = F.linear(x_ND, w_VD)
+    logits_NV = logits_NV.to(wide(logits_NV.dtype))
     counts_N, (start, stop, size) = targets_N != how.ignore_index, how.classes
     index_N, missing_N = own_index(targets_N.masked_fill(~counts_N, 0), start, stop, size)
     if start == stop:
@@ -148,8 +154,13 @@ def _tile(logits_NV: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, Tens
         top_N = pmax(lse_N, how.axis)
         sum_N, hit_N = psum(torch.stack([(lse_N - top_N).exp(), hit_N]), how.axis).unbind()
         lse_N = sum_N.log() + top_N
-    d_logits_NV = (logits_NV - lse_N[:, None]).exp()
+    loss = (lse_N - hit_N).masked_fill(~counts_N, 0.0).sum()
+    if not how.differentiated:
+        return loss, loss
+    d_NV = logits_NV - lse_N[:, None]
+    del logits_NV
+    d_NV = d_NV.exp()
     if start < stop:
-        ones_N = (~missing_N).to(d_logits_NV.dtype)
-        d_logits_NV = d_logits_NV.scatter_add(-1, index_N[:, None], -ones_N[:, None])
-    return (lse_N - hit_N).masked_fill(~counts_N, 0.0).sum(), d_logits_NV.masked_fill(~counts_N[:, None], 0.0)
+        ones_N = (~missing_N).to(d_NV.dtype)
+        d_NV = d_NV.scatter_add(-1, index_N[:, None], -ones_N[:, None])
+    return loss, d_NV.masked_fill(~counts_N[:, None], 0.0)

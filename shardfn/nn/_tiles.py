@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.kernels import Tiles
 
-from ._masks import NONE, SOME, Array, Mask
+from ._masks import NONE, SOME, Array, Mask, Span
 
 
 class HostTiles(NamedTuple):
@@ -28,23 +28,23 @@ class HostTiles(NamedTuple):
         return Tiles(*(torch.from_numpy(x).to(device) for x in self))
 
 
-@functools.lru_cache(maxsize=64)
-def tiles_of(mask: Mask, queries: int, keys: int, block: int) -> HostTiles:
-    """The tiles of `block` queries and keys in which a pair counts.
+@functools.lru_cache(maxsize=256)
+def tiles_of(mask: Mask, queries: Span, keys: Span, block: int) -> HostTiles:
+    """The tiles of `block` queries and keys of a rectangle in which a pair counts.
 
     Args:
         mask: of positions alone.
-        queries: T.
-        keys: S.
+        queries: positions.
+        keys: positions.
         block: of a tile.
 
     Example:
         >>> from shardfn.nn import Causal
-        >>> found = tiles_of(Causal(), 4, 4, 2)
+        >>> found = tiles_of(Causal(), (0, 4), (0, 4), 2)
         >>> found.columns.tolist(), found.kinds.tolist(), found.patterns.tolist()
         ([0, 0, 1], [0, -1, 0], [[[1, 0], [1, 1]]])
     """
-    rows, columns = (np.append(np.arange(0, n, block), n) for n in (queries, keys))
+    rows, columns = (np.append(np.arange(*span, block), span[1]) for span in (queries, keys))
     grid = mask.grid(rows, columns)
     kinds, found = np.full(grid.shape, -1, np.int32), dict[bytes, int]()
     own = [mask.of_heads(i, i + 1) for i in range(len(grid))] if len(grid) > 1 else [mask]

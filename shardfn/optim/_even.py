@@ -48,15 +48,23 @@ def _even(columns: Columns) -> Iterator[Columns]:
     if first[0].device.type != "cpu" or not any(x.numel() % _LANES for x in first):
         yield columns
         return
-    cuts = [x.numel() // _LANES * _LANES for x in first]
-    pairs = [[(x.view(-1)[:c], x.view(-1)[c:]) for x, c in zip(column, cuts, strict=True)] for column in columns]
-    bodies = [[body for body, _ in column if body.numel()] for column in pairs]
-    ends = [[end for _, end in column if end.numel()] for column in pairs]
+    sizes = [x.numel() for x in first]
+    bodies = [[_body(x, n) for x, n in zip(column, sizes, strict=True) if n >= _LANES] for column in columns]
+    ends = [[_end(x, n) for x, n in zip(column, sizes, strict=True) if n % _LANES] for column in columns]
     joined = [_join(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
     # The bodies are views, written where they stand; ends were copied into one, and go back from there.
     for end, join in zip(ends[:-1], joined, strict=False):
         foreach_copy_(end, _split(join, end))
+
+
+def _body(x: Tensor, n: int) -> Tensor:
+    """What of a leaf of `n` elements fills whole vectors: all of it, as it is, where nothing is left over."""
+    return x.view(-1)[: n // _LANES * _LANES] if n % _LANES else x
+
+
+def _end(x: Tensor, n: int) -> Tensor:
+    return x.view(-1)[n // _LANES * _LANES :]
 
 
 def _join(ends: list[Tensor]) -> Tensor:

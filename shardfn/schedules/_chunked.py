@@ -35,6 +35,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
         forwards = [_turn("forward", i, p, v) for i in range(m * v)]
         backwards = [_turn("backward", i, p, v) for i in range(m * v)]
         warmup = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
+        # Then a forward and a backward alternate; behind the last forward the slice is empty.
         row = forwards[:warmup]
         for i, backward in enumerate(backwards):
             row += forwards[warmup + i : warmup + i + 1]
@@ -90,8 +91,9 @@ class _RankList:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
+        # The microbatch that an action of this kind and chunk takes next: all before it are in the list.
         self._next: collections.Counter[tuple[Kind, int]] = collections.Counter()
-        self._whole: set[tuple[int, int]] = set()
+        # The Ws of the backwards that were split and have none in the list yet, the oldest first.
         self._open: collections.deque[Action] = collections.deque()
 
     def add(self, kind: Kind, chunk: int, times: int = 1) -> None:
@@ -131,6 +133,7 @@ def _zero_bubble_v(rank: int, p: int, m: int) -> Actions:
         row.add("forward", 1)
         row.split(1)
         row.weights()
+    # From here on each half microbatch that enters is paid for by one that leaves, so that no more than 2 p are held.
     while row.count("forward", 1) < m:
         if row.count("forward", 0) < m:
             row.add("forward", 0)

@@ -99,6 +99,14 @@ class PipelineSchedule:
         rank, chunk = self.home[place.stage]
         return rank, Action(place.kind, place.microbatch, chunk)
 
+    def position(self, rank: int, action: Action) -> int:
+        """The place of an action in a rank's list."""
+        return self._positions[rank][action]
+
+    @functools.cached_property
+    def _positions(self) -> list[dict[Action, int]]:
+        return [{action: i for i, action in enumerate(row)} for row in self.ranks]
+
     def needs(self, place: StageAction) -> Iterator[StageAction]:
         """What must have been done before: by the rank itself, and by the neighbour that sends to it."""
         kind, k, stage = place
@@ -106,6 +114,7 @@ class PipelineSchedule:
             if stage:
                 yield StageAction("forward", k, stage - 1)
             return
+        # A W needs its own backward alone: no rank sends to it.
         yield StageAction("forward" if kind == "backward" else "backward", k, stage)
         if kind == "backward" and stage + 1 < self.num_stages:
             yield StageAction("backward", k, stage + 1)

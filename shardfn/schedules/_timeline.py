@@ -120,8 +120,11 @@ class _PaperRun:
         self._split = {schedule.place(r, a) for r, row in enumerate(schedule.ranks) for a in row if a.kind == "weights"}
         self._took = {kind: getattr(costs, kind) / schedule.num_chunks for kind in ("forward", "backward", "weights")}
         self._transfer = costs.transfer
+        # When what has run ended. A rank that waits stands in `_waiting` under the one action that it waits for: that
+        # of a neighbour, if the schedule can run, and no other rank waits for the same.
         self._done: dict[StageAction, float] = {}
         self._waiting: dict[StageAction, int] = {}
+        # `at[rank]` actions of a rank have run and have spans; `held` is what it held before the first and after each.
         self.at = [0] * schedule.num_ranks
         self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
         self.held: list[list[int]] = [[0] for _ in schedule.ranks]

@@ -2,7 +2,16 @@
 
 from ._ahead import Ahead as Ahead, Promised as Promised
 from ._origin import check_origins as check_origins, cuts_of as cuts_of, origin_of as origin_of
-from ._parts import Parts as Parts, added as added, send_home as send_home
+from ._kept import (
+    Likeness as Likeness,
+    Successor as Successor,
+    closed as closed,
+    closed_like as closed_like,
+    fetched as fetched,
+)
+from ._kept import as_graph_value as as_graph_value, entered as entered, graph_inputs as graph_inputs
+from ._kept import opened as opened, returned as returned
+from ._parts import Parts as Parts, added as added
 from ._passed import check_passed as check_passed
 from ._state import TrainState as TrainState, check_alive as check_alive, looked_at as looked_at, scale_of as scale_of
 from ._state import state_owners as state_owners, taken as taken, version_of as version_of

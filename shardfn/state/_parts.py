@@ -168,13 +168,3 @@ class Parts:
         else:
             assert self._pool is not None
             self._writing[unit] = self._pool.write(part)
-
-
-def send_home(x: Tensor, kind: MemoryKind, pool: AnyPool | None) -> Tensor | Stored:
-    """A tensor in the memory `kind`, where it has memory of its own."""
-    if kind == "device":
-        return x
-    if kind == "host":
-        return to_host(x).result()
-    assert pool is not None
-    return pool.write(x).result()

@@ -18,9 +18,11 @@ from shardfn.core import (
     dtype_name,
     size,
     tree_entries,
+    tree_flatten,
     tree_leaves,
     tree_map,
     tree_paths,
+    tree_unflatten,
 )
 from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation
@@ -76,18 +78,22 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     What holds of `tree` afterwards, if it is donated: an update that ended has consumed it. One that failed before it
     wrote anything has left it as it was; one that failed half-way has consumed it, as it is of no use to anyone.
     """
+    leaves, treedef = tree_flatten(tree)
+    owned = [x for x in leaves if isinstance(x, GlobalTensor)]
     with torch.no_grad():
-        blocks = looked_at(tree) if donate else _map_held(_copy, tree)
-    given = [x for x in tree_leaves(blocks) if isinstance(x, Tensor)]
+        blocks = [(x.held if donate else _copy(x)) if isinstance(x, GlobalTensor) else x for x in leaves]
+    given = [x for x in blocks if isinstance(x, Tensor)]
     before = [version_of(x) for x in given]
     try:
-        yield blocks
+        yield tree_unflatten(treedef, blocks)
     except BaseException:
         if donate and (None in before or before != [version_of(x) for x in given]):
-            _map_held(lambda x: x.donate(), tree)
+            for x in owned:
+                x.donate()
         raise
     if donate:
-        _map_held(lambda x: x.donate(), tree)
+        for x in owned:
+            x.donate()
 
 
 # So many leaves are shown; then come the sums of all.
@@ -146,7 +152,8 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
         DonatedError: leaves were donated; lists them.
         ValueError: it is the stacked state of a population, or has no values.
     """
-    dead = [i for i, x in enumerate(tree_leaves(state)) if isinstance(x, GlobalTensor) and x.donated]
+    leaves = tree_leaves(state)
+    dead = [i for i, x in enumerate(leaves) if isinstance(x, GlobalTensor) and x.donated]
     if dead:
         paths = tree_paths(state, name)
         gone = [paths[i] for i in dead]
@@ -155,14 +162,13 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
             " the step with donate=False."
         )
-    if not abstract and any(
-        isinstance(x.held, FakeTensor) for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)
-    ):
+    first = [x for x in leaves[:1] if isinstance(x, GlobalTensor)]
+    if not abstract and any(isinstance(x.held, FakeTensor) for x in first):
         raise ValueError(
             f"this {name} has shapes and no values, as init makes it of tensors on 'meta' or without data: it is for"
             " step.lower. To run, give init values; of a module on 'meta', a function that draws or loads them."
         )
-    if any(x.stacked for x in tree_leaves(state)[:1] if isinstance(x, GlobalTensor)):
+    if any(x.stacked for x in first):
         raise ValueError(
             "this state is that of a population: its blocks have a leading dim. Step it under torch.func.vmap, or take"
             " one by member(state, i)."

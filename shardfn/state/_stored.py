@@ -38,6 +38,8 @@ class StoredSlice:
         shape: the shape of the part.
     """
 
+    code: tuple[int, int] | None = None
+
     def __init__(self, base: Stored, start: int, shape: torch.Size) -> None:
         self._base, self._start, self.shape = base, start, shape
 
@@ -79,6 +81,8 @@ class Pile:
     Args:
         parts: one or more.
     """
+
+    code: tuple[int, int] | None = None
 
     def __init__(self, parts: Sequence[Stored]) -> None:
         self._parts = parts

@@ -20,6 +20,7 @@ from shardfn.memory import Fetch, host_empty, on_host, to_device, to_host
 from shardfn.optim import in_pieces
 
 from ._columns import Column, Done, Held, Rows, Update
+from ._kept import Successor
 from ._spare import Spare
 from ._stored import loaded
 
@@ -77,8 +78,9 @@ class _Stream:
             if owner is not None:
                 self._owned.setdefault(owner, []).append(k)
         # New values under way, by the column's address: the update holds its columns as long as this lives.
-        self._writers: dict[int, Any] = {}
+        self._writers: dict[int, Successor] = {}
         self._kept: dict[int, Tensor] = {}
+        # Bytes of a part of a chunk.
         self._size = max(update.chunk // PARTS, 1)
         self.spare = Spare()
 
@@ -116,11 +118,11 @@ class _Stream:
         """The leaves of the optimizer's state that belong to a leaf of params."""
         return self._owned.get(leaf, [])
 
-    def writer(self, column: Column) -> Any:
-        """What writes the new value of a leaf that is on disk."""
+    def writer(self, column: Column) -> Successor:
+        """What writes the new value of a leaf that is stored."""
         if id(column) not in self._writers:
-            assert self._u.pool is not None
-            self._writers[id(column)] = self._u.pool.writer(column.held.shape, column.held.dtype)
+            assert not isinstance(column.held, Tensor)
+            self._writers[id(column)] = Successor(column.held, self._u.pool)
         return self._writers[id(column)]
 
     def kept(self, column: Column) -> Tensor:
@@ -260,6 +262,8 @@ class _Chunk:
         self._stream, self._device, self._rows = stream, device, rows
         self._host = stream.on_host(rows[0].leaf)
         self._place: MemoryKind = "host" if self._host else "device"
+        # Rows are in one of three: on their way here, here, on their way home. `_buffers` are the spare's until they
+        # have left.
         self._buffers: list[Tensor] = []
         self._coming = [[self._bring(r, c) for c in stream.columns(r.leaf)] for r in rows]
         self._here: list[list[Tensor]] = []
@@ -278,8 +282,8 @@ class _Chunk:
         held = column.held
         if column.kept:
             return self._beside(rows, column)
-        if column.home == self._place:
-            return rows.of(held) if isinstance(held, Tensor) else held.read(rows.lo, rows.hi)
+        if column.home == self._place and isinstance(held, Tensor):
+            return rows.of(held)
         if not column.read:
             shape = rows.shape(held.shape)
             if self._host:
@@ -290,6 +294,8 @@ class _Chunk:
             if self._host:
                 return to_host(rows.of(held), self._buffer(rows, held))
             return to_device(rows.of(held), self._device)
+        if column.home == self._place:
+            return held.read(rows.lo, rows.hi)
         if self._host:
             return held.read(rows.lo, rows.hi, self._buffer(rows, held))
         return Fetch(held.read(rows.lo, rows.hi), self._device)
@@ -321,8 +327,7 @@ class _Chunk:
         if column.kept:
             return
         if not isinstance(column.held, Tensor):
-            below = x if self._host else to_host(x).result()
-            self._going.append(self._stream.writer(column).write(rows.lo, below))
+            self._going.append(self._stream.writer(column).write(rows.lo, x, self._place))
         elif column.home != self._place:
             into = rows.of(column.held)
             self._going.append(to_device(x, self._device, into) if self._host else to_host(x, into))

@@ -10,6 +10,7 @@ from shardfn.leaves import reduce_units as reduce_units, refresh_units as refres
 from shardfn.state import TrainState as TrainState
 
 from ._accumulate import accumulate as accumulate
+from ._by_parts import by_parts as by_parts
 from ._mixed_precision import mixed_precision as mixed_precision
 from ._offload import Offloaded as Offloaded, offload as offload
 from ._pad_layers import pad_layers as pad_layers, unpad_layers as unpad_layers

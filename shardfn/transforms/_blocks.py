@@ -20,6 +20,9 @@ class Blocks:
     def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
         own = [a for a in arguments if a.spec is not None]
         held = [x.held for x in tree_leaves(params)]
+        # By the address of a storage. Those of arguments, and of the parameters, that the call may not keep in its
+        # result are in `_kept`; of donated ones it may keep one tensor. All of them outlive the call, so that no
+        # address is another's.
         self._donated = {_memory(a.seen) for a in own if a.donated}
         seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]
         self._kept = {_memory(x) for x in (*held, *seen) if isinstance(x, Tensor)}

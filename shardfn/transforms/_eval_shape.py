@@ -35,7 +35,7 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
 
 def _meta(x: Any) -> Any:
     if isinstance(x, GlobalTensor):
-        return GlobalTensor(_meta(x.held), x.shape, x.spec, x.mesh, x.memory_kind)
+        return x.with_block(_meta(x.held))
     if isinstance(x, Tensor):
         with torch._C._DisableTorchDispatch():
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -48,6 +48,7 @@ class Measures:
     ) -> None:
         self._parts, self._planner, self._jitted = parts, planner, jitted
         self._over_params, self._state_specs = over_params, state_specs
+        # In the order in which they were made, no more than `MAX_APPLIED`: each may hold graphs.
         self._made: dict[Any, Sharded] = {}
 
     def evaluate(

@@ -22,6 +22,7 @@ from shardfn.graph import (
     picture_of_time,
     transfers,
 )
+from shardfn.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,8 +33,10 @@ class Lowered:
 
     Attributes:
         gm: the scheduled graph, a `torch.fx.GraphModule`.
-        mesh: the mesh it is for, seen from this rank; rank 0 of an abstract one.
-        schedule: what scheduled it.
+        mesh: the mesh it is for, seen from this rank; of an abstract one, from rank 0 or the one it names.
+        schedule: what scheduled it, the budgets of the passes over the graph.
+        pipeline: of a step over stages of a pipeline, what each rank runs; else None. The graph is that of the stages
+            of one rank, `mesh`'s own.
         choice: under `jit(cluster=...)` what the schedule was chosen from, with the scores; else None.
     """
 
@@ -45,6 +48,7 @@ class Lowered:
         compile: Callable[[str | None], Callable[..., Any]],
     ) -> None:
         self.gm, self.mesh, self._compile = gm, mesh, compile
+        self.pipeline: PipelineSchedule | None = gm.meta.get("pipeline")
         self.choice = schedule if isinstance(schedule, Choice) else None
         self.schedule = schedule.schedule if isinstance(schedule, Choice) else schedule
 

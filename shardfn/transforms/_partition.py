@@ -6,7 +6,7 @@ from typing import Any
 from shardfn.engine import Partitioned, check_order
 
 
-def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
+def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, sequence: bool = False) -> Partitioned:
     """Tensor parallelism of an unmodified loss: inside it leaves are whole along `axes`, outside they are blocks.
 
     `sharded_step(partition(loss), ..., specs=specs)` computes what `sharded_step(loss, ...)` computes on one device.
@@ -19,7 +19,13 @@ def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
     Args:
         loss: `loss(params, batch, ...)`, which knows nothing of `axes`. It may be rematerialised, accumulated, of mixed
             precision or jitted, inside or outside.
-        axes: the mesh axis. Where it is missing, or of size 1, `partition(loss)` is `loss`.
+        axes: the mesh axis, or several: of a leaf one may cut one dim, and another another; or both one dim, in this
+            order, P(("tp", "sp")). The first ones must divide what they cut. Where an axis is missing, or of
+            size 1, it is as if it were not named.
+        sequence: whether values between blocks (residuals, norms) stay cut, along the sequence or the samples, where
+            that sends as much: a `psum_scatter` and an `all_gather` in the place of a `psum` and its transpose, and a
+            sum for each leaf that all ranks hold. A rank then holds and computes a part of them. This is Megatron's
+            sequence parallelism, along the same axis.
 
     Returns:
         The loss; its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.
@@ -37,10 +43,13 @@ def partition(loss: Callable[..., Any], axes: str = "tp") -> Partitioned:
 
     References:
         Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
+        Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022,
+        https://arxiv.org/abs/2205.05198 (sequence parallelism)
         Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs, 2021,
         https://arxiv.org/abs/2105.04663
     """
-    if not isinstance(axes, str):
-        raise ValueError(f"partition(axes={axes!r}): a loss is partitioned along one axis; name one.")
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if not names or not all(isinstance(x, str) for x in names) or len(set(names)) < len(names):
+        raise ValueError(f"partition(axes={axes!r}): name a mesh axis, or several, each once.")
     check_order("partition", loss, deep=True)
-    return Partitioned(loss, axes)
+    return Partitioned(loss, names, sequence)

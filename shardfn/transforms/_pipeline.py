@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardfn.core import PyTree
-from shardfn.engine import Accumulated, PipelinedLayers, check_order
+from shardfn.engine import Accumulated, PipelinedFunctions, PipelinedLayers, check_order
 from shardfn.schedules import PipelineSchedule, named_schedule
 
 
 def pipeline(
     first: Callable[..., PyTree],
-    block: Callable[..., PyTree],
+    block: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
     last: Callable[..., Any],
     *,
     blocks: str | Callable[[PyTree], Any] = "blocks",
@@ -19,7 +19,7 @@ def pipeline(
     num_chunks: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
-) -> Accumulated | PipelinedLayers:
+) -> Accumulated | PipelinedLayers | PipelinedFunctions:
     """A loss of a first function, equal layers and a last function, whose layers may lie on different ranks.
 
         h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
@@ -39,7 +39,9 @@ def pipeline(
 
     Args:
         first: `first(params, batch[, key]) -> h`.
-        block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)` or `offload(f)`.
+        block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)` or `offload(f)`. For layers whose
+            leaves differ, a list of such functions, one a layer, cut evenly into stages. Their leaves are then a list
+            of as many trees, which nothing stacks: none has `axis` in its spec, and each rank has all of them.
         last: `last(params, h, batch[, key])`; returns what a loss returns: a 0-d tensor or a `WeightedMean`, with
             `has_aux` also an aux.
         blocks: the stacked layers: their key in params, or a function that takes them from params. With several chunks
@@ -57,8 +59,7 @@ def pipeline(
     Raises:
         ValueError: the schedule is unknown, or not of so many chunks. Also when a step is built or begins: the schedule
             would never end (`schedules.ScheduleError`, with the ranks that wait in a circle); a
-            spec does not fit; there are fewer layers than stages; microbatches do not divide the batch; or the step is
-            jitted.
+            spec does not fit; there are fewer layers than stages; or microbatches do not divide the batch.
 
     Example:
         >>> import torch
@@ -73,7 +74,8 @@ def pipeline(
         Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965
         Narayanan et al., Efficient Large-Scale Language Model Training, 2021, https://arxiv.org/abs/2104.04473
     """
-    for f in (first, block, last):
+    several = None if callable(block) else tuple(block)
+    for f in (first, *(several or (block,)), last):
         check_order("pipeline", f)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
@@ -81,7 +83,13 @@ def pipeline(
     turns = (schedule if isinstance(schedule, PipelineSchedule) else table(2, 4)).turns
     per_stage = per_stage_of(layers_per_stage, num_chunks)
     found = blocks if callable(blocks) else lambda params: params[blocks]
-    loss = PipelinedLayers(found, axis, table, num_chunks, turns, per_stage, first, block, last)
+    how = found, axis, table, num_chunks, turns, per_stage, first, last
+    if several is not None and (per_stage is not None or not several):
+        raise ValueError(
+            f"a pipeline of {len(several)} functions with layers_per_stage={layers_per_stage}: give a function or more,"
+            " and leave layers_per_stage out; make one function of those that are to be a stage's together."
+        )
+    loss = PipelinedLayers(*how, block) if callable(block) else PipelinedFunctions(*how, several or ())
     return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 

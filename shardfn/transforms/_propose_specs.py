@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves
 from shardfn.engine import proposed
-from shardfn.graph import Kept
+from shardfn.graph import HeldBytes
 from shardfn.optim import GradientTransformation
 
 from ._eval_shape import eval_shape
@@ -64,9 +64,9 @@ def propose_specs(
     return proposed(loss, params, batch, axes, mesh.shape[axes], kept, memory)
 
 
-def _kept(leaves: Sequence[Tensor], optimizer: GradientTransformation | None) -> list[Kept]:
+def _kept(leaves: Sequence[Tensor], optimizer: GradientTransformation | None) -> list[HeldBytes]:
     """Of each leaf the bytes that are kept, by what an optimizer makes of the leaf alone."""
-    found: dict[Any, Kept] = {}
+    found: dict[Any, HeldBytes] = {}
     for x in leaves:
         key = tuple(x.shape), x.dtype
         if key not in found:
@@ -75,5 +75,5 @@ def _kept(leaves: Sequence[Tensor], optimizer: GradientTransformation | None) ->
             tensors = [s for s in states if isinstance(s, Tensor)]
             like = sum(s.element_size() for s in tensors if s.shape == x.shape)
             other = sum(s.element_size() * s.numel() for s in tensors if s.shape != x.shape)
-            found[key] = Kept(x.element_size() + like, other)
+            found[key] = HeldBytes(x.element_size() + like, other)
     return [found[tuple(x.shape), x.dtype] for x in leaves]

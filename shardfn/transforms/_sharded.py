@@ -70,9 +70,8 @@ from shardfn.engine import (
     unwrap,
     varying,
 )
-from shardfn.memory import token_of
 from shardfn.modules import computing_in
-from shardfn.state import check_alive, taken
+from shardfn.state import as_graph_value, check_alive, taken
 
 from ._blocks import Blocks
 from ._lower import Lowered
@@ -188,6 +187,7 @@ class Sharded(Transform):
         self.mesh, self.jitted = planner.mesh, unwrapped.jitted
         self._f, self._planner, self._interface = unwrapped.loss, planner, interface
         self._agreement, self._what, self._words = agreement, what, words
+        # Of jitted calls, and of `lower`; what an eager call leaves is the order of use in its plan.
         self._graphs = Graphs(self.jitted or Jitted(self._f))
 
     def init(self, params: PyTree, *args: Any) -> PyTree:
@@ -367,8 +367,7 @@ def kept_as(planner: Planner, params: PyTree) -> PyTree:
 
 def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: Sequence[Argument]) -> PyTree:
     program: FunctionProgram = ready.program
-    held = [x.held for x in tree_leaves(params)]
-    flat = [*(x if isinstance(x, Tensor) else token_of(x) for x in held), *tensors_of([a.seen for a in arguments])]
+    flat = [*(as_graph_value(x.held) for x in tree_leaves(params)), *tensors_of([a.seen for a in arguments])]
     return program.result(ready(comms, disk_of(plan), flat))
 
 

@@ -13,23 +13,11 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import bind_mesh, transforming
-from shardfn.core import (
-    P,
-    PyTree,
-    as_html,
-    chunk_bounds,
-    fold_in,
-    tree_flatten,
-    tree_leaves,
-    tree_paths,
-)
+from shardfn.core import P, PyTree, as_html, fold_in, tree_flatten, tree_leaves, tree_paths
 from shardfn.engine import (
-    OF_A_STATE,
     Agreement,
     CacheInfo,
     CapturedSteps,
-    Chunks,
-    Interface,
     Jitted,
     Plan,
     Planner,
@@ -40,7 +28,6 @@ from shardfn.engine import (
     abstract_state,
     agree_on_step,
     begin,
-    bind,
     check_alike,
     check_has_rows,
     check_has_values,
@@ -77,7 +64,7 @@ from shardfn.engine import (
     step_lines,
     together,
     told_before,
-    unwrap,
+    uncollected,
 )
 from shardfn.graph import Cluster
 from shardfn.optim import Phase
@@ -85,9 +72,10 @@ from shardfn.state import TrainState, check_alive, check_passed
 
 from ._described import described
 from ._evaluate import Measures, check_batches
+from ._functions import Functions
 from ._lower import Lowered
 from ._profile import StepProfile, measured, predict
-from ._sharded import MAX_APPLIED, Sharded, kept_as
+from ._sharded import kept_as
 
 
 class ShardedStep(Transform):
@@ -103,14 +91,15 @@ class ShardedStep(Transform):
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
+        # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
+        # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
         self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
         self._jitted = unwrapped.jitted
         mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
-        self._loss = self._over_params(
-            Unwrapped(mean), "the loss of a step", *([state_specs] if parts.has_state else [])
-        )
-        self._applied: dict[Any, Sharded] = {}
-        self._measures = Measures(parts, self._planner, self._jitted, self._over_params, state_specs)
+        self._functions = Functions(planner, self._agreement)
+        in_specs = [state_specs] if parts.has_state else []
+        self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
+        self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
 
     def __repr__(self) -> str:
@@ -304,6 +293,7 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
 
+    @uncollected()
     def _step(
         self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, Tensor]]:
@@ -388,14 +378,7 @@ class ShardedStep(Transform):
             >>> sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1)).rows(6)
             slice(0, 6, None)
         """
-        axes, zero = self._planner.batch_axes, self._planner.zero
-        if not zero.is_canonical:
-            return slice(*chunk_bounds(num, self.mesh.axis_size(axes), self.mesh.axis_index(axes)))
-        if num % zero.reduction_chunks:
-            raise ValueError(f"rows({num}): {zero.reduction_chunks} chunks do not divide {num} rows.")
-        start, stop = Chunks.of(zero.reduction_chunks, self.mesh, axes).bounds
-        rows = num // zero.reduction_chunks
-        return slice(start * rows, stop * rows)
+        return self._planner.rows(num)
 
     def cache_info(self) -> CacheInfo:
         """What the step remembers of its captures, those of `lower` included."""
@@ -411,7 +394,7 @@ class ShardedStep(Transform):
         if not isinstance(state, TrainState):
             with told_before(comms_of(self.mesh).control):
                 check_passed(state, f, call="step.apply(f, state, *args)")
-        g = self._function(f)
+        g = self._functions.of(f)
         with contextlib.nullcontext() if transforming() else torch.no_grad():
             return g(state.params, *args)
 
@@ -455,20 +438,6 @@ class ShardedStep(Transform):
             check_alive(state)
         keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
-
-    def _function(self, f: Callable[..., Any]) -> Sharded:
-        """`f` over this step's parameters, as it was made for an earlier call, or anew."""
-        unwrapped = bind(unwrap(f), self._planner)
-        found = self._applied.pop(unwrapped.loss, None)
-        if found is None or found.jitted != unwrapped.jitted:
-            found = self._over_params(unwrapped, "apply")
-        self._applied[unwrapped.loss] = found  # the newest last
-        if len(self._applied) > MAX_APPLIED:
-            del self._applied[next(iter(self._applied))]
-        return found
-
-    def _over_params(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
-        return Sharded(f, self._planner, Interface(self.mesh, in_specs), self._agreement, what, OF_A_STATE)
 
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""

@@ -114,4 +114,4 @@ def _is_float(x: Any) -> bool:
 
 def _as_it_was(x: Tensor, leaf: Any) -> Any:
     """A tensor in the place of a leaf: of a sharded one it is this rank's block."""
-    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, leaf.memory_kind) if isinstance(leaf, GlobalTensor) else x
+    return leaf.with_block(x) if isinstance(leaf, GlobalTensor) else x

@@ -59,7 +59,7 @@ def test_from_rank_to_rank_messages_are_told_apart_by_their_tags() -> None:
         with sf.count_traffic() as traffic:
             going = [channel.send(x * tag, 1, tag) for tag in (2, 1)]
             assert torch.equal(going[1].result(), x) and torch.equal(going[0].result(), 2 * x)
-        assert traffic.by_op == {("send", ()): [2, 48]} and traffic.by_dtype == {torch.float32: 48}
+        assert traffic.by_op == {("send", ("dp",)): [2, 48]} and traffic.by_dtype == {torch.float32: 48}
     elif me == 1:
         into = [torch.empty(2, 3) for _ in range(2)]
         coming = [channel.receive(into[tag - 1], 0, tag) for tag in (1, 2)]

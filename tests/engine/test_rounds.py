@@ -8,6 +8,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, Pace, Travel, Zero, optim
+from shardfn.collectives import Rounds
 from shardfn.core import RankError
 from shardfn.testing import distributed
 
@@ -100,3 +101,50 @@ def test_no_group_goes_on_to_the_update_when_another_has_failed() -> None:
     failing[0] = False
     state, _ = step(state, x)  # which all ranks have as it was
     assert int(state.step) == 2
+
+
+def _rounds_a_step(step: Any, state: Any, x: Tensor) -> tuple[Any, int]:
+    """The state after a step, and in how many rounds ranks agreed in it."""
+    counted, whole = [0], (Rounds.exchange, Rounds.gather)
+
+    def counting(one: Any) -> Any:
+        def call(self: Rounds, value: Any) -> Any:
+            counted[0] += 1
+            return one(self, value)
+
+        return call
+
+    Rounds.exchange, Rounds.gather = map(counting, whole)  # type: ignore[method-assign]
+    try:
+        state, _ = step(state, x)
+    finally:
+        Rounds.exchange, Rounds.gather = whole  # type: ignore[method-assign]
+    return state, counted[0]
+
+
+def _squares(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ p["a"][0]).square().mean() + (x @ p["b"][1]).square().mean()
+
+
+def _rounds_of(loss: Any, stage: int) -> int:
+    """In how many rounds ranks agree in a step that has learnt its orders."""
+    mesh, zero = sf.make_mesh({"dp": 2}, device="cpu"), Zero(stage=stage, persist_elements=0)
+    step = sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, zero=zero)
+    params = {name: x for name, x in _params().items() if name != "c"}
+    state, x = step.init(params), torch.ones(6, 6, dtype=torch.float64)
+    for _ in range(2):
+        state, _ = step(state, x)
+    return _rounds_a_step(step, state, x)[1]
+
+
+@distributed(world=2)
+def test_a_step_agrees_once_besides_the_ends_of_its_phases() -> None:
+    for num in (1, 3):
+        loss = sf.accumulate(_squares, num)
+        # A backward that sends ends in a round; of stage 3, a forward as well, as it gathers.
+        assert [_rounds_of(loss, stage) for stage in range(4)] == [1 + num, 1 + num, 1 + num, 1 + 2 * num]
+
+
+@distributed(world=2)
+def test_a_captured_step_agrees_on_what_to_run_and_that_all_have_its_graph() -> None:
+    assert _rounds_of(sf.jit(_squares, backend="graph"), 3) == 2

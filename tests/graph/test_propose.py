@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardfn.capture import capture
-from shardfn.graph import Kept, Proposer, prepare
+from shardfn.graph import HeldBytes, Proposer, prepare
 
 from .test_partition_search import SIZE, drawn_loss
 
@@ -16,7 +16,7 @@ def proposer(loss, shapes, num=2, **options):
     inputs = [torch.empty(s, device="meta").requires_grad_() for s in shapes]
     graph = prepare(capture(loss, inputs, differentiable=True)).graph
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
-    kept = {n: Kept(4.0) for n in nodes}
+    kept = {n: HeldBytes(4.0) for n in nodes}
     return Proposer(graph, num, kept, lambda n: True, lambda n: torch.zeros(()), **options), nodes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.graph import PARTIAL, WHOLE, Operand, OpUse, Ranks, cut, known_op
+from shardfn.graph import PARTIAL, WHOLE, Operand, OpUse, Ranks, blocks, cut, known_op
 
 aten = torch.ops.aten
 
@@ -142,6 +142,16 @@ def _select(r):
     return (x, r.randrange(3), 0)
 
 
+def _halves(r):
+    n = r.choice([1, 2, 3, 4])
+    return (randn(3, 2 * n, 2), n, 1)
+
+
+def _head(r) -> Any:
+    n = r.choice([2, 3, 4, 7])
+    return (randn(n, 2, 3), [n - 1, 1], 0)
+
+
 CASES: dict[str, Any] = {
     "mm": (aten.mm.default, _mm),
     "bmm": (aten.bmm.default, _bmm),
@@ -181,6 +191,9 @@ CASES: dict[str, Any] = {
     "select": (aten.select.int, _select),
     "unbind": (aten.unbind.int, lambda r: (_x(r), r.randrange(3))),
     "split": (aten.split.Tensor, lambda r: (_x(r), 2, r.randrange(3))),
+    "split in halves": (aten.split.Tensor, _halves),
+    "split with sizes": (aten.split_with_sizes.default, _head),
+    "slice of parts": (aten.slice.Tensor, lambda r: (lambda x, s, d: (x, d, s[0], x.shape[d]))(*_head(r))),
     "cat": (aten.cat.default, _cat),
     "stack": (aten.stack.default, lambda r: (lambda x: ([x, x + 1, 2 * x], r.randrange(-4, 4)))(_x(r))),
     "pad": (aten.constant_pad_nd.default, lambda r: (_x(r), r.choice([[0, 1], [0, 0, 1, 2]]), r.choice([0.0, 1.0]))),
@@ -226,8 +239,7 @@ def seen_of(args, kwargs):
 
 def part(x, form, ranks, seed):
     if form.kind == "cut":
-        start, stop = ranks.bounds(x.shape[form.dim], form.multiple)
-        return x.narrow(form.dim, start, stop - start)
+        return ranks.block(x, form)
     if form.kind == "partial":
         generator = torch.Generator().manual_seed(seed)
         noise = [torch.randn(x.shape, generator=generator).to(x.dtype) for _ in range(ranks.num - 1)]
@@ -271,9 +283,11 @@ def run(strategy, target, args, kwargs, tensors, num):
     return [(out,) if isinstance(out, Tensor) else tuple(out) for out in outs]
 
 
-def joined(parts, form):
+def joined(parts, form, size):
     if form.kind == "cut":
-        return torch.cat(parts, form.dim)
+        held = [[each[i] for each in blocks(size, len(parts), form)] for i in range(len(parts))]
+        pieces = [x.split(lengths, form.dim) for x, lengths in zip(parts, held, strict=True)]
+        return torch.cat([one for part in zip(*pieces, strict=True) for one in part], form.dim)
     return sum(parts) if form == PARTIAL else parts[0]
 
 
@@ -284,6 +298,10 @@ def forms_of(tensors, num):
         for d, size in enumerate(x.shape):
             for multiple in {g for g in (1, 2, 3, 4) if size % g == 0}:
                 out.append(tuple(cut(d, size, num, multiple) if i == k else WHOLE for i in range(len(tensors))))
+            for parts in {((size // 2, 1),) * 2, ((size // 3, 1),) * 3, ((size - 1, 1), (1, 1))}:
+                if sum(n for n, _ in parts) == size and all(n for n, _ in parts):
+                    form = cut(d, size, num, parts=parts)
+                    out.append(tuple(form if i == k else WHOLE for i in range(len(tensors))))
     return out
 
 
@@ -313,7 +331,7 @@ def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
             for k, (form, whole) in enumerate(zip(s.outs, wants, strict=True)):
                 if form == WHOLE:
                     assert all(torch.equal(o[k], got[0][k]) for o in got), (s, k)
-                value = joined([o[k] for o in got], form)
+                value = joined([o[k] for o in got], form, whole.shape[form.dim] if whole.ndim else 0)
                 assert value.shape == whole.shape, (s, k, value.shape, whole.shape)
                 assert torch.allclose(value, whole, rtol=1e-10, atol=1e-10, equal_nan=True), (s, k)
     assert len(tried) > 1 or name in ("ones",)

@@ -3,7 +3,7 @@
     deepspeed_training.py CONFIG.json OUT.pt STEPS SAVED [CHECKPOINTS]
 
 Writes the parameters after the steps, and the loss and the rate of each; saves a checkpoint "here" in SAVED. Both sides
-take `rows(step)` as the batch. With CHECKPOINTS it goes on from the universal checkpoint there.
+have their model and batches from `deepspeed_model`. With CHECKPOINTS it goes on from the universal checkpoint there.
 """
 
 import json
@@ -12,18 +12,7 @@ import sys
 import deepspeed  # pyright: ignore[reportMissingImports]
 import torch
 import torch.distributed as dist
-
-ROWS, WIDTH, HIDDEN, OUT = 16, 7, 13, 5
-
-
-def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS, WIDTH, generator=g), torch.randn(ROWS, OUT, generator=g)
-
-
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, OUT))
+from deepspeed_model import model, rows
 
 
 def main() -> None:

@@ -8,8 +8,10 @@ import importlib.util
 import json
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from shardfn.testing import distributed
 
 PROGRAM = pathlib.Path(__file__).parent / "deepspeed_training.py"
 SAVING = PROGRAM.with_name("deepspeed_saving.py")
+# Tests are no package, and the programs run where shardfn is not installed.
+shared: Any = types.SimpleNamespace(**runpy.run_path(str(PROGRAM.with_name("deepspeed_model.py"))))
 PYTHON = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
 STEPS = 5
 
@@ -78,15 +82,8 @@ def deepspeeds(config: dict[str, Any], place: pathlib.Path, steps: int = STEPS, 
     return torch.load(out, weights_only=True)
 
 
-def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(step)
-    return torch.randn(16, 7, generator=g), torch.randn(16, 5, generator=g)
-
-
 def start() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5))
-    return {name: p.detach().clone() for name, p in net.named_parameters()}
+    return {name: p.detach().clone() for name, p in shared.model().named_parameters()}
 
 
 def loss(p: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
@@ -106,7 +103,7 @@ def _compare(config: dict[str, Any], want: dict[str, Any], world: int) -> None:
     for n in range(STEPS):
         rate = recipe.learning_rate(n)
         assert float(rate) == pytest.approx(want["rates"][n], rel=1e-6, abs=1e-12)
-        state, metrics = step(state, tuple(t[mine] for t in rows(n)))
+        state, metrics = step(state, tuple(t[mine] for t in shared.rows(n)))
         assert float(metrics["loss"]) == pytest.approx(want["losses"][n], abs=1e-6)
     for name, x in want["params"].items():
         got = state.params[name]
@@ -141,7 +138,7 @@ def _go_on(config: dict[str, Any], want: dict[str, Any], saved: str, world: int)
     state = interop.restore_deepspeed(interop.read_deepspeed(saved), step.init(start()))
     assert int(state.step) == 3
     for n in range(3, STEPS):
-        state, metrics = step(state, tuple(t[step.rows(16)] for t in rows(n)))
+        state, metrics = step(state, tuple(t[step.rows(16)] for t in shared.rows(n)))
         assert float(metrics["loss"]) == pytest.approx(want["losses"][n], abs=1e-6)
     for name, x in want["params"].items():
         torch.testing.assert_close(state.params[name].full_tensor(), x, rtol=0, atol=1e-6)
@@ -156,7 +153,7 @@ def _begin(config: dict[str, Any], directory: str, world: int) -> None:
     step = sf.sharded_step(recipe.of(loss), recipe.optimizer, mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
     state = step.init(start())
     for n in range(3):
-        state, _ = step(state, tuple(t[step.rows(16)] for t in rows(n)))
+        state, _ = step(state, tuple(t[step.rows(16)] for t in shared.rows(n)))
     interop.save_deepspeed(directory, state, f"world{world}", learning_rate=float(recipe.learning_rate(3)))
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.core import tree_leaves, tree_map
-from shardfn.interop import Archive, ArchiveWriter, gpt_config, gpt_from_hf, gpt_to_hf
+from shardfn.core import P, tree_leaves, tree_map
+from shardfn.interop import Archive, ArchiveWriter, gpt_config, gpt_from_hf, gpt_to_hf, module_to_hf
 from shardfn.models import gpt
 from shardfn.testing import RTOL, distributed
 
@@ -129,6 +129,49 @@ def test_ranks_read_their_part_and_write_the_whole(world: int) -> None:
     torch.distributed.barrier()
     again = full(gpt_from_hf(place[0] + "/out", stacked=True)[1])
     assert all(map(torch.equal, tree_leaves(again), tree_leaves(whole)))
+
+
+@distributed(world=3, timeout=60)
+def _cannot_be_written(directory: str, when: str) -> None:
+    mesh = sf.make_mesh({"dp": 3}, device="cpu")
+    config = gpt.Config(vocab_size=64, num_layers=2, d_model=24, num_heads=3, tie_embeddings=True)
+    module = torch.nn.Linear(3, 2)
+    whole = gpt.init(config, sf.key(0))
+    tree: Any = tree_map(lambda x: sf.shard(x, P("dp"), mesh), whole)
+    calls = (
+        lambda: gpt_to_hf(directory, config, tree),
+        lambda: module_to_hf(
+            module, {n: sf.shard(p.detach(), P(), mesh) for n, p in module.named_parameters()}, directory
+        ),
+    )
+    real = ArchiveWriter.put
+    for write in calls:
+        if when == "later" and mesh.rank == 0:
+            puts = iter(range(9))
+
+            def failing(self: Any, name: str, x: torch.Tensor, puts: Any = puts) -> None:
+                if next(puts) == 1:
+                    raise OSError(28, "No space left on device")
+                real(self, name, x)
+
+            ArchiveWriter.put = failing
+        try:
+            with pytest.raises((OSError, sf.RankError), match=r"No space left|Not a directory|File exists"):
+                write()
+        finally:
+            ArchiveWriter.put = real
+    assert torch.equal(tree["embed"].full_tensor(), whole["embed"])  # the ranks still agree
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_writer_that_fails_is_told_to_all(tmp_path: pathlib.Path, when: str) -> None:
+    """Where there is no directory to be, and where the disk is full after a tensor."""
+    place = tmp_path / "out"
+    if when == "first":
+        place.write_text("")
+    _cannot_be_written(str(place), when)
+    if when == "later":
+        assert not any(place.iterdir())
 
 
 def test_only_the_bytes_of_the_block_are_read(tmp_path: pathlib.Path) -> None:

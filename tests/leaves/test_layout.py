@@ -62,6 +62,9 @@ def _check_reductions(plan: Plan, wholes: list[Tensor], world: int) -> None:
     for unit in plan.reduce_units:
         packing, mine = unit.packing, [wholes[i] for i in unit.leaves]
         flat = packing.lay(mine)
+        assert torch.equal(packing.laid(mine), flat)
+        turned = [x.movedim(0, -1).contiguous().movedim(-1, 0) if x.ndim else x for x in mine]  # other strides
+        assert torch.equal(packing.laid(turned), flat)
         assert packing.cut == plan.layers[unit.leaves[0]].cut
         sizes = packing.sizes if packing.cut else dealt(flat.numel(), world)
         assert len(sizes) == world and sum(sizes) == flat.numel()

@@ -75,7 +75,7 @@ MICRO = functools.partial(sf.accumulate, num_microbatches=2)
 
 
 @pytest.mark.nightly
-@distributed(world=[1, 2, 3])
+@distributed(world=[1, 2, 3], timeout=600)
 def test_masks_belong_to_samples_under_every_transform() -> None:
     for transform in (None, sf.remat, MICRO, GRAPH, lambda f: GRAPH(MICRO(sf.remat(f)))):
         assert_same(run_of(transform), want())

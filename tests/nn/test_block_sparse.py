@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfn as sf
-from shardfn import kernels, nn
+from shardfn import nn
 from shardfn.graph import cost_analysis
 from shardfn.nn import _tiles, layouts
 
@@ -49,14 +50,14 @@ def test_every_layout_is_dense_attention_with_its_mask(which: int) -> None:
 
 def test_heads_have_their_own_layouts_and_only_their_tiles_are_computed() -> None:
     layout = layouts.fixed(64, block=8, num_heads=4, num_patterns=4, attention="unidirectional")
-    tiles = _tiles.tiles_of(nn.Causal() & layout, 64, 64, 8)
+    tiles = _tiles.tiles_of(nn.Causal() & layout, (0, 64), (0, 64), 8)
     assert len(tiles.columns) == layout.blocks.sum() and len(tiles.patterns) == 1
     assert [len(tiles.columns), tiles.starts.shape] == [4 * 24, (4, 9)]
     # Another tile than the layout's block computes what covers it.
-    assert len(_tiles.tiles_of(layout, 64, 64, 16).columns) == sum(
+    assert len(_tiles.tiles_of(layout, (0, 64), (0, 64), 16).columns) == sum(
         int(x.reshape(4, 2, 4, 2).any((1, 3)).sum()) for x in layout.blocks
     )
-    assert len(_tiles.tiles_of(nn.Causal() & nn.Window(15), 64, 64, 16).columns) == 4 + 3
+    assert len(_tiles.tiles_of(nn.Causal() & nn.Window(15), (0, 64), (0, 64), 16).columns) == 4 + 3
 
 
 def test_layouts_of_one_length_are_told_apart() -> None:
@@ -89,19 +90,25 @@ def test_transforms() -> None:
     for data, make in ((torch.stack([ids, ids * 0]), nn.Segments), (torch.stack([bias, -bias]), nn.Added)):
         found = [torch.func.vmap(lambda x, f=f, make=make: f(q, nn.Causal() & make(x)))(data) for f in (sparse, dense)]
         close(*found)
-    with pytest.raises(NotImplementedError, match=r"BlockSparse\(\) has no vmap over tables"):
-        torch.func.vmap(lambda x: sparse(q, nn.Causal() & nn.Relative(x)))(torch.randn(2, 1, 3))
-    with pytest.raises(NotImplementedError, match="has no second derivative; Blockwise"):
-        torch.func.grad(lambda q: torch.func.grad(lambda q: sparse(q).sum())(q).square().sum())(q)
-    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
-        torch.func.jvp(sparse, (q,), (q,))
+    tables = torch.randn(2, 1, 3, dtype=torch.float64)
+    close(*(torch.func.vmap(lambda x, f=f: f(q, nn.Causal() & nn.Relative(x)))(tables) for f in (sparse, dense)))
+    # The derivatives of the gradient, too, backward and forward; torch's kernels have none.
+    formula = functools.partial(f, nn.Dense())
+    first = [torch.func.grad(lambda q, f=f: f(q).pow(3).sum()) for f in (sparse, formula)]
+    with sdpa_kernel(SDPBackend.MATH):
+        close(*(torch.func.jvp(f, (q,), (q,)) for f in (sparse, formula)))
+        close(*(torch.func.grad(lambda q, g=g: g(q).square().sum())(q) for g in first))
+        close(*(torch.func.jvp(g, (q,), (k.expand_as(q),))[1] for g in first))
 
 
 def test_gradcheck() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(1, 7, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
     mask = nn.BlockLayout(torch.rand(4, 3, 3) < 0.6, 3, padded=True, allow_empty=True) & nn.Window(4, 4)
-    assert torch.autograd.gradcheck(lambda *qkv: nn.attention(*qkv, mask=mask, impl=nn.BlockSparse()), inputs)
+    for impl in (nn.BlockSparse(), nn.Blockwise(4)):
+        attend = functools.partial(nn.attention, mask=mask, impl=impl)
+        assert torch.autograd.gradcheck(attend, inputs)
+        assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True)
 
 
 # Under capture, remat and scan.
@@ -135,7 +142,7 @@ def test_flops_are_those_of_the_tiles() -> None:
     q, k = torch.randn(2, 32, 4, 8), torch.randn(2, 32, 2, 8)
     for heads, block in ((1, 8), (4, 8), (4, None)):
         layout = layouts.fixed(32, block=4, num_heads=heads, num_local_blocks=2)
-        tiles = _tiles.tiles_of(layout, 32, 32, block or 4)
+        tiles = _tiles.tiles_of(layout, (0, 32), (0, 32), block or 4)
         num = len(tiles.columns) * (4 // len(tiles.starts))
         unit = 2 * 2 * num * (block or 4) ** 2 * 8  # samples, a product and a sum, pairs, K
         mask, impl = layout, nn.BlockSparse(block)
@@ -170,12 +177,14 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Relative of shape \(1, 4\) for 4 heads: give \[H or 1, 2 R \+ 1\]"):
         attend(mask=nn.Relative(torch.zeros(1, 4)))
 
-    class Drawn(nn.Keys):
-        def given(self, queries: int, keys: int) -> kernels.Given:
-            return nn.Mask.given(self, queries, keys)
+    class Drawn(nn.Window):
+        tensors = (torch.ones(1),)
+
+        def with_tensors(self, tensors: Any) -> nn.Mask:
+            return self
 
     with pytest.raises(ValueError, match="does not know the data of Drawn; give that mask a method given"):
-        attend(mask=nn.Causal() & Drawn(torch.ones(1, 32, dtype=torch.bool)))
+        attend(mask=nn.Causal() & Drawn(9))
 
 
 def test_added_numbers_have_a_gradient_of_dense_attention() -> None:

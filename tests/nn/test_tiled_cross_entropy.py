@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
-from shardfn import nn, optim
+from shardfn import memory, nn, optim
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 
@@ -126,3 +126,13 @@ def test_what_is_refused() -> None:
         nn.tiled_cross_entropy(x, w, targets, tile=0)
     with pytest.raises(ValueError, match="loss_tile=0 must be at least 1"):
         gpt.Config(**SHAPE, loss_tile=0)
+
+
+def test_two_tiles_of_logits_are_alive_at_most() -> None:
+    """And two tensors like w, while the gradient of one tile is added."""
+    for tile, size in ((64, 2 * 64 * 500 + 500 * 8), (1, 2 * 500 * 8 + 500)):
+        x, w = torch.randn(1, 64, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
+        targets = torch.randint(500, (1, 64))
+        with memory.ledger() as book:
+            nn.tiled_cross_entropy(x, w, targets, tile=tile)
+        assert size <= book.peak("device") // 4 <= size + 2 * 64 * 8 + 64 * 20

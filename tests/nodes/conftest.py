@@ -44,9 +44,9 @@ class TwoNodes(NamedTuple):
             yield agents
         finally:
             for agent in agents:
-                if agent.poll() is None:
-                    agent.kill()
-                    agent.communicate()
+                agent.kill()
+                with agent:  # waits for it, and closes its pipe, which a run that ended by itself leaves open
+                    pass
 
     def cut(self) -> None:
         """Cuts the link. No connection is closed by that."""

@@ -93,7 +93,7 @@ def main() -> None:
             state, _ = step(state, mine)
 
     link, traffic = counted(steps)
-    sends = traffic.by_op.get(("send", ()), [0, 0])[1]  # from stage to stage
+    sends = traffic.by_op.get(("send", ("pp",)), [0, 0])[1]  # from stage to stage
     planned = whole_node(traffic.across(across, mesh.shape) + sends)
     found = {"planned": planned, "link": link, "frames": frames(mesh, across), "node": os.environ["GROUP_RANK"]}
     if os.environ["LOCAL_RANK"] == "0":

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Stored
+from shardfn.core import MemoryKind, Placement, Stored
 from shardfn.memory import Pool
 from shardfn.state import _parts
-from shardfn.state._parts import Parts, send_home
+from shardfn.state._kept import closed
+from shardfn.state._parts import Parts
 from shardfn.state._stored import loaded
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -81,9 +82,9 @@ def test_the_oldest_shares_are_waited_for_when_too_many_are_on_their_way() -> No
 
 def test_a_tensor_is_sent_to_its_memory(tmp_path: pathlib.Path) -> None:
     x = torch.arange(3.0)
-    assert send_home(x, "device", None) is x
-    host = send_home(x, "host", None)
+    assert closed(x, Placement(memory_kind="device"), None) is x
+    host = closed(x, Placement(memory_kind="host"), None)
     assert isinstance(host, Tensor) and host.data_ptr() != x.data_ptr() and torch.equal(host, x)
     with Pool(tmp_path / "pool") as pool:
-        disk = send_home(x, "disk", pool)
+        disk = closed(x, Placement(memory_kind="disk"), pool)
         assert isinstance(disk, Stored) and disk.kind == "disk" and torch.equal(disk.load(), x)

@@ -1,5 +1,6 @@
 """`partition` of unmodified Hugging Face decoders: collectives, and parity with one device."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import shardfn as sf
 from shardfn import P, optim
+from shardfn.core import tree_leaves
 from shardfn.testing import assert_parity, distributed
 
 transformers = pytest.importorskip("transformers")
@@ -23,17 +25,30 @@ def model(name):
         sizes = {"vocab_size": 40, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16, "use_cache": False}
         module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_DROPOUT))
     else:
-        config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS)
+        more = {"pad_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if name == "Phi3" else {}
+        config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **more)
         module = getattr(transformers, f"{name}ForCausalLM")(config)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.1)
     return sf.from_module(module.double())
 
 
-def specs(params):
+PARTS: dict[str, Any] = {
+    "GPT2": {r"c_attn\.weight": (1, 3), r"c_attn\.bias": (0, 3)},
+    "Phi3": {r"qkv_proj\.weight": (0, (24, 12, 12)), r"gate_up_proj\.weight": (0, 2)},
+}
+
+
+def specs(params, parts=False):
     """Megatron's; GPT-2's weights are [in, out], and its queries, keys and values one leaf."""
 
     def spec(name):
+        if parts and "c_attn" in name:
+            return P(None, None, "tp") if name.endswith("weight") else P(None, "tp")
+        if "qkv_proj" in name:
+            return (P("tp"),) * 3
+        if "gate_up_proj" in name:
+            return P(None, "tp")
         if any(part in name for part in ("c_fc", "c_attn")):
             return P(None, "tp") if name.endswith("weight") else P("tp")
         if name.endswith("c_proj.weight") or any(part in name for part in ROWS):
@@ -47,23 +62,49 @@ def loss_of(apply):
     return lambda params, tokens: apply(params, input_ids=tokens, labels=tokens).loss
 
 
-@distributed(world=2, timeout=120)
-def two_ranks(name):
+@distributed(world=2, timeout=240)
+def two_ranks(name, parts=False, jitted=False):
     params, apply = model(name)
-    loss = sf.partition(loss_of(apply))
+    inner = loss_of(apply)
+    if parts:
+        params, whole = sf.by_parts(params, PARTS[name])
+        inner = functools.partial(joined, inner, whole)
+    loss = sf.partition(inner)
     tokens = [torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
     with sf.make_mesh({"tp": 2}) as mesh:
-        how = {"mesh": mesh, "specs": specs(params), "batch": P(), "reference": loss.inner}
-        assert_parity(loss, optim.sgd(0.5), params, tokens, **how)
+        how = {"mesh": mesh, "specs": specs(params, parts), "batch": P(), "reference": inner}
+        run = [assert_parity(loss, optim.sgd(0.5), params, tokens, **how)]
+        if jitted:
+            run.append(assert_parity(sf.jit(loss, backend="graph"), optim.sgd(0.5), params, tokens, **how))
+            for eager, captured in zip(*map(tree_leaves, run), strict=True):
+                assert torch.equal(torch.as_tensor(eager), torch.as_tensor(captured))
     return [x.name for x in loss.programs()[0].sent], loss.as_text()
+
+
+def joined(inner, whole, params, tokens):
+    return inner(whole(params), tokens)
+
+
+MEGATRON = ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of each is one too
 
 
 @pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Llama", "Mistral"))])
 def test_a_decoder_has_megatrons_collectives_and_computes_what_one_device_does(name):
-    names, _ = two_ranks(name)[0]
-    assert names == ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of each is one too
+    assert two_ranks(name)[0][0] == MEGATRON
 
 
+@pytest.mark.parametrize("name", ["GPT2", pytest.param("Phi3", marks=pytest.mark.nightly)])
+def test_fused_projections_by_parts_have_megatrons_collectives_too(name):
+    assert two_ranks(name, parts=True)[0][0] == MEGATRON
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen2", "Mistral"])
+def test_a_captured_step_of_a_decoder_computes_the_bits_of_the_eager_one(name):
+    assert two_ranks(name, parts=name in PARTS, jitted=True)[0][0] == MEGATRON
+
+
+@pytest.mark.nightly
 def test_a_fused_projection_is_joined_and_its_values_cut_by_heads():
     # An all_to_all to samples and a gather back, which greedy takes, sends an eighth more.
     names, _ = two_ranks("GPT2")[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, WeightedMean, Zero, optim, schedules
-from shardfn.engine._backward import Engine
+from shardfn.engine._performer import Performer
 from shardfn.engine._staged import Staged
 from shardfn.nn import DeferredGradients
 from shardfn.testing import assert_parity, distributed
@@ -417,9 +417,9 @@ def test_split_backwards_with_zero(stage: int) -> None:
 def test_split_backwards_hold_what_they_do_on_paper() -> None:
     """From a microbatch's forward to its W; weights are not made before their W."""
     mesh, opened, done = sf.make_mesh({"pp": 3}, device="cpu"), [0], [0, 0]
-    forward, note, rest = Engine._forward, DeferredGradients.note, DeferredGradients.rest
+    forward, note, rest = Performer._forward, DeferredGradients.note, DeferredGradients.rest
 
-    def counted(self: Engine, *args: Any, **named: Any) -> None:
+    def counted(self: Performer, *args: Any, **named: Any) -> None:
         forward(self, *args, **named)
         opened[0] = max(opened[0], len(self._deferred))
 
@@ -432,7 +432,7 @@ def test_split_backwards_hold_what_they_do_on_paper() -> None:
         return rest(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_forward", counted)
+        patch.setattr(Performer, "_forward", counted)
         patch.setattr(DeferredGradients, "note", noted)
         patch.setattr(DeferredGradients, "rest", made)
         loss = _loss(m=6, schedule="zb-h1")

@@ -73,11 +73,7 @@ def test_a_schedule_of_other_numbers_is_refused() -> None:
         _step(_loss("interleaved", 3, num_chunks=2))
 
 
-def test_jit_and_lower_are_refused() -> None:
-    with pytest.raises(ValueError, match="jit of a pipeline over 2 ranks along 'pp': a graph runs the same"):
-        _step(sf.jit(_loss("1f1b")))
-    with pytest.raises(ValueError, match=r"a step over stages of a pipeline is not captured.*Leave out jit"):
-        _step().lower(_params(), torch.ones(4, 3))
+def test_a_model_state_is_refused() -> None:
     with pytest.raises(ValueError, match="a pipelined loss with has_state=True: a model state goes through whole"):
         _step(has_state=True)
 
@@ -181,6 +177,31 @@ def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
             fail["at"] = ""
             state, metrics = step(state, torch.ones(8, 3))  # the state lives on
             assert metrics["finite"]
+
+
+@distributed(world=4, timeout=120)
+def test_a_stage_that_fails_in_a_captured_schedule_is_named_by_all_at_once() -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+
+    def first(p: Any, batch: Any) -> Tensor:
+        return _first(p, batch["x"])
+
+    def last(p: Any, h: Tensor, batch: Any) -> Tensor:
+        return _last(p, h.index_select(0, batch["rows"]), batch["x"])  # of rows that may not be there
+
+    loss = sf.jit(sf.pipeline(first, _block, last, num_microbatches=4), backend="graph")
+    step = _step(loss, mesh=mesh, zero=Zero(stage=3, persist_elements=0))
+    good = {"x": torch.ones(8, 3), "rows": torch.zeros(8, dtype=torch.int64)}
+    state, _ = step(step.init(_params()), good)
+    # Of one replica, microbatch 2.
+    bad = {**good, "rows": torch.tensor([0, 0, 0, 0, 0, 9 * (mesh.coords["dp"] == 0), 0, 0])}
+    mine = mesh.coords == {"pp": 1, "dp": 0}
+    with pytest.raises((IndexError, RuntimeError) if mine else sf.RankError) as caught:
+        step(state, bad)
+    told = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "in stage 1 of 2, forward of microbatch 2" in told and "test_pipeline_errors.py:" in told, told
+    state, metrics = step(state, good)  # the state lives on
+    assert metrics["finite"]
 
 
 @distributed(world=2)

@@ -14,6 +14,8 @@ from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define
 
+from ._mapped import register
+
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -214,3 +216,5 @@ define(
     _backward,
     lambda dy, q, k, v, *_: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
 )
+register("block_sparse_attention", 3)
+register("block_sparse_attention_backward", 6)

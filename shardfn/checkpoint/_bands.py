@@ -1,0 +1,92 @@
+"""A box of a row-major tensor in a file: runs of bytes that lie together; bands of rows, where little is between."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Box
+from shardfn.memory import Bytes, as_bytes, on_host
+
+# Bytes that are read at a time, where rows are not longer.
+PIECE = 8 << 20
+# Up to this many bytes between two runs are read and dropped: a file is read in pages anyway.
+_PAGE = 4096
+# Fills bytes from one of the tensor's on.
+ReadBytes = Callable[[int, Bytes], None]
+
+
+def read_box(shape: Sequence[int], box: Sequence[tuple[int, int]], out: Tensor, read: ReadBytes) -> None:
+    """Fills `out` with a box of a tensor, of which `read` gives bytes.
+
+    Beside `out` at most a band is in memory: some megabytes, or a row; none where the bytes of the box lie together.
+
+    Args:
+        shape: of the whole tensor.
+        box: start and stop in each dim.
+        out: host tensor of the box's shape and the tensor's dtype, of any strides.
+        read: `read(start, data)` fills `data` with the tensor's bytes from `start` on.
+
+    Example:
+        >>> file = as_bytes(torch.arange(6.0))
+        >>> out = torch.empty(2, 1)
+        >>> read_box((2, 3), [(0, 2), (1, 2)], out, lambda start, data: data.put(range(len(data)), file[start:]))
+        >>> out.flatten()
+        tensor([1., 4.])
+    """
+    if not out.numel():
+        return
+    if all(lo == 0 and hi == n for (lo, hi), n in zip(box, shape, strict=True)):
+        return _read_together(out, 0, read)
+    itemsize = out.dtype.itemsize
+    for band in _bands(shape, box, itemsize):
+        begin = 0
+        for (lo, _), size in zip(band, shape, strict=True):
+            begin = begin * size + lo
+        wanted = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(box, band, strict=True)]
+        target = out[tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(wanted, box, strict=True))]
+        if all(x == y for x, y in zip(wanted, band, strict=True)):
+            _read_together(target, begin * itemsize, read)
+            continue
+        here = staging([hi - lo for lo, hi in band], out.dtype)
+        read(begin * itemsize, as_bytes(here))
+        target.copy_(here[tuple(slice(lo - c, hi - c) for (lo, hi), (c, _) in zip(wanted, band, strict=True))])
+
+
+def _read_together(target: Tensor, start: int, read: ReadBytes) -> None:
+    """Reads bytes that lie together, into a tensor of any strides."""
+    here = target if target.is_contiguous() else staging(target.shape, target.dtype)
+    data = as_bytes(here)
+    for lo in range(0, len(data), PIECE):
+        read(start + lo, data[lo : lo + PIECE])
+    if here is not target:
+        target.copy_(here)
+
+
+def staging(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory for what is read on its way."""
+    with on_host():
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def _bands(shape: Sequence[int], inner: Sequence[tuple[int, int]], itemsize: int) -> Iterator[Box]:
+    """Boxes whose bytes lie together in a row-major tensor, and which together have `inner`.
+
+    The last dims that are wanted whole, or from whose rows little is left out, belong to every band.
+    """
+    dim, row = len(shape), itemsize
+    while dim and (shape[dim - 1] - (inner[dim - 1][1] - inner[dim - 1][0])) * row <= _PAGE:
+        # All of this dim is read, if what lies around it is.
+        row *= shape[dim - 1]
+        dim -= 1
+    tail = tuple((0, n) for n in shape[dim:])
+    if dim == 0:
+        first, last = inner[0]
+        dim, tail, row = 1, tail[1:], row // max(shape[0], 1)
+    else:
+        first, last = inner[dim - 1]
+    step = max(1, PIECE // max(row, 1))
+    for at in itertools.product(*(range(lo, hi) for lo, hi in inner[: dim - 1])):
+        for lo in range(first, last, step):
+            yield (*((i, i + 1) for i in at), (lo, min(lo + step, last)), *tail)

@@ -1,0 +1,209 @@
+"""Errors of compression from one cut of a leaf to another: by other axes, by other ranks, layers stacked or in a list.
+
+Of a leaf of shape S, in T blocks along the axes that are not averaged over, P ranks keep
+
+    worker [P, T N]    server [T N]
+
+where each of the T rows of N begins with its block, row-major. Laid out over the leaf they are `[P, *S]` and `[*S]`,
+and those are the same in every cut: they are read into that, and cut anew. Where P changes, every new rank gets the
+mean of the old ranks' errors, as `optim.rebalanced` has it.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Box, GlobalTensor, Residual, shard
+from shardfn.core import P, block_slices, tree_leaves, tree_paths
+
+from ._manifest import Manifest, StoredLeaf
+from ._match import Rename, Source, Target, source_of
+from ._read import BoxReader, dtype_of
+
+_FIELDS = Residual._fields
+
+
+class _Layer(NamedTuple):
+    """What a leaf of the checkpoint owes: its blocks, and the errors by name; `row` of dim 0 alone, or all of it."""
+
+    shape: tuple[int, ...]
+    blocks: list[Box]
+    errors: dict[str, StoredLeaf]
+    row: int | None
+
+
+class Owed(NamedTuple):
+    """The errors of a leaf of the tree.
+
+    Attributes:
+        at: the numbers of its leaves among those of the tree, worker and server.
+        paths: of the checkpoint's leaves that they are made of.
+        like: the errors as they are to be kept.
+        shape: of the leaf.
+        blocks: that it is cut into here.
+        layers: what they are read from; several are piled along dim 0.
+        piled: whether they are.
+    """
+
+    at: tuple[int, ...]
+    paths: frozenset[str]
+    like: Residual
+    shape: tuple[int, ...]
+    blocks: list[Box]
+    layers: list[_Layer]
+    piled: bool
+
+    @property
+    def cut_alike(self) -> bool:
+        """Whether the checkpoint has the errors of this leaf in the same blocks."""
+        return not self.piled and self.layers[0].row is None and self.layers[0].blocks == self.blocks
+
+    def read(self, reader: BoxReader) -> list[Any]:
+        """Worker and server, in the cut of here."""
+        out = []
+        for name, like in zip(_FIELDS, self.like, strict=True):
+            if not hasattr(like, "shape"):  # the compressor keeps none
+                continue
+            parts = [_laid_out(x, x.errors[name], reader) for x in self.layers]
+            dense = torch.stack(parts, dim=1) if self.piled else parts[0]
+            rows = like.shape[0] if name == "worker" else 1
+            if len(dense) != rows:
+                dense = (dense.sum(0) / len(dense)).expand(rows, *self.shape)
+            whole = _cut(dense, self.blocks, like.shape[-1]).view(tuple(like.shape))
+            out.append(shard(whole, like.spec, like.mesh) if isinstance(like, GlobalTensor) else whole.to(like.device))
+        return out
+
+
+def owed(
+    state: Any, index: Any, targets: Mapping[int, Target], manifest: Manifest, rename: Rename | None
+) -> list[Owed]:
+    """What the ranks of a checkpoint owe for each leaf that a state compresses; empty if it does not say.
+
+    Args:
+        state: one whose `residual` is a tree like that of its moments.
+        index: the same with numbers of leaves in the place of leaves.
+        targets: the leaves by number.
+        manifest: of the checkpoint.
+        rename: from paths of the tree to those of the checkpoint.
+    """
+    if not hasattr(state, "adam"):  # 1-bit LAMB's messages are of several leaves
+        return []
+    moments = dict(zip(tree_paths(state.adam[0].mu), tree_leaves(state.adam[0].mu), strict=True))
+    numbers = dict(zip(tree_paths(index.adam[0].mu), tree_leaves(index.adam[0].mu), strict=True))
+    names = tree_paths(state.residual, is_leaf=_is_residual)
+    pairs = zip(*(tree_leaves(x.residual, is_leaf=_is_residual) for x in (state, index)), strict=True)
+    out = []
+    for name, (like, at) in zip(names, pairs, strict=True):
+        if not _is_residual(like) or name not in moments:
+            return []
+        found = source_of(targets[numbers[name]], manifest, rename)
+        layers = _layers(found, manifest) if isinstance(found, Source) else []
+        blocks = _blocks_here(moments[name], like)
+        if not layers or blocks is None or not isinstance(found, Source):
+            return []
+        paths = frozenset(f"{_residual_of(p)}.{f}" for p in found.paths for f in layers[0].errors)
+        out.append(Owed(tuple(tree_leaves(at)), paths, like, tuple(moments[name].shape), blocks, layers, found.piled))
+    return out
+
+
+def everywhere(owed_leaves: Sequence[Owed], manifest: Manifest) -> list[str]:
+    """Axes along which all errors are cut, there or here: they may be those inside of `outer=`, which cut no leaf."""
+    here = [_own_axes(x.like.worker) for x in owed_leaves if hasattr(x.like.worker, "shape")]
+    there = [
+        {a for axes in layer.errors["worker"].spec[1:2] for a in axes if manifest.mesh.get(a, 1) > 1}
+        for x in owed_leaves
+        for layer in x.layers
+        if "worker" in layer.errors
+    ]
+    return sorted({a for sets in (here, there) if sets for a in set.intersection(*map(set, sets))})
+
+
+def _layers(found: Source, manifest: Manifest) -> list[_Layer]:
+    """What the checkpoint has of each leaf that a moment is read from; empty if errors are missing, or do not fit."""
+    out = []
+    for path, moment in zip(found.paths, found.leaves, strict=True):
+        base = _residual_of(path)
+        errors = {f: manifest.leaves[p] for f in _FIELDS if (p := f"{base}.{f}") in manifest.leaves}
+        if "worker" not in errors:
+            return []
+        own = tuple(a for axes in errors["worker"].spec[1:2] for a in axes)
+        blocks = _blocks(moment.shape, P(*(axes or None for axes in moment.spec)), own, manifest.mesh)
+        if blocks is None or any(not _fits(x, moment.shape, blocks) for x in errors.values()):
+            return []
+        out.append(_Layer(moment.shape, blocks, errors, found.row))
+    return out
+
+
+def _residual_of(path: str) -> str:
+    return path.replace(".adam[0].mu", ".residual", 1)
+
+
+def _own_axes(worker: Any) -> tuple[str, ...]:
+    return worker.mesh.axes(worker.spec.dim_axes(1)) if isinstance(worker, GlobalTensor) else ()
+
+
+def _blocks_here(moment: Any, like: Residual) -> list[Box] | None:
+    shape = tuple(moment.shape)
+    if not isinstance(like.worker, GlobalTensor):
+        return [tuple((0, n) for n in shape)]
+    return _blocks(shape, moment.spec, _own_axes(like.worker), like.worker.mesh.shape)
+
+
+def _blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Mapping[str, int]) -> list[Box] | None:
+    """The blocks of a leaf along some axes, in the order of those; None if one of them does not cut the leaf."""
+    own = [a for a in own if sizes.get(a, 1) > 1]
+    if not {*own} <= {*spec.axes}:
+        return None
+    kept = P(*(tuple(a for a in spec.dim_axes(d) if a in own) or None for d in range(len(shape))))
+    counts = [range(sizes[a]) for a in own]
+    cuts = (block_slices(shape, kept, sizes, dict(zip(own, at, strict=True))) for at in itertools.product(*counts))
+    return [tuple((s.start, s.stop) for s in slices) for slices in cuts]
+
+
+def _fits(error: StoredLeaf, shape: tuple[int, ...], blocks: Sequence[Box]) -> bool:
+    """Whether an error has a row for each block, as long as the longest."""
+    size = error.shape[-1] if error.shape else 0
+    return size % len(blocks) == 0 and size // len(blocks) >= max(map(_numel, blocks)) and math.prod(shape) > 0
+
+
+def _numel(box: Box) -> int:
+    return math.prod(hi - lo for lo, hi in box)
+
+
+def _laid_out(layer: _Layer, error: StoredLeaf, reader: BoxReader) -> Tensor:
+    """`[rows, *shape]`: an error over its leaf; of a stack's row `[rows, *shape[1:]]`."""
+    lead = error.shape[:-1] or (1,)
+    out = torch.zeros((*lead, *layer.shape), dtype=dtype_of(error))
+    if layer.row is not None:
+        out = out.new_zeros((*lead, *layer.shape[1:]))
+    each = error.shape[-1] // len(layer.blocks)
+    for k, box in enumerate(layer.blocks):
+        first, count, where = k * each, _numel(box), box
+        if layer.row is not None:  # dim 0 is the slowest, so that a row of a block is a range of it
+            (lo, hi), where = box[0], box[1:]
+            if not lo <= layer.row < hi:
+                continue
+            count = _numel(where)
+            first += (layer.row - lo) * count
+        flat = torch.empty((*error.shape[:-1], count), dtype=out.dtype)
+        reader.box(error, (*((0, n) for n in error.shape[:-1]), (first, first + count)), flat)
+        place = (slice(None), *(slice(lo, hi) for lo, hi in where))
+        out[place] = flat.view(*lead, *(hi - lo for lo, hi in where))
+    return out
+
+
+def _cut(dense: Tensor, blocks: Sequence[Box], size: int) -> Tensor:
+    """`[rows, size]`: an error over a leaf as rows of its blocks, zeros behind each."""
+    out = dense.new_zeros((len(dense), len(blocks), size // len(blocks)))
+    for k, box in enumerate(blocks):
+        part = dense[(slice(None), *(slice(lo, hi) for lo, hi in box))]
+        out[:, k, : _numel(box)] = part.reshape(len(dense), -1)
+    return out
+
+
+def _is_residual(x: Any) -> bool:
+    return isinstance(x, Residual)

@@ -1,0 +1,50 @@
+"""What the microbatches of a step add up to, before the update."""
+
+import dataclasses
+
+from torch import Tensor
+
+from shardfn.core import PyTree, Stored
+
+from ._comms import Comms
+from ._loss import Value, WeightedMean, totals
+from ._plan import Plan
+from ._reduce import Reducer
+
+# How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
+WEIGHTED = "a WeightedMean"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What is left: sums over this rank's microbatches, gradients summed over ranks, the last model state."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: dict[str, WeightedMean]
+    num_microbatches: int
+    reducer: Reducer
+    plan: Plan
+    model_state: PyTree
+    values: list[Value]
+
+    def gradients(self) -> dict[int, Tensor | Stored]:
+        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
+        return self.plan.by_leaf(self.reducer.gradients())
+
+
+def outcome_of(values: list[Value], num: int, reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
+    """The outcome of the values of `num` microbatches, whose gradients `reducer` has summed."""
+    total, weight = totals(values)
+    aux: dict[str, WeightedMean] = {}
+    for name in sorted(values[0].aux):
+        pairs = [v.aux[name] for v in values]
+        aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
+    return Outcome(total, weight, aux, num, reducer, plan, model_state, values)
+
+
+def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
+    """Compares, in the first step of a plan, what the losses of the ranks return: their sums must mean the same."""
+    if plan.outcome is None:
+        plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
+        comms.control.agree("what the loss returns", plan.outcome)

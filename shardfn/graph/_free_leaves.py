@@ -1,0 +1,48 @@
+"""Leaves whose forms a search chooses on its way: where they stand, and what it has chosen."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Node
+
+from ._forms import WHOLE, Form, cut
+from ._partition_search import Held, SearchedPlan
+from ._partition_values import PlannedValue, Scope
+
+_UNBIND = torch.ops.aten.unbind
+
+
+def free_leaf() -> Held:
+    """A leaf whose form is still to be found."""
+    return Held(WHOLE, frozenset(), free=True)
+
+
+def settled(plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held], num: int) -> dict[PlannedValue, Form]:
+    """In which forms the first operations that read them have free leaves."""
+    found: dict[PlannedValue, Form] = {}
+    for node in scope.nodes:
+        choice = plan.choices[node]
+        loop = scope.loops.get(node)
+        read = list(zip(scope.operands[node] if loop is None else loop.carry, choice.strategy.ins, strict=True))
+        if choice.plan is not None:
+            read += [(v.outer, f) for v, f in choice.plan.outside if v.outer is not None]
+        for value, form in read:
+            if value in start and start[value].free and value not in found:
+                size = value.seen.shape[form.dim] if form.kind == "cut" else 0
+                found[value] = cut(form.dim, size, num) if form.kind == "cut" else WHOLE
+    return found
+
+
+def leaves_of_loops(scope: Scope) -> set[PlannedValue]:
+    """The inputs that are taken apart into the layers of a loop, and read by nothing else."""
+    users: dict[PlannedValue, list[Node]] = {}
+    for node in scope.nodes:
+        for value in scope.operands[node]:
+            users.setdefault(value, []).append(node)
+
+    def apart(node: Node) -> bool:
+        of_layers: bool = getattr(node.target, "overloadpacket", None) is _UNBIND and (*node.args[1:], 0)[0] in (0,)
+        made = [v for v in scope.made[node] if v is not None]
+        return of_layers and all(n in scope.loops for v in made for n in users.get(v, [node]))
+
+    return {v for v in scope.inputs if v in users and all(map(apart, users[v]))}

@@ -1,0 +1,99 @@
+"""Sharding rules of views that join and divide dims: where the blocks of a cut dim lie afterwards.
+
+A view keeps the order of elements, so that of a group of dims that are joined or divided it is enough to know in which
+order the elements of a block stand. Dim `i` of a group has `before` elements of the dims to its left and `after` of
+those to its right: as a dim of its own the group is [before, size, after], and a cut of dim i by p parts has `before p`
+parts, of which each is cut alike.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ._forms import PARTIAL, Form, OpUse, Parts, Ranks, Run, Strategy, blocks, multiple_of, whole
+
+_ATEN = torch.ops.aten
+
+
+def viewed(use: OpUse) -> list[Strategy]:
+    """`view`, `reshape`: a cut passes where blocks end between the elements of a dim of the result."""
+    if use.target.__name__ == "view.dtype":
+        return [whole(use)]
+    out: list[Strategy] = [whole(use), Strategy((PARTIAL,), (PARTIAL,))]
+    x, y = use.operands[0].shape, use.outs[0].shape
+    for p, q in _groups(x, y):
+        for i, j in ((i, j) for i in p for j in q if x[i] > 1 and y[j] > 1):
+            out += _passed(use, p, q, i, j)
+    return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
+
+
+def _passed(use: OpUse, p: range, q: range, i: int, j: int) -> Iterator[Strategy]:
+    """From a cut of dim i of the group p to one of dim j of the group q."""
+    x, y = use.operands[0].shape, use.outs[0].shape
+    lead, into_lead = math.prod(x[p.start : i]), math.prod(y[q.start : j])
+    each, into = math.prod(x[i + 1 : p.stop]), math.prod(y[j + 1 : q.stop])
+    for form in _cuts(use, i, each, into, own_only=lead > 1):
+        if len(set(form.parts)) > 1:
+            if (lead, each, into_lead, into) == (1, 1, 1, 1):
+                yield Strategy((form,), (use.cut(j, y[j], 1, form.parts),))
+            continue
+        parts, rest = divmod(lead * max(len(form.parts), 1), into_lead)
+        if rest or y[j] % parts:
+            continue
+        held = [n * each for n in blocks(x[i], use.num, form)[0]]
+        if any(n % into for n in held):
+            continue
+        one = y[j] // parts
+        multiple = multiple_of(one, [n // into for n in held])
+        if multiple is not None:
+            into_parts: Parts = ((one, multiple),) * parts if parts > 1 else ()
+            yield Strategy((form,), (use.cut(j, y[j], multiple, into_parts),))
+
+
+def _cuts(use: OpUse, dim: int, each: int, into: int, *, own_only: bool) -> list[Form]:
+    """How the operand is cut along a dim, and how it may be; what is not the first dim of its group, only as it is."""
+    size, form = use.operands[0].shape[dim], use.forms[0]
+    own = [form] if form.kind == "cut" and form.dim == dim else []
+    if own_only:
+        return own
+    multiples = [g for g in {1, into // math.gcd(each, into)} if size % g == 0]
+    return sorted({*own, *(use.cut(dim, size, g) for g in multiples)})
+
+
+def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dims with the same number of elements; without empty values."""
+    out: list[tuple[range, range]] = []
+    i = j = 0
+    while 0 not in a and i < len(a) and j < len(b):
+        i0, j0, m, n = i, j, a[i], b[j]
+        i, j = i + 1, j + 1
+        while m != n:
+            if m < n:
+                m, i = m * a[i], i + 1
+            else:
+                n, j = n * b[j], j + 1
+        out.append((range(i0, i), range(j0, j)))
+    return out
+
+
+def whole_look(node: Node) -> Run | None:
+    """What takes another look at a whole value, whose elements may lie otherwise than the capture's; None: the op."""
+    if node.target not in (_ATEN.view.default, _ATEN._unsafe_view.default):
+        return None
+    return lambda ranks, args, kwargs: args[0].reshape(args[1])
+
+
+def shaped(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:
+    """Calls a method whose argument is the shape of this rank's result, where the program has that of the whole."""
+
+    def made(outs: tuple[Form, ...]) -> Run:
+        def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            del kwargs
+            return getattr(args[0], name)(ranks.local(use.outs[0].shape, outs[0]))
+
+        return run
+
+    return made

@@ -1,0 +1,110 @@
+"""One block of the transformer, on this rank's part of it: x += attn(norm(x)), x += mlp(norm(x)), and its dropout.
+
+B batch, T tokens, D model, H heads.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardfn import nn
+from shardfn.core import Axes, fold_in, split
+
+from ._gpt_config import Config
+from ._gpt_leaves import Params
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Along(NamedTuple):
+    """Along which axes the blocks are cut; with `sequence`, the number of tokens, tokens are cut between blocks."""
+
+    axis: Axes = None
+    sequence: int | None = None
+
+
+def block(
+    config: Config,
+    along: Along,
+    tile: Wrap | None,
+    p: Params,
+    x_BTD: Tensor,
+    table: Any,
+    key: Tensor | None,
+    index_B: Tensor | None,
+) -> Tensor:
+    """The stream after one block. `p` has its leaves; `table` is what attention is told of positions and documents."""
+    k1, k2 = (None, None) if key is None else split(key).unbind()
+    table = _dropping(config, table, key, index_B)
+    y_BTD = _attention(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
+    x_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
+    feed = functools.partial(_feed, config, along)
+    # Those leaves alone: a tiled function has all of its parameters gathered at once.
+    y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
+    return x_BTD + dropout(config, along, k2, y_BTD, index_B)
+
+
+_FEED = ("norm2_w", "norm2_b", "w_gate", "w_up", "w_down", "b_up", "b_down")
+
+
+def _feed(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
+    return _mlp(config, along, p, norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
+
+
+def _attention(config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any]) -> Tensor:
+    biases = (p.get(name) for name in ("bq", "bk", "bv", "bo"))
+    weights = nn.AttentionWeights(p["wq"], p["wk"], p["wv"], p["wo"], *biases)
+    heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
+    return nn.self_attention(x_BTD, weights, heads, **table, **along._asdict())
+
+
+def _mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
+    if config.mlp == "swiglu":
+        return nn.swiglu(x_BTD, p["w_gate"], p["w_up"], p["w_down"], d_ff=config.ff_dim, **along._asdict())
+    biases = p.get("b_up"), p.get("b_down")
+    return nn.mlp(x_BTD, p["w_up"], p["w_down"], *biases, d_ff=config.ff_dim, **along._asdict())
+
+
+def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
+    """The norm that the config names, of what lies between blocks."""
+    w_D, b_D = nn.between(w_D, *along), None if b_D is None else nn.between(b_D, *along)
+    eps = config.norm_eps
+    return nn.rms_norm(x_BTD, w_D, eps=eps) if config.norm == "rms" else nn.layer_norm(x_BTD, w_D, b_D, eps=eps)
+
+
+def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
+    """What attention is told, with the dropout of one block."""
+    if key is None or config.attention_dropout == 0:
+        return table
+    how, index_B = table["how"], _numbers(f"attention_dropout {config.attention_dropout}", index_B)
+    # 0 and 1 are the keys of the residual branches.
+    return table | {
+        "how": how._replace(mask=how.mask & nn.PairDropout(fold_in(key, 2), config.attention_dropout, index_B))
+    }
+
+
+def _numbers(what: str, index_B: Tensor | None) -> Tensor:
+    """The samples' global numbers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if index_B is None:
+        raise ValueError(
+            f"{what} needs the samples' global numbers, or ranks would share masks: pass index_B (in the batch:"
+            " 'index'), int64 [B]; on one device torch.arange(B) will do."
+        )
+    return index_B
+
+
+def dropout(config: Config, along: Along, key: Tensor | None, x_BTD: Tensor, index_B: Tensor | None) -> Tensor:
+    """Dropout by global position; `x_BTD` itself without a key."""
+    if key is None or config.dropout == 0:
+        return x_BTD
+    index_B = _numbers(f"dropout {config.dropout}", index_B)
+    body, T = config.attention, x_BTD.shape[1] if along.sequence is None else along.sequence
+    own = nn.own_rows(body, T)
+    own = own if along.sequence is None else nn.part_of(own, *nn.own_range(T, along.axis))
+    return nn.dropout_of_rows(key, x_BTD, config.dropout, index_B, own, nn.whole_length(body, T))

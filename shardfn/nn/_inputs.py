@@ -1,0 +1,30 @@
+"""What bodies that compute their own gradients ask of what they are given."""
+
+import torch
+from torch import Tensor
+
+from ._online import OnlineScores
+
+
+def narrowed(*qkv: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the dtype of autocast, once, as forward and backward are apart."""
+    kind = qkv[0].device.type
+    if not torch.is_autocast_enabled(kind) or qkv[0].dtype == torch.float64:
+        return qkv
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in qkv)
+
+
+def refuse_gradients(how: OnlineScores) -> None:
+    """Raises where data beside queries, keys and values would need a gradient.
+
+    Raises:
+        ValueError: it does.
+    """
+    if how.slopes_H is not None and how.slopes_H.requires_grad:
+        raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes; pass slopes_H.detach().")
+    wrong = [type(m).__name__ for m in how.mask.parts if any(t.requires_grad for t in m.tensors)]
+    if wrong:
+        raise ValueError(
+            f"attention: data of the masks {', '.join(wrong)} require a gradient, which only Dense() gives; detach"
+            " them, or take it."
+        )

@@ -1,0 +1,135 @@
+"""Attention of some queries over some keys by `kernels.block_sparse_attention`, and of both in parts.
+
+A rectangle has the queries of positions (start, stop) and the keys of others. What its rows know of the keys of one
+rectangle is (y, lse); of two, with lse = log(e^lse1 + e^lse2),
+
+    y = e^(lse1 - lse) y1 + e^(lse2 - lse) y2
+
+and the gradients of a rectangle need no more than y and lse over all keys, so they are sums over rectangles.
+
+B samples, T queries, S keys, H query heads, G key heads, K head dim.
+Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135
+Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.kernels import Given, Tiles, block_sparse_attention, block_sparse_attention_backward, is_native
+
+from ._given import together
+from ._masks import Full, Mask, Span
+from ._online import OnlineScores, Outer, Rows, absorb, factor, finish, gathered, tiles, transpose, wide
+from ._tiles import tiles_of
+
+# Of a tile of the kernel, where nothing says otherwise: two of them and the products of both fit a core's cache.
+KERNEL_TILE = 64
+# Of a tile of torch's products.
+TORCH_TILE = 512
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class Rectangle(NamedTuple):
+    """Positions of queries and of keys, and of how many a tile is; `kernel` says by which of both it is computed."""
+
+    queries: Span
+    keys: Span
+    block: int
+    kernel: bool
+
+
+def kernel_tile(how: OnlineScores, device: torch.device, block: int) -> int | None:
+    """The tile with which the kernel computes these scores best; None where torch's products are to do it.
+
+    They do it where the kernel's fast path does not run, which is that of a CPU with a compiler, and where a mask does
+    not tell the kernel its data.
+    """
+    known = all(m.in_kernels for m in how.mask.parts)
+    return min(block, KERNEL_TILE) if known and device.type == "cpu" and is_native("block_sparse_attention") else None
+
+
+def attend_over(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Tensor]:
+    """Y [B, T, H, K] and lse [B, H, T] of a rectangle."""
+    if not at.kernel:
+        return _attend_in_tiles(qkv, how, at)
+    found = _told(qkv[0], how, at)
+    return block_sparse_attention(*qkv, *found, block=at.block, scale=factor(how, qkv[0]))
+
+
+def gradients_over(dy_BTHK: Tensor, qkv: QKV, y_BTHK: Tensor, lse_BHT: Tensor, how: OnlineScores, at: Rectangle) -> QKV:
+    """What a rectangle adds to the gradients of q, k and v; y and lse are those over all keys."""
+    if not at.kernel:
+        return _gradients_in_tiles(dy_BTHK, qkv, y_BTHK, lse_BHT, how, at)
+    found, scale = _told(qkv[0], how, at), factor(how, qkv[0])
+    return block_sparse_attention_backward(dy_BTHK, qkv, y_BTHK, lse_BHT, *found, block=at.block, scale=scale)
+
+
+def merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(y, lse) over the keys of both.
+
+    Example:
+        >>> lse = torch.zeros(1, 1, 1)
+        >>> y, lse = merged((torch.ones(1, 1, 1, 1), lse), (torch.zeros(1, 1, 1, 1), lse))
+        >>> y.item(), lse.exp().item()
+        (0.5, 2.0)
+    """
+    if one is None:
+        return other
+    lse = torch.logaddexp(one[1], other[1])
+    floor = lse.masked_fill(lse == -math.inf, 0.0)  # of rows without keys
+    parts = [y * (own - floor).exp().transpose(1, 2)[..., None] for y, own in (one, other)]
+    return parts[0] + parts[1], lse
+
+
+def rectangles(queries: Rows, keys: Rows, how: OnlineScores, block: int) -> Iterator[tuple[Span, Span, Rectangle]]:
+    """Of stretches of queries and of keys in which a pair counts: the rows of both, and the kernel's rectangle."""
+    whole = sum(stop - start for start, stop in (*queries, *keys)) or 1
+    for query in tiles(queries, whole):
+        for key in tiles(keys, whole):
+            if how.mask.cover(query.span, key.span) != "none":
+                yield query.at, key.at, Rectangle(query.span, key.span, block, True)
+
+
+def _told(q: Tensor, how: OnlineScores, at: Rectangle) -> tuple[Tiles, Given]:
+    known: Mask = functools.reduce(operator.and_, [m for m in how.mask.parts if not m.tensors], Full())
+    (a, b), (c, d) = at.queries, at.keys
+    found = together(m.given(at.queries, at.keys) for m in how.mask.parts if m.tensors)
+    if how.slopes_H is not None:
+        table = -how.slopes_H[:, None] * torch.arange(c - b + 1, d - a, device=q.device).abs()
+        found = found._replace(table=table if found.table is None else found.table + table)
+    numbers = (None if x is None else x.to(q.device, torch.int64).expand(q.shape[0], -1) for x in found[:2])
+    floats = (None if x is None else x.to(q.device, wide(q.dtype)) for x in found[2:])
+    return tiles_of(known, at.queries, at.keys, at.block).on(q.device), Given(*numbers, *floats)
+
+
+def _attend_in_tiles(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Tensor]:
+    q, k, v = by_key_head(qkv)
+    states = [None] * len(tiles((at.queries,), at.block))
+    absorb(states, q, (at.queries,), (k, v), (at.keys,), how, at.block)
+    y, lse = finish(states, q, v, (at.queries,), at.block)
+    return y.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
+
+
+def _gradients_in_tiles(
+    dy_BTHK: Tensor, qkv: QKV, y_BTHK: Tensor, lse_BHT: Tensor, how: OnlineScores, at: Rectangle
+) -> QKV:
+    q, k, v = by_key_head(qkv)
+    dy, y = (x.transpose(1, 2).unflatten(1, q.shape[1:3]) for x in (dy_BTHK, y_BTHK))
+    lse = lse_BHT.unflatten(1, q.shape[1:3])
+    dqs = [None] * len(tiles((at.queries,), at.block))
+    outer = Outer(q, dy, lse, (dy.to(lse.dtype) * y.to(lse.dtype)).sum(-1))
+    dk, dv = transpose(dqs, outer, (at.queries,), (k, v), (at.keys,), how, at.block)
+    dq = gathered(dqs, q, (at.queries,), at.block).flatten(1, 2)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def by_key_head(qkv: QKV) -> QKV:
+    """Q as [B, G, R, T, K], k and v as [B, G, S, K]."""
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    return q.unflatten(1, (k.shape[1], q.shape[1] // max(k.shape[1], 1))), k, v

@@ -1,0 +1,107 @@
+"""`by_parts`: leaves that hold several matrices, so that each can be cut, and the loss that sees them joined."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
+
+
+def by_parts(
+    params: PyTree, parts: Mapping[str, tuple[int, int | Sequence[int]]]
+) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Parameters in which fused leaves lie by parts, and the way back: `whole(by_parts(params)[0]) == params`.
+
+    GPT-2's `c_attn` is [D, 3 D]: queries, keys and values side by side. A rank that holds a block of its columns,
+    P(None, "tp"), holds queries alone, or keys; one that computes with its heads needs a block of each. As [D, 3, D],
+    with P(None, None, "tp"), it has that. The loss goes on to see [D, 3 D]:
+
+        params, whole = sf.by_parts(params, {"c_attn.weight": (1, 3), "c_attn.bias": (0, 3)})
+        loss = sf.partition(lambda p, x: inner(whole(p), x))
+
+    `partition` then takes the values of the projection to be cut by parts, and what takes them apart sends nothing.
+
+    Parts of one size stay one leaf, with a dim more, of which `whole` is a view. Of parts of several sizes each becomes
+    a leaf, in a tuple, and `whole` copies: once a use, and the copy is kept for the backward, at ZeRO 3 too.
+
+    Args:
+        params: the parameters.
+        parts: by pattern, which `re.search` is to find in the paths of leaves, the dim and into what it falls: a number
+            of equal parts, or the size of each.
+
+    Returns:
+        The parameters, by parts, and the function that joins them.
+
+    Raises:
+        ValueError: a pattern finds no leaf, two find the same, or the parts are not a leaf's dim; lists all.
+
+    Example:
+        >>> params = {"c_attn": torch.arange(12.0).reshape(2, 6), "qkv": torch.ones(8), "out": torch.ones(2, 2)}
+        >>> split, whole = by_parts(params, {"c_attn": (1, 3), "qkv": (0, [4, 2, 2])})
+        >>> split["c_attn"].shape, [tuple(x.shape) for x in split["qkv"]], whole(split)["qkv"].shape
+        (torch.Size([2, 3, 2]), [(4,), (2,), (2,)], torch.Size([8]))
+    """
+    leaves, treedef = tree_flatten(params)
+    paths = tree_paths(params, "params")
+    found = {p: [path for path in paths if re.search(p, path)] for p in parts}
+    raise_all(ValueError, "by_parts:", list(_problems(parts, found, dict(zip(paths, leaves, strict=True)))))
+    of = {
+        path: _Fused(*parts[p], leaf.ndim)
+        for p in parts
+        for path, leaf in zip(paths, leaves, strict=True)
+        if path in found[p]
+    }
+    fused = [of.get(path) for path in paths]
+    split = [x if f is None else f.apart(x) for f, x in zip(fused, leaves, strict=True)]
+
+    def whole(params: PyTree) -> PyTree:
+        held: list[Any] = treedef.flatten_up_to(params)
+        return tree_unflatten(treedef, [x if f is None else f.joined(x) for f, x in zip(fused, held, strict=True)])
+
+    return tree_unflatten(treedef, split), whole
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fused:
+    """How a leaf falls into parts."""
+
+    given_dim: int
+    sizes: int | Sequence[int]
+    ndim: int
+
+    @property
+    def dim(self) -> int:
+        return self.given_dim % self.ndim
+
+    def apart(self, x: Tensor) -> Any:
+        if isinstance(self.sizes, int):
+            return x.unflatten(self.dim, (self.sizes, x.shape[self.dim] // self.sizes))
+        return tuple(one.clone() for one in x.split(list(self.sizes), self.dim))  # leaves share no memory
+
+    def joined(self, x: Any) -> Tensor:
+        return x.flatten(self.dim, self.dim + 1) if isinstance(self.sizes, int) else torch.cat(list(x), self.dim)
+
+
+def _problems(
+    parts: Mapping[str, tuple[int, int | Sequence[int]]], found: Mapping[str, Sequence[str]], leaves: Mapping[str, Any]
+) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for pattern, (dim, sizes) in parts.items():
+        if not found[pattern]:
+            yield f"no leaf's path has {pattern!r}; the leaves are {', '.join(list(leaves)[:8])}, ..."
+        for path in found[pattern]:
+            shape = tuple(leaves[path].shape)
+            if path in seen:
+                yield f"{path} is found by {seen[path]!r} and by {pattern!r}; name it once"
+            seen[path] = pattern
+            if not -len(shape) <= dim < len(shape):
+                yield f"{path} of shape {shape} has no dim {dim}"
+            elif isinstance(sizes, int) and (sizes < 1 or shape[dim] % sizes):
+                yield f"{path} of shape {shape}: dim {dim} is not {sizes} equal parts; pass the size of each"
+            elif not isinstance(sizes, int) and (sum(sizes) != shape[dim] or min(sizes, default=0) < 1):
+                total = sum(sizes)
+                yield f"{path} of shape {shape}: the parts {list(sizes)} are {total} long, dim {dim} is {shape[dim]}"

@@ -1,0 +1,129 @@
+"""`partition` along several axes: parity where leaves are cut over one, the other, both in one dim or in two."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import P, Zero, optim
+from shardfn.core import tree_flatten, tree_map, tree_paths, tree_unflatten
+from shardfn.models import gpt
+from shardfn.testing import assert_parity, distributed
+
+SIZES: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "max_len": 8, "vocab_size": 48}
+LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False}
+CONFIGS = {
+    "gpt2": gpt.Config(**SIZES),
+    "llama": gpt.Config(**SIZES, **LLAMA, num_kv_heads=4, d_ff=36),
+}
+BOTH = ("tp", "sp")
+# Which dims of a weight, [out, in], are cut over which axes.
+TWO_DIMS = {
+    **dict.fromkeys(["wq", "wk", "wv", "w_up", "w_gate"], P("tp", "sp")),
+    **dict.fromkeys(["wo", "w_down"], P("sp", "tp")),
+    **dict.fromkeys(["bq", "bk", "bv", "b_up"], P("tp")),
+}
+ONE_DIM = {
+    **dict.fromkeys(["wq", "wk", "wv", "w_up", "w_gate", "bq", "bk", "bv", "b_up", "embed"], P(BOTH)),
+    **dict.fromkeys(["wo", "w_down"], P(None, BOTH)),
+}
+MIXED = {
+    **dict.fromkeys(["wq", "wk", "wv", "bq", "bk", "bv"], P("tp")),
+    "wo": P(None, "tp"),
+    **dict.fromkeys(["w_up", "w_gate", "b_up"], P("sp")),
+    "w_down": P(None, "sp"),
+    "embed": P("tp"),
+}
+LAYOUTS = {"two dims": TWO_DIMS, "one dim": ONE_DIM, "mixed": MIXED}
+
+
+def check(name, layout, mesh, *, jitted=False, **options):
+    config = CONFIGS[name]
+    generator = torch.Generator().manual_seed(2)
+    init = gpt.init(config, sf.key(0))
+    params = tree_map(lambda x: x.double() + 0.1 * torch.randn(x.shape, generator=generator).double(), init)
+    names = [path.rsplit("['", 1)[-1].removesuffix("']") for path in tree_paths(params, "params")]
+    specs = tree_unflatten(tree_flatten(params)[1], [LAYOUTS[layout].get(x, P()) for x in names])
+    loss = functools.partial(gpt.loss, config)
+    parted = sf.partition(loss, axes=BOTH)
+    drawn = [{"tokens": torch.randint(0, 48, (4, 9), generator=generator)} for _ in range(2)]
+    with sf.make_mesh(mesh) as on:
+        batch = P("dp") if "dp" in mesh else P()
+        how = {"mesh": on, "specs": specs, "batch": batch, "reference": loss, **options}
+        assert_parity(sf.jit(parted, backend="graph") if jitted else parted, optim.sgd(0.5), params, drawn, **how)
+    return {x.axis: [sent.name for sent in x.sent] for x in parted.programs()}
+
+
+@distributed(world=4, timeout=240)
+def four_ranks(name, layout, **how):
+    return check(name, layout, {"tp": 2, "sp": 2}, **how)
+
+
+@distributed(world=2)
+def two_ranks(mesh):
+    return check("gpt2", "mixed", mesh)
+
+
+@distributed(world=8, timeout=240)
+def beside_zero(layout):
+    zero = Zero(stage=3, axis="dp", persist_elements=0)
+    return check("llama", layout, {"dp": 2, "tp": 2, "sp": 2}, zero=zero)
+
+
+def test_four_ranks_compute_what_one_computes():
+    sent = four_ranks("gpt2", "mixed")[0]
+    assert sent["sp"] == ["pvary", "psum"] * 2  # the MLPs of two layers
+    assert sent["tp"].count("psum") >= 3  # the embedding, and the attention of two layers
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_every_layout_computes_what_one_rank_computes(name, layout):
+    four_ranks(name, layout)
+
+
+@pytest.mark.nightly
+def test_a_captured_step_computes_the_same():
+    four_ranks("llama", "mixed", jitted=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis, mesh", [("tp", {"tp": 2, "sp": 1}), ("sp", {"tp": 1, "sp": 2}), ("sp", {"sp": 2})])
+def test_an_axis_of_one_rank_is_as_if_it_were_not_named(axis, mesh):
+    assert list(two_ranks(mesh)[0]) == [axis]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["two dims", "one dim"])
+def test_beside_zero(layout):
+    beside_zero(layout)
+
+
+@distributed(world=4)
+def refused(specs, error):
+    mesh = sf.make_mesh({"tp": 2, "sp": 2})
+    params = {"w": torch.ones(6, 5), "v": torch.ones(6, 5)}
+
+    def loss(p, x):
+        return (x @ p["w"] @ p["v"].T).square().mean()
+
+    step = sf.sharded_step(sf.partition(loss, axes=BOTH), optim.sgd(0.1), mesh=mesh, specs=specs, batch=P())
+    with pytest.raises(ValueError, match=error):
+        step(step.init(params), torch.ones(4, 6))
+
+
+def test_blocks_of_several_sizes_along_the_first_axis_are_refused():
+    refused({"w": P(None, "tp"), "v": P(None, "tp")}, r"must divide what they cut.*\n.*\[6, 5\]|must divide")
+
+
+def test_an_order_of_axes_that_is_not_theirs_is_refused():
+    refused({"w": P(("sp", "tp")), "v": P()}, "along several axes")
+
+
+def test_names_are_checked():
+    for axes in ((), ("tp", "tp")):
+        with pytest.raises(ValueError, match="name a mesh axis, or several, each once"):
+            sf.partition(lambda p: p, axes=axes)
