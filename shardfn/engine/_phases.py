@@ -70,7 +70,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
         ValueError,
         whose,
         [
-            f"{leaf.path} is kept in pieces over {leaf.zero_axes}, of which it averages over some; use"
+            f"{leaf.path} is sharded over {leaf.zero_axes}, of which it averages over some; use"
             f" Zero(axis=...) with those axes only, or with others only"
             for leaf in leaves
             if over & set(leaf.zero_axes) and not set(leaf.zero_axes) <= over
