@@ -168,7 +168,7 @@ class Zero:
             given = ", ".join(f"{n}={getattr(travel, n)!r}" for n in idle)
             raise ValueError(
                 f"Zero(stage={self.stage}, travel=Travel({given})): {' and '.join(idle)} would have no effect: too"
-                " little is kept in pieces at this stage."
+                " little is sharded at this stage."
             )
         if travel.secondary_axis is None:
             return

@@ -194,7 +194,7 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
         "model state: it would be changed chunk by chunk": parts.has_state,
         "torch.func: its sums are made in order of ranks": transforming(),
         "an optimizer that averages gradients itself": parts.optimizer.needs.phases is not None,
-        f"{', '.join(elsewhere)}: kept in pieces along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
+        f"{', '.join(elsewhere)}: sharded along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
             elsewhere
         ),
         f"{', '.join(cut)}: the specs cut them along axes that cut the batch, {plan.batch_axes}": bool(cut),

@@ -124,7 +124,7 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
     if mesh.axis_size(zero.axis) == 1:
         return
     large = f"more than persist_elements={zero.persist_elements} elements"
-    kept = f"is kept in pieces along {zero.axis!r}: none has {large} and can be cut"
+    kept = f"is sharded along {zero.axis!r}: none has {large} and can be cut"
     used = {
         "gather": (any(leaf.gather_code for leaf in leaves), f"no leaf of floats {kept}"),
         "secondary_axis": (any(leaf.near for leaf in leaves), f"no leaf {kept} along both these axes and others"),

@@ -34,7 +34,12 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
     # step, and not where gradients are divided by a weight that the last microbatch makes known.
     decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
-    if decided and plan.reduce_order and optimizer.needs.grain == "element" and _knows_its_measures(optimizer, state):
+    if (
+        decided
+        and plan.reduce_order
+        and optimizer.needs.granularity == "element"
+        and _knows_its_measures(optimizer, state)
+    ):
         units = _units(plan, measures=optimizer.needs.measure is not None)
         ahead = _ahead(plan, optimizer, state, units) if units else None
     try:

@@ -82,7 +82,7 @@ def with_masters(optimizer: GradientTransformation, policy: Policy) -> GradientT
         pairs = zip(tree_paths(params, "params"), leaves, strict=True)
         return tree_unflatten(treedef, [policy.dtypes(path, x.dtype).param for path, x in pairs])
 
-    return master_weights(optimizer, policy.master, kept=kept)
+    return master_weights(optimizer, policy.master, param_dtypes=kept)
 
 
 def check_scaled(mixed: Mixed) -> None:

@@ -40,7 +40,7 @@ def in_phase(
                 " phase=optim.Phase(name, local)."
             )
         phase = phases.next(here)
-    return plan.in_phase(phase, phases.over)
+    return plan.in_phase(phase, phases.axes)
 
 
 def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
@@ -53,9 +53,9 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
     phases = optimizer.needs.phases
     if phases is None:
         return
-    over = {a for a in phases.over if plan.mesh.axis_size(a) > 1}
+    over = {a for a in phases.axes if plan.mesh.axis_size(a) > 1}
     leaves = [leaf for leaf in plan.leaves if leaf.trainable]
-    whose = f"the optimizer averages over {phases.over} itself:"
+    whose = f"the optimizer averages over {phases.axes} itself:"
     raise_all(
         ValueError,
         whose,
@@ -70,7 +70,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
         ValueError,
         whose,
         [
-            f"{leaf.path} is kept in pieces over {leaf.zero_axes}, of which it averages over some; use"
+            f"{leaf.path} is sharded over {leaf.zero_axes}, of which it averages over some; use"
             f" Zero(axis=...) with those axes only, or with others only"
             for leaf in leaves
             if over & set(leaf.zero_axes) and not set(leaf.zero_axes) <= over

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shardfn.core import former, renamed
+
 from ._types import Grain, OptState, Params, Specs, Updates
 
 
@@ -31,25 +33,25 @@ class Phases(NamedTuple):
     """What a rule says that averages for itself.
 
     Attributes:
-        over: the mesh axes over which it averages.
+        axes: the mesh axes over which it averages.
         next: `next(state) -> Phase`, of the step that comes next; the same on all ranks. Read on the host. In a phase
             that is `local` the gradients that the rule gets are whole, also where parameters are rows of leaves, and
-            their mean over `over` is the gradient. A leaf of its state that is not kept as its parameter's rows are is
+            their mean over `axes` is the gradient. A leaf of its state that is not kept as its parameter's rows are is
             made by `init` as a `GlobalTensor`; `update` is given its block.
-        last: whether the rule knows where its steps lead, so that no rule after it may change them.
+        is_last: whether the rule knows where its steps lead, so that no rule after it may change them.
     """
 
-    over: tuple[str, ...]
+    axes: tuple[str, ...]
     next: Callable[[OptState], Phase]
-    last: bool = False
+    is_last: bool = False
 
 
 class Measure(NamedTuple):
-    """The one thing that a rule of a finer grain may need of the whole tree.
+    """The one thing that a rule of a finer granularity may need of the whole tree.
 
     Attributes:
         of: `of(block) -> Tensor`, 0-d: for a leaf's local block; it adds up over blocks.
-        additive: whether `Needs.given` looks at no more of the measures than their sum.
+        additive: whether `Needs.specialize` looks at no more of the measures than their sum.
         ahead: `ahead(state) -> bool`: whether the step that comes next only keeps its measures, for a later one; so it
             can begin before they are known. None = it never does. Read on the host.
     """
@@ -63,44 +65,55 @@ class Needs(NamedTuple):
     """What a rule asks of whoever applies it; a rule made of others joins theirs (`join_needs`).
 
     Attributes:
-        grain: the smallest part of a tree that the rule can step for itself, and with the same bits: "element" (an
-            element's step depends on that element, on counters and on hyperparameters), "leaf" (on its leaf), "tree"
-            (on everything). See `in_pieces`. A rule that says less than "tree" keeps its counters in state leaves that
-            `init` also makes for a tree without leaves.
+        granularity: the smallest part of a tree that the rule can step for itself, and with the same bits: "element"
+            (an element's step depends on that element, on counters and on hyperparameters), "leaf" (on its leaf),
+            "tree" (on everything). See `in_pieces`. A rule that says less than "tree" keeps its counters in state
+            leaves that `init` also makes for a tree without leaves.
         measure: what is taken of each leaf's gradient before a step; None = nothing.
         decide: `decide(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and dtypes only), and
             for blocks and parts of it: each function of the tree that it was made with, of a mask or of labels, is
             asked here and no more. None = the rule itself, for it has none.
-        given: `given(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only), in a step
-            whose measures are `stats`, one entry a leaf, and in that phase; each may be None = not known. None = the
-            rule itself, for it looks at none of them. Where a rule has phases, `params` are the whole blocks, and as
-            `GlobalTensor`s without data, where it is known how the rows are cut out of leaves.
+        specialize: `specialize(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only),
+            in a step whose measures are `stats`, one entry a leaf, and in that phase; each may be None = not known.
+            None = the rule itself, for it looks at none of them. Where a rule has phases, `params` are the whole
+            blocks, and as `GlobalTensor`s without data, where it is known how the rows are cut out of leaves.
         phases: of a rule that averages for itself.
         whole: whether it is applied to whole leaves, since it does not say how it goes with blocks: set by
             `as_transformation`.
         donates: whether `update` takes `donate=True`, by which it may overwrite the updates that it is given.
     """
 
-    grain: Grain = "tree"
+    granularity: Grain = "tree"
     measure: Measure | None = None
     decide: "Callable[[Params], GradientTransformation] | None" = None
-    given: "Callable[[Params, Tensor | None, Phase | None], GradientTransformation] | None" = None
+    specialize: "Callable[[Params, Tensor | None, Phase | None], GradientTransformation] | None" = None
     phases: Phases | None = None
     whole: bool = False
     donates: bool = False
 
 
+def _reads_old_names(kind: Any, **new: str) -> None:
+    """Lets a named tuple be made and read under the former names of its fields, for one version."""
+    kind.__new__ = staticmethod(renamed(kind.__name__, **new)(kind.__new__))
+    for name, now in new.items():
+        setattr(kind, name, former(name, now))
+
+
+_reads_old_names(Needs, grain="granularity", given="specialize")
+_reads_old_names(Phases, over="axes", last="is_last")
+
+
 # The keywords of `GradientTransformation` before it had `needs`, and what says the same now.
 _BEFORE = {
-    "grain": "Needs(grain=...)",
+    "grain": "Needs(granularity=...)",
     "measure": "Needs(measure=Measure(of))",
     "additive": "Needs(measure=Measure(of, additive=True))",
     "measures_ahead": "Needs(measure=Measure(of, ahead=...))",
     "decide": "Needs(decide=...)",
-    "given": "Needs(given=...), of (params, stats, phase)",
-    "over": "Needs(phases=Phases(over, next))",
-    "phase": "Needs(phases=Phases(over, next))",
-    "last": "Needs(phases=Phases(over, next, last))",
+    "given": "Needs(specialize=...), of (params, stats, phase)",
+    "over": "Needs(phases=Phases(axes, next))",
+    "phase": "Needs(phases=Phases(axes, next))",
+    "last": "Needs(phases=Phases(axes, next, is_last))",
 }
 
 
@@ -144,7 +157,7 @@ class GradientTransformation(_Fields):
     Example:
         >>> def update(updates, state, params=None, *, specs=None):
         ...     return [u / 2 for u in updates], state
-        >>> halve = GradientTransformation(lambda params: (), update, needs=Needs(grain="element"))
+        >>> halve = GradientTransformation(lambda params: (), update, needs=Needs(granularity="element"))
         >>> halve.update([1.0], halve.init([0.0]))
         ([0.5], ())
 
@@ -169,12 +182,13 @@ class EmptyState(NamedTuple):
     """The state of a rule that remembers nothing."""
 
 
-def stateless(update: Callable[..., Updates], grain: Grain = "tree") -> GradientTransformation:
+@renamed("stateless", grain="granularity")
+def stateless(update: Callable[..., Updates], granularity: Grain = "tree") -> GradientTransformation:
     """A rule without memory, from `update(updates, params, specs) -> updates`.
 
     Args:
         update: the function.
-        grain: how finely the rule may be applied.
+        granularity: how finely the rule may be applied.
 
     Example:
         >>> negate = stateless(lambda updates, params, specs: [-u for u in updates])
@@ -191,7 +205,7 @@ def stateless(update: Callable[..., Updates], grain: Grain = "tree") -> Gradient
     ) -> tuple[Updates, OptState]:
         return update(updates, params, specs), state
 
-    return GradientTransformation(init, step, needs=Needs(grain))
+    return GradientTransformation(init, step, needs=Needs(granularity))
 
 
 def identity() -> GradientTransformation:

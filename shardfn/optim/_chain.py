@@ -22,8 +22,8 @@ Rule = Callable[..., tuple[Updates, OptState]]
 def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
     """The composition `u = tx_n(... tx_2(tx_1(g)))`.
 
-    In place, all but the last run `update`, and the last runs its `apply`: so put the optimizer last. The grain is the
-    coarsest of the rules'; a rule that measures the tree must come first, else the grain is "tree".
+    In place, all but the last run `update`, and the last runs its `apply`: so put the optimizer last. The granularity
+    is the coarsest of the rules'; a rule that measures the tree must come first, else the granularity is "tree".
 
     Args:
         rules: first applied first; none at all is the identity.
@@ -75,8 +75,8 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         return GradientTransformation(init, update, apply, needs)
 
     def on(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
-        assert needs.given is not None and needs.phases is not None
-        rule, over = needs.given(params, stats, phase), needs.phases.over
+        assert needs.specialize is not None and needs.phases is not None
+        rule, over = needs.specialize(params, stats, phase), needs.phases.axes
 
         def init(rows: Params) -> OptState:
             _check_whole(txs[:speaks], params, over)
@@ -84,7 +84,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
 
         return rule._replace(init=init)
 
-    return GradientTransformation(init, update, apply, needs._replace(given=on))
+    return GradientTransformation(init, update, apply, needs._replace(specialize=on))
 
 
 def _donated(tx: GradientTransformation) -> Rule:
@@ -116,9 +116,9 @@ def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
         raise ValueError(
             f"rules {blind} of a chain have an update without `specs`, which may look at whole gradients, but rule"
             f" {at} averages for itself, so that each rank would show them its own; put them after it, or say that they"
-            ' treat every element alike: GradientTransformation(init, update, needs=Needs(grain="element")).'
+            ' treat every element alike: GradientTransformation(init, update, needs=Needs(granularity="element")).'
         )
-    if phases.last and at + 1 < len(txs):
+    if phases.is_last and at + 1 < len(txs):
         raise ValueError(
             f"rule {at} of a chain steps each rank alone and takes ranks together again by where it has stepped to,"
             f" so that none may change its steps; put rules {list(range(at + 1, len(txs)))} before it."

@@ -93,4 +93,4 @@ def _scaled_to(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor
         return _scaled_to(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
 
     measure = Measure(block_squares, additive=True)
-    return GradientTransformation(init, update, needs=Needs("element", measure, given=on, donates=True))
+    return GradientTransformation(init, update, needs=Needs("element", measure, specialize=on, donates=True))

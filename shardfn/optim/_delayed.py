@@ -95,12 +95,16 @@ class _Delayed:
     def rule(self) -> GradientTransformation:
         """As an optimizer."""
         tx, measure = self.tx, self.measure
-        needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())._replace(given=self.given)
+        needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())._replace(specialize=self.given)
         if measure is not None:
             ahead = measure._replace(ahead=lambda state: int(state.count) >= self.warmup)
             return GradientTransformation(self.init, self.update, self.apply, needs._replace(measure=ahead))
-        grain = "tree" if tx.needs.measure is not None else needs.grain  # measures that do not add up are not kept
-        return GradientTransformation(self.init, self.update, self.apply, needs._replace(grain=grain, measure=None))
+        granularity = (
+            "tree" if tx.needs.measure is not None else needs.granularity
+        )  # measures that do not add up are not kept
+        return GradientTransformation(
+            self.init, self.update, self.apply, needs._replace(granularity=granularity, measure=None)
+        )
 
     def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         del phase

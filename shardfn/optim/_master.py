@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from shardfn.core import PyTree, renamed, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ._base import GradientTransformation
 from ._decide import Resolved, per_leaf, resolved
@@ -38,8 +38,9 @@ class MasterState(NamedTuple):
     inner: OptState
 
 
+@renamed("master_weights", kept="param_dtypes")
 def master_weights(
-    inner: GradientTransformation | Pair, dtype: torch.dtype = torch.float32, *, kept: PyTree = None
+    inner: GradientTransformation | Pair, dtype: torch.dtype = torch.float32, *, param_dtypes: PyTree = None
 ) -> GradientTransformation:
     """Applies `inner` to a wide copy of narrow parameters: `m' = m + u(g, m)`, `p' = cast(m')`.
 
@@ -48,8 +49,8 @@ def master_weights(
     Args:
         inner: the rule; its moments are in `dtype`, as it sees the copies only.
         dtype: of the copies.
-        kept: in which dtype `update` and `apply` will get each leaf: a dtype, a tree (or prefix) of dtypes, or a
-            function from params to one. None = in that of the leaf that `init` is given. With it, `init` may be given
+        param_dtypes: in which dtype `update` and `apply` will get each leaf: a dtype, a tree (or prefix) of dtypes, or
+            a function from params to one. None = in that of the leaf that `init` is given. With it, `init` may be given
             wider leaves, so that the copies start from values that were never rounded.
 
     Returns:
@@ -71,7 +72,7 @@ def master_weights(
     References:
         Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
-    return _MasterWeights(as_transformation(inner), dtype, kept).rule()
+    return _MasterWeights(as_transformation(inner), dtype, param_dtypes).rule()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ class _MasterWeights:
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def decided(self, params: Params) -> GradientTransformation:
-        return replace(self, kept=resolved(self.kept, params, torch.dtype, "kept")).rule()
+        return replace(self, kept=resolved(self.kept, params, torch.dtype, "param_dtypes")).rule()
 
     def sees(self, params: Params, stats: Tensor | None) -> Views:
         """The tree as the inner rule sees it: wide."""
@@ -104,7 +105,7 @@ class _MasterWeights:
 
     @functools.cached_property
     def _resolve(self) -> Callable[..., Sequence[torch.dtype]]:
-        return per_leaf(self.kept, torch.dtype, "kept")
+        return per_leaf(self.kept, torch.dtype, "param_dtypes")
 
     def _is_narrow(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize < self.dtype.itemsize

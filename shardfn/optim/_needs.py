@@ -2,7 +2,7 @@
 
 | need | of rules in turn (`chain`) | side by side (`masked`) | around one |
 | --- | --- | --- | --- |
-| `grain` | the coarsest; "tree" if a later one measures | the coarsest; "tree" if they measure two things | its |
+| `granularity` | the coarsest; "tree" if a later one measures | the coarsest; "tree" if they measure two things | its |
 | `measure` | the first's | the one that they share | its |
 | `decide` | each decides on all leaves | each on its own | it does |
 | `given` | all are told the phase, the first the measures | each those of its own leaves | it is told all |
@@ -23,7 +23,7 @@ Views = Sequence[tuple[Params, Tensor | None]]
 
 
 def coarsest(grains: Iterable[Grain]) -> Grain:
-    """The grain of rules that work together.
+    """The granularity of rules that work together.
 
     Example:
         >>> coarsest(["element", "leaf"])
@@ -63,8 +63,8 @@ def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransf
 def given(
     tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
 ) -> GradientTransformation:
-    """`tx` for parts of the tree `params`, in a step of which this is known; see `Needs.given`."""
-    return tx if tx.needs.given is None else tx.needs.given(params, stats, phase)
+    """`tx` for parts of the tree `params`, in a step of which this is known; see `Needs.specialize`."""
+    return tx if tx.needs.specialize is None else tx.needs.specialize(params, stats, phase)
 
 
 def join_needs(
@@ -98,7 +98,7 @@ def join_needs(
         ...         updates, state = inner.update(updates, state, params, specs=specs)
         ...         return [2 * u for u in updates], state
         ...     return GradientTransformation(inner.init, update, needs=join_needs([inner], twice))
-        >>> twice(sgd(0.1)).needs.grain, twice(clip_by_global_norm(1.0)).needs.measure.additive
+        >>> twice(sgd(0.1)).needs.granularity, twice(clip_by_global_norm(1.0)).needs.measure.additive
         ('element', True)
     """
     rules = tuple(rules)
@@ -119,9 +119,9 @@ def join_needs(
         return rebuild(*(given(rule, p, s, phase) for rule, (p, s) in zip(rules, look(params, stats), strict=True)))
 
     measure, one = _in_turn(rules, states) if in_turn else _side_by_side(rules)
-    grain = coarsest(rule.needs.grain for rule in rules) if one else "tree"
+    granularity = coarsest(rule.needs.granularity for rule in rules) if one else "tree"
     whole = any(rule.needs.whole for rule in rules)
-    return Needs(grain, measure, decide, on, _phases(rules, states), whole)
+    return Needs(granularity, measure, decide, on, _phases(rules, states), whole)
 
 
 def _in_turn(
@@ -160,5 +160,5 @@ def refuse_phases(who: str, *txs: GradientTransformation) -> None:
         if tx.needs.phases is not None:
             raise ValueError(
                 f"{who} takes no rule that averages gradients for itself, as rule {i} does over"
-                f" {tx.needs.phases.over}; put such a rule outside, or use its own options."
+                f" {tx.needs.phases.axes}; put such a rule outside, or use its own options."
             )

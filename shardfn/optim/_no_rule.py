@@ -65,7 +65,7 @@ def _remedy(tx: Any) -> str:
         rate = getattr(tx, "defaults", {}).get("lr", 1e-3)
         name = _TORCH.get(kind.__name__, "adamw")
         return (
-            "An optimizer of torch changes a module in place, and knows nothing of parameters that are kept in pieces:"
+            "An optimizer of torch changes a module in place, and knows nothing of parameters that are sharded:"
             f" use shardfn's own, optim.{name}({rate})."
         )
     if isinstance(tx, list | tuple):

@@ -45,8 +45,8 @@ def as_transformation(tx: Any) -> GradientTransformation:
 
     Args:
         tx: a `GradientTransformation`, or any pair of functions `init(params) -> state` and `update(updates, state,
-            params) -> (updates, state)`. An `update` without `specs` is given whole leaves, unless `needs.grain` is
-            "element": then it is given blocks, for it treats every element alike. In a pair that is no
+            params) -> (updates, state)`. An `update` without `specs` is given whole leaves, unless `needs.granularity`
+            is "element": then it is given blocks, for it treats every element alike. In a pair that is no
             `GradientTransformation`, keywords (`**extra`) do not count as `specs`.
 
     Returns:
@@ -70,7 +70,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
     else:
         raise TypeError(no_rule(tx))
     # A block is as good as the leaf.
-    if tx.needs.grain == "element":
+    if tx.needs.granularity == "element":
         return tx._replace(update=_without_specs(tx.update), apply=tx.apply and _without_specs(tx.apply))
     return _OnWholes(tx).rule()
 
@@ -159,11 +159,13 @@ class _OnWholes:
             return self.inner.init(params)
         blocks, treedef = tree_flatten(params)
         wholes: tuple[_WholeLeaf, ...] = self.leaves.of(params)
-        if self.inner.needs.grain == "tree" and len(blocks) < sum(x is not None for x in self.leaves.says.values()):
+        if self.inner.needs.granularity == "tree" and len(blocks) < sum(
+            x is not None for x in self.leaves.says.values()
+        ):
             raise ValueError(
                 "a state on host or disk is made leaf by leaf, but an optimizer whose update takes no `specs` may look"
                 " at the whole tree: keep its state on the device, or say that it treats every element alike:"
-                ' GradientTransformation(init, update, needs=Needs(grain="element")).'
+                ' GradientTransformation(init, update, needs=Needs(granularity="element")).'
             )
         _check_blocks(params, blocks, wholes)
         whole = tree_unflatten(treedef, [leaf.first(x) for leaf, x in zip(wholes, blocks, strict=True)])

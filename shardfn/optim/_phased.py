@@ -87,7 +87,7 @@ class Phased(abc.ABC):
 
     def rule(self) -> GradientTransformation:
         phases = Phases(self.averaging.over, self.phase, self.last)
-        needs = Needs(decide=self.decide, given=self.given, phases=phases)
+        needs = Needs(decide=self.decide, specialize=self.given, phases=phases)
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def decide(self, params: Params) -> GradientTransformation:

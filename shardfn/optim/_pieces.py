@@ -1,8 +1,8 @@
 """`in_pieces`: an optimizer applied part by part, with the bits of the whole.
 
 Optimizer state that lives on a host or on a disk is stepped in chunks: one is read, one updated, one written. A rule
-says by its `grain` how small the chunks may be. What it needs of the whole tree is taken in `begin`: its measure (one
-`psum`), what its masks say, and its counters, which advance there once.
+says by its `granularity` how small the chunks may be. What it needs of the whole tree is taken in `begin`: its measure
+(one `psum`), what its masks say, and its counters, which advance there once.
 
 Law: `begin`, `apply` on parts that cover the tree, and `end` give what `inplace(tx)` gives on the whole, bit for bit.
 
@@ -40,11 +40,12 @@ Entries = tuple[tuple[Any, ...], ...]
 class Pieces(NamedTuple):
     """An optimizer that is applied part by part.
 
-    A part is a tree like the whole params in which absent leaves are None. A present leaf is whole, or where `grain` is
-    "element" rows `leaf[a:b]` of it; a part of the state has the same leaves cut in the same places, and the counters.
+    A part is a tree like the whole params in which absent leaves are None. A present leaf is whole, or where
+    `granularity` is "element" rows `leaf[a:b]` of it; a part of the state has the same leaves cut in the same places,
+    and the counters.
 
     Attributes:
-        grain: "element", "leaf", or "tree": then the only part is the whole.
+        granularity: "element", "leaf", or "tree": then the only part is the whole.
         measure: `measure(grad) -> Tensor`, 0-d: what `begin` wants to know of each leaf's gradient (the local block,
             whole). None = it wants nothing.
         begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
@@ -57,7 +58,7 @@ class Pieces(NamedTuple):
         end: `end(token, state) -> state`: the state, whole or a part, with the counters advanced.
     """
 
-    grain: Grain
+    granularity: Grain
     measure: Callable[[Tensor], Tensor] | None
     begin: Callable[..., "Token"]
     apply: Callable[..., tuple[Params, OptState]]
@@ -82,7 +83,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     """`tx` applied part by part: bit-identical to `inplace(tx)` on the whole tree.
 
     Args:
-        tx: any rule; how finely it can be cut is its `grain`.
+        tx: any rule; how finely it can be cut is its `granularity`.
         params: the whole tree as `inplace(tx)` would be given it (local blocks, None for frozen leaves). Only shapes
             and dtypes are looked at, so tensors on the meta device will do.
 
@@ -91,7 +92,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
 
     Raises:
         ValueError: a mask does not match `params`; (on use) a part has a leaf that the tree does not have or that is no
-            cut of it that the grain allows, measures are missing, or the state has other counters.
+            cut of it that the granularity allows, measures are missing, or the state has other counters.
 
     Example:
         >>> from shardfn.optim import chain, clip_by_global_norm, sgd
@@ -110,11 +111,11 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     """
     whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
     tx = decided(tx, whole)
-    grain, measure = tx.needs.grain, tx.needs.measure
-    check = _checker(whole, grain)
-    if grain == "tree":
+    granularity, measure = tx.needs.granularity, tx.needs.measure
+    check = _checker(whole, granularity)
+    if granularity == "tree":
         return _uncut(tx, check)
-    # Of a tree without leaves: what is in its state is counters, as `Needs.grain` demands.
+    # Of a tree without leaves: what is in its state is counters, as `Needs.granularity` demands.
     entries, skeleton = _counters(given(tx, whole), whole)
 
     @torch.no_grad()
@@ -144,7 +145,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
             raise ValueError("this token was begun without measures; end with one of a `begin` that was given them.")
         return _write(state, entries, token.new)
 
-    return Pieces(grain, measure and measure.of, begin, apply, end)
+    return Pieces(granularity, measure and measure.of, begin, apply, end)
 
 
 def _uncut(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:
@@ -197,8 +198,8 @@ def _write(state: OptState, entries: Entries, counters: Sequence[Tensor]) -> Opt
     return tree_unflatten(treedef, [at.get(e, x) for e, x in zip(tree_entries(state), leaves, strict=True)])
 
 
-def _checker(whole: PyTree, grain: Grain) -> Callable[[PyTree], None]:
-    """A function that refuses a part which is no part of `whole`, or one too fine for `grain`."""
+def _checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]:
+    """A function that refuses a part which is no part of `whole`, or one too fine for `granularity`."""
     wants, treedef = tree_flatten(whole, none_is_leaf=True)
     paths = tree_paths(whole, "params", is_leaf=lambda x: x is None) if None in wants else tree_paths(whole, "params")
 
@@ -210,15 +211,15 @@ def _checker(whole: PyTree, grain: Grain) -> Callable[[PyTree], None]:
                 " that is not in the part."
             )
         rows = zip(paths, slots, wants, strict=True)
-        problems = [problem for path, x, want in rows if (problem := _problem(path, x, want, grain))]
-        raise_all(ValueError, f"not a part that an optimizer of grain {grain!r} can step:", problems)
+        problems = [problem for path, x, want in rows if (problem := _problem(path, x, want, granularity))]
+        raise_all(ValueError, f"not a part that an optimizer of granularity {granularity!r} can step:", problems)
 
     return check
 
 
-def _problem(path: str, x: Any, want: Any, grain: Grain) -> str:
+def _problem(path: str, x: Any, want: Any, granularity: Grain) -> str:
     if x is None:
-        return f"{path} is missing; give the whole tree at once" if grain == "tree" and want is not None else ""
+        return f"{path} is missing; give the whole tree at once" if granularity == "tree" and want is not None else ""
     if want is None:
         return f"{path} is given, but is None in the whole tree"
     if x.shape == want.shape:
@@ -226,4 +227,4 @@ def _problem(path: str, x: Any, want: Any, grain: Grain) -> str:
     got, full = tuple(x.shape), tuple(want.shape)
     if not (got and full and got[1:] == full[1:] and got[0] <= full[0]):
         return f"{path} has shape {got}, which is no rows of {full}; cut along the first dimension"
-    return "" if grain == "element" else f"{path} has shape {got}, rows of {full}; give the whole leaf"
+    return "" if granularity == "element" else f"{path} has shape {got}, rows of {full}; give the whole leaf"

@@ -171,7 +171,7 @@ class _Stream:
         for rows, nbytes in self._cuts(order):
             apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
             apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
-            if group and (apart or size + nbytes > self._size) and self._pieces.grain != "tree":
+            if group and (apart or size + nbytes > self._size) and self._pieces.granularity != "tree":
                 yield group, size
                 group, size = [], 0
             group.append(rows)
@@ -188,7 +188,7 @@ class _Stream:
                 yield rows, total * (rows.hi - rows.lo) // shape[0]
                 continue
             if (
-                self._pieces.grain != "element"
+                self._pieces.granularity != "element"
                 or not all(shape[:1] or (0,))
                 or total <= self._size
                 or not self._moves(i)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardfn.core import did_you_mean
+from shardfn.core import did_you_mean, renamed
 from shardfn.engine import Jitted, check_order
 from shardfn.graph import (
     Cluster,
@@ -12,11 +12,12 @@ from shardfn.graph import (
 )
 
 
+@renamed("jit", schedule="graph_schedule")
 def jit(
     f: Callable[..., Any],
     *,
     backend: str | None = None,
-    schedule: Schedule | None = None,
+    graph_schedule: Schedule | None = None,
     cluster: Cluster | None = None,
     memory: int | None = None,
     check_types: bool = True,
@@ -32,7 +33,7 @@ def jit(
         f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
         backend: "graph" runs the captured ops as they are, bit-identical to eager; "inductor" compiles what lies
             between transfers, and needs a C++ compiler. Default "inductor" where there is one.
-        schedule: what the passes over the graph may do; default `Schedule()`.
+        graph_schedule: what the passes over the graph may do; default `Schedule()`.
         cluster: what it runs on, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. The cost model then
             chooses the schedule of each graph (`sf.graph.choose`); all ranks of a step run what rank 0 chooses.
         memory: with `cluster`, bytes that a device may hold at the step's peak; default the cluster's `device.memory`.
@@ -67,11 +68,11 @@ def jit(
     for name in options:
         if name not in fields:
             raise ValueError(f"jit has no option {name!r}; there are {fields}.{did_you_mean(name, fields)}")
-    if schedule is not None and options:
-        raise ValueError(f"jit got schedule= and {sorted(options)}; put them in one Schedule.")
+    if graph_schedule is not None and options:
+        raise ValueError(f"jit got graph_schedule= and {sorted(options)}; put them in one Schedule.")
     check_order("jit", f)
-    _check_choosing(schedule, cluster, memory, options)
-    return Jitted(f, backend, schedule or Schedule(**options), cluster, memory, options, check_types)
+    _check_choosing(graph_schedule, cluster, memory, options)
+    return Jitted(f, backend, graph_schedule or Schedule(**options), cluster, memory, options, check_types)
 
 
 def _check_choosing(
@@ -93,8 +94,8 @@ def _check_choosing(
         raise ValueError(f"jit(memory={memory}): a number of bytes above 0.")
     if schedule is not None:
         raise ValueError(
-            "jit got schedule= and cluster=: a Schedule leaves nothing to choose. Give the fields that you want to keep"
-            " one by one, as in jit(f, cluster=..., bucket=0)."
+            "jit got graph_schedule= and cluster=: a Schedule leaves nothing to choose. Give the fields that you want"
+            " to keep one by one, as in jit(f, cluster=..., bucket=0)."
         )
     if {"prefetch", "bucket", "reductions"} <= set(options):
         raise ValueError(

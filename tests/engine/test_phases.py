@@ -58,7 +58,7 @@ def averaging(inner: optim.GradientTransformation, start: int, over: tuple[str, 
         def on(params: PyTree, stats: Any, phase: optim.Phase | None) -> optim.GradientTransformation:
             return made(phase)
 
-        needs = optim.Needs(given=on, phases=optim.Phases(over, phase))
+        needs = optim.Needs(specialize=on, phases=optim.Phases(over, phase))
         return optim.GradientTransformation(init, update, needs=needs)
 
     return made(None)
@@ -137,7 +137,7 @@ def test_states_are_cut_over_the_other_axis_at_every_stage() -> None:
         assert_same(_inner(run), want._replace(metrics=[]))
     both = sf.Zero(stage=1, axis=("node", "gpu"), persist_elements=0)
     step = sf.sharded_step(odd_loss, tx, mesh=mesh, zero=both, batch=sf.P(("node", "gpu")))
-    with pytest.raises(ValueError, match=r"kept in pieces over \('node', 'gpu'\).*with those axes only"):
+    with pytest.raises(ValueError, match=r"sharded over \('node', 'gpu'\).*with those axes only"):
         step.init(odd_params())
 
 

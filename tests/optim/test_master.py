@@ -61,9 +61,9 @@ def test_in_place_equals_pure_and_equals_float32(name: str) -> None:
 
 def test_masters_start_from_what_was_never_rounded() -> None:
     w = torch.tensor([1.001, 2.003])
-    state = optim.master_weights(optim.sgd(0.1), kept=BF16).init([w])
+    state = optim.master_weights(optim.sgd(0.1), param_dtypes=BF16).init([w])
     assert torch.equal(state.master[0], w) and state.master[0] is not w
-    tree = optim.master_weights(optim.sgd(0.1), kept={"n": torch.float32, "w": BF16}).init({"n": w, "w": w})
+    tree = optim.master_weights(optim.sgd(0.1), param_dtypes={"n": torch.float32, "w": BF16}).init({"n": w, "w": w})
     assert tree.master["n"] is None
 
 

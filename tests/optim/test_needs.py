@@ -42,7 +42,7 @@ def around(inner: Any) -> GradientTransformation:
     return GradientTransformation(inner.init, inner.update, needs=needs)
 
 
-# How the parts are put together; then grain, what is measured, whether its sum does, and whether pairs are among them.
+# How the parts are put together; then granularity, what is measured, whether its sum does, whether pairs are there.
 JOINS: list[tuple[Any, tuple[Any, ...]]] = [
     (optim.chain(), ("element", None, None, False)),
     (optim.chain(ELEMENT, LEAF), ("leaf", None, None, False)),
@@ -70,14 +70,14 @@ JOINS: list[tuple[Any, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("tx", "want"), JOINS)
 def test_needs_join(tx: GradientTransformation, want: tuple[Any, ...]) -> None:
-    grain, measure, _, _, phases, whole, donates = tx.needs
+    granularity, measure, _, _, phases, whole, donates = tx.needs
     of, additive = (None, None) if measure is None else measure[:2]
-    assert (grain, of, additive, whole) == want
+    assert (granularity, of, additive, whole) == want
     assert phases is None and not donates
 
 
 def test_two_measures_side_by_side_take_the_tree() -> None:
-    assert beside(NORM, OTHER).needs.grain == "tree"
+    assert beside(NORM, OTHER).needs.granularity == "tree"
 
 
 def test_what_reads_a_state_is_shown_its_own() -> None:
@@ -94,7 +94,7 @@ def test_what_reads_a_state_is_shown_its_own() -> None:
         around(OWN),
     ):
         phases = tx.needs.phases
-        assert phases is not None and phases.over == ("dp",)
+        assert phases is not None and phases.axes == ("dp",)
         assert phases.next(tree_map(lambda x: x + 3, tx.init(params))) == Phase("at 3", True)
 
 
@@ -107,7 +107,7 @@ def test_each_part_is_given_what_it_sees() -> None:
             seen.append((name, shapes, None if stats is None else stats.tolist(), phase))
             return told(name)
 
-        return ruled(Needs("element", Measure(sums), given=on))
+        return ruled(Needs("element", Measure(sums), specialize=on))
 
     params, stats, phase = {"w": torch.ones(2), "b": torch.ones(3)}, torch.tensor([1.0, 2.0]), Phase("now", False)
     whole = {"w": (2,), "b": (3,)}
@@ -123,7 +123,7 @@ def test_each_part_is_given_what_it_sees() -> None:
 
 def test_keywords_of_before_say_what_they_said_and_warn() -> None:
     init, update = ELEMENT.init, ELEMENT.update
-    with pytest.warns(DeprecationWarning, match=r"grain= is now needs=Needs\(grain=\.\.\.\).*next version"):
+    with pytest.warns(DeprecationWarning, match=r"grain= is now needs=Needs\(granularity=\.\.\.\).*next version"):
         assert GradientTransformation(init, update, grain="leaf").needs == Needs("leaf")
     marks: list[Any] = []
 
@@ -143,7 +143,7 @@ def test_keywords_of_before_say_what_they_said_and_warn() -> None:
 
     with pytest.warns(DeprecationWarning, match=r"over= is now.*phase= is now"):
         old = GradientTransformation(init, update, over=("dp",), phase=lambda state: state, given=told)
-    assert old.needs.phases is not None and old.needs.phases.over == ("dp",)
+    assert old.needs.phases is not None and old.needs.phases.axes == ("dp",)
     assert old.needs.phases.next(Phase("x", True)) == Phase("x", True)
     assert optim.given(old, [1], None, Phase("x", True)) is LEAF and marks[1:] == [Phase("x", True)]
     with pytest.raises(TypeError, match="unexpected keyword argument 'grains'"):

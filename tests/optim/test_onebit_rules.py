@@ -158,7 +158,7 @@ def test_leaves_without_elements_and_trees_without_leaves() -> None:
 def test_masters_and_chains_pass_phases_on() -> None:
     tx: Any = optim.master_weights(optim.chain(optim.clip(1.0), MAKE["zero_one_adam"]()))
     params, state, names = walk(tx, 8, torch.bfloat16)
-    assert (tx.needs.phases.over, names[:2]) == (("dp",), ["warmup", "full"]) and {"round", "switch"} <= set(names)
+    assert (tx.needs.phases.axes, names[:2]) == (("dp",), ["warmup", "full"]) and {"round", "switch"} <= set(names)
     for p, m in zip(tree_leaves(params), tree_leaves(state.master), strict=True):
         assert torch.equal(p, m.bfloat16())
 

@@ -31,7 +31,7 @@ def run(tx: Any, params: Any, grads: Callable[[int], Any], steps: int, *, in_pla
     params = tree_map(torch.clone, params)
     for t in range(1, steps + 1):
         phase = tx.needs.phases.next(local(state))
-        g = grads(t) if phase.local else pmean(grads(t), tx.needs.phases.over)
+        g = grads(t) if phase.local else pmean(grads(t), tx.needs.phases.axes)
         rule = optim.given(tx, params, phase=phase) if given else tx
         if in_place:
             params, state = optim.inplace(rule)(g, state, params)

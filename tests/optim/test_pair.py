@@ -179,7 +179,7 @@ def test_before_a_rule_that_averages_a_pair_is_refused() -> None:
     own = optim.onebit_adam(0.1, freeze_step=1)
     for pair in (by_norm(), optim.chain(by_norm())):
         with pytest.raises(
-            ValueError, match=r"rules \[0\] of a chain have an update without `specs`.*grain=\"element\""
+            ValueError, match=r"rules \[0\] of a chain have an update without `specs`.*granularity=\"element\""
         ):
             optim.chain(pair, own)
     optim.chain(GradientTransformation(*by_element(), needs=Needs("element")), own)

@@ -89,12 +89,12 @@ def clone(tree: Any) -> Any:
     return tree_map(torch.clone, tree)
 
 
-def cuts(params: Any, grain: str, rng: random.Random) -> list[dict[Any, slice]]:
+def cuts(params: Any, granularity: str, rng: random.Random) -> list[dict[Any, slice]]:
     """Parts that cover the tree: for each, the rows of the leaves that are in it."""
     rows: list[tuple[Any, slice]] = []
     for entry, p in zip(tree_entries(params), tree_leaves(params), strict=True):
         marks = [0, len(p) if p.ndim else 1]
-        if grain == "element" and p.ndim:
+        if granularity == "element" and p.ndim:
             marks += [rng.randrange(0, len(p) + 1) for _ in range(rng.randrange(4))]
         marks = sorted(marks)
         rows += [(entry, slice(a, b)) for a, b in itertools.pairwise(marks)]
@@ -131,7 +131,7 @@ def step_in_parts(tx: GradientTransformation, grads: Any, state: Any, params: An
     pieces = optim.in_pieces(tx, tree_map(lambda p: p.to("meta"), params))
     stats = [pieces.measure(g) for g in tree_leaves(grads)] if pieces.measure else []
     token = pieces.begin(state, stats)
-    for part in cuts(params, pieces.grain, rng):
+    for part in cuts(params, pieces.granularity, rng):
         own = [take(tree, part) for tree in (grads, state, params)]
         new_params, new_state = pieces.apply(token, *own)
         put(params, part, new_params)
@@ -150,7 +150,7 @@ def assert_same(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_any_cut_has_the_bits_of_the_whole(name: str, wide: bool) -> None:
     tx, rng = {**ELEMENT, **LEAF}[name](), random.Random(name)
-    assert tx.needs.grain == ("element" if name in ELEMENT else "leaf")
+    assert tx.needs.granularity == ("element" if name in ELEMENT else "leaf")
     params = make_params()
     state = tx.init(params)
     if wide:  # moments of the half-precision leaf in float32
@@ -169,7 +169,7 @@ def test_any_cut_has_the_bits_of_the_whole(name: str, wide: bool) -> None:
 def test_a_rule_that_needs_the_tree_is_cut_nowhere(name: str) -> None:
     tx, params = TREE[name](), make_params()
     pieces = optim.in_pieces(tx, params)
-    assert (pieces.grain, pieces.measure) == ("tree", None)
+    assert (pieces.granularity, pieces.measure) == ("tree", None)
     state, grads = tx.init(params), make_grads(params, 0)
     token = pieces.begin(state)
     with pytest.raises(ValueError, match=r"params\['long'\] is missing; give the whole tree at once"):

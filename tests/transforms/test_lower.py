@@ -38,7 +38,7 @@ def test_each_pass_and_all_of_them_keep_every_bit() -> None:
     batches = [odd_batch(n) for n in range(3)]
     want = on_mesh(odd_loss, tx, odd_params(), batches, **options)
     for changes in ({}, *PASSES.values()):
-        jitted = sf.jit(odd_loss, backend="graph", schedule=sf.graph.Schedule(**{**vars(NOTHING), **changes}))
+        jitted = sf.jit(odd_loss, backend="graph", graph_schedule=sf.graph.Schedule(**{**vars(NOTHING), **changes}))
         assert_same(on_mesh(jitted, tx, odd_params(), batches, **options), want, exact=True)
 
 
