@@ -44,8 +44,8 @@ class Mesh:
         device_mesh: the `torch.distributed.DeviceMesh` behind it; None when everything is one process, and of a mesh of
             some ranks.
         timeout: how long a collective may wait for a peer: by default as long as in the default process group.
-        abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from one of
-            them, but not run.
+        abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from one of them, but not
+            run.
         resources: what other rooms keep for as long as the mesh lives (communicators, say).
         made: the process groups that it has made.
         closed: whether it has been closed: nothing can be sent on it any more.

@@ -8,6 +8,7 @@ on the host between two of them. Beside the arguments and the results of a rank 
 many there are, and nothing is kept there for the backward.
 
 B samples, T tokens, H query heads, G key heads, K head dim, P ranks.
+
 Yao et al., Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer, 2024,
 https://arxiv.org/abs/2408.16978
 """

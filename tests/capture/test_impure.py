@@ -30,6 +30,7 @@ def losses(f: Any, steps: int = 3) -> tuple[list[float], Tensor]:
     return out, torch.get_rng_state()
 
 
+@pytest.mark.filterwarnings("ignore:the loss draws from torch")
 def test_draws_of_a_captured_step_are_those_of_the_eager_one() -> None:
     (want, after), (got, state) = losses(drawn), losses(sf.jit(drawn, backend="graph"))
     assert got == want and len(set(got)) == 3

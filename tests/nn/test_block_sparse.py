@@ -178,7 +178,9 @@ def test_what_is_refused() -> None:
         attend(mask=nn.Relative(torch.zeros(1, 4)))
 
     class Drawn(nn.Window):
-        tensors = (torch.ones(1),)
+        @property
+        def tensors(self) -> tuple[torch.Tensor, ...]:
+            return (torch.ones(1),)
 
         def with_tensors(self, tensors: Any) -> nn.Mask:
             return self

@@ -291,6 +291,7 @@ def test_a_step_that_fails_in_its_graph_leaves_the_state() -> None:
     assert int(new.step) == 1
 
 
+@pytest.mark.filterwarnings("ignore:the loss draws from torch")
 def test_draws_of_a_captured_step_are_those_of_the_eager_one() -> None:
     def loss(w: Tensor, x: Tensor) -> Tensor:
         scale = torch.empty(1, dtype=x.dtype).uniform_(-1, 1).exp()

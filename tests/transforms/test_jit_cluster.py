@@ -91,7 +91,7 @@ def test_functions_alone_choose_and_options_without_effect_are_refused() -> None
     bad: tuple[tuple[dict[str, Any], str], ...] = (
         ({"memory": 1 << 30}, "without cluster= has no effect"),
         ({"cluster": box, "memory": 0}, "above 0"),
-        ({"cluster": box, "schedule": Schedule()}, "leaves nothing to choose"),
+        ({"cluster": box, "graph_schedule": Schedule()}, "leaves nothing to choose"),
         ({"cluster": box, "prefetch": 0, "bucket": 0, "reductions": 0}, "nothing is left to choose"),
     )
     for options, said in bad:

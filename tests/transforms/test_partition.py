@@ -149,7 +149,7 @@ def test_a_block_has_megatrons_collectives(name):
     assert both["psum", ("tp",)] == [4 * config.num_layers + 1, 4 * config.num_layers * each + 8]  # and the norm
     assert {op for op, axes in both if axes} == {"psum"}
     assert text.count("psum of") == text.count("pvary of") == 2 * config.num_layers
-    assert text.count("models/gpt.py") == 4 * config.num_layers
+    assert text.count("models/_gpt_block.py") == 4 * config.num_layers
 
 
 @distributed(world=2)

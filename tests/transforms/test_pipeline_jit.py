@@ -67,6 +67,7 @@ def test_of_several_chunks() -> None:
         _same_bits(_loss(m=num, schedule=schedule, num_chunks=2), mesh, params, rows, zero=Zero(stage=3))
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_beside_tensor_parallel_layers() -> None:
     config, mesh = _gpt(3), sf.make_mesh({"pp": 2, "tp": 2}, device="cpu")
@@ -122,6 +123,7 @@ def test_lowered_messages_are_those_of_the_schedule() -> None:
     graph.prove_no_hang([x.gm for x in lowered for _ in range(4)], sizes)
 
 
+@pytest.mark.nightly
 def test_activations_live_as_long_as_the_schedule_says() -> None:
     """The first of four stages holds four microbatches under 1F1B, and all eight under GPipe."""
     peaks = {s: _lowered({"pp": 4}, 0, s, m=8).memory_analysis().max_by_kind["activations"] for s in ("1f1b", "gpipe")}

@@ -83,7 +83,7 @@ def four_ranks(name, layout):
     of_gpt(name, layout)
 
 
-DAILY = [("gpt2", megatron), ("odd_gqa", megatron), ("tied", vocabulary)]
+DAILY = [("gpt2", megatron)]
 
 
 @pytest.mark.parametrize(

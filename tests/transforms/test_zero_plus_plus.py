@@ -200,6 +200,7 @@ def test_quantised_steps_equal_an_explicit_simulation_and_train_as_well() -> Non
     assert metrics["skipped"] and metrics["loss"].isfinite() and metrics["grad_norm"].isnan()
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_leaves_of_unlike_scales_have_scales_of_their_own() -> None:
     draw = torch.Generator().manual_seed(0)
