@@ -32,6 +32,7 @@ from ._as_zero import as_zero as as_zero
 from ._key import bits as bits, check_key as check_key, fold_in as fold_in, key as key, split as split
 from ._key import threefry2x32 as threefry2x32
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
+from ._draw import drawn_as_shapes as drawn_as_shapes
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
 from ._draw import stack_draws as stack_draws
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros

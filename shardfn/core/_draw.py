@@ -31,6 +31,7 @@ _VECTOR = 64
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _DEFERRED = Ambient[None]("draws are deferred")
+_SHAPES = Ambient[None]("draws are shapes", by_thread=True)
 
 
 def deferred() -> AbstractContextManager[None]:
@@ -43,6 +44,19 @@ def deferred() -> AbstractContextManager[None]:
         tensor([[1., 1., 1.]])
     """
     return _DEFERRED.bound(None)
+
+
+def drawn_as_shapes() -> AbstractContextManager[None]:
+    """Inside, numbers of a key are not computed: what is drawn has shape and dtype, and any values. Nests.
+
+    For tensors without data alone, where the cipher's hundred operations a draw would compute nothing.
+
+    Example:
+        >>> with drawn_as_shapes():
+        ...     normal(torch.zeros(2, dtype=torch.int64, device="meta"), (1 << 20, 1 << 20)).shape
+        torch.Size([1048576, 1048576])
+    """
+    return _SHAPES.bound(None)
 
 
 def uniform(
@@ -402,7 +416,7 @@ def _draw(
     sizes = [b - a for a, b in bounds]
     count = math.prod(sizes)
     key = key.to(device) if device is not None else key
-    if count == 0:
+    if count == 0 or _SHAPES:
         return key.new_empty(sizes, dtype=dtype)
     # A traced key (a subclass of Tensor) draws at once: a graph has no cache to fit, and no loop to unroll.
     chunk = CHUNK if type(key) is Tensor else count

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfn.capture import fake
 from shardfn.collectives import GlobalTensor
-from shardfn.core import tree_map
+from shardfn.core import drawn_as_shapes, tree_map
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
@@ -28,7 +28,7 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
         torch.Size([1048576, 1048576])
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with mode, drawn_as_shapes():
         inputs = tree_map(lambda x: fake(x, "cpu") if isinstance(x, Tensor) else x, args)
         return tree_map(_meta, f(*inputs))
 

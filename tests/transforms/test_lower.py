@@ -99,6 +99,18 @@ def test_a_cluster_that_nobody_has() -> None:
         step(state, _tokens(0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_eval_shape_of_draws_has_their_shapes_and_dtypes(dtype: torch.dtype) -> None:
+    def draws() -> list[Any]:
+        one, two = sf.split(sf.key(0))
+        numbers = [sf.core.normal(one, (3, 5), dtype=dtype), sf.core.uniform(two, (0, 2), dtype=dtype)]
+        return [*numbers, sf.core.bernoulli(one, 0.5, (7,)), numbers[0] @ numbers[0].t()]
+
+    found, want = sf.eval_shape(draws), draws()
+    assert [(x.shape, x.dtype, x.stride()) for x in found] == [(x.shape, x.dtype, x.stride()) for x in want]
+    assert all(x.device.type == "meta" for x in found)
+
+
 def test_eval_shape_computes_nothing() -> None:
     out = sf.eval_shape(lambda p: {"y": p["x"] @ p["x"].T, "n": 3}, {"x": torch.empty(1 << 24, 4, device="meta")})
     assert out["y"].shape == (1 << 24, 1 << 24) and out["y"].device.type == "meta" and out["n"] == 3
