@@ -14,8 +14,8 @@ from collections.abc import Iterator
 MOST = 50_000
 
 
-class _Stopped:
-    """By which thread's step the collector has been stopped; None if by none, though the program itself may have."""
+class _Paused:
+    """By which thread's step the collector is paused; None if by none, though the program itself may have stopped it."""
 
     by: int | None = None
 
@@ -37,30 +37,30 @@ def uncollected() -> Iterator[None]:
         yield
         return
     gc.disable()
-    _Stopped.by = threading.get_ident()
+    _Paused.by = threading.get_ident()
     try:
         yield
     finally:
-        _Stopped.by = None
+        _Paused.by = None
         gc.enable()
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
     """Inside a step, the collector runs as it would outside: for what takes long and makes much, such as a capture."""
-    if _Stopped.by != threading.get_ident():
+    if _Paused.by != threading.get_ident():
         yield
         return
-    _Stopped.by = None
+    _Paused.by = None
     gc.enable()
     try:
         yield
     finally:
         gc.disable()
-        _Stopped.by = threading.get_ident()
+        _Paused.by = threading.get_ident()
 
 
 def catch_up() -> None:
     """Collects what is young, if it is more than `MOST` objects that a step has kept from the collector."""
-    if _Stopped.by == threading.get_ident() and gc.get_count()[0] > MOST:
+    if _Paused.by == threading.get_ident() and gc.get_count()[0] > MOST:
         gc.collect(1)
