@@ -15,7 +15,7 @@ MOST = 50_000
 
 
 class _Paused:
-    """By which thread's step the collector is paused; None if by none, though the program itself may have stopped it."""
+    """By which thread's step the collector is paused; None if by none. The program itself may have stopped it, too."""
 
     by: int | None = None
 

@@ -64,6 +64,7 @@ def test_a_write_to_what_a_copied_layer_has_saved_is_an_error_as_in_eager_mode()
                 step(step.init(start()), rows())
 
 
+@pytest.mark.nightly
 def test_remat_with_a_policy_around_a_scan(caplog: pytest.LogCaptureFixture) -> None:
     kinds: tuple[Any, ...] = (
         policies.dots_saveable,

@@ -31,6 +31,7 @@ def _error(f: Callable, *args) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nightly
 @distributed(world=[2, 3], timeout=120)
 def test_a_rank_that_is_late_is_called_late_and_no_rank_dead(world: int) -> None:
     rank, late = dist.get_rank(), world - 1

@@ -10,6 +10,7 @@ import pytest
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "slow_network.py"
 
 
+@pytest.mark.nightly
 def test_it_sends_signs_after_the_freeze() -> None:
     command = [
         sys.executable,

@@ -89,6 +89,7 @@ def test_small_programs_get_the_cheapest_plan(num: int) -> None:
     assert better, "greedy is as good on all of them, so that this shows nothing"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_no_plan_is_dearer_than_that_of_greedy(width: int) -> None:
     for seed, num in itertools.product(range(6), (2, 4)):

@@ -95,6 +95,7 @@ def test_every_style_on_two_ranks_in_float64(name: str, sequence: bool) -> None:
 STAGES = [None, *(sf.Zero(stage=stage, persist_elements=0) for stage in (1, 2, 3))]
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_stages_remat_and_accumulate_on_dp_times_tp() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2})

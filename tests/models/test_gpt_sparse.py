@@ -82,6 +82,7 @@ def test_bodies_compute_the_same(causal: bool) -> None:
     assert not torch.allclose(gpt.loss(everything, params, batch).mean(), value)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_compute_what_one_device_does() -> None:
     """Along sp each rank has the layouts of its heads; along tp, too; scanned, recomputed and captured."""

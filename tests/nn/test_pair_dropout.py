@@ -164,6 +164,7 @@ def line(T: int) -> list[nn.Body]:
     return [*ulysses, nn.Ring("sp", T, block=5), nn.Ring("sp", T, zigzag=True, block=4)]
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_bodies_on_a_line() -> None:
     many_ranks(sf.make_mesh({"sp": 3}), line, range(2, 5))

@@ -177,6 +177,7 @@ def small_losses(world):
                 assert_parity(around(sf.partition(loss)), optim.sgd(0.1), PARAMS, [drawn(4, 6)] * 2, **how)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_small_losses_compute_what_one_device_computes(world):
     small_losses(world=world)

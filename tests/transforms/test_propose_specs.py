@@ -83,17 +83,8 @@ def four_ranks(name, layout):
     of_gpt(name, layout)
 
 
-DAILY = [("gpt2", megatron)]
-
-
-@pytest.mark.parametrize(
-    "name, layout",
-    [
-        (n, x) if (n, x) in DAILY else pytest.param(n, x, marks=pytest.mark.nightly)
-        for n in CONFIGS
-        for x in (megatron, vocabulary)
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, layout", [(n, x) for n in CONFIGS for x in (megatron, vocabulary)])
 def test_it_sends_no_more_than_megatrons_and_computes_what_one_device_does(name, layout):
     two_ranks(name, layout)
 
