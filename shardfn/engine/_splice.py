@@ -82,7 +82,8 @@ def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTr
     notes = recorder()
     if notes is None or transforming():
         return plain_loop(run, carry, layers)
-    key, kept = _identity(run)
+    # Around what is computed again a scan starts anew both times: what is saved the second time must be as the first.
+    key, kept = (None, None) if _is_hooked() else _identity(run)
     made: _Templates = _Templates(kept) if key is None else notes.known.setdefault(key, _Templates(kept))
     if made.fails or not (made.calls or len(layers) > MIN_COPIED) or _is_watched(layers):
         made.calls += 1
@@ -223,6 +224,12 @@ class _SplicedLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, *ctx.splice.backward(ctx.x, ctx.ends, ctx.saved_tensors, grads)
+
+
+def _is_hooked() -> bool:
+    """Whether hooks see what is saved for the backward, as those of a remat or an offload around the scan."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None
 
 
 def _is_watched(layers: Sequence[PyTree]) -> bool:
