@@ -292,6 +292,12 @@ def test_what_nights_have_found(tmp_path: pathlib.Path) -> None:
 
 
 @distributed(world=2)
+def test_a_scan_that_is_computed_again_saves_what_its_forward_saved(tmp_path: pathlib.Path) -> None:
+    """Three captured microbatches of a scan under remat and offload: the second knew the layers of the first."""
+    assert check([Case.of(1899771216)], 2, tmp_path)["equal"] == 1
+
+
+@distributed(world=2)
 def test_a_few_compositions_equal_one_device(tmp_path: pathlib.Path) -> None:
     some = [case for case in map(Case.of, range(40)) if case.world == 2][:6]
     assert check(some, 2, tmp_path)["equal"] >= 4
