@@ -199,6 +199,34 @@ def test_an_error_of_one_rank_is_raised_by_all_at_the_next_save(tmp_path: pathli
     checkpoint.save(tmp_path, leaf(5), 5)  # given up with the block
 
 
+_OTHER_JOB = """
+import sys, torch
+from shardfn import checkpoint
+with checkpoint.Manager(sys.argv[1]) as manager:
+    manager.save({"w": torch.zeros(3)}, 1)
+    manager.wait()
+    print("saved", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_job_at_one_place_is_told_which_process_has_it(tmp_path: pathlib.Path) -> None:
+    line = [sys.executable, "-c", _OTHER_JOB, str(tmp_path)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == "saved\n"
+        for begin in (Manager, lambda place: checkpoint.save(place, {"w": torch.ones(3)}, 2)):
+            with pytest.raises(InUseError) as error:
+                begin(tmp_path)
+            assert f"{tmp_path} belongs to a checkpoint writer of process {other.pid}" in str(error.value)
+            assert "alive" in str(error.value)
+        # Who only reads is not in the way.
+        assert checkpoint.restore(tmp_path, {"w": torch.ones(3)}).tree["w"].tolist() == [0, 0, 0]
+        other.stdin.close()
+    checkpoint.save(tmp_path, {"w": torch.ones(3)}, 2)
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
 @pytest.fixture
 def tiny(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A file system of 1 MiB."""
