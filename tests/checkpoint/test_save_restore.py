@@ -223,7 +223,7 @@ def test_what_is_not_saved(tmp_path: pathlib.Path) -> None:
     assert checkpoint.restore(tmp_path, {"w": torch.zeros(1)}).tree["w"].item() == 2
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*, which has checkpoints of steps \[0\]"):
         checkpoint.restore(tmp_path, {"w": torch.zeros(1)}, step=5)
-    with pytest.raises(FileNotFoundError, match="which is no directory"):
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
         checkpoint.restore(tmp_path / "nowhere", {"w": torch.zeros(1)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000000"]
 

@@ -202,7 +202,10 @@ def test_what_it_does_not_do_is_said() -> None:
     "options, says",
     [
         ({"optimizer": "host"}, r"optimizer= \(a state that waits elsewhere is measured piece by piece\)"),
-        ({"optimizer": "disk", "disk": sf.Disk("/nowhere")}, r"optimizer= \(a state that waits elsewhere is measured piece by piece\)"),
+        (
+            {"optimizer": "disk", "disk": sf.Disk("/nowhere")},
+            r"optimizer= \(a state that waits elsewhere is measured piece by piece\)",
+        ),
         ({"grads": "host", "stage": 2}, r"grads= \(a state that waits elsewhere is measured piece by piece\)"),
         ({"stage": 3, "axis": ("node", "dp"), "travel": sf.Travel(secondary_axis="dp")}, r"\(sums go axis by axis\)"),
     ],
