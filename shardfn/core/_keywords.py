@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ._errors import did_you_mean
+from ._errors import a_kind, did_you_mean
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -43,6 +43,39 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
             return f(*args, **kwargs)
 
         return call
+
+    return decorate
+
+
+def explains_extra(call: str, remedy: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
+    """Refuses more arguments than a method takes.
+
+    Args:
+        call: how to write the call.
+        remedy: where what is passed beside it belongs.
+
+    Example:
+        >>> class Step:
+        ...     @explains_extra("step(state, batch)", "Pass a key to sharded_step.")
+        ...     def __call__(self, state, batch): ...
+        >>> Step()(1, 2, 3)
+        Traceback (most recent call last):
+            ...
+        TypeError: step(state, batch) got 1 argument more: an int. Pass a key to sharded_step.
+    """
+
+    def decorate(f: Callable[A, R]) -> Callable[A, R]:
+        names = list(inspect.signature(f).parameters)
+
+        @functools.wraps(f)
+        def checked(*args: A.args, **kwargs: A.kwargs) -> R:
+            if len(args) > len(names) or not kwargs.keys() <= set(names):
+                extra = [a_kind(x) for x in args[len(names) :]] + [f"{name}=" for name in kwargs if name not in names]
+                more = "1 argument" if len(extra) == 1 else f"{len(extra)} arguments"
+                raise TypeError(f"{call} got {more} more: {', '.join(extra)}. {remedy}")
+            return f(*args, **kwargs)
+
+        return checked
 
     return decorate
 

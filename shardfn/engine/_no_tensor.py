@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-from shardfn.core import PyTree, first_of, tree_leaves, tree_paths
+from shardfn.core import PyTree, a_kind, first_of, tree_leaves, tree_paths
 
 _SHOWN = 20
 _INDICES = re.compile(r"(\[\d+\])+$")
@@ -28,15 +28,10 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
             continue
         of = _INDICES.sub("", path)
         if isinstance(x, int | float) and of != path:
-            told.setdefault(of, f"{of} is a list of numbers ({path} is {_kind(x)}); write torch.tensor({of})")
+            told.setdefault(of, f"{of} is a list of numbers ({path} is {a_kind(x)}); write torch.tensor({of})")
         else:
-            told[path] = f"{path} is {_kind(x)}{_remedy(path, x)}"
+            told[path] = f"{path} is {a_kind(x)}{_remedy(path, x)}"
     return first_of(list(told.values()), _SHOWN)
-
-
-def _kind(x: Any) -> str:
-    name = type(x).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _remedy(path: str, x: Any) -> str:

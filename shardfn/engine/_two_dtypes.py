@@ -12,6 +12,7 @@ from shardfn.core import Policy, PyTree, first_of, tree_leaves, tree_paths
 # What torch says of the operands of a product, of attention and of a convolution.
 _SAYS = re.compile(r"same dtype|expected scalar type|type .* should be the same")
 _SAYS_DEVICES = re.compile(r"same device|device type|different devices?|is on (cpu|cuda|meta)")
+_SAYS_LIST = re.compile(r"(list|tuple) indices must be integers|must be a mapping, not (list|tuple)")
 _SHOWN = 6
 
 
@@ -48,10 +49,19 @@ def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         batch: the batch, or nothing.
 
     Raises:
+        TypeError: in place of Python's, where names are looked up in a batch that is a list.
         ValueError: in place of torch's error, which is its cause.
     """
     try:
         yield
+    except TypeError as error:
+        if not (batch and isinstance(batch[0], list | tuple) and _SAYS_LIST.search(str(error))):
+            raise
+        raise TypeError(
+            f"the batch is a {type(batch[0]).__name__} of {len(batch[0])}, and the loss looks up names in it ({error})."
+            " Make one dict of them, whose tensors have a row for each example: sf.data.pad(length)(examples), or"
+            " torch.utils.data.default_collate(examples)."
+        ) from error
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise

@@ -81,6 +81,8 @@ class Needs(NamedTuple):
         whole: whether it is applied to whole leaves, since it does not say how it goes with blocks: set by
             `as_transformation`.
         donates: whether `update` takes `donate=True`, by which it may overwrite the updates that it is given.
+        ascends: whether its updates point along the gradient, so that a learning rate has to follow it in a chain. A
+            step refuses such a rule alone: parameters plus these updates would raise the loss.
     """
 
     granularity: Grain = "tree"
@@ -90,6 +92,7 @@ class Needs(NamedTuple):
     phases: Phases | None = None
     whole: bool = False
     donates: bool = False
+    ascends: bool = False
 
 
 def _reads_old_names(kind: Any, **new: str) -> None:
@@ -215,4 +218,5 @@ def identity() -> GradientTransformation:
         >>> identity().update({"w": 1.0}, EmptyState())
         ({'w': 1.0}, EmptyState())
     """
-    return stateless(lambda updates, params, specs: updates, "element")
+    rule = stateless(lambda updates, params, specs: updates)
+    return rule._replace(needs=Needs("element", ascends=True))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import bind_mesh, transforming
-from shardfn.core import P, PyTree, as_html, fold_in, tree_flatten, tree_leaves, tree_paths
+from shardfn.core import P, PyTree, as_html, explains_extra, fold_in, tree_flatten, tree_leaves, tree_paths
 from shardfn.engine import (
     Agreement,
     CacheInfo,
@@ -194,6 +194,11 @@ class ShardedStep(Transform):
         """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
         close_pool(self._planner)
 
+    @explains_extra(
+        "step(state, batch)",
+        "The key is given once, as sharded_step(..., key=sf.key(0)), and each step makes its own of it. What else the"
+        " loss needs stands in the batch, or is bound before: functools.partial(loss, config).",
+    )
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
         if transforming():
