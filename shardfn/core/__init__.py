@@ -11,7 +11,8 @@ from ._errors import (
     not_scalar as not_scalar,
     raise_all as raise_all,
 )
-from ._keywords import explains_extra as explains_extra, explains_keywords as explains_keywords
+from ._keywords import explains_attributes as explains_attributes, explains_extra as explains_extra
+from ._keywords import explains_keywords as explains_keywords
 from ._keywords import former as former, renamed as renamed
 from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords

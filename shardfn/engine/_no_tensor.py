@@ -22,6 +22,8 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
         >>> no_tensors({"x": [[1, 2], [3, 4]]}, "batch")
         ["batch['x'] is a list of numbers (batch['x'][0][0] is an int); write torch.tensor(batch['x'])"]
     """
+    if _are_named(tree):
+        return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor; write dict({name})"]
     told: dict[str, str] = {}
     for path, x in zip(tree_paths(tree, name), tree_leaves(tree), strict=True):
         if isinstance(x, Tensor):
@@ -32,6 +34,12 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
         else:
             told[path] = f"{path} is {a_kind(x)}{_remedy(path, x)}"
     return first_of(list(told.values()), _SHOWN)
+
+
+def _are_named(tree: PyTree) -> bool:
+    """Whether a tree is what a module's `named_parameters()` yields."""
+    pairs = isinstance(tree, list | tuple) and bool(tree) and all(isinstance(x, tuple) and len(x) == 2 for x in tree)
+    return pairs and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in tree)
 
 
 def _remedy(path: str, x: Any) -> str:

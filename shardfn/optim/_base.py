@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardfn.core import former, renamed
+from shardfn.core import explains_attributes, former, renamed
 
 from ._types import Grain, OptState, Params, Specs, Updates
 
@@ -145,6 +145,16 @@ class _Fields(NamedTuple):
     needs: Needs = Needs()
 
 
+_BY_STEP = "The step updates the parameters: state, metrics = sf.sharded_step(loss, optimizer)(state, batch)."
+
+
+@explains_attributes(
+    step=_BY_STEP,
+    zero_grad=f"Leave it out. {_BY_STEP}",
+    param_groups="Rules for some leaves are made by optim.multi_transform; a rate that changes is a schedule.",
+    state_dict="Its state is a part of the step's: sf.checkpoint.save(directory, state).",
+    load_state_dict="Its state is a part of the step's: sf.checkpoint.restore(directory, state).",
+)
 class GradientTransformation(_Fields):
     """A rule from gradients to updates.
 

@@ -126,6 +126,9 @@ MISTAKES: dict[str, Mistake] = {
         lambda: run(batch=[{"x": torch.ones(3)}, {"x": torch.ones(3)}]),
         TypeError, "the batch is a list of 2", "torch.utils.data.default_collate(examples)",
     ),
+    "a pair for a batch": Mistake(
+        lambda: run(batch=(torch.ones(4, 3), torch.ones(4))), TypeError, "the batch is a tuple of 2", "by number"
+    ),
     # A module.
     "a module among parameters": Mistake(
         lambda: made().init({"net": nn.Linear(1, 1)}), TypeError, "params['net'] is a Linear", "sf.from_module(module)"
@@ -183,7 +186,46 @@ MISTAKES: dict[str, Mistake] = {
         lambda: run(lambda p, b: sf.WeightedMean(loss_of(p, b), b["x"].sum() - 99)),
         ValueError, "is -87", "at least 0",
     ),
+    # What torch has, and what is here in its place.
+    "optimizer.step()": Mistake(
+        lambda: optim.adamw(0.1).step(), AttributeError, "no attribute 'step'", "state, metrics = "  # type: ignore
+    ),
+    "optimizer.zero_grad()": Mistake(
+        lambda: optim.adamw(0.1).zero_grad(), AttributeError, "'zero_grad'", "Leave it out"  # type: ignore
+    ),
+    "step.train()": Mistake(lambda: made().train(), AttributeError, "'train'", "module.train(), before"),
+    "state.state_dict()": Mistake(
+        using(lambda step, state: state.state_dict()), AttributeError, "'state_dict'", "sf.checkpoint.save(directory, "
+    ),
+    "named parameters": Mistake(
+        lambda: made().init(list(nn.Linear(1, 1).named_parameters())),
+        TypeError, "pairs of a name and a tensor", "write dict(params)",
+    ),
+    "apply of a state's leaves": Mistake(
+        lambda: _linear()[2](_state_of_module()[0].params, torch.ones(1, 3)),
+        TypeError, "params['weight'] is a GlobalTensor", "step.apply(lambda params: apply(params, x), state)",
+    ),
+    "a mesh by position": Mistake(
+        lambda: sf.sharded_step(loss_of, optim.sgd(0.1), mesh_of()),  # type: ignore[misc]
+        TypeError, "loss and optimizer by position and got 3", "mesh=, specs=",
+    ),
     # A rule.
+    "a text for a rate": Mistake(
+        lambda: optim.adamw("1e-3"),  # type: ignore[arg-type]
+        ValueError, "learning_rate='1e-3'", "without quotes",
+    ),
+    "a schedule's peak under another name": Mistake(
+        lambda: optim.warmup_cosine_decay_schedule(0.0, peak_lr=0.1),  # type: ignore[call-arg]
+        TypeError, "no argument 'peak_lr'", "Write peak_value=0.1.",
+    ),
+    "an optimizer for a schedule": Mistake(
+        lambda: optim.cosine_decay_schedule(optim.sgd(0.1), 10),  # type: ignore[arg-type]
+        ValueError, "init_value=a GradientTransformation", "a finite number",
+    ),
+    "steps in floats": Mistake(
+        lambda: optim.linear_schedule(0.0, 1.0, 1e3),  # type: ignore[arg-type]
+        ValueError, "transition_steps=1000.0", "Write 1000.",
+    ),
     "a chain of nothing": Mistake(
         lambda: made(optimizer=optim.chain()), ValueError, "has no learning rate", "optim.adamw(1e-3)"
     ),
@@ -274,6 +316,10 @@ MISTAKES: dict[str, Mistake] = {
     "an iterator that was read": Mistake(
         using(lambda step, state: step.evaluate(state, iter([]))), ValueError, "no rank has a row", "make it again"
     ),
+    "metrics that are no function": Mistake(
+        using(lambda step, state: step.evaluate(state, [batch_of()], {"loss": loss_of})),
+        TypeError, "this is a dict", "metrics(params, batch)",
+    ),
     "apply of a state alone": Mistake(
         using(lambda step, state: step.apply(state, batch_of())), TypeError, "got dict", "step.apply(f, state, *args)"
     ),
@@ -363,6 +409,12 @@ def test_leaves_on_another_device_are_named() -> None:
     with pytest.raises(RuntimeError, match="of something else"):
         with naming_batch({"w": torch.ones(2)}, (batch,)):
             raise RuntimeError("of something else")
+
+
+def test_a_name_that_the_batch_lacks_is_compared_with_its_own() -> None:
+    with pytest.raises(KeyError, match="'x'") as caught:
+        run(batch={"xs": torch.ones(4, 3)})
+    assert caught.value.__notes__ == ["The batch has ['xs']. Did you mean 'xs'?"]
 
 
 def test_what_is_near_a_misuse_is_taken() -> None:
