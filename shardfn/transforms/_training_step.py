@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import bind_mesh, transforming
-from shardfn.core import P, PyTree, as_html, fold_in, tree_flatten, tree_leaves, tree_paths
+from shardfn.core import (
+    P,
+    PyTree,
+    as_html,
+    explains_attributes,
+    explains_extra,
+    fold_in,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+)
 from shardfn.engine import (
     Agreement,
     CacheInfo,
@@ -78,6 +88,15 @@ from ._profile import StepProfile, measured, predict
 from ._sharded import kept_as
 
 
+@explains_attributes(
+    train="Set the module's mode, module.train(), before sf.from_module(module).",
+    eval="Set the module's mode, module.eval(), before sf.from_module(module); step.evaluate(state, batches) measures.",
+    parameters="A step holds no parameters; they are state.params.",
+    state_dict="A step holds no state; save that: sf.checkpoint.save(directory, state).",
+    load_state_dict="A step holds no state; read one: sf.checkpoint.restore(directory, step.init(params)).",
+    zero_grad="Leave it out: a step makes its gradients anew.",
+    step="Call it: state, metrics = step(state, batch).",
+)
 class ShardedStep(Transform):
     """A training step. Build one with `sharded_step`, which documents it."""
 
@@ -194,6 +213,11 @@ class ShardedStep(Transform):
         """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
         close_pool(self._planner)
 
+    @explains_extra(
+        "step(state, batch)",
+        "A batch is one tree, such as a dict of tensors. A key is passed once, as sharded_step(..., key=sf.key(0)), and"
+        " each step makes its own of it. Bind what else the loss takes before: functools.partial(loss, config).",
+    )
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
         if transforming():
@@ -433,7 +457,7 @@ class ShardedStep(Transform):
         """
         with told_before(comms_of(self.mesh).control):
             check_passed(state, batches, call="step.evaluate(state, batches)")
-            check_batches(batches)
+            check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
         keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
