@@ -56,7 +56,7 @@ from shardfn.engine import (
     describe_batch,
     describe_rows,
     drawn,
-    first_model_state,
+    first_kept,
     first_state,
     forget,
     global_mean,
@@ -145,8 +145,7 @@ class ShardedStep(Transform):
         leaves, plan = drawn(self._planner, params, args)
         check_trains(plan, self._planner.trainable)
         check_phases(plan, self._optimizer)
-        kept = first_model_state(model_state, self._state_specs, self.mesh)
-        check_kept(kept, self._state_specs, has_state=self._parts.has_state)
+        kept = first_kept(plan, self._parts, model_state, self._state_specs)
         if self.mesh.abstract or is_abstract(leaves):
             return self._abstract_state(plan)._replace(model_state=kept)
         comms = comms_of(self.mesh)
@@ -198,8 +197,7 @@ class ShardedStep(Transform):
         _, plan = drawn(self._planner, params, args)
         comms = comms_of(self.mesh)
         with told_before(comms.control):
-            kept = first_model_state(model_state, self._state_specs, self.mesh)
-            check_kept(kept, self._state_specs, has_state=self._parts.has_state)
+            kept = first_kept(plan, self._parts, model_state, self._state_specs)
         self._agreement.agree(comms, "resume", plan)
         if self._parts.has_state:
             check_alike(model_state, comms.control)
