@@ -19,7 +19,7 @@ def factors(dropped: Dropped, head: int, queries: Tensor, keys: Tensor, dtype: t
     Example:
         >>> dropped = Dropped(torch.tensor([[0, 7]]), level=1 << 15)
         >>> factors(dropped, 0, torch.arange(2), torch.arange(4), torch.float32).tolist()
-        [[[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 2.0, 0.0]]]
+        [[[2.0, 2.0, 0.0, 0.0], [0.0, 2.0, 2.0, 0.0]]]
     """
     own = _threefry(dropped.keys.unbind(-1), torch.zeros_like(keys[:1]), torch.full_like(keys[:1], dropped.head + head))
     key, at = (own[0][:, None, None], own[1][:, None, None]), keys + dropped.key
