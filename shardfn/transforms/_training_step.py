@@ -31,6 +31,7 @@ from shardfn.engine import (
     Jitted,
     Plan,
     Planner,
+    StepCall,
     StepParts,
     Transform,
     Unwrapped,
@@ -220,8 +221,7 @@ class ShardedStep(Transform):
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
         if transforming():
             return self._pure(state, batch)
-        run = functools.partial(run_eager, self._parts) if self._jitted is None else self._steps.run
-        return self._step(run, None, state, batch)
+        return self._step(self._eager if self._jitted is None else self._steps.call, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
@@ -315,11 +315,18 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
 
+    def _eager(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
+        return StepCall(lambda comms, agreed: run_eager(self._parts, plan, comms, state, args, agreed.even))
+
     @uncollected()
     def _step(
-        self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
+        self,
+        call_of: Callable[[Plan, TrainState, tuple[Any, ...]], StepCall],
+        only: Any,
+        state: TrainState,
+        batch: PyTree,
     ) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step by `run`, which may be made for one signature `only`."""
+        """One step, of which `call_of` makes the call; it may do so for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_passed(state, batch)
@@ -337,14 +344,15 @@ class ShardedStep(Transform):
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
                 )
+            call = call_of(plan, state, args)
         what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
-        even = agree_on_step(comms.control, what, rows, constant)
-        check_has_rows(batch, even=even)
+        agreed = agree_on_step(comms.control, what, rows, constant, call.known)
+        check_has_rows(batch, even=agreed.even)
         # All ranks have begun this step, and so have committed the one before.
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):
             compare_first_batch(plan, batch, comms.control)
-            new, metrics = run(plan, comms, state, args, even)
+            new, metrics = call.run(comms, agreed)
         if self._loss_scale is not None:
             # After the step, as it reads whether that was skipped: on all ranks the same.
             new = rescaled(new, state, self._loss_scale, metrics)
