@@ -35,6 +35,9 @@ def pipeline(
     What travels is a tree of tensors, of which floating ones have gradients; a layer keeps structure, shapes and
     dtypes. With a key, each function takes it as its last argument; layer l gets `fold_in(key, l)`.
 
+    In a step with `has_state` each function takes its part of the model state, a `PipelineState`, after its parameters,
+    and returns it with its result: `block(p, state, h[, key]) -> (h, state)`.
+
     Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run one after another.
 
     Args:
