@@ -72,6 +72,29 @@ def test_older_numbers_than_the_directory_has_are_refused_or_take_its_place(tmp_
     assert checkpoint.steps(tmp_path) == [140, 210]
 
 
+def test_at_most_one_save_is_under_way(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step between two saves does not wait; the next save that is due waits for the one before."""
+    write, may_write, writers = os.write, threading.Event(), set[str]()
+
+    def slow(fd: int, data: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            writers.add(threading.current_thread().name)
+            assert may_write.wait(60)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", slow)
+    with Manager(tmp_path, save_every=2, keep_last=9) as manager:
+        assert manager.save(tree(2), 2) and not manager.save(tree(3), 3)  # both return; nothing is written yet
+        assert manager.steps() == []
+        later = threading.Timer(0.3, may_write.set)
+        later.start()
+        assert manager.save(tree(4), 4) and may_write.is_set()
+        assert 2 in manager.steps()
+    later.join()
+    assert writers and checkpoint.steps(tmp_path) == [2, 4]
+    assert_is(tmp_path, 4)
+
+
 def test_what_lies_beside_a_state_is_saved_as_it_was(tmp_path: pathlib.Path) -> None:
     cursor = {"next": 0, "seen": [0]}
     with Manager(tmp_path, keep_last=3) as manager:
