@@ -461,11 +461,14 @@ class ShardedStep(Transform):
             >>> step.evaluate(state, [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])])
             {'loss': 8.0}
         """
-        with told_before(comms_of(self.mesh).control):
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
             check_passed(state, batches, call="step.evaluate(state, batches)")
             check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
+        with losing_no_peer(comms):
+            agree_on_step(comms.control, "step.evaluate")
         keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
 
