@@ -12,6 +12,7 @@ from shardfn.core import (
     Mesh,
     PyTree,
     Stored,
+    a_kind,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -99,6 +100,7 @@ def restore(
         The tree, and what was saved beside it.
 
     Raises:
+        TypeError: the arguments are swapped, or `like` is no tree.
         FileNotFoundError: there is no such checkpoint; says which there are.
         ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values; lists all.
             Or the checkpoint is of a newer version.
@@ -115,6 +117,11 @@ def restore(
         Restored(tree=tensor([1., 1.]), step=1, user={'epoch': 3}, read=8)
     """
     check_directory(directory)
+    if callable(like):
+        raise TypeError(
+            f"restore reads into a tree of tensors, and this is {a_kind(like)}; write"
+            " restore(directory, step.init(params))."
+        )
     check_alive(like, abstract=True)
     mesh = mesh_of(like)
     comms = comms_of(mesh)

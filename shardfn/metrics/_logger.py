@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from shardfn.core import Mesh
+from shardfn.core import Mesh, a_kind
 
 from ._floats import to_floats
 
@@ -76,6 +76,12 @@ class Logger:
         """
         if isinstance(step, Mapping):
             raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
+        for part in metrics:
+            if not isinstance(part, Mapping):
+                raise TypeError(
+                    f"Logger.write takes mappings of metrics, and this is {a_kind(part)}; write"
+                    " logger.write(step, {'loss': loss})."
+                )
         step = operator.index(step)
         if not self._writes:
             return {}
