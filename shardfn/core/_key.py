@@ -97,7 +97,7 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[
 
 
 def check_key(who: str, key: Any) -> None:
-    """Refuses what is no key.
+    """Refuses anything but a key.
 
     Raises:
         TypeError: says how to make one.
