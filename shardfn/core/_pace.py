@@ -7,8 +7,7 @@ from ._errors import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How far ahead leaves are gathered, when gradients are reduced, and how much of the optimizer's state moves at
-    once.
+    """How early leaves are gathered, when gradients are reduced, and how much optimizer state moves at once.
 
     These trade memory against waiting. Only `accumulate` changes results, as it changes the order of sums.
 

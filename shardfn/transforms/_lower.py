@@ -64,8 +64,7 @@ class Lowered:
         return as_text(self.gm)
 
     def schedule_table(self) -> str:
-        """The schedules that were compared, with seconds and peak, and a mark at the chosen one; without a choice the
-        one in use."""
+        """The schedules that were compared, with seconds and peak, and which was chosen; else the one in use."""
         return f"given: {self.schedule}" if self.choice is None else str(self.choice)
 
     def memory_analysis(self) -> MemoryAnalysis:
@@ -77,8 +76,7 @@ class Lowered:
         return cost_analysis(self.gm)
 
     def estimate(self, cluster: Cluster) -> Estimate:
-        """The predicted time of the step on a cluster, and how much of its transfers is not hidden behind
-        computation."""
+        """The predicted time of the step on a cluster, and the part of transfers that computation does not hide."""
         return estimate(self.gm, cluster)
 
     def plot(
@@ -88,8 +86,7 @@ class Lowered:
         kind: str = "memory",
         cluster: Cluster | None = None,
     ) -> "Figure":
-        """A picture of the step: live memory over its ops and at the peak; or lanes of computation and transfers over
-        time.
+        """A picture of the step: live memory over its ops, or lanes of computation and transfers over time.
 
         Args:
             path: a file to write, ".png" or ".svg"; None writes none.
