@@ -16,11 +16,11 @@ class Logger:
     """Writes metrics by step to `metrics.jsonl` and, where asked, to TensorBoard events in the same folder.
 
     The first rank of the mesh writes; on the others nothing happens, and no metric is brought over from the device. A
-    line is on disk when `write` returns, so that a run that dies leaves all that it said.
+    line is on disk when `write` returns, so that a run that dies leaves all its lines.
 
     Args:
         folder: where to; made if missing.
-        mesh: says which rank this is; None = the one that writes.
+        mesh: only its first rank writes; None means that this process writes.
         tensorboard: whether events are written too, for which the package `tensorboard` must be installed.
         start: the step that a resumed run goes on from: lines of later steps are dropped, since those steps are made
             again. 0 begins anew.
