@@ -84,9 +84,9 @@ class Sharding:
 
     Attributes:
         spec: the layout.
-        memory_kind: where it is kept.
-        stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. It is
-            then no dim to be cut: ZeRO cuts each layer, and gathers each when it is used. See `shardfn.scan`.
+        memory_kind: the memory in which the leaf is stored: "device", "host" or "disk".
+        stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. ZeRO
+            then does not cut this dim; it cuts each layer, and gathers each when it is used. See `shardfn.scan`.
 
     Example:
         >>> Sharding(P("dp")).memory_kind
