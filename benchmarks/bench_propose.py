@@ -15,7 +15,7 @@ import torch
 import shardfn as sf
 from shardfn.models import gpt
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 1024, "d_model": 64, "num_heads": 8, "max_len": 16},
     "175b": {"vocab_size": 50_304, "d_model": 12_288, "num_heads": 96, "max_len": 2048},
 }

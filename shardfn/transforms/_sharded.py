@@ -65,6 +65,7 @@ from shardfn.engine import (
     pure_apply,
     run_forward,
     signature,
+    stage_axes,
     tensors_of,
     told_before,
     unwrap,
