@@ -10,7 +10,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def main() -> None:
     publish("Pipelines beside torch.distributed.pipelining", f"{what}\n{table(head, rows)}", out=args.out)
 
 
-def _compared(ours: list[float], theirs: list[float]) -> list[str]:
+def _compared(ours: Sequence[float], theirs: Sequence[float]) -> list[str]:
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     quarters = statistics.quantiles(ratios, n=4)
     return [
