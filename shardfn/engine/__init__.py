@@ -57,7 +57,7 @@ from ._step_parts import (
     step_lines as step_lines,
     step_parts as step_parts,
 )
-from ._step import StepParts as StepParts, rescaled as rescaled
+from ._step import StepCall as StepCall, StepParts as StepParts, rescaled as rescaled
 from ._traced_function import FunctionProgram as FunctionProgram, capture_function as capture_function
 from ._traced_function import tensors_of as tensors_of
 from ._transit import Request as Request, Transit as Transit, is_followed as is_followed

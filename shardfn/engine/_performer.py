@@ -19,7 +19,7 @@ from ._course import Course
 from ._entered import check_capture, enter
 from ._gather import DONE, IDLE, Gatherer
 from ._generator import warning_of_draws
-from ._loss import NoGradientError, Value, naming_used_up
+from ._loss import NoGradientError, Value, naming_used_up, refuse_negative
 from ._model_state import ModelState, named_leaves
 from ._outcome import Outcome, agree_on_outcome, outcome_of
 from ._plan import Plan
@@ -117,6 +117,7 @@ class Performer:
         self._book.watch.check("the loss")
         if value is not None and not (plan.compared or plan.captured):
             refuse_summed(value.total, plan)
+            refuse_negative(value.weight)
         if not self._even and value is not None and value.weight is None and plan.chunks is None:
             raise ValueError(
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"

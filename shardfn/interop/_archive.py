@@ -147,16 +147,28 @@ class ArchiveWriter:
         ]
         self._at: dict[str, tuple[int, SafetensorsEntry]] = {}
         for i, group in enumerate(groups):
-            path = self.directory / f"{self._names[i]}.tmp"
-            text = safetensors_header([(name, *entries[name]) for name in group], {"format": "pt"})
+            self._begin(i, {name: entries[name] for name in group})
+        self._left = set(entries)
+
+    def _begin(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Makes a file of its full length, with its header; where that fails, none of the files is left."""
+        path = self.directory / f"{self._names[number]}.tmp"
+        try:
+            text = safetensors_header([(name, *entry) for name, entry in entries.items()], {"format": "pt"})
+            at = len(text)
+            for name, (dtype, shape) in entries.items():
+                self._at[name] = number, SafetensorsEntry(path, dtype, shape, at)
+                at += dtype.itemsize * math.prod(shape)
             with open(path, "wb") as f:
                 f.write(text)
-                f.truncate(len(text) + sum(sizes[name] for name in group))
-            at = len(text)
-            for name in group:
-                self._at[name] = i, SafetensorsEntry(path, *entries[name], at)
-                at += sizes[name]
-        self._left = set(entries)
+                f.truncate(at)
+        except BaseException:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        for name in self._names:
+            (self.directory / f"{name}.tmp").unlink(missing_ok=True)
 
     def put(self, name: str, x: Tensor) -> None:
         """Writes a tensor of the dtype and shape that were told."""
@@ -174,16 +186,21 @@ class ArchiveWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        paths = [self.directory / f"{name}.tmp" for name in self._names]
         if kind is not None:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            self._remove()
             return
-        assert not self._left, f"not written: {sorted(self._left)}"
-        for path in paths:
-            with open(path, "rb") as f:
-                os.fsync(f.fileno())
-            path.rename(path.with_suffix(""))
+        paths = [self.directory / f"{name}.tmp" for name in self._names]
+        try:
+            assert not self._left, f"not written: {sorted(self._left)}"
+            # All are on the disk before the first has its name.
+            for path in paths:
+                with open(path, "rb") as f:
+                    os.fsync(f.fileno())
+            for path in paths:
+                path.rename(path.with_suffix(""))
+        except BaseException:
+            self._remove()
+            raise
         one, index = self.directory / f"{self._stem}.safetensors", self.directory / (self._stem + INDEX)
         if len(paths) > 1:
             weights = {name: self._names[i] for name, (i, _) in self._at.items()}

@@ -210,7 +210,7 @@ class LeafLayout:
             self.block,
             self.dtypes,
             self.home,
-            self.ways.kept.code,
+            self.places.code,
             *cut,
             self.manner,
             self.reduce_axes,

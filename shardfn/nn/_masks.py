@@ -93,9 +93,15 @@ class Mask(abc.ABC):
         del queries, keys, heads, like
 
     @property
+    def of_positions(self) -> bool:
+        """Whether `cover` and `pairs` are all there is to it: no data, nothing added, nothing multiplied."""
+        own = type(self)
+        return not self.tensors and own.bias is Mask.bias and own.scales is Mask.scales
+
+    @property
     def in_kernels(self) -> bool:
-        """Whether the kernels of attention take it: it has no data, or `given` tells it."""
-        return not self.tensors or type(self).given is not Mask.given
+        """Whether the kernels of attention take it: it is of positions, or `given` tells the rest."""
+        return self.of_positions or type(self).given is not Mask.given
 
     def given(self, queries: Span, keys: Span) -> Given:
         """The data in it for a rectangle, as the kernels of attention take it.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardfn.core import former, renamed
+from shardfn.core import explains_attributes, former, renamed
 
 from ._types import Grain, OptState, Params, Specs, Updates
 
@@ -81,6 +81,8 @@ class Needs(NamedTuple):
         whole: whether it is applied to whole leaves, since it does not say how it goes with blocks: set by
             `as_transformation`.
         donates: whether `update` takes `donate=True`, by which it may overwrite the updates that it is given.
+        ascends: whether its updates point along the gradient, so that a learning rate has to follow it in a chain. A
+            step refuses such a rule alone: parameters plus these updates would raise the loss.
     """
 
     granularity: Grain = "tree"
@@ -90,6 +92,7 @@ class Needs(NamedTuple):
     phases: Phases | None = None
     whole: bool = False
     donates: bool = False
+    ascends: bool = False
 
 
 def _reads_old_names(kind: Any, **new: str) -> None:
@@ -142,6 +145,16 @@ class _Fields(NamedTuple):
     needs: Needs = Needs()
 
 
+_BY_STEP = "The step updates the parameters: state, metrics = sf.sharded_step(loss, optimizer)(state, batch)."
+
+
+@explains_attributes(
+    step=_BY_STEP,
+    zero_grad=f"Leave it out. {_BY_STEP}",
+    param_groups="Rules for some leaves are made by optim.multi_transform; a rate that changes is a schedule.",
+    state_dict="Its state is a part of the step's: sf.checkpoint.save(directory, state).",
+    load_state_dict="Its state is a part of the step's: sf.checkpoint.restore(directory, state).",
+)
 class GradientTransformation(_Fields):
     """A rule from gradients to updates.
 
@@ -215,4 +228,5 @@ def identity() -> GradientTransformation:
         >>> identity().update({"w": 1.0}, EmptyState())
         ({'w': 1.0}, EmptyState())
     """
-    return stateless(lambda updates, params, specs: updates, "element")
+    rule = stateless(lambda updates, params, specs: updates)
+    return rule._replace(needs=Needs("element", ascends=True))

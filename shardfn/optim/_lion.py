@@ -78,7 +78,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
         us, mu = leafwise(_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
         return us, ScaleByLionState(mu)
 
-    return GradientTransformation(init, update, needs=Needs("element"))
+    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)

@@ -9,6 +9,7 @@
 | `phases` | those of the one that has any | refused | its |
 | `whole` | if one is | if one is | if it is |
 | `donates` | no | no | no |
+| `ascends` | if all do | no | no |
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -6,7 +6,7 @@ are kept, and when they move, changes no value.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,8 +84,22 @@ _WORDS = Words(
     "the first argument is kept otherwise than this function says:",
     "the first argument is kept under another policy:",
 )
-# What runs a call: its plan, communicators, first argument and the leaves of the others -> the result.
-Run = Callable[[Plan, Comms, PyTree, list[Argument], Any], PyTree]
+
+
+class _FunctionCall(NamedTuple):
+    """A call that ranks are about to agree on, and then to run.
+
+    Attributes:
+        run: runs it, told whether all ranks know what it learns at first.
+        known: whether this rank does.
+    """
+
+    run: Callable[[Comms, bool], PyTree]
+    known: bool = True
+
+
+# A call, of its plan, its first argument, the leaves of the others and their structure.
+CallOf = Callable[[Plan, PyTree, list[Argument], Any], _FunctionCall]
 
 
 def sharded(
@@ -230,7 +244,7 @@ class Sharded(Transform):
         """The function's value; inside a transform, or of what requires a gradient, as a pure function."""
         if transforming() or capturing() or _differentiated((params, args)):
             return self.pure(params, *args)
-        return self._call(self._run if self.jitted is None else self._run_captured, None, params, args)
+        return self._call(self._eager if self.jitted is None else self._captured, None, params, args)
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
@@ -275,16 +289,16 @@ class Sharded(Transform):
         def compile(backend: str | None) -> Callable[..., Any]:
             ready = self._graphs.compile(program, backend, comms_of(self.mesh))
 
-            def run(plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
+            def call(plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
                 del treedef
-                return _execute(ready, plan, comms, params, arguments)
+                return _FunctionCall(lambda comms, _: _execute(ready, plan, comms, params, arguments))
 
-            return lambda params, *args: self._call(run, only, params, args)
+            return lambda params, *args: self._call(call, only, params, args)
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
-    def _call(self, run: Run, only: Any, params: PyTree, args: tuple[Any, ...]) -> Any:
-        """One call by `run`, which may be made for one signature `only`."""
+    def _call(self, call_of: CallOf, only: Any, params: PyTree, args: tuple[Any, ...]) -> Any:
+        """One call, which `call_of` makes; it may do so for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(params, "params")
@@ -295,35 +309,42 @@ class Sharded(Transform):
                 raise ValueError(
                     "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
                 )
-        agree_on_step(comms.control, self._what, constant=constant)
+            call = call_of(plan, params, arguments, treedef)
+        agreed = agree_on_step(comms.control, self._what, constant=constant, known=(call.known, call.known))
         with bind_mesh(self.mesh), losing_no_peer(comms):
             # Before anything runs: what may not be written is known by its version then.
             blocks = Blocks(params, arguments)
             with taken([a.given for a in arguments if a.donated], donate=True):
-                out = run(plan, comms, params, arguments, treedef)
+                out = call.run(comms, agreed.ready)
                 blocks.check()
                 return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
 
-    def _run(self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
+    def _eager(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
         key = self._what, self._f
-        # A rank may have forgotten an order that others have learnt: then all learn it anew.
-        if not all(comms.control.exchange(int(key in plan.use_orders))):
-            plan.use_orders.pop(key, None)
-        args = tree_unflatten(treedef, [a.seen for a in arguments])
-        held = [x.held for x in tree_leaves(params)]
-        with computing_in(self._compute):
-            out = run_forward(plan, comms, held, key, lambda tree: self._f(tree, *args))
-        plan.forget_orders(MAX_APPLIED)
-        return out
 
-    def _run_captured(
-        self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any
-    ) -> PyTree:
+        def run(comms: Comms, everywhere: bool) -> PyTree:
+            # A rank may have forgotten an order that others have learnt: then all learn it anew.
+            if not everywhere:
+                plan.use_orders.pop(key, None)
+            args = tree_unflatten(treedef, [a.seen for a in arguments])
+            held = [x.held for x in tree_leaves(params)]
+            with computing_in(self._compute):
+                out = run_forward(plan, comms, held, key, lambda tree: self._f(tree, *args))
+            plan.forget_orders(MAX_APPLIED)
+            return out
+
+        return _FunctionCall(run, key in plan.use_orders)
+
+    def _captured(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
         key = self._signature(plan, params, arguments, treedef)
-        capture = functools.partial(self._capture, plan, params, arguments, treedef)
-        shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
-        ready = self._graphs.ready(comms, key, capture, self._what, shown)
-        return _execute(ready, plan, comms, params, arguments)
+
+        def run(comms: Comms, everywhere: bool) -> PyTree:
+            capture = functools.partial(self._capture, plan, params, arguments, treedef)
+            shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
+            ready = self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
+            return _execute(ready, plan, comms, params, arguments)
+
+        return _FunctionCall(run, self._graphs.knows(key))
 
     def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
         with computing_in(self._compute):

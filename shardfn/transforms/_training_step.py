@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import bind_mesh, transforming
-from shardfn.core import P, PyTree, as_html, fold_in, tree_flatten, tree_leaves, tree_paths
+from shardfn.core import (
+    P,
+    PyTree,
+    as_html,
+    explains_attributes,
+    explains_extra,
+    fold_in,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+)
 from shardfn.engine import (
     Agreement,
     CacheInfo,
@@ -21,6 +31,7 @@ from shardfn.engine import (
     Jitted,
     Plan,
     Planner,
+    StepCall,
     StepParts,
     Transform,
     Unwrapped,
@@ -78,6 +89,15 @@ from ._profile import StepProfile, measured, predict
 from ._sharded import kept_as
 
 
+@explains_attributes(
+    train="Set the module's mode, module.train(), before sf.from_module(module).",
+    eval="Set the module's mode, module.eval(), before sf.from_module(module); step.evaluate(state, batches) measures.",
+    parameters="A step holds no parameters; they are state.params.",
+    state_dict="A step holds no state; save that: sf.checkpoint.save(directory, state).",
+    load_state_dict="A step holds no state; read one: sf.checkpoint.restore(directory, step.init(params)).",
+    zero_grad="Leave it out: a step makes its gradients anew.",
+    step="Call it: state, metrics = step(state, batch).",
+)
 class ShardedStep(Transform):
     """A training step. Build one with `sharded_step`, which documents it."""
 
@@ -192,12 +212,16 @@ class ShardedStep(Transform):
         """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
         close_pool(self._planner)
 
+    @explains_extra(
+        "step(state, batch)",
+        "A batch is one tree, such as a dict of tensors. A key is passed once, as sharded_step(..., key=sf.key(0)), and"
+        " each step makes its own of it. Bind what else the loss takes before: functools.partial(loss, config).",
+    )
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
         if transforming():
             return self._pure(state, batch)
-        run = functools.partial(run_eager, self._parts) if self._jitted is None else self._steps.run
-        return self._step(run, None, state, batch)
+        return self._step(self._eager if self._jitted is None else self._steps.call, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
@@ -291,11 +315,18 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
 
+    def _eager(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
+        return StepCall(lambda comms, agreed: run_eager(self._parts, plan, comms, state, args, agreed.even))
+
     @uncollected()
     def _step(
-        self, run: Callable[..., Any], only: Any, state: TrainState, batch: PyTree
+        self,
+        call_of: Callable[[Plan, TrainState, tuple[Any, ...]], StepCall],
+        only: Any,
+        state: TrainState,
+        batch: PyTree,
     ) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step by `run`, which may be made for one signature `only`."""
+        """One step, of which `call_of` makes the call; it may do so for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_passed(state, batch)
@@ -313,14 +344,15 @@ class ShardedStep(Transform):
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
                 )
+            call = call_of(plan, state, args)
         what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
-        even = agree_on_step(comms.control, what, rows, constant)
-        check_has_rows(batch, even=even)
+        agreed = agree_on_step(comms.control, what, rows, constant, call.known)
+        check_has_rows(batch, even=agreed.even)
         # All ranks have begun this step, and so have committed the one before.
         forget(plan)
         with bind_mesh(self.mesh), losing_no_peer(comms):
             compare_first_batch(plan, batch, comms.control)
-            new, metrics = run(plan, comms, state, args, even)
+            new, metrics = call.run(comms, agreed)
         if self._loss_scale is not None:
             # After the step, as it reads whether that was skipped: on all ranks the same.
             new = rescaled(new, state, self._loss_scale, metrics)
@@ -431,7 +463,7 @@ class ShardedStep(Transform):
         """
         with told_before(comms_of(self.mesh).control):
             check_passed(state, batches, call="step.evaluate(state, batches)")
-            check_batches(batches)
+            check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
         keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]

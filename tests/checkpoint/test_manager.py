@@ -176,7 +176,7 @@ def test_an_error_of_one_rank_is_raised_by_all_at_the_next_save(tmp_path: pathli
         if mesh.rank == 1:
 
             def full(fd: int, data: Any) -> int:
-                if failing.is_set() and threading.current_thread().name == "shardfn-checkpoint":
+                if failing.is_set() and threading.current_thread().name.startswith("shardfn-write"):
                     raise OSError(errno.ENOSPC, "No space left on device")
                 return write(fd, data)
 
