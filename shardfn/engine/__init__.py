@@ -4,7 +4,7 @@ from ._abstract import abstract_leaves as abstract_leaves, is_abstract as is_abs
 from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbatches as num_microbatches
 from ._agreement import Agreement as Agreement
 from ._backward import run_forward as run_forward
-from ._callable import check_loss as check_loss
+from ._callable import check_loss as check_loss, function_name as function_name
 from ._captured import CapturedSteps as CapturedSteps
 from ._canonical import describe_rows as describe_rows
 from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas
@@ -36,7 +36,7 @@ from ._partition_capture import in_section as in_section
 from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._proposed import proposed as proposed
 from ._phases import check_phases as check_phases, in_phase as in_phase
-from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers
+from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, stage_axes as stage_axes
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
 from ._nothing import check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded

@@ -185,7 +185,7 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
     if plan.chunks is None:
         return
     elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes]
-    cut = [x.path for x in plan.layers if x.trainable and set(x.compute.axes) & set(plan.batch_axes)]
+    cut = [x.path for x in plan.layers if x.trainable and set(x.own_axes) & set(plan.batch_axes)]
     staged = pipelined_in(parts.loss) is not None  # also on one rank, where its microbatches are accumulated
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
