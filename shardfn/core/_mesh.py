@@ -61,6 +61,7 @@ class Mesh:
     ) -> None:
         self.abstract = abstract
         self.shape = dict(shape)
+        self._known_axes: dict[str | tuple[str, ...], tuple[str, ...]] = {}
         self.device = device
         self.device_mesh = device_mesh
         self.timeout = timeout or _default_timeout(device)
@@ -195,16 +196,24 @@ class Mesh:
         Raises:
             ValueError: a name is neither an axis of this mesh nor a house name.
         """
+        # Asked of every leaf in every step, and always the same.
+        known = self._known_axes.get(axes) if type(axes) is tuple or type(axes) is str else None
+        if known is not None:
+            return known
         names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
             if name not in self.shape and name not in HOUSE_AXES:
                 hint = did_you_mean(name, (*self.shape, *HOUSE_AXES))
                 raise ValueError(f"axis {name!r} is not in the mesh, which has {self.axis_names}.{hint}")
-        return tuple(n for n in names if self.shape.get(n, 1) > 1)
+        there = tuple(n for n in names if self.shape.get(n, 1) > 1)
+        if type(axes) is tuple or type(axes) is str:
+            self._known_axes[axes] = there
+        return there
 
     def axis_size(self, axes: Axes) -> int:
         """The number of ranks along `axes`; 1 for a missing axis."""
-        return math.prod(self.shape[n] for n in self.axes(axes))
+        names = self.axes(axes)
+        return 1 if not names else self.shape[names[0]] if len(names) == 1 else math.prod(self.shape[n] for n in names)
 
     def axis_index(self, axes: Axes) -> int:
         """This rank's index along `axes`, the first name being the major one."""

@@ -141,17 +141,18 @@ class Zero:
             raise ValueError(f"Zero(reduction_chunks={chunks}): the tree has a power of two of them.")
         if not self.is_canonical:
             return
+        waits = "a state that waits elsewhere is measured piece by piece"
         wrong = {
-            "travel=Travel(reduce=)": self.travel.reduce is not None,
-            "travel=Travel(secondary_axis=)": self.travel.secondary_axis is not None,
-            "grads=": self.grads != "device",
-            "optimizer=": self.optimizer != "device",
+            "travel=Travel(reduce=)": (self.travel.reduce is not None, "codes round by rank"),
+            "travel=Travel(secondary_axis=)": (self.travel.secondary_axis is not None, "sums go axis by axis"),
+            "grads=": (self.grads != "device", waits),
+            "optimizer=": (self.optimizer != "device", waits),
         }
-        given = [name for name, is_given in wrong.items() if is_given]
+        given = [f"{name} ({why})" for name, (is_given, why) in wrong.items() if is_given]
         if given:
             raise ValueError(
-                f"Zero(reduction='canonical') with {', '.join(given)}: codes round by rank, and what waits elsewhere is"
-                " measured piece by piece; leave these out, or the reduction."
+                f"Zero(reduction='canonical') with {', '.join(given)}: sums would be taken in another order for each"
+                " number of ranks. Leave these out, or the reduction."
             )
 
     @property

@@ -36,7 +36,7 @@ from ._partition_capture import in_section as in_section
 from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._proposed import proposed as proposed
 from ._phases import check_phases as check_phases, in_phase as in_phase
-from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers
+from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, stage_axes as stage_axes
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
 from ._nothing import check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded

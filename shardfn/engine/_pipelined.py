@@ -319,6 +319,12 @@ def pipelined_in(loss: Loss) -> Pipelined | None:
     return loss if isinstance(loss, Pipelined) else None
 
 
+def stage_axes(loss: Loss) -> tuple[str, ...]:
+    """The axis along which ranks have different layers, if the loss is pipelined."""
+    of = pipelined_in(loss)
+    return () if of is None else (of.axis,)
+
+
 def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSchedule | None:
     """What each rank does in a step of a pipelined loss; None where there are no stages on different ranks.
 

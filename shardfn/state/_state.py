@@ -1,7 +1,7 @@
 """`TrainState`: what a step takes and gives back."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,13 @@ def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def _versions(xs: Sequence[Tensor]) -> list[int | None]:
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:  # one of them was made in inference mode
+        return [version_of(x) for x in xs]
+
+
 @contextlib.contextmanager
 def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
@@ -91,11 +98,11 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     with torch.no_grad():
         blocks = [(x.held if donate else _copy(x)) if isinstance(x, GlobalTensor) else x for x in leaves]
     given = [x for x in blocks if isinstance(x, Tensor)]
-    before = [version_of(x) for x in given]
+    before = _versions(given)
     try:
         yield tree_unflatten(treedef, blocks)
     except BaseException:
-        if donate and (None in before or before != [version_of(x) for x in given]):
+        if donate and (None in before or before != _versions(given)):
             for x in owned:
                 x.donate()
         raise

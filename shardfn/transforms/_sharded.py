@@ -65,6 +65,7 @@ from shardfn.engine import (
     pure_apply,
     run_forward,
     signature,
+    stage_axes,
     tensors_of,
     told_before,
     unwrap,
@@ -170,7 +171,8 @@ def sharded(
             " differentiated here; leave it out."
         )
     policy = unwrapped.mixed and unwrapped.mixed.policy
-    planner = Planner(on, specs, default_batch(specs, on) if batch is None else batch, rule, True, policy)
+    batch = default_batch(specs, on) if batch is None else batch
+    planner = Planner(on, specs, batch, rule, True, policy, stage_axes(unwrapped.loss))
     unwrapped = bind(unwrapped, planner)
     lines = [*describe_function(unwrapped, "f"), f"in_specs {in_specs}, out_specs {out_specs}, donate {donated}"]
     name = getattr(unwrapped.loss, "__name__", type(unwrapped.loss).__name__)

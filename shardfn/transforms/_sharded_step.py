@@ -28,6 +28,7 @@ from shardfn.engine import (
     check_loss,
     check_specs,
     default_batch,
+    stage_axes,
     step_parts,
     unwrap,
 )
@@ -139,7 +140,8 @@ def sharded_step(
     check_cuts(batch, rule)
     check_specs({"state_specs": state_specs}, P(), Zero(), on)
     unwrapped = unwrap(loss, has_state=has_state)
-    planner = Planner(on, specs, batch, rule, trainable, unwrapped.mixed and unwrapped.mixed.policy)
+    policy = unwrapped.mixed and unwrapped.mixed.policy
+    planner = Planner(on, specs, batch, rule, trainable, policy, stage_axes(unwrapped.loss))
     unwrapped = bind(unwrapped, planner)
     return ShardedStep(step_parts(unwrapped, update, on, **flags), unwrapped, planner, key, state_specs)
 

@@ -381,7 +381,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a directory that there is not": Mistake(
         using(lambda step, state: sf.checkpoint.restore(_WHERE, state)),
-        FileNotFoundError, "which is no directory", "steps(directory)",
+        FileNotFoundError, "which does not exist", "steps(directory)",
     ),
     "a directory of something else": Mistake(
         using(lambda step, state: sf.checkpoint.restore(pathlib.Path(__file__).parent, state)),
