@@ -130,7 +130,7 @@ def _transports() -> Iterator[Fact]:
     shared = pathlib.Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
-        small = "the channel through memory (SHARDFN_CHANNEL=memory) wants some hundred MiB" if free < 2**28 else ""
+        small = "NCCL wants some hundred MiB" if free < 2**28 and torch.cuda.is_available() else ""
         yield Fact("/dev/shm", f"{free / 2**30:.2f} GiB free", small)
     cache = pathlib.Path.home()
     yield Fact("home", f"{cache}, {shutil.disk_usage(cache).free / 2**30:.1f} GiB free")

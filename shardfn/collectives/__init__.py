@@ -46,6 +46,6 @@ from ._where import Applied as Applied, current_application as current_applicati
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._notice import Notice as Notice, notice_of as notice_of
 from ._rounds import Rounds as Rounds
-from ._control import Constant as Constant, Control as Control, text_hash as text_hash
+from ._control import Agreed as Agreed, Constant as Constant, Control as Control, text_hash as text_hash
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
 from ._global_tensor import absent as absent, member as member, stack as stack, transforming as transforming

@@ -42,6 +42,23 @@ class Constant(NamedTuple):
         return Constant(text, text_hash(text))
 
 
+class Agreed(NamedTuple):
+    """What ranks have found of a call on which they agree.
+
+    Attributes:
+        even: whether all passed the same sizes.
+        known: whether all know already what the call learns at first: where sizes are the same, and where they are not.
+    """
+
+    even: bool = True
+    known: tuple[bool, bool] = (True, True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all know what this call wants, of the sizes that ranks passed."""
+        return self.known[0 if self.even else 1]
+
+
 class Control:
     """A gloo group over the whole mesh for agreement. Making one is collective; on one rank it does nothing.
 
@@ -91,7 +108,14 @@ class Control:
             self._along[names] = Rounds(group, self.rank, _failure_of(self))
         return self._along[names]
 
-    def agree(self, what: str, text: str, constant: Constant | None = None, sizes: tuple[int, ...] = ()) -> bool:
+    def agree(
+        self,
+        what: str,
+        text: str,
+        constant: Constant | None = None,
+        sizes: tuple[int, ...] = (),
+        known: tuple[bool, bool] = (True, True),
+    ) -> Agreed:
         """Raises the same error on all ranks unless all pass the same texts; one exchange if they do.
 
         Args:
@@ -99,9 +123,10 @@ class Control:
             text: one line a fact; the first line says what this rank is about to do.
             constant: what else must be the same.
             sizes: what may differ.
+            known: what this rank knows; see `Agreed`. It may differ.
 
         Returns:
-            Whether all ranks pass the same sizes.
+            In what ranks differ that may differ.
 
         Raises:
             RankError: lists what each rank passed.
@@ -109,18 +134,22 @@ class Control:
         code = constant.code if constant else 0
         # Every rank gets the same list, here and from both gathers below, so all take the same branch and none waits
         # alone.
-        codes = self.exchange(text_hash(f"{text}\n{code}\n{sizes}"))
+        # What is known where sizes differ is asked for where they do: then the codes differ, too.
+        codes = self.exchange(text_hash(f"{text}\n{code}\n{sizes}\n{known[0]}"))
         self._met = True
         if len(set(codes)) == 1:
-            return True
-        told: list[Any] = self.gather((text, code))
+            return Agreed(True, known)
+        rows: list[Any] = self.gather((text, code, sizes, known))
+        told = [(text, code) for text, code, *_ in rows]
         if len({text for text, _ in told}) == 1 < len({code for _, code in told}):
             rests = self.gather(constant.text if constant else "")
             told = [(f"{text}\n{rest}", code) for (text, code), rest in zip(told, rests, strict=True)]
         texts = [text for text, _ in told]
         if len(set(texts)) > 1:
             raise RankError(f"ranks disagree on {what}:\n" + _differences(texts))
-        return False
+        even = len({sizes for *_, sizes, _ in rows}) == 1
+        at_even, at_uneven = (all(flags) for flags in zip(*(known for *_, known in rows), strict=True))
+        return Agreed(even, (at_even, at_uneven))
 
     def begin(self, call: str) -> None:
         """Says what this rank is about to do, for those that may wait for it in vain."""

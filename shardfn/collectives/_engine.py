@@ -22,7 +22,7 @@ class Engine:
         bell: the number of the pipe into which others write to wake it.
 
     Raises:
-        NotSharedError: there is none, for want of a compiler.
+        NotSharedError: there is none, for want of a compiler, of files that may be open, or of a thread.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,17 @@ class Engine:
             getattr(self._library, name).restype = ctypes.c_void_p
         for name in _NUMBERS:
             getattr(self._library, name).restype = ctypes.c_int64
-        reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise NotSharedError(f"this process cannot make the pipe that wakes it: {error.strerror}") from error
         self.bell = writing
-        self._address: int = self._library.engine_new(ctypes.c_int64(reading), ctypes.c_int64(writing))
+        made: int | None = self._library.engine_new(ctypes.c_int64(reading), ctypes.c_int64(writing))
+        if made is None:
+            for end in (reading, writing):
+                os.close(end)
+            raise NotSharedError("this process cannot start a thread: its limit on processes or memory is reached")
+        self._address = made
 
     def call(self, name: str, *args: Any) -> Any:
         """Calls a function on the engine."""

@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <system_error>
 #include <thread>
 
 using namespace lanes;
@@ -134,7 +135,12 @@ void* engine_new(int64_t bell, int64_t other_end) {
     sigset_t all, before;  // signals are the main thread's
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread([e] { e->run(); }).detach();
+    try {
+        std::thread([e] { e->run(); }).detach();
+    } catch (const std::system_error&) {  // no thread to be had: a limit, or no memory for its stack
+        delete e;
+        e = nullptr;
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return e;
 }

@@ -14,7 +14,7 @@ from ._memory import Entry, Lanes
 from ._segment import NotSharedError
 
 # The variable by which a user chooses, and what is chosen where it is not set.
-VARIABLE, DEFAULT = "SHARDFN_CHANNEL", "gloo"
+VARIABLE, DEFAULT = "SHARDFN_CHANNEL", "memory"
 _WAYS = ("memory", "gloo")
 # What has been warned of, by this process once.
 _SAID: set[str] = set()
@@ -36,7 +36,7 @@ class MemoryWork:
 
 
 def wished() -> str:
-    """What the user has chosen: "memory" or "gloo".
+    """What the user has chosen: "memory", where ranks share some, or "gloo" in any case.
 
     Raises:
         ValueError: it is neither.
@@ -106,8 +106,13 @@ def _gathered(value: object, group: Any) -> list[Any]:
 
 
 def _machine() -> str:
-    """The same for all that one kernel runs, containers as well; of another machine another."""
+    """The same for all that one kernel runs with one network, containers on the host's network as well.
+
+    A host's name tells nothing: two machines may share it. Network namespaces that do not see one another's loopback
+    are hosts of their own, as the program has been set up to see them.
+    """
     try:
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+        kernel = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"{kernel} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return platform.node()

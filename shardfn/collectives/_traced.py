@@ -15,7 +15,7 @@ from shardfn.core import Mesh, Pending
 
 from . import _message_ops  # noqa: F401  # defines ops
 from ._channel import Channel, Channels
-from ._control import Constant, Control
+from ._control import Agreed, Constant, Control
 from ._rounds import Rounds
 from ._wire_ops import as_runs
 
@@ -133,10 +133,17 @@ class TracedControl:
         del axes
         return self
 
-    def agree(self, what: str, text: str, constant: Constant | None = None, sizes: tuple[int, ...] = ()) -> bool:
+    def agree(
+        self,
+        what: str,
+        text: str,
+        constant: Constant | None = None,
+        sizes: tuple[int, ...] = (),
+        known: tuple[bool, bool] = (True, True),
+    ) -> Agreed:
         """Agrees."""
         del what, text, constant, sizes
-        return True
+        return Agreed(True, known)
 
     def begin(self, call: str) -> None:
         """Nobody waits."""

@@ -85,7 +85,7 @@ def run_backward(
     else:
         loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
-    course = _course(plan, comms, parts, loss, batches, args[1:])
+    course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
     performer = Performer(
         plan, comms, course, len(batches), gatherer, LeafBook(gatherer.whole, plan.layers, watch), ahead
     )
@@ -98,11 +98,17 @@ def run_backward(
 
 
 def _course(
-    plan: Plan, comms: Comms, parts: StepParts, loss: Loss, batches: list[Any], rest: tuple[Any, ...]
+    plan: Plan,
+    comms: Comms,
+    parts: StepParts,
+    loss: Loss,
+    batches: list[Any],
+    rest: tuple[Any, ...],
+    model_state: PyTree,
 ) -> Course:
     if parts.table is None:
         return Whole(loss, batches, rest, parts.has_aux, parts.schedule)
-    return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux)
+    return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux, model_state)
 
 
 def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, StoppedError
+from shardfn.collectives import Agreed, GlobalTensor, StoppedError
 from shardfn.core import Stored, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.graph import Choice, Schedule
 from shardfn.state import TrainState, as_graph_value, returned, scale_of, taken
@@ -18,7 +18,7 @@ from ._jitted import CacheInfo, Jitted
 from ._mixed import policy_in
 from ._plan import Plan
 from ._pools import disk_of
-from ._step import StepParts
+from ._step import StepCall, StepParts
 from ._traced_step import StepProgram, capture_step
 from ._two_dtypes import naming_exceptions
 from ._update import blocks_of, next_state
@@ -35,20 +35,24 @@ class CapturedSteps:
     def __init__(self, jitted: Jitted, parts: StepParts) -> None:
         self._graphs, self._parts, self._policy = Graphs(jitted), parts, policy_in(parts.loss)
 
-    def run(
-        self, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
-    ) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step."""
+    def call(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
+        """One step, whose graphs are those of its arguments' signature, for even batches and for uneven ones."""
         # A state of the optimizer may come with another structure or in other memory under the same plan.
-        key = *signature(plan, args), even, _layouts(state)
-        how: dict[str, Any] = {"even": even, "model_state": state.model_state}
-        capture = functools.partial(
-            capture_step, self._parts, plan, state.params, state.opt_state, args, scale_of(state), **how
-        )
-        # A phase of the optimizer has a plan, and so a graph, of its own.
-        name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
-        ready = self._graphs.ready(comms, key, capture, name, args[0])
-        return self._execute(ready, comms, state, tree_leaves(args))
+        rest = *signature(plan, args), _layouts(state)
+        keys = (*rest, True), (*rest, False)
+
+        def run(comms: Comms, agreed: Agreed) -> tuple[TrainState, dict[str, Tensor]]:
+            how: dict[str, Any] = {"even": agreed.even, "model_state": state.model_state}
+            capture = functools.partial(
+                capture_step, self._parts, plan, state.params, state.opt_state, args, scale_of(state), **how
+            )
+            # A phase of the optimizer has a plan, and so a graph, of its own.
+            name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
+            key = keys[0 if agreed.even else 1]
+            ready = self._graphs.ready(comms, key, capture, name, args[0], everywhere=agreed.ready)
+            return self._execute(ready, comms, state, tree_leaves(args))
+
+        return StepCall(run, (self._graphs.knows(keys[0]), self._graphs.knows(keys[1])))
 
     def cache_info(self) -> CacheInfo:
         """What is remembered."""
@@ -60,15 +64,17 @@ class CapturedSteps:
         how: dict[str, Any] = {"even": True, "model_state": state.model_state}
         return self._graphs.lower(lambda: capture_step(self._parts, plan, params, opt, args, scale, **how))
 
-    def compile(self, program: StepProgram, backend: str | None, comms: Comms) -> Callable[..., Any]:
-        """A lowered step that runs as `run` does. Collective."""
+    def compile(
+        self, program: StepProgram, backend: str | None, comms: Comms
+    ) -> Callable[[Plan, TrainState, tuple[Any, ...]], StepCall]:
+        """A lowered step, called as `call` is. Collective."""
         ready = self._graphs.compile(program, backend, comms)
 
-        def run(plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool) -> Any:
-            del plan, even
-            return self._execute(ready, comms, state, tree_leaves(args))
+        def call(plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
+            del plan
+            return StepCall(lambda comms, agreed: self._execute(ready, comms, state, tree_leaves(args)))
 
-        return run
+        return call
 
     def _execute(
         self, ready: Ready, comms: Comms, state: TrainState, arg_leaves: list[Tensor]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyControl, Constant, chosen_channel
+from shardfn.collectives import Agreed, AnyControl, Constant, chosen_channel
 from shardfn.core import (
     HOUSE_AXES,
     Draw,
@@ -229,8 +229,12 @@ def told_before(control: AnyControl) -> Iterator[None]:
 
 
 def agree_on_step(
-    control: AnyControl, what: str, batch: tuple[str, tuple[int, ...]] = ("", ()), constant: Constant | None = None
-) -> bool:
+    control: AnyControl,
+    what: str,
+    batch: tuple[str, tuple[int, ...]] = ("", ()),
+    constant: Constant | None = None,
+    known: tuple[bool, bool] = (True, True),
+) -> Agreed:
     """Compares what the ranks are about to run, before the first transfer.
 
     Args:
@@ -238,9 +242,10 @@ def agree_on_step(
         what: the call, in words.
         batch: what `describe_batch` said.
         constant: what the call is made of, and the same for all calls.
+        known: whether this rank has what the call learns at first; see `Agreed`.
 
     Returns:
-        Whether all ranks pass batches of the same shapes.
+        Whether all ranks pass batches of the same shapes, and have what the call learns at first.
 
     Raises:
         RankError: they differ in the call, the step's number, the batch's structure, or in how the step was built; or a
@@ -248,7 +253,7 @@ def agree_on_step(
     """
     control.begin(what)
     lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
-    return control.agree("what to run", "\n".join(lines), constant, batch[1])
+    return control.agree("what to run", "\n".join(lines), constant, batch[1], known)
 
 
 def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:

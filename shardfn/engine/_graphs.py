@@ -75,8 +75,14 @@ class Graphs:
         self._jitted = dataclasses.replace(jitted)
         self._known: dict[Any, Ready] = {}
 
-    def ready(self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree) -> Ready:
-        """The graph of a signature. Collective: if one rank has none, all make it.
+    def knows(self, key: Any) -> bool:
+        """Whether this rank has the graph of a signature: a part of what ranks agree on before a call."""
+        return key in self._known
+
+    def ready(
+        self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree, *, everywhere: bool
+    ) -> Ready:
+        """The graph of a signature. Where it is not known everywhere all ranks make it, which is collective.
 
         Args:
             comms: the communicators.
@@ -84,16 +90,15 @@ class Graphs:
             capture: makes the program.
             name: what to call it in the log.
             batch: whose shapes the log shows.
+            everywhere: whether all ranks know the graph of theirs: one may while another does not, as batches may
+                differ, and so may strides.
         """
-        known = self._known.get(key)
-        # One rank may know its own while another does not: batches may differ, and so may strides.
-        everywhere = all(comms.control.exchange(int(known is not None)))
-        if known is None or not everywhere:
-            with collected():
-                known = self._known[key] = self._make(comms, key, capture, name, batch)
-        else:
+        if everywhere:
             self._jitted.count(hit=True)
-        return known
+            return self._known[key]
+        with collected():
+            made = self._known[key] = self._make(comms, key, capture, name, batch)
+        return made
 
     def cache_info(self) -> CacheInfo:
         """What is remembered."""

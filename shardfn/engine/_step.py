@@ -10,14 +10,16 @@ graph; the pure one makes them of differentiable functions, inside a transform o
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from shardfn.collectives import Agreed
 from shardfn.optim import GradientTransformation, LossScale
 from shardfn.schedules import Actions, PipelineSchedule
 from shardfn.state import TrainState
 
+from ._comms import Comms
 from ._loss import Loss
 
 Metrics = dict[str, Tensor]
@@ -55,6 +57,18 @@ class StepParts:
     def skips(self) -> bool:
         """Whether a step that is not finite is skipped."""
         return self.skip_nonfinite or self.loss_scale is not None
+
+
+class StepCall(NamedTuple):
+    """One step that ranks are about to agree on, and then to run.
+
+    Attributes:
+        run: runs it, with what they have found.
+        known: whether this rank has what the step learns at first; see `Agreed`.
+    """
+
+    run: Callable[[Comms, Agreed], tuple[TrainState, Metrics]]
+    known: tuple[bool, bool] = (True, True)
 
 
 @runtime_checkable

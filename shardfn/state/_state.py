@@ -1,7 +1,7 @@
 """`TrainState`: what a step takes and gives back."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from shardfn.core import (
     as_html,
     columns,
     dtype_name,
+    explains_attributes,
     size,
     tree_entries,
     tree_flatten,
@@ -28,6 +29,13 @@ from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation
 
 
+@explains_attributes(
+    state_dict="Save it, sf.checkpoint.save(directory, state), or take trained weights out: sf.export, sf.to_module.",
+    load_state_dict="Read one: sf.checkpoint.restore(directory, state).",
+    parameters="They are state.params, a tree of GlobalTensors.",
+    grads="Gradients live within a step; sf.value_and_grad(loss)(state.params, batch) returns some.",
+    to="A state is on the mesh's devices: sf.make_mesh(device=...); Zero(optimizer='host') offloads parts of it.",
+)
 class TrainState(NamedTuple):
     """Parameters, optimizer state, step number and key: a pytree.
 
@@ -71,6 +79,13 @@ def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def _versions(xs: Sequence[Tensor]) -> list[int | None]:
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:  # one of them was made in inference mode
+        return [version_of(x) for x in xs]
+
+
 @contextlib.contextmanager
 def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
@@ -83,11 +98,11 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     with torch.no_grad():
         blocks = [(x.held if donate else _copy(x)) if isinstance(x, GlobalTensor) else x for x in leaves]
     given = [x for x in blocks if isinstance(x, Tensor)]
-    before = [version_of(x) for x in given]
+    before = _versions(given)
     try:
         yield tree_unflatten(treedef, blocks)
     except BaseException:
-        if donate and (None in before or before != [version_of(x) for x in given]):
+        if donate and (None in before or before != _versions(given)):
             for x in owned:
                 x.donate()
         raise

@@ -6,7 +6,7 @@ are kept, and when they move, changes no value.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ from shardfn.engine import (
     pure_apply,
     run_forward,
     signature,
+    stage_axes,
     tensors_of,
     told_before,
     unwrap,
@@ -83,8 +84,22 @@ _WORDS = Words(
     "the first argument is kept otherwise than this function says:",
     "the first argument is kept under another policy:",
 )
-# What runs a call: its plan, communicators, first argument and the leaves of the others -> the result.
-Run = Callable[[Plan, Comms, PyTree, list[Argument], Any], PyTree]
+
+
+class _FunctionCall(NamedTuple):
+    """A call that ranks are about to agree on, and then to run.
+
+    Attributes:
+        run: runs it, told whether all ranks know what it learns at first.
+        known: whether this rank does.
+    """
+
+    run: Callable[[Comms, bool], PyTree]
+    known: bool = True
+
+
+# A call, of its plan, its first argument, the leaves of the others and their structure.
+CallOf = Callable[[Plan, PyTree, list[Argument], Any], _FunctionCall]
 
 
 def sharded(
@@ -100,18 +115,20 @@ def sharded(
 ) -> "Sharded":
     """`f(params, *args)` as a function over sharded leaves: `sharded(f)(params, *args)`.
 
-    `params` are kept as `specs` and `zero` say, as a step keeps them; `f` sees each leaf as its spec says, from its
-    first use on, and it is let go after its last. `jit` around `f` makes one graph of that. Calls are collective.
+    `params` are stored as a step stores them under `specs` and `zero`. `f` sees each leaf in its compute spec; it is
+    gathered at its first use and freed after its last. `jit` around `f` captures all of this as one graph. Calls are
+    collective.
 
-    It can be differentiated, by `torch.func` and by `value_and_grad`; then leaves are gathered at once, and stay. The
-    gradient is that of the sum of what ranks return: return `pmean(x, axes)` for the gradient of the mean.
+    It can be differentiated by `torch.func` and by `value_and_grad`; then all leaves are gathered at once and stay
+    gathered. The gradient is that of the sum of what ranks return: return `pmean(x, axes)` for the gradient of the
+    mean.
 
     Args:
         f: `f(params, *args)`; may be jitted, accumulated, of mixed precision.
         mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params.
-        zero: how params are kept, a rule or its stage; default stage 0. What it says of gradients and of an optimizer
-            means nothing here.
+        zero: the ZeRO rule for params, or its stage; default stage 0. Its fields for gradients and the optimizer have
+            no effect here.
         in_specs: an entry for each argument beyond the first: a prefix tree of `P` for one that is a tree of
             `GlobalTensor`s, of whose leaves `f` sees this rank's blocks; None, and nothing, for one that is passed on
             as it is, this rank's own.
@@ -154,7 +171,8 @@ def sharded(
             " differentiated here; leave it out."
         )
     policy = unwrapped.mixed and unwrapped.mixed.policy
-    planner = Planner(on, specs, default_batch(specs, on) if batch is None else batch, rule, True, policy)
+    batch = default_batch(specs, on) if batch is None else batch
+    planner = Planner(on, specs, batch, rule, True, policy, stage_axes(unwrapped.loss))
     unwrapped = bind(unwrapped, planner)
     lines = [*describe_function(unwrapped, "f"), f"in_specs {in_specs}, out_specs {out_specs}, donate {donated}"]
     name = getattr(unwrapped.loss, "__name__", type(unwrapped.loss).__name__)
@@ -170,7 +188,7 @@ class Sharded(Transform):
         interface: those of the others, and of the result.
         agreement: what ranks compare before a call.
         what: the call, in words.
-        words: what is said of a first argument that does not fit.
+        words: the message for a first argument that does not fit.
     """
 
     transform: ClassVar[str] = "sharded"
@@ -191,7 +209,7 @@ class Sharded(Transform):
         self._graphs = Graphs(self.jitted or Jitted(self._f))
 
     def init(self, params: PyTree, *args: Any) -> PyTree:
-        """The first argument as it is kept: every rank keeps its own blocks only.
+        """The first argument in its storage layout: every rank stores only its own blocks.
 
         Args:
             params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
@@ -217,7 +235,7 @@ class Sharded(Transform):
         return kept_as(self._planner, params)
 
     def close(self) -> None:
-        """Gives up the directory of the function's disk; what is there cannot be used any more."""
+        """Releases the function's directory on disk; states that are there cannot be used any more."""
         close_pool(self._planner)
 
     def cache_info(self) -> CacheInfo:
@@ -228,7 +246,7 @@ class Sharded(Transform):
         """The function's value; inside a transform, or of what requires a gradient, as a pure function."""
         if transforming() or capturing() or _differentiated((params, args)):
             return self.pure(params, *args)
-        return self._call(self._run if self.jitted is None else self._run_captured, None, params, args)
+        return self._call(self._eager if self.jitted is None else self._captured, None, params, args)
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
@@ -253,8 +271,8 @@ class Sharded(Transform):
         Nothing is allocated and nothing is sent, so the mesh may be abstract.
 
         Args:
-            params: as it is kept, or a tree of whole tensors. Of all tensors only shapes and dtypes count, and they may
-                be abstract.
+            params: as `init` returns it, or a tree of whole tensors. Only shapes and dtypes are used, so tensors may be
+                abstract.
             *args: the others; sharded ones as `GlobalTensor`s, or whole.
 
         Raises:
@@ -273,16 +291,16 @@ class Sharded(Transform):
         def compile(backend: str | None) -> Callable[..., Any]:
             ready = self._graphs.compile(program, backend, comms_of(self.mesh))
 
-            def run(plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
+            def call(plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
                 del treedef
-                return _execute(ready, plan, comms, params, arguments)
+                return _FunctionCall(lambda comms, _: _execute(ready, plan, comms, params, arguments))
 
-            return lambda params, *args: self._call(run, only, params, args)
+            return lambda params, *args: self._call(call, only, params, args)
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
-    def _call(self, run: Run, only: Any, params: PyTree, args: tuple[Any, ...]) -> Any:
-        """One call by `run`, which may be made for one signature `only`."""
+    def _call(self, call_of: CallOf, only: Any, params: PyTree, args: tuple[Any, ...]) -> Any:
+        """One call, which `call_of` makes; it may do so for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             check_alive(params, "params")
@@ -293,35 +311,42 @@ class Sharded(Transform):
                 raise ValueError(
                     "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
                 )
-        agree_on_step(comms.control, self._what, constant=constant)
+            call = call_of(plan, params, arguments, treedef)
+        agreed = agree_on_step(comms.control, self._what, constant=constant, known=(call.known, call.known))
         with bind_mesh(self.mesh), losing_no_peer(comms):
             # Before anything runs: what may not be written is known by its version then.
             blocks = Blocks(params, arguments)
             with taken([a.given for a in arguments if a.donated], donate=True):
-                out = run(plan, comms, params, arguments, treedef)
+                out = call.run(comms, agreed.ready)
                 blocks.check()
                 return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
 
-    def _run(self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any) -> PyTree:
+    def _eager(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
         key = self._what, self._f
-        # A rank may have forgotten an order that others have learnt: then all learn it anew.
-        if not all(comms.control.exchange(int(key in plan.use_orders))):
-            plan.use_orders.pop(key, None)
-        args = tree_unflatten(treedef, [a.seen for a in arguments])
-        held = [x.held for x in tree_leaves(params)]
-        with computing_in(self._compute):
-            out = run_forward(plan, comms, held, key, lambda tree: self._f(tree, *args))
-        plan.forget_orders(MAX_APPLIED)
-        return out
 
-    def _run_captured(
-        self, plan: Plan, comms: Comms, params: PyTree, arguments: list[Argument], treedef: Any
-    ) -> PyTree:
+        def run(comms: Comms, everywhere: bool) -> PyTree:
+            # A rank may have forgotten an order that others have learnt: then all learn it anew.
+            if not everywhere:
+                plan.use_orders.pop(key, None)
+            args = tree_unflatten(treedef, [a.seen for a in arguments])
+            held = [x.held for x in tree_leaves(params)]
+            with computing_in(self._compute):
+                out = run_forward(plan, comms, held, key, lambda tree: self._f(tree, *args))
+            plan.forget_orders(MAX_APPLIED)
+            return out
+
+        return _FunctionCall(run, key in plan.use_orders)
+
+    def _captured(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
         key = self._signature(plan, params, arguments, treedef)
-        capture = functools.partial(self._capture, plan, params, arguments, treedef)
-        shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
-        ready = self._graphs.ready(comms, key, capture, self._what, shown)
-        return _execute(ready, plan, comms, params, arguments)
+
+        def run(comms: Comms, everywhere: bool) -> PyTree:
+            capture = functools.partial(self._capture, plan, params, arguments, treedef)
+            shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
+            ready = self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
+            return _execute(ready, plan, comms, params, arguments)
+
+        return _FunctionCall(run, self._graphs.knows(key))
 
     def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
         with computing_in(self._compute):

@@ -1,15 +1,18 @@
 """Covers ranks that die, stop or leave while others read their memory; and what keeps ranks from sharing memory."""
 
+import contextlib
 import ctypes
 import os
 import pathlib
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch.distributed as dist
 import shardfn as sf
 from shardfn.collectives import Channels, TransportError, TwoHops, _engine, _memory, _sharing
 from shardfn.collectives._memory import IN, OUT, RINGS, Lanes
-from shardfn.collectives._segment import NotSharedError
+from shardfn.collectives._segment import NotSharedError, Reader, Segment
 from shardfn.testing import distributed
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -204,11 +207,14 @@ def test_what_a_rank_has_written_is_read_after_its_end() -> None:
             rank.end()
 
 
-def _made(way: str = "memory") -> bool:
-    """Whether a channel that is wished for goes through memory."""
+def _made(way: str = "") -> bool:
+    """Whether a channel goes through memory, where a user has chosen so, or nothing."""
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_sharing.VARIABLE, way)
+        if way:
+            patch.setenv(_sharing.VARIABLE, way)
+        else:
+            patch.delenv(_sharing.VARIABLE, raising=False)
         channel = Channels(mesh).gather(("dp",))
     got = channel.all_gather(torch.full((3,), float(mesh.rank)), [3] * mesh.size, settled=True).result()
     assert torch.equal(got, torch.arange(mesh.size).repeat_interleave(3).float())
@@ -258,6 +264,42 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
 
 
 @distributed(world=2)
+def test_machines_of_one_name_notice_that_they_share_no_memory() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # No kernel tells them apart, and the same process and file are there on both: only what stands in it is not.
+        patch.setattr(_sharing, "_machine", lambda: "node17")
+        real = Lanes.__init__
+
+        def elsewhere(self: Lanes, *args: Any) -> None:
+            real(self, *args)
+            segment = self.offer.segment._replace(word=os.urandom(16))
+            self.offer = self.offer._replace(segment=segment)
+
+        patch.setattr(Lanes, "__init__", elsewhere)
+        _refused("is another process's memory")
+    assert _made()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@distributed(world=2)
+def test_ranks_of_different_users_talk_by_gloo_and_say_why() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        real = Lanes.open
+
+        def as_nobody(self: Lanes, *args: Any) -> None:
+            if dist.get_rank() == 1:
+                os.seteuid(65534)
+            try:
+                real(self, *args)
+            finally:
+                os.seteuid(0)
+
+        patch.setattr(Lanes, "open", as_nobody)
+        _refused("rank 1: ")
+        assert dist.get_rank() or "Permission denied" in str(_sharing._SAID)
+
+
+@distributed(world=2)
 def test_ranks_of_two_machines_talk_by_gloo_without_a_word() -> None:
     with pytest.MonkeyPatch.context() as patch:
         machine = f"machine {dist.get_rank()}"
@@ -297,7 +339,7 @@ def test_ranks_that_choose_differently_are_told_before_they_wait() -> None:
     step = sf.sharded_step(lambda p, x: (x @ p).sum(), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}, device="cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_sharing.VARIABLE, ["memory", "gloo"][dist.get_rank()])
-        with pytest.raises(sf.RankError, match=r"(?s)rank 0: SHARDFN_CHANNEL=memory.*rank 1: .nothing"):
+        with pytest.raises(sf.RankError, match=r"(?s)rank 0: .nothing.*rank 1: SHARDFN_CHANNEL=gloo"):
             step.init(torch.ones(3))
 
 
@@ -307,11 +349,86 @@ def test_another_word_than_the_two_is_refused(monkeypatch: pytest.MonkeyPatch) -
         _sharing.wished()
 
 
-def test_a_limit_that_forbids_the_memory_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+@contextlib.contextmanager
+def _limited(what: int, most: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most, hard))
     try:
-        with pytest.raises(NotSharedError, match=r"cannot make 8.* bytes to share"):
-            Lanes(2, 0, None)
+        yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(what, (soft, hard))
+
+
+def _pages() -> int:
+    """Bytes of addresses that this process has."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("limit", ["size of a file", "addresses", "open files"])
+def test_a_limit_that_forbids_the_memory_is_the_reason(limit: str) -> None:
+    _engine.engine()  # what only the first channel needs
+    what, most = {
+        "size of a file": (resource.RLIMIT_FSIZE, 1 << 20),
+        "addresses": (resource.RLIMIT_AS, _pages() + (1 << 20)),
+        "open files": (resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) - 1),
+    }[limit]
+    with _limited(what, most), pytest.raises(NotSharedError, match=r"cannot make 8.* bytes to share"):
+        Lanes(2, 0, None)
+
+
+def test_a_reader_without_room_for_the_pages_is_told_so() -> None:
+    segment = Segment(RINGS)
+    with _limited(resource.RLIMIT_AS, _pages() + (1 << 20)), pytest.raises(NotSharedError, match="cannot be mapped"):
+        Reader(segment.offer)
+    segment.close()
+
+
+def test_a_limit_that_forbids_its_pipe_is_the_reason() -> None:
+    _engine.engine()
+    # One more file may be open, as its source is looked at first.
+    most = len(os.listdir("/proc/self/fd"))
+    with _limited(resource.RLIMIT_NOFILE, most), pytest.raises(NotSharedError, match="cannot make the pipe"):
+        _engine.Engine()
+
+
+def test_a_limit_that_forbids_its_thread_is_the_reason() -> None:
+    _engine.engine()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            most = _pages() + (1 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            for _ in range(100):  # there may be stacks that threads which have ended left
+                _engine.Engine()
+        except NotSharedError as error:
+            os._exit(0 if "cannot start a thread" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_locked_memory_is_not_needed() -> None:
+    with _limited(resource.RLIMIT_MEMLOCK, 0):
+        Lanes(2, 0, None).close()
+
+
+_TINY = """
+import sys, torch, torch.distributed as dist, shardfn as sf
+from shardfn.collectives import Channels
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+channel = Channels(sf.make_mesh({"dp": 2}, device="cpu")).gather(("dp",))
+assert channel.shared_bytes, "no memory is shared"
+print(channel.all_gather(torch.full((1 << 20,), 1.0 + int(sys.argv[2])), [1 << 20] * 2).result().sum().item())
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", ["ro", "size=4k"])
+def test_a_dev_shm_that_is_tiny_or_cannot_be_written_does_not_matter(options: str, tmp_path: pathlib.Path) -> None:
+    inside = f'mount -t tmpfs -o {options} none /dev/shm && exec "$@"'
+    line = ["unshare", "--mount", "sh", "-c", inside, "sh"]
+    if os.getuid() != 0 or subprocess.run([*line, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a mount of one's own needs root")
+    line += [sys.executable, "-W", "error", "-c", _TINY, str(tmp_path / "meets")]
+    ranks = [subprocess.Popen([*line, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    assert [rank.communicate(timeout=100)[0].strip() for rank in ranks] == [str(3.0 * (1 << 20))] * 2

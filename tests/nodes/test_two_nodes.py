@@ -14,7 +14,7 @@ PROGRAM = pathlib.Path(__file__).parent / "train_on_nodes.py"
 CONTROL = 200_000
 
 
-def _torchrun(nodes: Any, *args: str) -> list[dict[str, float]]:
+def _torchrun(nodes: Any, *args: str) -> list[dict[str, Any]]:
     """What the nodes have printed."""
     with nodes.torchrun(PROGRAM, *args) as agents:
         printed = [agent.communicate(timeout=280)[0] for agent in agents]
@@ -23,10 +23,14 @@ def _torchrun(nodes: Any, *args: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("across", "stage"), [("dp", 2), ("dp", 3), ("pp", 0)])
+@pytest.mark.parametrize(("across", "stage"), [("dp", 2), ("dp", 3), ("pp", 0), ("node", 3)])
 def test_two_nodes_equal_one_device_and_send_what_is_planned(nodes: Any, across: str, stage: int) -> None:
     for node in _torchrun(nodes, across, str(stage)):
         # What a byte of payload costs in frames (TCP's, IP's and Ethernet's headers) is measured on the same link.
+        if across == "node":  # in two hops: those of one node share memory, and only those
+            assert node["memory"] == ["dp"] and "node" in node["gloo"]
+        else:
+            assert across in node["gloo"] and across not in node["memory"]
         assert 1.0 < node["frames"] < 1.1
         assert node["planned"] > 1e6
         assert node["planned"] <= node["link"] <= node["planned"] * node["frames"] + CONTROL

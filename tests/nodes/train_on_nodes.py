@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn import P, optim
+from shardfn.engine import comms_of
 from shardfn.models import gpt
 from shardfn.testing import assert_parity
 
@@ -63,8 +64,13 @@ def main() -> None:
     """Runs the layout that is named on the command line."""
     torch.set_num_threads(1)
     across, stage = sys.argv[1], int(sys.argv[2])
-    mesh = sf.make_mesh({across: 2, "tp": 2}, device="cpu")
-    if across == "pp":
+    hops = across == "node"
+    mesh = sf.make_mesh({across: 2, "dp" if hops else "tp": 2}, device="cpu")
+    cut = ("node", "dp") if hops else "dp"
+    if hops:
+        loss, specs = (lambda p, b: gpt.loss(CONFIG, p, b)), P()
+        zero = sf.Zero(stage=stage, axis=cut, persist_elements=0, travel=sf.Travel(secondary_axis="dp"))
+    elif across == "pp":
         loss, specs, zero = (
             sf.pipeline(*gpt.stages(CONFIG, axis="tp"), num_microbatches=2),
             gpt.specs(CONFIG, tp="tp", pp="pp"),
@@ -76,14 +82,15 @@ def main() -> None:
     g = torch.Generator().manual_seed(0)
     batches = [{"tokens": torch.randint(512, (ROWS, TOKENS + 1), generator=g)} for _ in range(2)]
     params = sf.core.tree_map(lambda x: x.double(), gpt.init(CONFIG, sf.key(0)))
-    how = {"mesh": mesh, "specs": specs, "batch": P("dp"), "zero": zero}
+    how = {"mesh": mesh, "specs": specs, "batch": P(cut), "zero": zero}
     assert_parity(
         loss, optim.sgd(0.1, momentum=0.9), params, batches, reference=lambda p, b: gpt.loss(CONFIG, p, b), **how
     )
 
     step = sf.sharded_step(loss, optim.sgd(1e-3), **how)
     state = step.init(sf.core.tree_map(lambda x: x.float(), params))
-    mine = batches[0] if across == "pp" else sf.core.tree_map(lambda x: x.chunk(2)[mesh.coords["dp"]], batches[0])
+    share = mesh.axes(cut)
+    mine = sf.core.tree_map(lambda x: x.chunk(mesh.axis_size(share))[mesh.axis_index(share)], batches[0])
     for _ in range(WARM):
         state, _ = step(state, mine)
 
@@ -93,9 +100,18 @@ def main() -> None:
             state, _ = step(state, mine)
 
     link, traffic = counted(steps)
-    sends = traffic.by_op.get(("send", ("pp",)), [0, 0])[1]  # from stage to stage
-    planned = whole_node(traffic.across(across, mesh.shape) + sends)
-    found = {"planned": planned, "link": link, "frames": frames(mesh, across), "node": os.environ["GROUP_RANK"]}
+    planned = whole_node(traffic.across(across, mesh.shape))
+    made = comms_of(mesh).channels._made.items()  # pyright: ignore[reportAttributeAccessIssue]
+    shared = {axis for (_, axes), channel in made if channel.shared_bytes for axis in axes}
+    sent_out = {axis for (_, axes), channel in made if not channel.shared_bytes for axis in axes}
+    found = {
+        "memory": sorted(shared),
+        "gloo": sorted(sent_out),
+        "planned": planned,
+        "link": link,
+        "frames": frames(mesh, across),
+        "node": os.environ["GROUP_RANK"],
+    }
     if os.environ["LOCAL_RANK"] == "0":
         print(json.dumps(found | {"by_op": {f"{op} {axes}": n for (op, axes), n in traffic.by_op.items()}}), flush=True)
     dist.destroy_process_group()
