@@ -202,7 +202,7 @@ def test_a_ledger_counts_what_the_kernel_allocates() -> None:
         dy, how = torch.randn_like(qkv[0]), {"block": block, "scale": scale}
         rest = (*tiles, *given[:4], None, 0, 0, 0, 0, block, scale)
         with memory.ledger() as book:
-            y, lse = block_sparse_attention(*qkv, tiles, given._replace(dropped=None), **how)
+            y, lse = block_sparse_attention(qkv[0], qkv[1], qkv[2], tiles, given._replace(dropped=None), **how)
         op = torch.ops.shardfn_kernels.block_sparse_attention.default
         assert book.peak("device") - y.nbytes - lse.nbytes == kernels.scratch_bytes(op, (*qkv, *rest)) > 0
         assert book.live("device") == y.nbytes + lse.nbytes
