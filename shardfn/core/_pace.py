@@ -16,6 +16,9 @@ class Pace:
         accumulate: with `sf.accumulate`: "each" reduces every microbatch (gradients stay sharded), "once" reduces their
             local sum at the end (fewer bytes sent, full gradients held).
         chunk_bytes: the optimizer's state goes in chunks of this size through the memory of the update.
+        refresh: stages 1 and 2: when a step waits for the parameters that other ranks have updated. "update": before it
+            returns. "use": each leaf where the next loss first uses it, or whoever reads the state; leaves then enter a
+            loss as they do at stage 3. A captured step waits before it returns.
 
     Raises:
         ValueError: a field is out of range.
@@ -28,6 +31,7 @@ class Pace:
     prefetch_bytes: int = 32 << 20
     accumulate: str = "each"
     chunk_bytes: int = 64 << 20
+    refresh: str = "update"
 
     def __post_init__(self) -> None:
         if self.prefetch_bytes < 0:
@@ -35,5 +39,8 @@ class Pace:
         if self.accumulate not in ("each", "once"):
             hint = did_you_mean(str(self.accumulate), ("each", "once"))
             raise ValueError(f"Pace(accumulate={self.accumulate!r}): use 'each' or 'once'.{hint}")
+        if self.refresh not in ("update", "use"):
+            hint = did_you_mean(str(self.refresh), ("update", "use"))
+            raise ValueError(f"Pace(refresh={self.refresh!r}): use 'update' or 'use'.{hint}")
         if self.chunk_bytes < 1:
             raise ValueError(f"Pace(chunk_bytes={self.chunk_bytes}): must be positive.")
