@@ -10,7 +10,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import shardfn as sf
-from shardfn import P, optim
+from shardfn import P, Sharding, optim
 from shardfn.testing import distributed
 
 RANKS, LAYERS, MICROBATCHES, RATE = 2, 6, 8, 0.1
@@ -45,7 +45,9 @@ def _mse(h: Tensor, y: Tensor) -> Tensor:
     return (h - y).square().mean()
 
 
-def _ours(schedule: str, params: Any, x: Tensor, y: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _ours(
+    schedule: str, layerwise: bool, params: Any, x: Tensor, y: Tensor
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     loss = sf.pipeline(
         lambda p, batch: batch["x"],
         lambda p, h: h + torch.tanh(h @ p["up"]) @ p["down"],
@@ -54,7 +56,8 @@ def _ours(schedule: str, params: Any, x: Tensor, y: Tensor) -> tuple[Callable[[]
         schedule=schedule,
     )
     mesh = sf.make_mesh({"pp": RANKS}, device="cpu")
-    step = sf.sharded_step(loss, optim.sgd(RATE), mesh=mesh, specs={"blocks": P("pp")}, batch=P())
+    specs = {"blocks": Sharding(P("pp"), stacked=layerwise)}
+    step = sf.sharded_step(loss, optim.sgd(RATE), mesh=mesh, specs=specs, batch=P())
     state = step.init({"blocks": params})
 
     def run() -> None:
@@ -83,15 +86,16 @@ def _torchs(schedule: Any, params: Any, x: Tensor, y: Tensor) -> tuple[Callable[
 
 
 @distributed(world=RANKS, timeout=580)
-def measured(dim: int, rows: int, turns: int) -> dict[str, list[float]]:
+def measured(dim: int, rows: int, turns: int) -> dict[str, list[tuple[float, float]]]:
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(1)
     x, y = torch.randn(rows, dim, generator=g), torch.randn(rows, dim, generator=g)
     params = _params(dim)
     runs = {
-        "shardfn, 1f1b": _ours("1f1b", params, x, y),
+        "shardfn, 1f1b": _ours("1f1b", True, params, x, y),
+        "shardfn, 1f1b, stacks whole": _ours("1f1b", False, params, x, y),
         "torch, Schedule1F1B": _torchs(Schedule1F1B, params, x, y),
-        "shardfn, gpipe": _ours("gpipe", params, x, y),
+        "shardfn, gpipe": _ours("gpipe", True, params, x, y),
         "torch, ScheduleGPipe": _torchs(ScheduleGPipe, params, x, y),
     }
     for run, _ in runs.values():
@@ -99,15 +103,16 @@ def measured(dim: int, rows: int, turns: int) -> dict[str, list[float]]:
     first, *others = [weights().detach() for _, weights in runs.values()]
     for other in others:
         torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-6)
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for turn in range(turns + 2):
         for name, (run, _) in runs.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             run()
+            used = time.process_time() - used
             dist.barrier()
             if turn > 1:
-                taken[name].append(time.perf_counter() - start)
+                taken[name].append((time.perf_counter() - start, used))
     return taken
 
 
@@ -120,27 +125,38 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024)
     args = parser.parse_args()
     load, rows = os.getloadavg()[0], []
+    pairs = (
+        ("shardfn, 1f1b", "torch, Schedule1F1B"),
+        ("shardfn, 1f1b, stacks whole", "torch, Schedule1F1B"),
+        ("shardfn, gpipe", "torch, ScheduleGPipe"),
+    )
     for dim in args.dims:
-        found = (measured(dim, args.rows, args.turns) or [])[0]
-        for schedule, peer in (("shardfn, 1f1b", "torch, Schedule1F1B"), ("shardfn, gpipe", "torch, ScheduleGPipe")):
-            ours, theirs = found[schedule], found[peer]
-            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            rows.append(
-                [
-                    f"{dim}",
-                    schedule.partition(", ")[2],
-                    f"{statistics.median(ours) * 1e3:.1f}",
-                    f"{statistics.median(theirs) * 1e3:.1f}",
-                    f"{statistics.median(ratios):.3f}",
-                    f"{min(ratios):.3f} ... {max(ratios):.3f}",
-                ]
-            )
-    head = ["width", "schedule", "shardfn, ms", "torch, ms", "ratio", "ratios of turns"]
+        found = measured(dim, args.rows, args.turns) or []
+        for ours, theirs in pairs:
+            # By turn: the wall time of a rank, and the CPU time of all ranks.
+            walls = [[x[0] for x in found[0][name]] for name in (ours, theirs)]
+            used = [
+                [sum(x) for x in zip(*([t[1] for t in r[name]] for r in found), strict=True)] for name in (ours, theirs)
+            ]
+            rows.append([f"{dim}", ours.partition(", ")[2], *_compared(*walls), *_compared(*used)])
+    head = ["width", "schedule"]
+    head += [f"{what} {x}" for x in ("wall", "CPU") for what in ("shardfn, ms,", "torch, ms,", "ratio,", "ratios,")]
     what = (
         f"{RANKS} ranks, {LAYERS} layers, {MICROBATCHES} microbatches of {args.rows // MICROBATCHES} rows; medians of"
-        f" {args.turns} steps each, by turns. Load of the machine before: {load:.2f}.\n"
+        f" {args.turns} steps each, by turns; CPU time is that of all ranks. Load of the machine before: {load:.2f}.\n"
     )
     publish("Pipelines beside torch.distributed.pipelining", f"{what}\n{table(head, rows)}", out=args.out)
+
+
+def _compared(ours: Sequence[float], theirs: Sequence[float]) -> list[str]:
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    quarters = statistics.quantiles(ratios, n=4)
+    return [
+        f"{statistics.median(ours) * 1e3:.1f}",
+        f"{statistics.median(theirs) * 1e3:.1f}",
+        f"{statistics.median(ratios):.3f}",
+        f"{quarters[0]:.3f} ... {quarters[2]:.3f}",
+    ]
 
 
 if __name__ == "__main__":

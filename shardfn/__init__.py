@@ -53,6 +53,7 @@ from shardfn.interop import master_params as master_params, to_module as to_modu
 from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
+    PipelineState as PipelineState,
     TrainState as TrainState,
     WeightedMean as WeightedMean,
     accumulate as accumulate,

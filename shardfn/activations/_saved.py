@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
 from shardfn.capture import capturing
-from shardfn.core import hearing_names
+from shardfn.core import hearing_names, saved_tensors_hooks
 
 from ._away import Away, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of
@@ -254,7 +254,7 @@ class SavedValue:
 
 def _hooks_around() -> Any:
     """The hooks that are active, as (pack, unpack); those of another `SavedValue` give way to their own."""
-    hooks = _AUTOGRAD._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensors_hooks(while_tracing=False)
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return owner._outer if type(owner) is SavedValue else hooks
 

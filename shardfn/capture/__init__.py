@@ -1,7 +1,7 @@
 """Functions written down as graphs: how they are recorded, what cannot be, and what is written again."""
 
 from ._capture import CaptureError as CaptureError, Recorder as Recorder, capture as capture, capturing as capturing
-from ._capture import mark as mark, quiet as quiet, recomputing as recomputing, recorder as recorder
+from ._capture import draws as draws, mark as mark, quiet as quiet, recomputing as recomputing, recorder as recorder
 from ._copies import Copy as Copy, Written as Written, alias as alias, node_of as node_of, steps_after as steps_after
 from ._copies import traced_once as traced_once
 from ._fakes import fake as fake, fakes as fakes

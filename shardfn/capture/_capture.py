@@ -112,7 +112,7 @@ class Recorder:
                 node.meta["memory"] = "host"
             line = current_line()
             # In eager steps the generator is put back before a recomputation; that is no op, and no graph holds it.
-            if _RECOMPUTING and _draws(node):
+            if _RECOMPUTING and draws(node):
                 raise CaptureError(
                     f"{line or 'a recomputation'}: {node.target} draws from torch's generator inside remat; in a graph"
                     " the recomputation would draw other numbers than the forward did. Draw by a key:"
@@ -285,7 +285,8 @@ def _explain(error: BaseException) -> str:
     )
 
 
-def _draws(node: Node) -> bool:
+def draws(node: Node) -> bool:
+    """Whether an op of a graph draws from torch's generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     schema: Any = getattr(node.target, "_schema")  # noqa: B009  # an OpOverload, as it has tags

@@ -98,13 +98,17 @@ class _NewFile:
     """A file that is being written."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd, self._size = fd, 0
 
     def write(self, data: memoryview) -> None:
         """Writes all of the bytes."""
         done = 0
         while done < len(data):
             done += os.write(self._fd, data[done:])
+        if hasattr(os, "posix_fadvise"):
+            # The device begins with these pages now, so that whoever waits for the file later waits for few of them.
+            os.posix_fadvise(self._fd, self._size, done, os.POSIX_FADV_DONTNEED)
+        self._size += done
 
 
 class FileDraft(FilePlace):
@@ -235,6 +239,10 @@ class DirectoryStore:
 
     def explained(self, problem: OSError) -> OSError:
         """The same error, with what it means for checkpoints."""
+        if isinstance(problem, FileExistsError | NotADirectoryError) and not self._place.is_dir():
+            return NotADirectoryError(
+                errno.ENOTDIR, f"{self._place} is a file, or lies below one: checkpoints need a directory."
+            )
         if isinstance(problem, DiskFullError) or type(problem) not in (OSError, PermissionError, FileNotFoundError):
             return problem
         if problem.errno in FULL:
@@ -261,7 +269,13 @@ class DirectoryStore:
                 f"{self} is a checkpoint that is being written, or whose job ended meanwhile; take a complete one from"
                 f" {parent}: steps {parent.steps()}."
             )
-        return no_checkpoint(self, step, found, "" if self._place.is_dir() else "is no directory")
+        if not self._place.is_dir():
+            return no_checkpoint(self, step, found, "is no directory" if self._place.exists() else "does not exist")
+        begun = sorted(p.name for p in self._place.iterdir() if _REST.fullmatch(p.name))
+        if found or not begun:
+            return no_checkpoint(self, step, found)
+        what = f"has none that is complete: {', '.join(begun)} is being written, or its job ended meanwhile"
+        return no_checkpoint(self, step, found, what)
 
 
 def _clear(path: pathlib.Path) -> None:

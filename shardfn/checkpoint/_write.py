@@ -14,6 +14,8 @@ from ._place import Location, NewLocation
 
 # The token of a draft in the name of a file; those of directories have none.
 _TOKEN = re.compile(r"-[0-9a-f]{8}(?=\.safetensors$)", re.ASCII)
+# Files that are written at a time. Bytes are hashed more slowly than they are written, so several cores help.
+_THREADS = 2
 # The bytes of a part, in order.
 Read = Callable[[Part], Iterator[Bytes]]
 
@@ -59,19 +61,39 @@ def write_files(
     Raises:
         OSError: it failed; what was written is of no use.
     """
-    digests, written, linked = [], 0, 0
-    with concurrent.futures.ThreadPoolExecutor(1, "shardfn-digest") as beside:
-        for plan in plans:
+    with _threads("digest") as beside, _threads("write") as writers, _threads("settle") as settling:
+
+        def written(plan: FilePlan) -> _Done:
             old, known = (None, []) if before is None else _unchanged(plan, read, before)
-            if old is not None and before is not None and place.take(before.place, old, plan.name):
-                linked += plan.bytes
-            else:
+            taken = old is not None and before is not None and place.take(before.place, old, plan.name)
+            if not taken:
                 known = _write(place, plan, read, known, beside)
-                written += plan.bytes
-            if durable:
-                place.settle(plan.name)
-            digests.append(known)
-    return WrittenFile(digests, written, linked)
+            # The device finishes this file while the next one is written.
+            return _Done(known, taken, settling.submit(place.settle, plan.name) if durable else None)
+
+        running = [writers.submit(written, plan) for plan in plans]
+        try:
+            done = [x.result() for x in running]
+        except BaseException:
+            writers.shutdown(cancel_futures=True)
+            raise
+        for x in done:
+            if x.settled is not None:
+                x.settled.result()
+    linked = sum(plan.bytes for plan, x in zip(plans, done, strict=True) if x.taken)
+    return WrittenFile([x.digests for x in done], sum(x.bytes for x in plans) - linked, linked)
+
+
+class _Done(NamedTuple):
+    """A file that has been written, or taken over; when `settled` is done, the device has it."""
+
+    digests: list[str]
+    taken: bool
+    settled: concurrent.futures.Future[None] | None
+
+
+def _threads(task: str) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_THREADS, f"shardfn-{task}")
 
 
 def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | None, list[str]]:

@@ -5,6 +5,7 @@ is; what vmap returns holds the blocks of all members, stacked along dim 0, whil
 `member` takes one out, `stack` is the way in.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ from ._arrival import Arrival
 from ._carry import carry
 from ._env import bind_mesh
 from ._failure import TransportError
+from ._patience import naming_the_wait
 from ._route import Route, route
 
 if TYPE_CHECKING:
@@ -201,14 +203,25 @@ class GlobalTensor:
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank. Collective over the axes of `spec`.
 
+        After half a minute of waiting a warning is logged: one rank alone waits until the mesh's timeout.
+
         Raises:
             ValueError: the block is a stack of several members'; or this rank is not of the mesh.
         """
         self._check_one()
         own = self.local.to(self.mesh.device)
-        with bind_mesh(self.mesh), torch.no_grad():
+        with bind_mesh(self.mesh), torch.no_grad(), self._naming_the_wait():
             x = carry(own, _gathering(self.shape, self.spec, self.mesh))
         return x.clone() if x is own and own is self._local else x
+
+    def _naming_the_wait(self) -> contextlib.AbstractContextManager[None]:
+        axes = self.mesh.axes(self.spec.axes)
+        if not axes:
+            return contextlib.nullcontext()
+        return naming_the_wait(
+            f"rank {self.mesh.rank} is in full_tensor() of a leaf of shape {tuple(self.shape)}, which all ranks along"
+            f" {axes} must call: not one of them alone, as under `if mesh.rank == 0`"
+        )
 
     def to_dtensor(self) -> "torch.distributed.tensor.DTensor":
         """The same tensor as a `DTensor`, sharing the block.

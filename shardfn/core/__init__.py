@@ -5,17 +5,21 @@ from ._torch_version import check_torch as check_torch
 from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError
 from ._errors import (
+    a_kind as a_kind,
     did_you_mean as did_you_mean,
     first_of as first_of,
     not_scalar as not_scalar,
     raise_all as raise_all,
 )
-from ._keywords import explains_keywords as explains_keywords, former as former, renamed as renamed
+from ._keywords import explains_attributes as explains_attributes, explains_extra as explains_extra
+from ._keywords import explains_keywords as explains_keywords
+from ._keywords import former as former, renamed as renamed
 from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
 from ._placement import Placement as Placement, dtype_name as dtype_name
+from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
 from ._spec import MemoryKind as MemoryKind, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds

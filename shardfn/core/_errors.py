@@ -43,6 +43,17 @@ def not_scalar(x: Any) -> str | None:
     return None if isinstance(x, numbers.Real) else f"a {type(x).__name__}"
 
 
+def a_kind(x: Any) -> str:
+    """The type of a value, with its article.
+
+    Example:
+        >>> a_kind(1), a_kind("a")
+        ('an int', 'a str')
+    """
+    name = type(x).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 class DonatedError(RuntimeError):
     """A leaf of a donated state was touched: its buffers were reused by the step that consumed it."""
 

@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ._errors import did_you_mean
+from ._errors import a_kind, did_you_mean
 
 A = ParamSpec("A")
 R = TypeVar("R")
+C = TypeVar("C")
 
 
 def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
-    """Refuses keywords that a function does not have, by name and with a remedy.
+    """Refuses keywords that a function does not have, by name and with a remedy, and too many positions.
 
     Args:
         **meant: of keywords that users try: what to write, which `str.format` fills with `name` and `value`. Of a
@@ -29,20 +30,84 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
     """
 
     def decorate(f: Callable[A, R]) -> Callable[A, R]:
-        known = [
-            p.name
-            for p in inspect.signature(f).parameters.values()
-            if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        kinds = {p.name: p.kind for p in inspect.signature(f).parameters.values()}
+        known = [name for name, kind in kinds.items() if kind in (kind.KEYWORD_ONLY, kind.POSITIONAL_OR_KEYWORD)]
+        first = [name for name, kind in kinds.items() if kind is kind.POSITIONAL_OR_KEYWORD]
+        most = len(kinds) if any(kind is kind.VAR_POSITIONAL for kind in kinds.values()) else len(first)
 
         @functools.wraps(f)
         def call(*args: A.args, **kwargs: A.kwargs) -> R:
+            if len(args) > most and len(known) > most:
+                raise TypeError(
+                    f"{f.__name__} takes {' and '.join(first)} by position and got {len(args)} arguments; pass the"
+                    f" others by name: {', '.join(f'{name}=' for name in known[most:])}."
+                )
             for name, value in kwargs.items():
                 if name not in known:
                     raise TypeError(_unknown(f.__name__, name, value, known, meant))
             return f(*args, **kwargs)
 
         return call
+
+    return decorate
+
+
+def explains_attributes(**meant: str) -> Callable[[type[C]], type[C]]:
+    """Names the remedy where an object is asked for a method that such things have in other libraries.
+
+    Args:
+        **meant: of attributes that users try: what to write.
+
+    Example:
+        >>> @explains_attributes(zero_grad="Leave it out.")
+        ... class Rule: ...
+        >>> Rule().zero_grad()
+        Traceback (most recent call last):
+            ...
+        AttributeError: 'Rule' object has no attribute 'zero_grad'. Leave it out.
+    """
+
+    def missing(self: Any, name: str) -> Any:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(f"{text}. {meant[name]}" if name in meant else text, name=name, obj=self)
+
+    def decorate(cls: type[C]) -> type[C]:
+        # By setattr: where a class has a `__getattr__`, a type checker takes any attribute for one of its own.
+        setattr(cls, "__getattr__", missing)  # noqa: B010
+        return cls
+
+    return decorate
+
+
+def explains_extra(call: str, remedy: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
+    """Refuses more arguments than a method takes.
+
+    Args:
+        call: how to write the call.
+        remedy: where what is passed beside it belongs.
+
+    Example:
+        >>> class Step:
+        ...     @explains_extra("step(state, batch)", "Pass a key to sharded_step.")
+        ...     def __call__(self, state, batch): ...
+        >>> Step()(1, 2, 3)
+        Traceback (most recent call last):
+            ...
+        TypeError: step(state, batch) got 1 argument more: an int. Pass a key to sharded_step.
+    """
+
+    def decorate(f: Callable[A, R]) -> Callable[A, R]:
+        names = list(inspect.signature(f).parameters)
+
+        @functools.wraps(f)
+        def checked(*args: A.args, **kwargs: A.kwargs) -> R:
+            if len(args) > len(names) or not kwargs.keys() <= set(names):
+                extra = [a_kind(x) for x in args[len(names) :]] + [f"{name}=" for name in kwargs if name not in names]
+                more = "1 argument" if len(extra) == 1 else f"{len(extra)} arguments"
+                raise TypeError(f"{call} got {more} more: {', '.join(extra)}. {remedy}")
+            return f(*args, **kwargs)
+
+        return checked
 
     return decorate
 

@@ -32,7 +32,8 @@ class Placement:
         memory_kind: "device", "host" or "disk".
         dtype: of its elements; with a code, of the elements that the codes stand for.
         code: (bits, elements that share a scale) where it is rounded to codes; None = elements as they are.
-        stacked: whether the leading dim stacks layers that are used, and cut, one by one; `spec` then does not cut it.
+        stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts it, each
+            rank has some of the layers.
         brought: axes of `spec` along which every block is here, one after another: what a first hop has brought of a
             gather that takes two. Each is its dim's own, and some axis of that dim is still to be gathered.
 
@@ -117,8 +118,8 @@ class Placement:
         cut = [self.spec.dim_axes(d) for d in range(len(self.spec))]
         if self.brought and not any(set(self.brought) < set(axes) for axes in cut):
             yield f"brought={self.brought} are not some, and not all, of the axes that cut one dim"
-        if self.stacked and (not shape or self.spec.dim_axes(0)):
-            yield f"{self.spec!r} cuts dim 0, along which layers are stacked; start it with None"
+        if self.stacked and not shape:
+            yield "a leaf of no dims has no layers; leave out stacked=True"
 
     def __repr__(self) -> str:
         parts = [repr(self.spec)]

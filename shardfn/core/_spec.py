@@ -84,15 +84,16 @@ class Sharding:
 
     Attributes:
         spec: the layout.
-        memory_kind: where it is kept.
-        stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. It is
-            then no dim to be cut: ZeRO cuts each layer, and gathers each when it is used. See `shardfn.scan`.
+        memory_kind: the memory in which the leaf is stored: "device", "host" or "disk".
+        stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. ZeRO
+            then cuts each layer, and gathers each when it is used. See `shardfn.scan`. An axis that cuts the leading
+            dim itself gives each rank some of the layers, as the stages of a pipeline have them.
 
     Example:
         >>> Sharding(P("dp")).memory_kind
         'device'
-        >>> Sharding(P(None, "tp"), stacked=True).stacked
-        True
+        >>> Sharding(P(None, "tp"), stacked=True).stacked, Sharding(P("pp", "tp"), stacked=True).spec
+        (True, P('pp', 'tp'))
     """
 
     spec: P = P()  # noqa: RUF009  # P is immutable

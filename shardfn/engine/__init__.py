@@ -4,7 +4,7 @@ from ._abstract import abstract_leaves as abstract_leaves, is_abstract as is_abs
 from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbatches as num_microbatches
 from ._agreement import Agreement as Agreement
 from ._backward import run_forward as run_forward
-from ._callable import check_loss as check_loss
+from ._callable import check_loss as check_loss, function_name as function_name
 from ._captured import CapturedSteps as CapturedSteps
 from ._canonical import describe_rows as describe_rows
 from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas
@@ -29,14 +29,14 @@ from ._levels import Transform as Transform, check_order as check_order
 from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMean as WeightedMean, evaluate as evaluate
 from ._mixed import Mixed as Mixed, check_scaled as check_scaled, with_masters as with_masters
 from ._model_state import check_alike as check_alike, check_kept as check_kept
-from ._model_state import first_model_state as first_model_state, shapes_of as shapes_of
+from ._model_state import shapes_of as shapes_of
 from ._compared import compare_first_batch as compare_first_batch, compare_first_step as compare_first_step
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._partition_capture import in_section as in_section
 from ._partitioned import Partitioned as Partitioned, bind as bind
 from ._proposed import proposed as proposed
 from ._phases import check_phases as check_phases, in_phase as in_phase
-from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, check_layout as check_layout
+from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, stage_axes as stage_axes
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
 from ._nothing import check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded
@@ -49,6 +49,8 @@ from ._pools import together as together
 from ._profiled import Spans as Spans, Spent as Spent, measured_into as measured_into
 from ._resume import resumed as resumed
 from ._schedule import accumulation as accumulation, check_schedule as check_schedule
+from ._stage_layout import check_layout as check_layout, first_kept as first_kept
+from ._stage_state import PipelineState as PipelineState
 from ._step_parts import (
     check_pure as check_pure,
     check_scale as check_scale,

@@ -88,7 +88,7 @@ def run_backward(
     else:
         loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
-    course = _course(plan, comms, parts, loss, batches, args[1:])
+    course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
     late = LateLeaves(plan, blocks, _by_layer(plan, coming), gatherer.whole)
     source = late.whole if plan.late else gatherer.whole
     performer = Performer(plan, comms, course, len(batches), gatherer, LeafBook(source, plan.layers, watch), ahead)
@@ -102,11 +102,17 @@ def run_backward(
 
 
 def _course(
-    plan: Plan, comms: Comms, parts: StepParts, loss: Loss, batches: list[Any], rest: tuple[Any, ...]
+    plan: Plan,
+    comms: Comms,
+    parts: StepParts,
+    loss: Loss,
+    batches: list[Any],
+    rest: tuple[Any, ...],
+    model_state: PyTree,
 ) -> Course:
     if parts.table is None:
         return Whole(loss, batches, rest, parts.has_aux, parts.schedule)
-    return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux)
+    return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux, model_state)
 
 
 def _by_layer(plan: Plan, coming: Sequence[Sequence[Arrival]]) -> list[Arrival | None]:

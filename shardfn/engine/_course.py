@@ -34,7 +34,7 @@ class Course(Protocol):
 
     For each action of `actions`, in order, the engine calls `receive` and then `forward`; or `receive`, `ends` and
     `send_back`. `receive` stands between two phases of the order of use, and is all that waits for another stage. At
-    the end it calls `close` once, and `values`.
+    the end it calls `close` once, `values` and `kept`.
 
     Attributes:
         actions: what this rank does.
@@ -67,6 +67,10 @@ class Course(Protocol):
 
     def values(self, seen: list[Value]) -> list[Value]:
         """What all microbatches come to, on all ranks, from those that this rank has seen."""
+        ...
+
+    def kept(self, model_state: PyTree) -> PyTree:
+        """The model state after all microbatches, on all ranks, from what is left of it on this one."""
         ...
 
     def named(self, action: Action) -> contextlib.AbstractContextManager[None]:
@@ -117,6 +121,10 @@ class Whole:
     def values(self, seen: list[Value]) -> list[Value]:
         """The same."""
         return seen
+
+    def kept(self, model_state: PyTree) -> PyTree:
+        """The same."""
+        return model_state
 
     def named(self, action: Action) -> contextlib.AbstractContextManager[None]:
         """Nothing."""

@@ -28,7 +28,7 @@ from shardfn.core import (
 )
 from shardfn.leaves import LeafLayout
 from shardfn.optim import GradientTransformation
-from shardfn.state import TrainState, closed, closed_like, state_owners
+from shardfn.state import TrainState, closed, state_owners
 
 from ._made import made
 from ._plan import Plan
@@ -133,7 +133,7 @@ def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale:
 
 def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor | Stored]:
     """Blocks that are without data, or stay where they are, as parameters are kept."""
-    return [closed_like(b.to(leaf.dtypes.param), leaf.ways.kept) for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    return [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, blocks, strict=True)]
 
 
 def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:

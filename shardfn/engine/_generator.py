@@ -5,6 +5,9 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+from torch.fx import GraphModule
+
+from shardfn.capture import draws
 
 
 @contextlib.contextmanager
@@ -17,12 +20,24 @@ def warning_of_draws(device: torch.device) -> Iterator[None]:
     before = _states(device)
     yield
     if not all(map(torch.equal, before, _states(device))):
-        warnings.warn(
-            "the loss draws from torch's generator (torch.randn, dropout, ...), so that its result depends on the"
-            " number of ranks and is lost when it is computed again. Draw by a key: sharded_step(..., key=sf.key(0)) "
-            "gives one to loss(params, batch, key), for sf.nn.dropout and apply.keyed.",
-            stacklevel=2,
-        )
+        _warn("")
+
+
+def warn_of_draws_in(gm: GraphModule) -> None:
+    """Warns if a captured step draws from torch's generator, and names the first line that does."""
+    drawing = [node for node in gm.graph.nodes if draws(node)]
+    if drawing:
+        where = drawing[0].meta.get("where")
+        _warn(f" at {where}" if where else "")
+
+
+def _warn(where: str) -> None:
+    warnings.warn(
+        f"the loss draws from torch's generator{where} (torch.randn, dropout, ...), so that it depends on the number of"
+        " ranks, and is another when it is computed again. Draw by a key: sharded_step(..., key=sf.key(0)) passes one"
+        " to loss(params, batch, key), for sf.nn.dropout and apply.keyed.",
+        stacklevel=3,
+    )
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:

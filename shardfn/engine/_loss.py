@@ -117,6 +117,21 @@ def refuse_gradient_of(weight: Tensor | None) -> None:
         )
 
 
+def refuse_negative(weight: Tensor | float | None) -> None:
+    """Refuses a loss whose `WeightedMean` counts less than nothing: its gradient would point the other way.
+
+    A tensor on a device is read back, which waits for it.
+
+    Raises:
+        ValueError: says what a weight is.
+    """
+    if weight is not None and float(weight) < 0:
+        raise ValueError(
+            f"the weight of the loss's WeightedMean is {float(weight):g}. It is the number of terms in the total, or"
+            " the sum of their weights, and so at least 0: return WeightedMean(total, weight), in this order."
+        )
+
+
 def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
     """What the loss returns, checked, and as differentiable as it was made; see `evaluate`."""
     with naming_batch(params, args[:1]):
@@ -131,6 +146,8 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
         out, aux = out
     weight = None
     if isinstance(out, WeightedMean):
+        if not isinstance(out.weight, Tensor):
+            refuse_negative(out.weight)
         weight = torch.as_tensor(out.weight, device=out.total.device)
         out = out.total
     if isinstance(out, tuple):

@@ -79,12 +79,18 @@ class ModelState:
 _MODEL_STATE = Ambient[ModelState]("model state of a forward", by_thread=True)
 
 
+def innermost_state() -> ModelState:
+    """That of the forward that runs."""
+    state = _MODEL_STATE.innermost()
+    assert state is not None, "a loss with a model state runs inside ModelState.through"
+    return state
+
+
 def past_the_batch(loss: Loss) -> Loss:
     """A loss with a state as one without: `loss(params, batch[, key]) -> loss[, aux]`, inside `ModelState.through`."""
 
     def threaded(params: PyTree, *args: Any) -> Any:
-        state = _MODEL_STATE.innermost()
-        assert state is not None, "a loss with a model state runs inside ModelState.through"
+        state = innermost_state()
         out = loss(params, state.now, *args)
         if not isinstance(out, tuple) or isinstance(out, WeightedMean) or len(out) < 2:
             raise TypeError(

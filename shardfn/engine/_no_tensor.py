@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-from shardfn.core import PyTree, first_of, tree_leaves, tree_paths
+from shardfn.core import PyTree, a_kind, first_of, tree_leaves, tree_paths
 
 _SHOWN = 20
 _INDICES = re.compile(r"(\[\d+\])+$")
@@ -22,21 +22,24 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
         >>> no_tensors({"x": [[1, 2], [3, 4]]}, "batch")
         ["batch['x'] is a list of numbers (batch['x'][0][0] is an int); write torch.tensor(batch['x'])"]
     """
+    if _are_named(tree):
+        return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor; write dict({name})"]
     told: dict[str, str] = {}
     for path, x in zip(tree_paths(tree, name), tree_leaves(tree), strict=True):
         if isinstance(x, Tensor):
             continue
         of = _INDICES.sub("", path)
         if isinstance(x, int | float) and of != path:
-            told.setdefault(of, f"{of} is a list of numbers ({path} is {_kind(x)}); write torch.tensor({of})")
+            told.setdefault(of, f"{of} is a list of numbers ({path} is {a_kind(x)}); write torch.tensor({of})")
         else:
-            told[path] = f"{path} is {_kind(x)}{_remedy(path, x)}"
+            told[path] = f"{path} is {a_kind(x)}{_remedy(path, x)}"
     return first_of(list(told.values()), _SHOWN)
 
 
-def _kind(x: Any) -> str:
-    name = type(x).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+def _are_named(tree: PyTree) -> bool:
+    """Whether a tree is what a module's `named_parameters()` yields."""
+    pairs = isinstance(tree, list | tuple) and bool(tree) and all(isinstance(x, tuple) and len(x) == 2 for x in tree)
+    return pairs and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in tree)
 
 
 def _remedy(path: str, x: Any) -> str:

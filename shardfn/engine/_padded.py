@@ -21,9 +21,28 @@ def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
 
 def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
     """The layers of a stack that `padded` has made."""
-    most = max(per_stage)
-    used = [stage * most + i for stage, num in enumerate(per_stage) for i in range(num)]
+    used = used_rows(per_stage)
     return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
+
+
+def used_rows(per_stage: Sequence[int]) -> list[int]:
+    """Which rows of a stack that `padded` has made are layers.
+
+    Example:
+        >>> used_rows((2, 1))
+        [0, 1, 2]
+    """
+    most = max(per_stage)
+    return [stage * most + i for stage, num in enumerate(per_stage) for i in range(num)]
+
+
+def refilled(stack: PyTree, layers: PyTree, used: Sequence[int]) -> PyTree:
+    """A stack with unused rows, whose used ones are new."""
+
+    def fill(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_copy(0, torch.tensor(used, device=old.device), new)
+
+    return tree_map(fill, stack, layers)
 
 
 def check_rows(rows: Mapping[str, int], per_stage: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from shardfn.capture import Recorder, recorder
-from shardfn.core import raise_all
+from shardfn.core import raise_all, saved_tensors_hooks
 from shardfn.graph import LoopMark
 
 
@@ -67,7 +67,7 @@ class Noting(Recorder):
             node.meta["loop"] = self._loop
         if self.sections:
             node.meta["section"] = self.sections[0]
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        top = saved_tensors_hooks()
         if top is not None and top[0] is not _as_it_is:
             raise ValueError(
                 f"{self.line() or 'a line unknown'}: partition(loss) does not hold what is recomputed or moved by"

@@ -19,7 +19,7 @@ from ._course import Course
 from ._entered import check_capture, enter
 from ._gather import DONE, IDLE, Gatherer
 from ._generator import warning_of_draws
-from ._loss import NoGradientError, Value, naming_used_up
+from ._loss import NoGradientError, Value, naming_used_up, refuse_negative
 from ._model_state import ModelState, named_leaves
 from ._outcome import Outcome, agree_on_outcome, outcome_of
 from ._plan import Plan
@@ -117,6 +117,7 @@ class Performer:
         self._book.watch.check("the loss")
         if value is not None and not (plan.compared or plan.captured):
             refuse_summed(value.total, plan)
+            refuse_negative(value.weight)
         if not self._even and value is not None and value.weight is None and plan.chunks is None:
             raise ValueError(
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
@@ -203,7 +204,7 @@ class Performer:
             raise NoGradientError(plan.trained)
         comms.mark("update")
         values = self._course.values([self._seen[k] for k in sorted(self._seen)])
-        out = outcome_of(values, self._num, self._reducer, plan, self._model_state.now)
+        out = outcome_of(values, self._num, self._reducer, plan, self._course.kept(self._model_state.now))
         if not plan.reduce_order:
             first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
             plan.reduce_order = first

@@ -17,9 +17,7 @@ from shardfn.collectives import axis_index, axis_size, psum, pvary, transforming
 from shardfn.core import (
     Mesh,
     PyTree,
-    chunk_bounds,
     fold_in,
-    raise_all,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -34,11 +32,11 @@ from ._elsewhere import ElsewhereTensor
 from ._levels import Transform
 from ._loss import Loss
 from ._mixed import Mixed
-from ._padded import check_rows, unpadded
-from ._plan import Plan
+from ._padded import check_rows, refilled, unpadded, used_rows
+from ._stage_state import PipelineState, apart, check_in_order, current_state, put_part, with_part
 from ._unwrap import Unwrapped
 
-_UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
+UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
 
 
 class Place(NamedTuple):
@@ -71,6 +69,7 @@ class Pipelined(Transform):
         turns: whether the stages go down the ranks and up again.
         per_stage: how many layers each rank has of a stack with unused rows, as many a rank as the most of them; None =
             every row is a layer, cut evenly.
+        has_state: whether its functions take and return parts of a model state, inside `ModelState.through`.
     """
 
     transform: ClassVar[str] = "pipeline"
@@ -81,6 +80,7 @@ class Pipelined(Transform):
     num_chunks: int
     turns: bool
     per_stage: tuple[int, ...] | None
+    has_state: bool = dataclasses.field(default=False, kw_only=True)
 
     @abc.abstractmethod
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
@@ -176,6 +176,15 @@ class Pipelined(Transform):
             before += num
         return out
 
+    def with_state(self) -> "Pipelined":
+        """The loss of a step with a model state, which its functions then take parts of."""
+        return dataclasses.replace(self, has_state=True)
+
+    def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
+        """A model state in which all ranks have what the layers of a stage have left; `here`: on this rank."""
+        del stage, here
+        return state  # of a stack each rank has its own rows
+
     def reverses(self, chunk: int) -> bool:
         """Whether the layers of a stack come in reverse."""
         return self.turns and chunk % 2 == 1
@@ -197,7 +206,9 @@ class Pipelined(Transform):
             mine = pvary(h, self.axis)
             if there == rank:
                 mine = self.between(params, batch, mine, Place(chunk, firsts[rank][chunk], False, False), key)
-            h = tree_map(lambda x, on=there == rank: _from_one(x, on, self.axis, tie), mine)
+            if self.has_state:
+                put_part(blocks=self.shared_layers(current_state(), stage, there == rank).blocks)
+            h = tree_map(lambda x, on=there == rank: from_one(x, on, self.axis, tie), mine)
         return h
 
 
@@ -220,7 +231,10 @@ class Enclosed(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """`first`."""
-        return self.first(self.without_stacks(params), batch, *key)
+        own = self.without_stacks(params)
+        if self.has_state:
+            return with_part(self.first, "first", "h", own, (batch, *key))
+        return self.first(own, batch, *key)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """`first` or what is given, the layers, and at the last stage `last`."""
@@ -230,7 +244,10 @@ class Enclosed(Pipelined):
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """`last`."""
-        return self.last(self.without_stacks(params), h, batch, *key)
+        own = self.without_stacks(params)
+        if self.has_state:
+            return with_part(self.last, "last", "loss[, aux]", own, (h, batch, *key), 3)
+        return self.last(own, h, batch, *key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,33 +263,53 @@ class PipelinedLayers(Enclosed):
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """The layers."""
         del batch
-        return self.through(self.filled(self.stacks(params)[place.chunk]), place.chunk, h, place.row, key)
+        stack = self.filled(self.stacks(params)[place.chunk])
+        if not self.has_state:
+            return self.through((stack,), place, h, key)[0]
+        alone, every = self.num_chunks == 1, current_state().blocks
+        old = every if alone else every[place.chunk]
+        h, new = self.through((stack, self.filled(old)), place, h, key)
+        new = new if self.per_stage is None else refilled(old, new, self._used_rows())
+        put_part(blocks=new if alone else [new if c == place.chunk else x for c, x in enumerate(every)])
+        return h
 
-    def through(self, stack: PyTree, chunk: int, h: PyTree, first: int, key: tuple[Tensor, ...]) -> PyTree:
-        """What the layers of this rank's block of a stack make of `h`.
+    def through(
+        self, stacks: tuple[PyTree, ...], place: Place, h: PyTree, key: tuple[Tensor, ...]
+    ) -> tuple[PyTree, PyTree]:
+        """What the layers of this rank's block of a stack make of `h`, and of their model state.
 
         Args:
-            stack: the block.
-            chunk: which stack it is of.
+            stacks: the block, and with `has_state` that of the model state.
+            place: where it is; layers of a stack in reverse are numbered downwards.
             h: a tree of tensors.
-            first: the number of its first row's layer; layers of a stack in reverse are numbered downwards.
             key: the loss's, or none; layer l gets `fold_in(key, l)`.
         """
-        num = _length(stack)
+        num = _length(stacks[0])
         if not num:
-            return h
-        back = self.reverses(chunk)
-        numbers = [first - i if back else first + i for i in range(num)]
+            return h, stacks[-1]
+        back = self.reverses(place.chunk)
+        numbers = [place.row - i if back else place.row + i for i in range(num)]
         keys = (fold_in(k, torch.tensor(numbers, device=k.device)) for k in key)
-        xs = (stack, *keys)
+        # Lambdas over this loss alone: so a capture knows them from microbatch to microbatch.
+        layer: Callable[..., Any] = lambda h, x: (self.block(x[0], h, *x[1:]), None)  # noqa: E731
+        if self.has_state:
+            layer = lambda h, x: apart(self.block(x[0], x[1], h, *x[2:]), "block", "h")  # noqa: E731
+        xs = (*stacks, *keys)
         if not back:
-            return scan(lambda h, x: (self.block(x[0], h, *x[1:]), None), h, xs)[0]
+            return scan(layer, h, xs)
         leaves, treedef = tree_flatten(xs)
-        columns = [x.unbind(0) for x in leaves]
+        columns, new = [x.unbind(0) for x in leaves], []
         for i in reversed(range(num)):
-            p, *own = tree_unflatten(treedef, [column[i] for column in columns])
-            h = self.block(p, h, *own)
-        return h
+            h, own = layer(h, tree_unflatten(treedef, [column[i] for column in columns]))
+            new.insert(0, own)
+        return h, tree_map(lambda *rows: torch.stack(rows), *new) if self.has_state else None
+
+    def _used_rows(self) -> list[int]:
+        """Which rows of this rank's block of a stack are layers."""
+        assert self.per_stage is not None
+        if axis_size(self.axis) > 1:
+            return list(range(self.per_stage[axis_index(self.axis)]))
+        return used_rows(self.per_stage)
 
 
 def pipelined_in(loss: Loss) -> Pipelined | None:
@@ -280,6 +317,12 @@ def pipelined_in(loss: Loss) -> Pipelined | None:
     while isinstance(loss, Accumulated | Mixed):
         loss = loss.inner
     return loss if isinstance(loss, Pipelined) else None
+
+
+def stage_axes(loss: Loss) -> tuple[str, ...]:
+    """The axis along which ranks have different layers, if the loss is pipelined."""
+    of = pipelined_in(loss)
+    return () if of is None else (of.axis,)
 
 
 def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSchedule | None:
@@ -301,81 +344,13 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
             f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}."
         )
     timeline(table)
+    if of.has_state:
+        check_in_order(table)
     return table
 
 
-def check_layout(plan: Plan, f: Loss) -> None:
-    """Refuses a layout in which the stages of a pipelined function do not lie along its axis.
-
-    Raises:
-        ValueError: see `check_stages`.
-    """
-    of = pipelined_in(f)
-    if of is not None and plan.mesh.axis_size(of.axis) > 1:
-        check_stages(plan, of)
-
-
-def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
-    """Refuses a layout that is none of stages.
-
-    Returns:
-        By chunk, how many layers each rank has of its stack.
-
-    Raises:
-        ValueError: leaves of the stacks are not cut along the axis, or others are; a stack has fewer layers than there
-            are stages, or leaves with different numbers of them; or ZeRO cuts leaves along the axis. Every leaf is
-            listed.
-    """
-    num = plan.mesh.axis_size(of.axis)
-    stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
-    inside = {i: chunk for chunk, stack in enumerate(stacks) for i in tree_leaves(stack)}
-    problems = []
-    for i, leaf in enumerate(plan.leaves):
-        if i in inside and leaf.compute.dim_axes(0) != (of.axis,):
-            problems.append(f"{leaf.path} has spec {leaf.compute!r}; cut dim 0, its layers: P({of.axis!r})")
-        elif i not in inside and of.axis in leaf.compute.axes:
-            problems.append(f"{leaf.path} has spec {leaf.compute!r}, but is no layer; leave {of.axis!r} out")
-    raise_all(ValueError, f"a pipeline along {of.axis!r} cuts its stacked layers along it, and no others:", problems)
-    if num > 1 and of.axis in plan.batch_axes:
-        raise ValueError(
-            f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
-            f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
-        )
-    raise_all(
-        ValueError,
-        f"a pipeline of {num} stages along {of.axis!r} needs a layer for each:",
-        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] < num],
-    )
-    raise_all(
-        ValueError,
-        f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time:",
-        [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
-    )
-    lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in tree_leaves(stack)} for stack in stacks]
-    raise_all(ValueError, _UNLIKE, [_told(found) for found in lengths if len(set(found.values())) > 1])
-    if of.per_stage is not None:
-        _check_padded(plan, list(inside), of.per_stage, num)
-        return [list(of.per_stage)]
-    return [_cut(next(iter(found.values())), num) for found in lengths]
-
-
-def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
-    """Refuses stacks that are not of so many layers a stage.
-
-    Raises:
-        ValueError: lists every leaf.
-    """
-    if num not in (1, len(per_stage)):
-        raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
-    check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
-
-
-def _cut(rows: int, ranks: int) -> list[int]:
-    bounds = [chunk_bounds(rows, ranks, r) for r in range(ranks)]
-    return [stop - start for start, stop in bounds]
-
-
-def _told(lengths: dict[str, int]) -> str:
+def told_lengths(lengths: dict[str, int]) -> str:
+    """How many layers each leaf has."""
     return ", ".join(f"{path} has {n}" for path, n in lengths.items())
 
 
@@ -390,7 +365,7 @@ def _length(stack: PyTree) -> int:
         raise ValueError("a pipeline has no stacked layers: `blocks` leads to an empty tree.")
     if len({x.shape[0] for x in leaves}) > 1:
         named = zip(tree_paths(stack, "blocks"), leaves, strict=True)
-        raise ValueError(f"{_UNLIKE} {_told({path: x.shape[0] for path, x in named})}")
+        raise ValueError(f"{UNLIKE} {told_lengths({path: x.shape[0] for path, x in named})}")
     return leaves[0].shape[0]
 
 
@@ -407,8 +382,8 @@ def _tie(stacks: PyTree) -> Tensor | None:
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
 
 
-def _from_one(x: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
-    """What one rank has, on all of them."""
+def from_one(x: Tensor, here: bool, axis: str, tie: Tensor | None = None) -> Tensor:
+    """What one rank has, on all of them; `tie` is what autograd follows on the others."""
     if not here:
         never = torch.zeros((), dtype=torch.bool, device=x.device)
         follows = tie is not None and x.is_floating_point()

@@ -1,14 +1,16 @@
 """What `pipeline` makes of a list of functions: a loss of stages whose leaves differ."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from shardfn.collectives import axis_size
-from shardfn.core import PyTree, chunk_bounds, fold_in
+from shardfn.core import PyTree, chunk_bounds, fold_in, tree_map
 
-from ._pipelined import Enclosed, Place
+from ._pipelined import Enclosed, Place, from_one
+from ._stage_state import PipelineState, apart, current_state, put_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +43,40 @@ class PipelinedFunctions(Enclosed):
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """The functions of a stage, whose number is `place.row`."""
         del batch
-        owned, num = self._owned(params), axis_size(self.axis) * self.num_chunks
-        for i in range(*chunk_bounds(len(self.functions), num, place.row)):
-            h = self.functions[i](owned[i], h, *(fold_in(k, i) for k in key))
+        owned, states = self._owned(params), self._states()
+        for i in self._of_stage(place.row):
+            own = [fold_in(k, i) for k in key]
+            if self.has_state:
+                h, states[i] = apart(self.functions[i](owned[i], states[i], h, *own), f"function {i}", "h")
+            else:
+                h = self.functions[i](owned[i], h, *own)
+        if self.has_state:
+            put_part(blocks=states)
         return h
+
+    def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
+        """With the states of a stage's functions from the rank that runs them."""
+        own = self._of_stage(stage)
+        share = functools.partial(from_one, here=here, axis=self.axis)
+        return state._replace(blocks=[tree_map(share, x) if i in own else x for i, x in enumerate(state.blocks)])
+
+    def _of_stage(self, stage: int) -> range:
+        return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))
+
+    def _states(self) -> list[PyTree]:
+        """By function, its model state; none without.
+
+        Raises:
+            ValueError: there are not as many.
+        """
+        found = current_state().blocks if self.has_state else []
+        if self.has_state and (not isinstance(found, list) or len(found) != len(self.functions)):
+            told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"a pipeline of {len(self.functions)} functions wants model_state.blocks as a list with the state of"
+                f" each, got {told}; () is none."
+            )
+        return list(found)
 
     def _owned(self, params: PyTree) -> Sequence[PyTree]:
         """By function, its leaves.

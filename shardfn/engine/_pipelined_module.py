@@ -32,6 +32,17 @@ class PipelinedModule(Pipelined):
             return self.loss(self._filled(params), batch, *key)
         return super().__call__(params, batch, *key)
 
+    def with_state(self) -> Pipelined:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "pipeline_module(...) with has_state=True: buffers of a module are not cut into stages. Leave it out; or"
+            " write the model's layers as functions of their part of the model state, sf.pipeline(first, block, last)."
+        )
+
     @property
     def begins(self) -> tuple[str, Callable[..., Any]]:
         """The loss, up to the first layer."""

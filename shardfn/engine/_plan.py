@@ -186,7 +186,7 @@ class Plan:
 
     def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
         """The axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
-        disjoint = leaf.reduce_axes + leaf.left_axes + leaf.compute.axes
+        disjoint = leaf.reduce_axes + leaf.left_axes + leaf.own_axes
         return tuple(a for a in self.mesh.axis_names if a in disjoint)
 
     @functools.cached_property

@@ -1,6 +1,6 @@
 """From a step's annotations to the plan of each parameter tree that it meets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,12 +63,20 @@ class Planner:
         zero: the ZeRO rule.
         trainable: prefix tree of bools.
         policy: the precision; None = each leaf's own dtype.
+        stage_axes: the axis along which ranks have different layers of stacked leaves: that of a pipeline, or none.
     """
 
     def __init__(
-        self, mesh: Mesh, specs: PyTree, batch: PyTree, zero: Zero, trainable: PyTree, policy: Policy | None = None
+        self,
+        mesh: Mesh,
+        specs: PyTree,
+        batch: PyTree,
+        zero: Zero,
+        trainable: PyTree,
+        policy: Policy | None = None,
+        stage_axes: tuple[str, ...] = (),
     ) -> None:
-        self.mesh, self.batch, self.zero, self.policy = mesh, batch, zero, policy
+        self.mesh, self.batch, self.zero, self.policy, self._stage_axes = mesh, batch, zero, policy, stage_axes
         self._specs, self.trainable = specs, trainable
         used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
         self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
@@ -197,8 +205,8 @@ class Planner:
             self.policy.check([p for p, _, d, *_ in rows if d.is_floating_point])
         raise_all(
             ValueError,
-            "stacked leaves have a leading dim of layers, which is never cut:",
-            [_not_stacked(p, s, c) for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k and _unfit(s, c)],
+            "stacked leaves have a leading dim of layers, which the stages of a pipeline alone cut:",
+            [x for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k for x in self._not_stacked(p, s, c)],
         )
         leaves = [
             (stacked_layout if k else leaf_layout)(
@@ -218,6 +226,23 @@ class Planner:
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch)
+
+    def _not_stacked(self, path: str, shape: torch.Size, compute: P) -> Iterator[str]:
+        """What keeps a leaf from being stacked."""
+        if not shape or not shape[0]:
+            yield f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
+            return
+        apart = self.mesh.axes(compute.dim_axes(0))
+        shared = [a for a in apart if a in self.batch_axes or a in self.mesh.axes(self.zero.axis)]
+        if compute.dim_axes(0) and (shared or compute.dim_axes(0) != self._stage_axes):
+            entries = (None, *compute.entries[1:])
+            yield f"{path} of shape {tuple(shape)} has spec {compute!r}; use Sharding({P(*entries)!r}, stacked=True)"
+        num = self.mesh.axis_size(apart)
+        if chunk_bounds(shape[0], num, num - 1)[0] >= shape[0]:
+            yield (
+                f"{path} of shape {tuple(shape)} with spec {compute!r} leaves no layer to the last of {num} ranks;"
+                " leave out stacked=True, or use a number of layers that leaves it one"
+            )
 
 
 def _told(x: GlobalTensor | Placement) -> str:
@@ -246,14 +271,3 @@ def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
     used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
     if zero.disk is not None and not used:
         raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")
-
-
-def _unfit(shape: torch.Size, compute: P) -> bool:
-    return not shape or not shape[0] or bool(compute.dim_axes(0))
-
-
-def _not_stacked(path: str, shape: torch.Size, compute: P) -> str:
-    if not shape or not shape[0]:
-        return f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
-    entries = (None, *compute.entries[1:])
-    return f"{path} of shape {tuple(shape)} has spec {compute!r}; use Sharding({P(*entries)!r}, stacked=True)"

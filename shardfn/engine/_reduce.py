@@ -69,7 +69,7 @@ class Reducer:
         self._overlap_gather = not any(leaf.gathered for leaf in leaves)
         self._order, self._channels, self._learns = list(order), channels, not order
         self._late_axes = late_axes
-        self._late = {u for u, x in enumerate(units) if not {*late_axes}.issubset(leaves[x.leaves[0]].compute.axes)}
+        self._late = {u for u, x in enumerate(units) if not {*late_axes}.issubset(leaves[x.leaves[0]].own_axes)}
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
         # By leaf: sums of backwards that did not send, which stay between backwards; and gradients of this one that
         # have not been sent.

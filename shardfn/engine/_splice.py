@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfn.capture import Copy, Recorder, Written, capturing, recorder
 from shardfn.collectives import at_line, transforming
-from shardfn.core import Ambient, PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from shardfn.core import Ambient, PyTree, saved_tensors_hooks, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from shardfn.graph import storage_of, tensors_in
-from shardfn.leaves import LazyLeaf
+from shardfn.leaves import LazyLeaf, packs_leaves
 from shardfn.nn import Run, ScanBody, plain_loop, splitting
 
 from ._template import Template, Unfit, arrived, check_same, fetched
@@ -227,9 +227,9 @@ class _SplicedLayer(torch.autograd.Function):
 
 
 def _is_hooked() -> bool:
-    """Whether hooks see what is saved for the backward, as those of a remat or an offload around the scan."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    return hooks is not None
+    """Whether hooks change what is saved for the backward, as those of a remat or an offload around the scan."""
+    hooks = saved_tensors_hooks()
+    return hooks is not None and not packs_leaves(hooks[0])
 
 
 def _is_watched(layers: Sequence[PyTree]) -> bool:

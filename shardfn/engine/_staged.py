@@ -6,6 +6,7 @@ in shape and dtype, is found without computing it. A send never waits. What is r
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardfn.core import (
     raise_all,
     tree_flatten,
     tree_leaves,
+    tree_map,
     tree_paths,
     tree_structure,
     tree_unflatten,
@@ -32,8 +34,10 @@ from ._comms import Comms
 from ._course import Ends, Seed
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._mixed import Mixed
-from ._pipelined import Pipelined, Place, check_stages, pipelined_in
+from ._model_state import ModelState
+from ._pipelined import Pipelined, Place, from_one, pipelined_in
 from ._plan import Plan
+from ._stage_layout import check_stages
 from ._stage_link import StageLink
 from ._stages_seen import ActivationShapes
 
@@ -65,6 +69,7 @@ class Staged:
         batches: the microbatches, of which each rank along the axis has the same.
         rest: the key, if the loss takes one.
         has_aux: whether the loss returns an aux.
+        model_state: with which the microbatches begin; its shapes count.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Staged:
         batches: list[PyTree],
         rest: tuple[Any, ...],
         has_aux: bool,
+        model_state: PyTree,
     ) -> None:
         of = pipelined_in(loss)
         assert of is not None
@@ -85,9 +91,10 @@ class Staged:
         self._rank = plan.mesh.axis_index(of.axis)
         self.actions, self.late_axes = table.ranks[self._rank], (of.axis,)
         self._firsts = of.firsts(check_stages(plan, of), self._rank)
-        self._shape = _shape(plan, of, self._mixed, batches[0], rest)
+        given = (batches[0], *rest), model_state
+        self._shape = _shape(plan, of, self._mixed, given)
         if plan.captured:
-            plan.stages.ends = _ends(plan, loss, self._shape, batches[0], rest, has_aux)
+            plan.stages.ends = _ends(plan, loss, self._shape, given, has_aux)
         channel = comms.channels.between(self.late_axes)
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
         # What `receive` has brought for the one action that runs now.
@@ -163,6 +170,20 @@ class Staged:
         weight = None if weight_dtype is None else row[1].to(weight_dtype)
         return [Value(row[0].to(dtype), weight, aux)]
 
+    def kept(self, model_state: PyTree) -> PyTree:
+        """With what one stage alone has changed, and others have too, from the rank of that stage."""
+        of = self._of
+        if not of.has_state:
+            return model_state
+        own, num = self._table.stages[self._rank], self._table.num_stages
+        for stage in range(num):
+            model_state = of.shared_layers(model_state, stage, stage in own)
+        first, last = (
+            tree_map(functools.partial(from_one, here=stage in own, axis=of.axis), part)
+            for stage, part in ((0, model_state.first), (num - 1, model_state.last))
+        )
+        return model_state._replace(first=first, last=last)
+
     @contextlib.contextmanager
     def named(self, action: Action) -> Iterator[None]:
         """Says of an error of this rank alone which stage was at which microbatch."""
@@ -221,16 +242,24 @@ class Staged:
         return leaves
 
 
-def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: tuple[Any, ...]) -> ActivationShapes:
-    """What `first` returns, found once for batches of one shape."""
-    leaves, treedef = tree_flatten((batch, rest))
+def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
+    """What `first` returns, found once for batches of one shape.
+
+    Args:
+        plan: the layout.
+        of: the pipelined loss.
+        mixed: its precision.
+        given: the arguments behind the parameters, and the model state.
+    """
+    leaves, treedef = tree_flatten(given)
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
     if key not in plan.stages.between:
         first: Callable[..., Any] = lambda *args: _Passed(of.enter(*args))  # noqa: E731
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
         with _on_abstract(plan, leaves) as (params, abstract), _without_data(*of.begins):
-            given, others = tree_unflatten(treedef, abstract)
-            out = first(params, given, *others).h
+            args, state = tree_unflatten(treedef, abstract)
+            with ModelState(state).through():
+                out = first(params, *args).h
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
         raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if x.is_complex()]
@@ -240,18 +269,19 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, batch: PyTree, rest: 
     return plan.stages.between[key]
 
 
-def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, batch: PyTree, rest: tuple[Any, ...], has_aux: bool) -> Any:
-    """What the last stage returns, as `_kinds` says it: found on any rank, without computing it."""
+def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
+    """What the last stage returns, as `_kinds` says it: found on any rank, without computing it; see `_shape`."""
     of = pipelined_in(loss)
     assert of is not None
-    leaves, treedef = tree_flatten((batch, rest))
+    leaves, treedef = tree_flatten(given)
     num = len(leaves)
     with _on_abstract(plan, [*leaves, *shape.leaves]) as (params, abstract):
-        given, others = tree_unflatten(treedef, abstract[:num])
+        args, state = tree_unflatten(treedef, abstract[:num])
         h = tree_unflatten(shape.treedef, abstract[num:])
         last: Callable[..., Any] = lambda params, batch, *key: of.leave(params, h, batch, *key)  # noqa: E731
         last = dataclasses.replace(loss, inner=last) if isinstance(loss, Mixed) else last
-        return _kinds([evaluate(last, params, (given, *others), has_aux)])
+        with ModelState(state).through():
+            return _kinds([evaluate(last, params, args, has_aux)])
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from ._accumulated import num_microbatches
 from ._canonical import check_canonical
 from ._constant import describe_step
 from ._mixed import check_scaled, with_masters
-from ._pipelined import check_stages, pipelined_in, table_of
+from ._pipelined import pipelined_in, table_of
 from ._plan import Plan
 from ._schedule import accumulation
+from ._stage_layout import check_stages
 from ._step import StepParts
 from ._unwrap import Unwrapped
 from ._update import decided_on

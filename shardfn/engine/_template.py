@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
 from shardfn.capture import CaptureError, Recorder, Written, node_of, steps_after
+from shardfn.core import saved_tensors_hooks
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, fetching, packs_leaves
 
@@ -166,7 +167,7 @@ class Template:
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
         """Autograd keeps what it keeps, whatever a surrounding remat would do with it; but no whole leaves."""
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        top = saved_tensors_hooks(while_tracing=False)
         if top is None or packs_leaves(top[0]):
             yield
             return

@@ -28,6 +28,7 @@ from shardfn.state import Likeness, as_graph_value, entered, graph_inputs
 
 from ._backward import run_backward
 from ._comms import Comms
+from ._generator import warn_of_draws_in
 from ._graphs import Program
 from ._loss import NoGradientError
 from ._metrics import measure
@@ -119,6 +120,7 @@ def capture_step(
     paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
     paths += [] if scale is None else [("loss_scale", "other")]
     annotate(gm, plan.mesh, paths, held)
+    warn_of_draws_in(gm)
     _say_types(gm, plan, held, names)
     if parts.table is not None:
         gm.meta["pipeline"] = parts.table

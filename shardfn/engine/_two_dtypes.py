@@ -2,16 +2,18 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.core import Policy, PyTree, first_of, tree_leaves, tree_paths
+from shardfn.core import Policy, PyTree, did_you_mean, first_of, tree_leaves, tree_paths
 
 # What torch says of the operands of a product, of attention and of a convolution.
 _SAYS = re.compile(r"same dtype|expected scalar type|type .* should be the same")
 _SAYS_DEVICES = re.compile(r"same device|device type|different devices?|is on (cpu|cuda|meta)")
+_SAYS_LIST = re.compile(r"(list|tuple) indices must be integers|must be a mapping, not (list|tuple)")
 _SHOWN = 6
 
 
@@ -48,10 +50,23 @@ def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         batch: the batch, or nothing.
 
     Raises:
+        TypeError: in place of Python's, where names are looked up in a batch that is a list.
         ValueError: in place of torch's error, which is its cause.
     """
     try:
         yield
+    except TypeError as error:
+        if not (batch and isinstance(batch[0], list | tuple) and _SAYS_LIST.search(str(error))):
+            raise
+        raise TypeError(_text_of_list(batch[0], str(error))) from error
+    except KeyError as error:
+        if batch and isinstance(batch[0], Mapping) and error.args and error.args[0] not in batch[0]:
+            error.add_note(f"The batch has {list(batch[0])}.{did_you_mean(str(error.args[0]), map(str, batch[0]))}")
+        raise
+    except IndexError as error:
+        for line in _ranges(*batch) if "index out of range" in str(error) else ():
+            error.add_note(line)
+        raise
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise
@@ -68,12 +83,29 @@ def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         raise _noted(ValueError("\n".join(lines)), error) from error
 
 
+def _text_of_list(batch: Sequence[Any], error: str) -> str:
+    text = f"the batch is a {type(batch).__name__} of {len(batch)}, and the loss looks up names in it ({error})."
+    if isinstance(batch[0], Mapping):
+        return (
+            f"{text} Make one dict of them, whose tensors have a row for each: sf.data.pad(length)(examples), or"
+            " torch.utils.data.default_collate(examples)."
+        )
+    return f"{text} Pass a dict of tensors, step(state, {{'name': tensor}}), or take them by number in the loss."
+
+
 def _other_dtypes(dtype: torch.dtype, batch: PyTree) -> list[str]:
     """Floats of another dtype; where there are none, integers."""
     named = list(zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True))
     others = [(path, x) for path, x in named if x.dtype != dtype]
     floats = [(path, x) for path, x in others if x.is_floating_point()]
     return [f"{path} is {x.dtype}; write {path}.to({dtype})" for path, x in floats or others]
+
+
+def _ranges(batch: PyTree) -> list[str]:
+    """Of integers the least and the largest: one of them may be a number that a table has no row for."""
+    named = list(zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True))
+    of_integers = [(path, x) for path, x in named if not (x.is_floating_point() or x.is_complex()) and x.numel()]
+    return [f"{path} has values from {int(x.min())} to {int(x.max())}." for path, x in of_integers]
 
 
 def _other_devices(device: torch.device, batch: PyTree) -> list[str]:

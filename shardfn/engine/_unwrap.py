@@ -37,12 +37,8 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
         ValueError: the loss is jitted twice, or has two policies.
     """
     around, inner = taken_over(loss)
-    if has_state and getattr(inner, "transform", None) == "pipeline":
-        raise ValueError(
-            "a pipelined loss with has_state=True: a model state goes through whole losses, not through stages. Leave"
-            " it out, or accumulate(loss, n) instead."
-        )
-    inner = past_the_batch(inner) if has_state else inner
+    if has_state:
+        inner = with_state() if (with_state := getattr(inner, "with_state", None)) else past_the_batch(inner)
     named = {x.transform: x for x in around}
     jitted, mixed = named.get("jit"), named.get("mixed_precision")
     parted = named.get("partition")

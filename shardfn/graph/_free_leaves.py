@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ._forms import WHOLE, Form, cut
-from ._partition_search import Held, SearchedPlan
+from ._partition_states import Held, SearchedPlan
 from ._partition_values import PlannedValue, Scope
 
 _UNBIND = torch.ops.aten.unbind

@@ -15,7 +15,8 @@ from torch.fx import Graph, Node
 from ._forms import WHOLE, Form
 from ._partition_moves import FormMove, move_to, needed_form, sent_by
 from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
-from ._partition_search import Held, Search, SearchChoice, SearchedPlan
+from ._partition_search import Search
+from ._partition_states import Held, SearchChoice, SearchedPlan
 from ._partition_values import LoopValues, PlannedValue, Scope, is_look, scope_of
 from ._view_rules import whole_look
 

@@ -14,79 +14,31 @@ A leaf whose spec is still to be found is free: the first op that uses it says i
 rank then holds of it (`_propose.py`).
 """
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import operator
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ._forms import WHOLE, Form, OpUse, Strategy, blocks, cut, whole
+from ._forms import WHOLE, Form, OpUse, Strategy, cut, whole
 from ._ops import known_op
-from ._partition_moves import move_to, needed_form, sent_by
+from ._partition_moves import needed_form
+from ._partition_states import (
+    Change,
+    Draft,
+    Held,
+    NumberedChange,
+    SearchChoice,
+    SearchedPlan,
+    SearchPrices,
+    SearchState,
+)
 from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
 from ._values import where_of
-
-# What a byte of a leaf costs that its spec has cut.
-_KEPT_CUT = 1e6
-# So little that it decides only between strategies that send the same.
-_PER_ELEMENT, _PER_MESSAGE = 1e-9, 1e-3
-
-
-class Held(NamedTuple):
-    """One value at one point of a plan.
-
-    Attributes:
-        form: as it is made.
-        slots: the forms in which it is there.
-        leaf: whether it is a leaf that its spec cuts, or a part of one.
-        free: whether it is a leaf whose form is not decided yet.
-    """
-
-    form: Form
-    slots: frozenset[Form]
-    leaf: bool = False
-    free: bool = False
-
-
-class SearchChoice(NamedTuple):
-    """What is decided of one op.
-
-    Attributes:
-        strategy: how it is computed; of a loop, the forms of the carry and of what it returns.
-        plan: of a loop, that of its body.
-    """
-
-    strategy: Strategy
-    plan: "SearchedPlan | None" = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SearchedPlan:
-    """What is decided of all ops of a scope.
-
-    Attributes:
-        price: bytes that it sends, and a little for each message; without what it asks of `outside`.
-        total: with that, for one run of the loop's body.
-        choices: by op.
-        forms: of the ends.
-        outside: of the values around a body, in which forms it reads them.
-    """
-
-    price: float
-    total: float
-    choices: dict[Node, SearchChoice]
-    forms: tuple[Form, ...]
-    outside: tuple[tuple[PlannedValue, Form], ...]
-
-
-class _SearchState(NamedTuple):
-    price: float
-    outside: float
-    held: dict[PlannedValue, Held]
-    trail: Any  # (trail before, node, choice), or None
 
 
 class Search:
@@ -104,9 +56,21 @@ class Search:
     def __init__(
         self, num: int, width: int, held_price: float = 0.0, value_price: float = 0.0, margin: float = math.inf
     ) -> None:
-        self.num, self.width, self.held_price, self.value_price = num, width, held_price, value_price
-        self._margin = margin
+        self.num, self.width, self._margin = num, width, margin
+        self._prices = SearchPrices(num, held_price, value_price)
         self._plans: dict[Any, SearchedPlan] = {}
+        # What is known of a value is the same few things over and over: each has a number.
+        self._numbers: dict[Held, int] = {}
+        self._known: list[Held] = []
+        # What an op changes depends on its operands alone, and on what they are looks at.
+        self._changes: dict[Any, list[NumberedChange]] = {}
+        self._marks: dict[tuple[PlannedValue, int], int] = {}
+        self._random = random.Random(0)  # all ranks search alike
+        self._reads: dict[Node, list[PlannedValue]] = {}
+        # Where a search is after some ops depends on the inputs that these read, and not on the others.
+        self._runs: dict[Scope, list[tuple[list[PlannedValue], list[Node]]]] = {}
+        self._keys: dict[Any, int] = {}
+        self._reached: dict[int, list[SearchState]] = {}
         # By op and forms of its operands, which searches of one program may share.
         self.offers: dict[Any, list[Strategy]] = {}
 
@@ -131,25 +95,120 @@ class Search:
         width: int,
     ) -> SearchedPlan:
         """The cheapest plan that is found with a width."""
-        states = [_SearchState(0.0, 0.0, {}, None)]
-        for node in scope.nodes:
-            found: dict[Any, _SearchState] = {}
-            for state in states:
-                for draft in self._steps(scope, node, state, start):
-                    after, key = draft.state()
-                    if key not in found or after.price < found[key].price:
-                        found[key] = after
-            states = sorted(found.values(), key=lambda s: s.price)[:width]
+        begun = self.numbered(start)
+        states, at = [SearchState(0.0, 0.0, {}, None)], self._known_by((scope, width))
+        for inputs, nodes in self._runs_of(scope):
+            at = self._known_by((at, *(begun[v] for v in inputs)))
+            if at not in self._reached:
+                self._reached[at] = self._through(scope, nodes, states, begun, width)
+            states = self._reached[at]
         return min((self._ended(scope, state, start, ends) for state in states), key=lambda p: p.total)
+
+    def _through(
+        self,
+        scope: Scope,
+        nodes: Sequence[Node],
+        states: list[SearchState],
+        begun: Mapping[PlannedValue, int],
+        width: int,
+    ) -> list[SearchState]:
+        """The cheapest states after some ops."""
+        for node in nodes:
+            found: dict[int, tuple[float, SearchState, NumberedChange]] = {}
+            for state in states:
+                for change in self.changes(scope, node, state, begun):
+                    mark, price = state.mark ^ change.mark, state.price_after(change)
+                    if mark not in found or price < found[mark][0]:
+                        found[mark] = price, state, change
+            cheapest = sorted(found.values(), key=operator.itemgetter(0))[:width]
+            states = [state.after(change, node, scope.dead[node]) for _, state, change in cheapest]
+        return states
+
+    def _runs_of(self, scope: Scope) -> list[tuple[list[PlannedValue], list[Node]]]:
+        """The ops of a scope in runs, each with the inputs that its first op is the first to read."""
+        if scope not in self._runs:
+            left, runs = dict.fromkeys(scope.inputs), [([], [])]
+            for node in scope.nodes:
+                new = [v for v in dict.fromkeys(scope.operands[node]) if v in left]
+                for value in new:
+                    del left[value]
+                if new:
+                    runs.append((new, []))
+                runs[-1][1].append(node)
+            self._runs[scope] = runs
+        return self._runs[scope]
+
+    def _known_by(self, key: Any) -> int:
+        return self._keys.setdefault(key, len(self._keys))
+
+    def numbered(self, held: Mapping[PlannedValue, Held]) -> dict[PlannedValue, int]:
+        """What is known of values, as numbers."""
+        out: dict[PlannedValue, int] = {}
+        for value, x in held.items():
+            out[value] = self._numbers.setdefault(x, len(self._known))
+            if out[value] == len(self._known):
+                self._known.append(x)
+        return out
+
+    def changes(
+        self, scope: Scope, node: Node, state: SearchState, begun: Mapping[PlannedValue, int]
+    ) -> list[NumberedChange]:
+        """What an op may change of a state.
+
+        Args:
+            scope: of the op.
+            node: the op.
+            state: before it.
+            begun: what is known of inputs that no op has read yet.
+        """
+        held, reads = state.held, self._read_by(scope, node)
+        key = node, *(held[v] if v in held else begun[v] for v in reads)
+        if key not in self._changes:
+            before = dict(zip(reads, key[1:], strict=True))
+            self._changes[key] = [
+                self._numbered_change(change, before, scope.dead[node]) for change in self._made(scope, node, before)
+            ]
+        return self._changes[key]
+
+    def _numbered_change(
+        self, change: Change, before: dict[PlannedValue, int], dead: Sequence[PlannedValue]
+    ) -> NumberedChange:
+        new, mark = self.numbered(change.held), 0
+        for value, number in new.items():
+            mark ^= self._mark(value, number)
+            if value in before:
+                mark ^= self._mark(value, before[value])
+        for value in dead:
+            mark ^= self._mark(value, new[value] if value in new else before[value])
+        return NumberedChange(change.costs, change.outside, new, change.choice, mark)
+
+    def _mark(self, value: PlannedValue, number: int) -> int:
+        key = value, number
+        if key not in self._marks:
+            self._marks[key] = self._random.getrandbits(128)
+        return self._marks[key]
+
+    def _read_by(self, scope: Scope, node: Node) -> list[PlannedValue]:
+        """The operands of an op, and what they are looks at."""
+        if node not in self._reads:
+            found: dict[PlannedValue, None] = {}
+            for operand in scope.operands[node]:
+                value: PlannedValue | None = operand
+                while value is not None:
+                    found[value] = None
+                    value = value.look_at
+            self._reads[node] = list(found)
+        return self._reads[node]
 
     def _ended(
         self,
         scope: Scope,
-        state: _SearchState,
+        state: SearchState,
         start: Mapping[PlannedValue, Held],
         ends: Sequence[tuple[PlannedValue, Form | None]],
     ) -> SearchedPlan:
-        draft = _Draft(self, state, start)
+        held = state.held
+        draft = Draft(self._prices, lambda v: self._known[held[v]] if v in held else start[v])
         for value, form in ends:
             draft.bring(value, draft.form_of(value) if form is None else form)
         choices: dict[Node, SearchChoice] = {}
@@ -160,29 +219,26 @@ class Search:
         forms = tuple(draft.form_of(v) if f is None else needed_form(v, f) for v, f in ends)
         outer = [v for v in scope.inputs if v.outer is not None]
         asked = tuple((v, f) for v in outer for f in sorted(draft[v].slots - start[v].slots))
-        return SearchedPlan(draft.price - draft.outside, draft.price, choices, forms, asked)
+        price, outside = sum(draft.costs, state.price), sum(draft.outside, state.outside)
+        return SearchedPlan(price - outside, price, choices, forms, asked)
 
     # What an op may do.
 
-    def _steps(
-        self, scope: Scope, node: Node, state: _SearchState, start: Mapping[PlannedValue, Held]
-    ) -> Iterator["_Draft"]:
-        operands = scope.operands[node]
-        first = _Draft(self, state, start, scope.weights.get(node, 1))
-        loop = scope.loops.get(node)
+    def _made(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
+        operands, weight, loop = scope.operands[node], scope.weights.get(node, 1), scope.loops.get(node)
+        known: Callable[[PlannedValue], Held] = lambda v: self._known[held[v]]  # noqa: E731
         if loop is not None:
-            for choice in self._of_loop(loop, first):
-                draft = _Draft(self, state, start, scope.weights.get(node, 1))
+            for choice in self._of_loop(loop, known):
                 asked = [] if choice.plan is None else choice.plan.outside
                 pairs = [*zip(loop.carry, choice.strategy.ins, strict=True), *((v.outer, f) for v, f in asked)]
-                yield draft.decide(scope, node, choice, pairs)
+                yield Draft(self._prices, known, weight).decide(scope, node, choice, pairs)
             return
-        forms = tuple(first.form_of(v) for v in operands)
+        forms = tuple(known(v).form for v in operands)
         for strategy in self.offered(node, operands, forms):
             if all(f.kind != "partial" or form == f for form, f in zip(forms, strategy.ins, strict=True)):
                 # Nothing becomes a sum that is still to be taken; it is made as one.
-                draft = _Draft(self, state, start, scope.weights.get(node, 1))
-                yield draft.decide(scope, node, SearchChoice(strategy), list(zip(operands, strategy.ins, strict=True)))
+                pairs = list(zip(operands, strategy.ins, strict=True))
+                yield Draft(self._prices, known, weight).decide(scope, node, SearchChoice(strategy), pairs)
 
     def offered(self, node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]) -> list[Strategy]:
         """The strategies of an op whose operands are in these forms."""
@@ -199,10 +255,10 @@ class Search:
                 ) from error
         return self.offers[key]
 
-    def _of_loop(self, loop: LoopValues, draft: "_Draft") -> Iterator[SearchChoice]:
+    def _of_loop(self, loop: LoopValues, known: Callable[[PlannedValue], Held]) -> Iterator[SearchChoice]:
         given = dict(zip(loop.given[loop.num_carry :], loop.layers[0], strict=True))
         given |= {v: v.outer for v in loop.outside if v.outer is not None}
-        begin = {v: draft[outer] for v, outer in given.items()}
+        begin = {v: known(outer) for v, outer in given.items()}
         greedy = {forms: self._body(loop, begin, forms, 1) for forms in _carries(loop, self.num)}
         most = self._margin * min(plan.total for plan in greedy.values())
         for forms, once in greedy.items():
@@ -226,82 +282,6 @@ class Search:
         return self._plans[key]
 
 
-class _Draft:
-    """A state, and what one op changes of it."""
-
-    def __init__(
-        self, search: Search, state: _SearchState, start: Mapping[PlannedValue, Held], weight: int = 1
-    ) -> None:
-        self.price, self.outside = state.price, state.outside
-        self._num, self._state, self._start = search.num, state, start
-        self._held_price, self._value_price, self._weight = search.held_price, search.value_price, weight
-        self._new: dict[PlannedValue, Held] = {}
-        self._dead: Sequence[PlannedValue] = ()
-        self._trail: Any = state.trail
-
-    def __getitem__(self, value: PlannedValue) -> Held:
-        found = self._new.get(value) or self._state.held.get(value)
-        return self._start[value] if found is None else found
-
-    def form_of(self, value: PlannedValue) -> Form:
-        """See `Knows`."""
-        return self[value].form
-
-    def has(self, value: PlannedValue, form: Form) -> bool:
-        """See `Knows`."""
-        return form in self[value].slots
-
-    def bring(self, value: PlannedValue, form: Form) -> None:
-        """Pays for a value in a form, if it is not there."""
-        if self[value].free:
-            own = cut(form.dim, value.seen.shape[form.dim], self._num) if form.kind == "cut" else WHOLE
-            self._new[value] = Held(own, frozenset([own]), own.kind == "cut")
-            self.price += self._weight * self._held_price * value.seen.itemsize * held_elements(value, own, self._num)
-        form = needed_form(value, form)
-        move = move_to(value, form, self)
-        if move.kind == "there":
-            return
-        if move.kind == "look":
-            assert move.source is not None
-            self.bring(move.source, form)
-        if move.kind == "convert":
-            self.bring(value, move.before)
-            _, forward, backward = sent_by(value, move.before, form, self._num)
-            cost = (forward + backward + _PER_MESSAGE) * (_KEPT_CUT if self[value].leaf else 1.0)
-            if value.outer is not None:
-                cost /= value.times  # it is brought once, and this is the price of one run
-                self.outside += cost
-            self.price += self._weight * cost
-        held = self[value]
-        self._new[value] = held._replace(slots=held.slots | {form})
-
-    def decide(self, scope: Scope, node: Node, choice: SearchChoice, pairs: Sequence[tuple[Any, Form]]) -> "_Draft":
-        """Brings operands into their forms and makes the results."""
-        for value, form in pairs:
-            self.bring(value, form)
-        strategy = choice.strategy
-        # Cut results are less work, and partial ones as much as whole ones.
-        work = sum(1.0 if f.kind == "cut" else self._num for f in strategy.outs)
-        self.price += self._weight * (strategy.sent + _PER_ELEMENT * work)
-        made = [v for v in scope.made[node] if v is not None]
-        for value, form in zip(made, strategy.outs, strict=True):
-            leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
-            there = frozenset() if value.look_at is not None else frozenset([form])
-            if self._value_price and value.differentiable and value.look_at is None:
-                held = value.seen.itemsize * held_elements(value, form, self._num)
-                self.price += self._weight * self._value_price * held
-            self._new[value] = Held(form, there, leaf)
-        self._dead, self._trail = scope.dead[node], (self._state.trail, node, choice)
-        return self
-
-    def state(self) -> tuple[_SearchState, Any]:
-        """The state afterwards, and what tells it from others."""
-        held = self._state.held | self._new
-        for value in self._dead:
-            held.pop(value, None)
-        return _SearchState(self.price, self.outside, held, self._trail), frozenset(held.items())
-
-
 def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
     """The forms in which a carry may pass from layer to layer: whole, or one shape of value cut along one dim."""
     carry = loop.given[: loop.num_carry]
@@ -311,15 +291,6 @@ def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
             if size > 1:
                 form = cut(dim, size, num)
                 yield tuple(form if v.differentiable and v.seen.shape == shape else WHOLE for v in carry)
-
-
-def held_elements(value: PlannedValue, form: Form, num: int) -> int:
-    """How many elements the rank with the most of a value has of it."""
-    shape = value.seen.shape
-    if form.kind != "cut":
-        return math.prod(shape)
-    most = max(map(sum, zip(*blocks(shape[form.dim], num, form), strict=True)))
-    return math.prod((*shape[: form.dim], most, *shape[form.dim + 1 :]))
 
 
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:

@@ -19,7 +19,8 @@ from ._alternate import alternate
 from ._forms import WHOLE, Form, cut
 from ._free_leaves import free_leaf, leaves_of_loops, settled
 from ._partition import WIDTH, held_at_start
-from ._partition_search import Search, SearchedPlan, held_elements
+from ._partition_search import Search
+from ._partition_states import SearchedPlan, held_elements
 from ._partition_values import PlannedValue, scope_of
 from ._proposal import HeldBytes, Proposal
 from ._repeats import tie_equal_layers

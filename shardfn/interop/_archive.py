@@ -5,6 +5,7 @@ apart.
 https://github.com/huggingface/safetensors
 """
 
+import errno
 import json
 import math
 import os
@@ -58,7 +59,10 @@ class Archive(Mapping[str, SafetensorsEntry]):
         self._kept: dict[str, SafetensorsEntry] = {}
         one, index = self.directory / f"{stem}.safetensors", self.directory / (stem + INDEX)
         if not one.exists() and not index.exists():
-            found = sorted(p.name for p in self.directory.glob("*")) if self.directory.is_dir() else []
+            if not self.directory.is_dir():
+                what = "is a file: pass the directory that it is in" if self.directory.exists() else "does not exist"
+                raise FileNotFoundError(f"no weights in {self.directory}, which {what}.")
+            found = sorted(p.name for p in self.directory.iterdir())
             raise FileNotFoundError(f"{self.directory} has neither {one.name} nor {index.name}; it has {found}.")
         if one.exists():
             self._kept = safetensors_entries(one)
@@ -133,7 +137,11 @@ class ArchiveWriter:
         file_bytes: int = 5 << 30,
     ) -> None:
         self.directory, self._stem = pathlib.Path(directory), stem
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as problem:
+            text = f"{self.directory} is a file, or lies below one: weights need a directory."
+            raise NotADirectoryError(errno.ENOTDIR, text) from problem
         wrong = [
             f"{name} is {dtype}" for name, (dtype, _) in entries.items() if dtype not in SAFETENSORS_DTYPES.values()
         ]
@@ -147,16 +155,28 @@ class ArchiveWriter:
         ]
         self._at: dict[str, tuple[int, SafetensorsEntry]] = {}
         for i, group in enumerate(groups):
-            path = self.directory / f"{self._names[i]}.tmp"
-            text = safetensors_header([(name, *entries[name]) for name in group], {"format": "pt"})
+            self._begin(i, {name: entries[name] for name in group})
+        self._left = set(entries)
+
+    def _begin(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Makes a file of its full length, with its header; where that fails, none of the files is left."""
+        path = self.directory / f"{self._names[number]}.tmp"
+        try:
+            text = safetensors_header([(name, *entry) for name, entry in entries.items()], {"format": "pt"})
+            at = len(text)
+            for name, (dtype, shape) in entries.items():
+                self._at[name] = number, SafetensorsEntry(path, dtype, shape, at)
+                at += dtype.itemsize * math.prod(shape)
             with open(path, "wb") as f:
                 f.write(text)
-                f.truncate(len(text) + sum(sizes[name] for name in group))
-            at = len(text)
-            for name in group:
-                self._at[name] = i, SafetensorsEntry(path, *entries[name], at)
-                at += sizes[name]
-        self._left = set(entries)
+                f.truncate(at)
+        except BaseException:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        for name in self._names:
+            (self.directory / f"{name}.tmp").unlink(missing_ok=True)
 
     def put(self, name: str, x: Tensor) -> None:
         """Writes a tensor of the dtype and shape that were told."""
@@ -174,16 +194,21 @@ class ArchiveWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        paths = [self.directory / f"{name}.tmp" for name in self._names]
         if kind is not None:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            self._remove()
             return
-        assert not self._left, f"not written: {sorted(self._left)}"
-        for path in paths:
-            with open(path, "rb") as f:
-                os.fsync(f.fileno())
-            path.rename(path.with_suffix(""))
+        paths = [self.directory / f"{name}.tmp" for name in self._names]
+        try:
+            assert not self._left, f"not written: {sorted(self._left)}"
+            # All are on the disk before the first has its name.
+            for path in paths:
+                with open(path, "rb") as f:
+                    os.fsync(f.fileno())
+            for path in paths:
+                path.rename(path.with_suffix(""))
+        except BaseException:
+            self._remove()
+            raise
         one, index = self.directory / f"{self._stem}.safetensors", self.directory / (self._stem + INDEX)
         if len(paths) > 1:
             weights = {name: self._names[i] for name, (i, _) in self._at.items()}

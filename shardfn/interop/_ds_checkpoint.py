@@ -146,11 +146,12 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
     # At stage 3 flat groups are cut by size, not by the optimizer's groups: all of a rank's are one sequence.
     for number, shapes in enumerate([_union(groups)] if third else groups):
         parts = [own[number] for own in ranks]
+        gaps = _gaps(optims[0], number, shapes)
         step = max(step, parts[0].step)
-        params |= _cut([x.states["fp32"] for x in parts], shapes, third=third, where=f"{place}, group {number}")
+        params |= _cut([x.states["fp32"] for x in parts], shapes, gaps, third=third, where=f"{place}, group {number}")
         for name in parts[0].states.keys() - {"fp32"}:
             flat = [x.states[name] for x in parts if name in x.states]
-            own = _cut(flat, shapes, third=third, where=f"{place}, {name} of group {number}")
+            own = _cut(flat, shapes, gaps, third=third, where=f"{place}, {name} of group {number}")
             moments.setdefault(name, {}).update(own)
     return _with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
 
@@ -250,12 +251,22 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
     )
 
 
-def _cut(flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], *, third: bool, where: str) -> dict[str, Tensor]:
+def _gaps(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
+    """Elements behind each parameter that nothing uses, of a job with `parameter_alignment`."""
+    found = optim.get("param_alignment_paddings")
+    return found[number] if found else [0] * len(shapes)
+
+
+def _cut(
+    flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool, where: str
+) -> dict[str, Tensor]:
     """The parameters of a group, from its ranks' flat parts."""
+    if len(gaps) != len(shapes):
+        raise ValueError(f"{where}: there are {len(gaps)} paddings of {len(shapes)} parameters.")
     out: dict[str, Tensor] = {}
     whole = None if third else torch.cat([x.flatten() for x in flat])
     have, at = sum(x.numel() for x in flat), 0
-    for name, shape in shapes.items():
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         size = shape.numel()
         if whole is not None:
             piece, step = whole[at : at + size], size
@@ -265,7 +276,7 @@ def _cut(flat: Sequence[Tensor], shapes: Mapping[str, torch.Size], *, third: boo
         if piece.numel() != size:
             raise ValueError(f"{where}: {have} elements are there, too few for {name} {tuple(shape)}.")
         out[name] = piece.view(shape).float().clone()
-        at += step
+        at += step + gap
     used = at * (len(flat) if third else 1)
     # Partitions end at a multiple of twice the number of ranks.
     if have - used >= (1 if third else 2 * len(flat)):

@@ -1,4 +1,4 @@
-"""`save_deepspeed`: a universal checkpoint of DeepSpeed's from a state."""
+"""`save_deepspeed`: a checkpoint of DeepSpeed's from a state: a universal one, or a file for each of its ranks."""
 
 import functools
 import os
@@ -6,7 +6,7 @@ import pathlib
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,12 +18,13 @@ from shardfn.core import raise_all, tree_leaves, tree_paths
 from shardfn.engine import agree_on_step, comms_of, told_before
 from shardfn.state import TrainState, check_alive
 
+from ._ds_job import DeepSpeedJob, partition_of
+from ._ds_partitions import VERSION, Counters, PartitionedFiles
 from ._ds_parts import Names, StatePart, is_master, key_of, part_of
-from ._gathered_leaf import WrittenByFirst, is_writer, whole
+from ._ds_places import Placed, placed
+from ._gathered_leaf import WrittenByFirst, is_writer, layer_of, whole
 
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
-# What a universal checkpoint says of the one who wrote it: its layout is that of this version.
-_VERSION = "0.19.8"
 
 
 def save_deepspeed(
@@ -33,26 +34,36 @@ def save_deepspeed(
     *,
     learning_rate: float,
     names: Names = lambda name: name,
+    job: DeepSpeedJob | None = None,
 ) -> None:
-    """Writes a state as a universal checkpoint of DeepSpeed's, for `load_universal` and any of its meshes. Collective.
+    """Writes a state as a checkpoint of DeepSpeed's. Collective.
 
-    DeepSpeed goes on with the weights (the master copies where there are some), Adam's moments, the step, and its own
-    schedulers at it. What it does not load from such checkpoints are frozen parameters and buffers: these are in
-    `module` of the model's file, for `read_deepspeed` and for you. Leaves are gathered one after another; the first
-    rank writes.
+    Without `job` it is a universal checkpoint, for `load_universal` and any of DeepSpeed's meshes. DeepSpeed goes on
+    with the weights (the master copies where there are some), Adam's moments, the step, and its own schedulers at it.
+    What it does not load from such checkpoints are frozen parameters and buffers: these are in `module` of the model's
+    file, for `read_deepspeed` and for you.
+
+    With `job` it is what `engine.save_checkpoint` of that job would have written, at ZeRO stage 1, 2 or 3: a file for
+    each of its ranks, for `engine.load_checkpoint` and `zero_to_fp32`. It has all of the state: frozen parameters,
+    buffers, the loss scale, momentum of SGD; layers that are stacked here are written one by one. Only a job that cuts
+    its tensors in the same way may load it, see `DeepSpeedJob`.
+
+    Leaves are gathered one after another; the first rank writes.
 
     Args:
-        directory: what `engine.load_checkpoint` is given. `latest_universal` names the newest one.
+        directory: what `engine.load_checkpoint` is given. `latest_universal`, or `latest`, names the newest one.
         state: of a step over the parameters that `from_module` gave, or a tree whose keys, with dots between, are the
             names of the module.
         tag: of this checkpoint; there must be none of this name.
-        learning_rate: of the next update, in all groups; `recipe.learning_rate(int(state.step))` where the recipe is of
-            `from_deepspeed_config`. DeepSpeed's schedulers set the rate after an update, never before the first.
+        learning_rate: of the next update, in all groups of the optimizer that have no "lr" of their own in `job`;
+            `recipe.learning_rate(int(state.step))` where the recipe is of `from_deepspeed_config`. DeepSpeed's
+            schedulers set the rate after an update, never before the first.
         names: from a parameter's or buffer's name here to DeepSpeed's.
+        job: the one that is to load the checkpoint.
 
     Raises:
-        ValueError: the tag or a name is none of a file, or the optimizer has other states than Adam's moments, of which
-            DeepSpeed loads none from universal checkpoints; lists all.
+        ValueError: the tag or a name is none of a file; or the optimizer has other states than Adam's moments, of which
+            DeepSpeed loads none from universal checkpoints; or the state does not fit the job. Lists all.
         FileExistsError: there is a checkpoint of this tag.
         DonatedError: a step has consumed the state.
         RankError: another rank failed.
@@ -68,6 +79,11 @@ def save_deepspeed(
         >>> found = read_deepspeed(directory, "first")
         >>> found.params["w"], found.moments["exp_avg"]["w"], found.step
         (tensor([0.9000, 0.9000]), tensor([0.1000, 0.1000]), 1)
+        >>> config = {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
+        >>> module = torch.nn.ParameterDict({"w": torch.ones(2)})
+        >>> save_deepspeed(directory, state, "second", learning_rate=0.1, job=DeepSpeedJob(config, 3, module))
+        >>> read_deepspeed(directory).params["w"]
+        tensor([0.9000, 0.9000])
     """
     check_alive(state)
     leaves = tree_leaves(state)
@@ -76,14 +92,25 @@ def save_deepspeed(
     writer = is_writer(leaves)
     with told_before(comms.control):
         found = _parts_of(state, names)
-        _check_written(found, tag)
+        _check_names(found, tag)
+        step, rate = int(state.step), float(learning_rate)
+        if job is None:
+            _check_states(found)
+            entries, files = [Placed(*x) for x in found.items()], functools.partial(_Files, place, step, rate, found)
+        else:
+            cut = partition_of(job, rate)
+            entries = placed(found, cut, job.module)
+            files = functools.partial(PartitionedFiles, place, cut, Counters(step, state.loss_scale))
         if writer and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
-    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {', '.join(map(key_of, found))}", ()))
-    files = functools.partial(_Files, place, int(state.step), float(learning_rate), found)
+    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_said(entries)}", ()))
     with torch.no_grad(), WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
-        for part, x in found.items():
-            out.put(part, whole(x))
+        for part, x, layer in entries:
+            out.put(part, whole(x) if layer is None else layer_of(x, layer))
+
+
+def _said(entries: Sequence[Placed]) -> str:
+    return ", ".join(key_of(x.part) for x in entries)
 
 
 class _Files:
@@ -131,7 +158,7 @@ class _Files:
         # What groups do not say here stays that of the job that loads it, which has at most a group a parameter.
         group = {"lr": self._rate}
         said = {
-            "ds_version": _VERSION,
+            "ds_version": VERSION,
             "param_groups": [group for _ in self._trained],
             "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [group]},
         }
@@ -149,7 +176,7 @@ class _Files:
             "skipped_steps": 0,
             "dp_world_size": 1,
             "mp_world_size": 1,
-            "ds_version": _VERSION,
+            "ds_version": VERSION,
         }
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
             torch.save(model, self._making / name)
@@ -174,13 +201,16 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
     rest = [
         path for path, _ in named if path.startswith("opt_state") and path not in known and not part_of(path, names)
     ]
-    raise_all(ValueError, "a universal checkpoint has no place for these states of the optimizer:", rest)
+    raise_all(ValueError, "a checkpoint of DeepSpeed's has no place for these states of the optimizer:", rest)
     return out
 
 
-def _check_written(parts: Mapping[StatePart, Any], tag: str) -> None:
+def _check_names(parts: Mapping[StatePart, Any], tag: str) -> None:
     odd = [repr(x) for x in (tag, *(part.name for part in parts)) if not re.fullmatch(r"\w[\w.\-]*", x, re.ASCII)]
     raise_all(ValueError, "names that are none of files, of letters, digits, dots, - and _:", odd)
+
+
+def _check_states(parts: Mapping[StatePart, Any]) -> None:
     states = {part.kind for part in parts} - {"fp32", "buffer"}
     other = sorted(states - _ADAM) or (sorted(_ADAM - states) if states else [])
     raise_all(ValueError, "DeepSpeed loads Adam's moments, exp_avg and exp_avg_sq, and no others; here are:", other)

@@ -8,7 +8,8 @@ from .sign_mean import sign_mean as sign_mean, sign_mean_ as sign_mean_
 from .quantize import dequantize as dequantize, quantize as quantize
 from .dequantize_sum import dequantize_sum as dequantize_sum, dequantize_sum_quantize as dequantize_sum_quantize
 from .moving_average import moving_average_ as moving_average_
-from .block_sparse_attention import Given as Given, Tiles as Tiles, block_sparse_attention as block_sparse_attention
+from .block_sparse_attention import Dropped as Dropped, Given as Given, Tiles as Tiles
+from .block_sparse_attention import block_sparse_attention as block_sparse_attention
 from .block_sparse_attention import block_sparse_attention_backward as block_sparse_attention_backward
 from .preconditioned_step import preconditioned_step as preconditioned_step
 from .preconditioned_step import preconditioned_step_ as preconditioned_step_

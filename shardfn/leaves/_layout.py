@@ -32,7 +32,9 @@ class LeafLayout:
         sizes: the mesh's axes.
         pieces: how the ZeRO ranks share what the loss sees on this rank.
         numel: elements of the largest rank's block: the same number on all ranks, since groupings follow from it.
-        layers: of a stacked leaf, the layouts of its layers, which enter the loss and travel one by one; else empty.
+        layers: of a stacked leaf, the layouts of this rank's layers, which enter the loss and travel one by one; else
+            empty.
+        apart: of such a layer, the axes along which other ranks have other layers.
     """
 
     path: str
@@ -44,6 +46,7 @@ class LeafLayout:
     pieces: Cuts
     numel: int
     layers: tuple["LeafLayout", ...] = ()
+    apart: tuple[str, ...] = ()
 
     @functools.cached_property
     def ways(self) -> Ways:
@@ -58,6 +61,11 @@ class LeafLayout:
     def compute(self) -> P:
         """The spec of what the loss sees."""
         return self.places.compute
+
+    @functools.cached_property
+    def own_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks see different elements: what one of them sees is no part of another's gradient."""
+        return self.apart + self.compute.axes
 
     @functools.cached_property
     def param(self) -> P:
@@ -202,7 +210,7 @@ class LeafLayout:
             self.block,
             self.dtypes,
             self.home,
-            self.ways.kept.code,
+            self.places.code,
             *cut,
             self.manner,
             self.reduce_axes,
@@ -212,7 +220,7 @@ class LeafLayout:
     @functools.cached_property
     def entry(self) -> Leaf:
         """The leaf as the loss sees it, for the types of a captured step."""
-        return Leaf(self.path, self.compute.axes, self.trainable)
+        return Leaf(self.path, self.own_axes, self.trainable)
 
     def left_to(self, axes: tuple[str, ...]) -> "LeafLayout":
         """The layout in a step whose optimizer averages over `axes` itself."""
@@ -270,11 +278,16 @@ def leaf_layout(
 
 
 def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, compute: P, **rule: Any) -> LeafLayout:
-    """Applies the ZeRO rule to each layer of a stacked leaf [L, *shape of a layer]; see `leaf_layout`."""
+    """Applies the ZeRO rule to each layer of a stacked leaf [L, *shape of a layer]; see `leaf_layout`.
+
+    Of a leaf whose dim 0 is cut a rank has some layers, each of which is whole as far as that axis goes.
+    """
     one = leaf_layout(path, shape[1:], dtype, P(*compute.entries[1:]), **rule)
-    specs = {name: P(None, *getattr(one.places, name).entries) for name in ("compute", "param", "shard")}
-    places, mesh = one.places._replace(**specs, stacked=True), rule["mesh"]
-    layers = tuple(dataclasses.replace(one, path=f"{path}[{i}]") for i in range(shape[0]))
+    apart, mesh = compute.dim_axes(0), rule["mesh"]
+    specs = {name: P(apart or None, *getattr(one.places, name).entries) for name in ("compute", "param", "shard")}
+    places = one.places._replace(**specs, stacked=True)
+    own = block_slices(tuple(shape[:1]), P(apart or None), mesh.shape, mesh.coords)[0]
+    layers = tuple(dataclasses.replace(one, path=f"{path}[{i}]", apart=apart) for i in range(own.start, own.stop))
     return dataclasses.replace(_leaf(path, shape, one.trainable, places, one.manner, mesh), layers=layers)
 
 

@@ -120,5 +120,5 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
 
 
 def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
-    where = leaf.compute.axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home, leaf.reduce_code
+    where = leaf.own_axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home, leaf.reduce_code
     return leaf.dtypes.reduce, (leaf.dtypes.accum, *where)

@@ -48,7 +48,6 @@ class Config:
             them apart, are num_heads.
         causal: False: tokens attend to later ones, too, as in BERT. A batch then says its "targets".
         attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
-            `nn.BlockSparse()` does not drop.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shardfn.collectives import GlobalTensor
 from shardfn.core import did_you_mean, raise_all
 
 _LOCK = threading.Lock()
@@ -78,7 +79,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
     """Finds the places that the tensors of `given` are for; a parameter that is not given stays the module's own.
 
     Raises:
-        TypeError: there are no names.
+        TypeError: there are no names, or a value is a leaf of a state.
         ValueError: a name is none of the module's, or a shared parameter is given twice with different values.
     """
     if not isinstance(given, Mapping):
@@ -86,6 +87,13 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
             f"a function that from_module made takes the parameters first, apply(params, ...), and this is a"
             f" {type(given).__name__}. Pass what the loss gets as its first argument."
         )
+    for name, x in given.items():
+        if isinstance(x, GlobalTensor):
+            raise TypeError(
+                f"params[{name!r}] is a GlobalTensor, a leaf of a state, and the module computes with tensors. Compute"
+                " with a state by step.apply(lambda params: apply(params, x), state), or take its weights out:"
+                " sf.to_module(state, module)."
+            )
     leaves: dict[str, tuple[str, Tensor]] = {}
     buffers, problems = {}, []
     for name, x in given.items():

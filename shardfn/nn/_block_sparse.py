@@ -19,9 +19,9 @@ from ._ring import online
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(Local):
-    """The tiles in which the mask counts a pair, each head's for itself, by one kernel: time and memory of those alone.
+    """One kernel over the tiles in which the mask has a pair, for each head; only these cost time and memory.
 
-    It takes any mask of positions, and of data `Segments`, `Keys`, `Added` and `Relative`.
+    It takes any mask of positions, and of data `Segments`, `Keys`, `Added`, `Relative` and one `PairDropout`.
 
     Attributes:
         block: queries, and keys, of a tile; None is that of the mask's layout, and 64 where it has none.
@@ -36,6 +36,6 @@ class BlockSparse(Local):
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
         del length
-        known = functools.reduce(operator.and_, [m for m in how.mask.parts if not m.tensors], Full())
+        known = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
         tile, rows = self.block or known.tile or KERNEL_TILE, (((0, k_BSGK.shape[1]),),)
         return online(None, rows, (q_BTHK, k_BSGK, v_BSGK), how, TORCH_TILE, tile)

@@ -111,7 +111,7 @@ class Ring:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """What it says of the tokens of the whole sequence."""
+        """The tokens of the whole sequence that it states."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     def rows(self, length: int) -> Rows:
@@ -163,7 +163,7 @@ class Ulysses:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """What it says of the tokens of the whole sequence."""
+        """The tokens of the whole sequence that it states."""
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
@@ -294,7 +294,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
     """The number of tokens of the whole sequence, of which this rank has some.
 
     Raises:
-        ValueError: it is said nowhere, or twice.
+        ValueError: it is stated nowhere, or twice.
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:

@@ -79,7 +79,7 @@ class Chunked:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """What it says of the tokens of the whole sequence."""
+        """The tokens of the whole sequence that it states."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     @property
@@ -162,7 +162,19 @@ class ChunkPlan(NamedTuple):
         return self.how._replace(mask=self.how.mask.with_tensors(data), slopes_H=slopes_H)
 
 
-class _Chunked(torch.autograd.Function):
+class _Backwards(torch.autograd.Function):
+    """A function with one derivative, in reverse."""
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
+        _refuse("forward-mode derivative")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        _refuse("vmap")
+
+
+class _Chunked(_Backwards):
     """(q, k, v, slopes, plan, data of the mask) -> (y, what waits for the backward ...)."""
 
     @staticmethod
@@ -199,16 +211,8 @@ class _Chunked(torch.autograd.Function):
         grads = _ChunkedBackward.apply(grad_outputs[0], slopes_H, ctx.plan, ctx.told, *kept, *data)
         return (*grads, None, None, *(None for _ in data))
 
-    @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
-        _refuse("forward-mode derivative")
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        _refuse("vmap")
-
-
-class _ChunkedBackward(torch.autograd.Function):
+class _ChunkedBackward(_Backwards):
     """(dy, slopes, plan, (device, dtype), what has waited, data of the mask) -> (dq, dk, dv)."""
 
     @staticmethod
@@ -243,14 +247,6 @@ class _ChunkedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
         _refuse("second derivative")
-
-    @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Any) -> NoReturn:
-        _refuse("forward-mode derivative")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        _refuse("vmap")
 
 
 def _refuse(what: str) -> NoReturn:

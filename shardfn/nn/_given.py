@@ -185,13 +185,19 @@ def together(found: Iterable[Given]) -> Given:
 
 def _joined(a: Given, b: Given) -> Given:
     added, table = (x if y is None else y if x is None else x + y for x, y in ((a.added, b.added), (a.table, b.table)))
+    if a.dropped is not None and b.dropped is not None:
+        raise ValueError(
+            "attention: BlockSparse() drops by one PairDropout, but the mask has several; take Blockwise(), or one of"
+            " the rate 1 - (1 - rate1) (1 - rate2)."
+        )
+    rest = added, table, a.dropped or b.dropped
     if a.ids_q is None or a.ids_k is None or b.ids_q is None or b.ids_k is None:
         own = b if a.ids_q is None else a
-        return Given(own.ids_q, own.ids_k, added, table)
+        return Given(own.ids_q, own.ids_k, *rest)
     sizes = [a.ids_q.shape[1], a.ids_k.shape[1]]
     first, second = (_numbered(torch.cat(x, 1)) for x in ((a.ids_q, a.ids_k), (b.ids_q, b.ids_k)))
     ids_q, ids_k = (first * sum(sizes) + second).split(sizes, 1)
-    return Given(ids_q, ids_k, added, table)
+    return Given(ids_q, ids_k, *rest)
 
 
 def _numbered(ids_BN: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from shardfn.core import fold_in
-from shardfn.kernels import Given
+from shardfn.kernels import Dropped, Given
 
 from ._dropout import LEVELS, dropped_levels, quarters
 from ._masks import Cover, Full, Mask, Span
@@ -29,8 +29,8 @@ class PairDropout(Mask):
     query head, query, key), so it is the same bits for any body, block, number of ranks and microbatches, and when the
     backward makes it again. `rate` is rounded to a multiple of 2**-16, and the scale is that of the rounded rate.
 
-    `BlockSparse()` does not drop; `Blockwise()` takes the same masks and layouts. `Dense()` has the probabilities there
-    whole, [B, H, T, S].
+    `Dense()` has the probabilities there whole, [B, H, T, S]. The kernels of `BlockSparse()` and `Blockwise()` draw a
+    tile's numbers while they compute it; of several such masks at once only torch's products of `Blockwise()` know.
 
     Attributes:
         key: a key for this place and step.
@@ -91,12 +91,7 @@ class PairDropout(Mask):
         keep = lanes[..., keys[0] - 4 * first : keys[1] - 4 * first] >= drop
         return keep.to(like.dtype) * (LEVELS / (LEVELS - drop))
 
-    @property
-    def in_kernels(self) -> bool:
-        return False
-
     def given(self, queries: Span, keys: Span) -> Given:
-        raise ValueError(
-            f"attention: BlockSparse() does not drop, but the mask has PairDropout(rate={self.rate}); take Blockwise(),"
-            " which computes the same tiles and drops, or leave the dropout out."
-        )
+        level, first = dropped_levels(self.rate), (self.first_head, queries[0], keys[0])
+        numbers = fold_in(self.key.to(self.index_B.device), self.index_B)
+        return Given(dropped=Dropped(numbers, level, *first) if level else None)

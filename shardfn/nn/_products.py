@@ -38,10 +38,10 @@ class Product:
         """The product."""
         if has_torch_function((a, b)):  # a leaf that arrives when it is used, or what splits backwards
             return handle_torch_function(self, (a, b), a, b)
-        return _Both.apply(self, a, b)  # pyright: ignore[reportReturnType]
+        return _TwoOperands.apply(self, a, b)  # pyright: ignore[reportReturnType]
 
 
-class _Both(torch.autograd.Function):
+class _TwoOperands(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: Product, a: Tensor, b: Tensor) -> Tensor:
         ctx.product = product

@@ -26,6 +26,7 @@ from shardfn.kernels import Given, Tiles, block_sparse_attention, block_sparse_a
 from ._given import together
 from ._masks import Full, Mask, Span
 from ._online import OnlineScores, Outer, Rows, absorb, factor, finish, gathered, tiles, transpose, wide
+from ._pair_dropout import PairDropout
 from ._tiles import tiles_of
 
 # Of a tile of the kernel, where nothing says otherwise: two of them and the products of both fit a core's cache.
@@ -50,7 +51,7 @@ def kernel_tile(how: OnlineScores, device: torch.device, block: int) -> int | No
     They do it where the kernel's fast path does not run, which is that of a CPU with a compiler, and where a mask does
     not tell the kernel its data.
     """
-    known = all(m.in_kernels for m in how.mask.parts)
+    known = all(m.in_kernels for m in how.mask.parts) and sum(isinstance(m, PairDropout) for m in how.mask.parts) <= 1
     return min(block, KERNEL_TILE) if known and device.type == "cpu" and is_native("block_sparse_attention") else None
 
 
@@ -97,15 +98,16 @@ def rectangles(queries: Rows, keys: Rows, how: OnlineScores, block: int) -> Iter
 
 
 def _told(q: Tensor, how: OnlineScores, at: Rectangle) -> tuple[Tiles, Given]:
-    known: Mask = functools.reduce(operator.and_, [m for m in how.mask.parts if not m.tensors], Full())
+    known: Mask = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
     (a, b), (c, d) = at.queries, at.keys
-    found = together(m.given(at.queries, at.keys) for m in how.mask.parts if m.tensors)
+    found = together(m.given(at.queries, at.keys) for m in how.mask.parts if not m.of_positions)
     if how.slopes_H is not None:
         table = -how.slopes_H[:, None] * torch.arange(c - b + 1, d - a, device=q.device).abs()
         found = found._replace(table=table if found.table is None else found.table + table)
     numbers = (None if x is None else x.to(q.device, torch.int64).expand(q.shape[0], -1) for x in found[:2])
-    floats = (None if x is None else x.to(q.device, wide(q.dtype)) for x in found[2:])
-    return tiles_of(known, at.queries, at.keys, at.block).on(q.device), Given(*numbers, *floats)
+    floats = (None if x is None else x.to(q.device, wide(q.dtype)) for x in found[2:4])
+    drop = None if found.dropped is None else found.dropped._replace(keys=found.dropped.keys.to(q.device))
+    return tiles_of(known, at.queries, at.keys, at.block).on(q.device), Given(*numbers, *floats)._replace(dropped=drop)
 
 
 def _attend_in_tiles(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Tensor]:

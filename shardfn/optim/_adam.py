@@ -88,7 +88,7 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
         us, mu, nu = leafwise(_direction, 3, updates, of=of, specs=specs, **by)
         return us, ScaleByAdamState(count, mu, nu)
 
-    return GradientTransformation(init, update, needs=Needs("element"))
+    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)

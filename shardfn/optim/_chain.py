@@ -70,7 +70,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         return params, (*states, new)
 
     # A chain's state is the tuple of its rules' states, in their order.
-    needs = join_needs(txs, chain, states=lambda state: state)
+    needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=all(tx.needs.ascends for tx in txs))
     if speaks is None:
         return GradientTransformation(init, update, apply, needs)
 

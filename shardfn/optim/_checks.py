@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shardfn.core import a_kind
+
 
 def not_negative(who: str, **values: Any) -> None:
     """Each value is a finite number >= 0."""
@@ -43,4 +45,14 @@ def _require(who: str, values: dict[str, Any], ok: Any, need: str) -> None:
             continue
         number = isinstance(value, float | int) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and ok(value)):
-            raise ValueError(f"{who}: {name}={value!r} must be {need}.")
+            raise ValueError(f"{who}: {name}={_shown(value)} must be {need}.{_hint(value, need)}")
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str | float | int | None) else a_kind(value)
+
+
+def _hint(value: Any, need: str) -> str:
+    if isinstance(value, str):
+        return " Write it without quotes."
+    return f" Write {int(value)}." if isinstance(value, float) and need.startswith("an int") and value >= 1 else ""

@@ -38,7 +38,7 @@ def clip(max_delta: float | int) -> GradientTransformation:
         del params, specs
         return tree_map(lambda g: g.clamp(-max_delta, max_delta), updates)
 
-    return stateless(update, "element")
+    return stateless(update)._replace(needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
@@ -93,4 +93,5 @@ def _scaled_to(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor
         return _scaled_to(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
 
     measure = Measure(block_squares, additive=True)
-    return GradientTransformation(init, update, needs=Needs("element", measure, specialize=on, donates=True))
+    needs = Needs("element", measure, specialize=on, donates=True, ascends=True)
+    return GradientTransformation(init, update, needs=needs)

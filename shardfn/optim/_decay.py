@@ -56,7 +56,7 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
     def decide(params: Params) -> GradientTransformation:
         return add_decayed_weights(weight_decay, resolved(mask, params, bool, "mask"))
 
-    return stateless(update)._replace(needs=Needs("element", decide=decide))
+    return stateless(update)._replace(needs=Needs("element", decide=decide, ascends=True))
 
 
 def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:

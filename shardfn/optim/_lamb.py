@@ -93,7 +93,7 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
         )
         return us, ScaleByMomentRatioState(mu, nu)
 
-    return GradientTransformation(init, update, needs=Needs("element"))
+    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
 
 
 def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int = 10.0) -> GradientTransformation:
@@ -131,7 +131,7 @@ def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int =
         cuts = None if specs is None else spec_leaves(specs, params)
         return tree_unflatten(treedef, scaled(us, trust_ratios(ps, us, cuts, min_coeff, max_coeff), cuts))
 
-    return stateless(update, "leaf")
+    return stateless(update)._replace(needs=Needs("leaf", ascends=True))
 
 
 def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTransformation:
@@ -167,7 +167,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         [us] = leafwise(lambda g, by: ((g * by).to(g.dtype),), 1, updates, of={}, specs=specs, by=by)
         return us, ScaleByBiasCorrectionState(count)
 
-    return GradientTransformation(init, update, needs=Needs("element"))
+    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)

@@ -6,14 +6,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, explains_keywords, not_scalar, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs, stateless
 from ._checks import not_negative
 from ._hyper import beside
 from ._leaves import check_state, zero_count
 from ._no_rule import MEANT, no_rate
-from ._types import LearningRate, OptState, Params, Specs, Updates
+from ._types import LearningRate, Number, OptState, Params, Schedule, Specs, Updates
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -55,7 +55,8 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_learning_rate", state, ScaleByScheduleState)
-        return _descend(updates, learning_rate(state.count), specs), ScaleByScheduleState(state.count + 1)
+        rate = scheduled(learning_rate, state.count)
+        return _descend(updates, rate, specs), ScaleByScheduleState(state.count + 1)
 
     return GradientTransformation(init, update, needs=Needs("element"))
 
@@ -79,13 +80,28 @@ def check_rate(who: str, learning_rate: LearningRate) -> None:
         not_negative(who, learning_rate=learning_rate)
 
 
+def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
+    """What a schedule returns for a count.
+
+    Raises:
+        TypeError: it is neither a number nor a 0-d tensor.
+    """
+    rate = schedule(count)
+    if (problem := not_scalar(rate)) is not None:
+        raise TypeError(
+            f"the learning-rate schedule {getattr(schedule, '__name__', schedule)!r} returned {problem};"
+            " schedule(count) returns a number or a 0-d tensor."
+        )
+    return rate
+
+
 def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Float[Tensor, ""]:
     """The rate of the step at hand, for the in-place forms; advances the schedule's count in place."""
     if not callable(learning_rate):
         return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
     check_state("scale_by_learning_rate", state, ScaleByScheduleState)
-    lr = learning_rate(state.count)
-    lr = lr.clone() if lr is state.count else lr  # a schedule may return what it is given
+    lr = scheduled(learning_rate, state.count)
+    lr = state.count.clone() if lr is state.count else lr  # a schedule may return what it is given
     state.count.add_(1)
     return lr
 

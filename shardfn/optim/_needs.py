@@ -9,6 +9,7 @@
 | `phases` | those of the one that has any | refused | its |
 | `whole` | if one is | if one is | if it is |
 | `donates` | no | no | no |
+| `ascends` | if all do | no | no |
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -89,7 +90,7 @@ def join_needs(
         in_turn: whether each gets the updates of the one before it; else each has leaves of its own.
 
     Returns:
-        Their needs, joined as the table of this file says.
+        Their needs, joined by the table of this file.
 
     Example:
         >>> from shardfn.optim import clip_by_global_norm, sgd

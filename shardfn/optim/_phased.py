@@ -21,7 +21,7 @@ from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolved
 from ._freeze import Freeze
 from ._lamb import scale_by_moment_ratio
-from ._learning_rate import check_rate, scale_by_learning_rate
+from ._learning_rate import check_rate, scale_by_learning_rate, scheduled
 from ._leaves import check_params, check_state
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
@@ -111,7 +111,8 @@ class Phased(abc.ABC):
 
     def rate(self, chained: Any) -> float | int | Tensor:
         """The learning rate, of a chain's state that ends in its counter; to be read before anything is written."""
-        return self.learning_rate(chained[-1].count.clone()) if callable(self.learning_rate) else self.learning_rate
+        rate = self.learning_rate
+        return scheduled(rate, chained[-1].count.clone()) if callable(rate) else rate
 
     def decays(self, leaves: Apart, params: Params) -> Sequence[bool]:
         """Which leaves decay."""

@@ -12,8 +12,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from shardfn.core import explains_keywords
+
 from ._checks import finite, not_negative, num_steps
 from ._types import Count, Number, Schedule
+
+# Keywords of other libraries, and what they are called here.
+_MEANT = {
+    "lr": "init_value= or peak_value={value!r}",
+    "learning_rate": "init_value= or peak_value={value!r}",
+    "peak_lr": "peak_value={value!r}",
+    "max_lr": "peak_value={value!r}",
+    "min_lr": "end_value={value!r}",
+    "warmup": "warmup_steps={value!r}",
+    "num_warmup_steps": "warmup_steps={value!r}",
+    "total_steps": "decay_steps={value!r}, the warm-up included",
+    "num_training_steps": "decay_steps={value!r}, the warm-up included",
+    "optimizer": "optim.adamw(schedule): a schedule is made first and passed to the optimizer",
+}
 
 
 def constant_schedule(value: Number) -> Schedule:
@@ -27,6 +43,7 @@ def constant_schedule(value: Number) -> Schedule:
     return lambda count: (_float(count) * 0 + value).float()
 
 
+@explains_keywords(**_MEANT)
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
@@ -56,6 +73,7 @@ def linear_schedule(
     return schedule
 
 
+@explains_keywords(**_MEANT)
 def cosine_decay_schedule(
     init_value: Number, decay_steps: int, alpha: Number = 0.0, exponent: Number = 1.0
 ) -> Schedule:
@@ -89,6 +107,7 @@ def cosine_decay_schedule(
     return schedule
 
 
+@explains_keywords(**_MEANT)
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
     """A line from `init_value` at 0 to `peak_value` at `warmup_steps`, then constant.
 
@@ -103,6 +122,7 @@ def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_step
     return linear_schedule(init_value, peak_value, warmup_steps)
 
 
+@explains_keywords(**_MEANT)
 def warmup_linear_decay_schedule(
     init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0
 ) -> Schedule:
@@ -128,6 +148,7 @@ def warmup_linear_decay_schedule(
     return join_schedules([up, down], [warmup_steps])
 
 
+@explains_keywords(**_MEANT)
 def warmup_cosine_decay_schedule(
     init_value: Number,
     peak_value: Number,

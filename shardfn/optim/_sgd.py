@@ -71,7 +71,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
         us, new = leafwise(step, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
         return us, TraceState(new)
 
-    return GradientTransformation(init, update, needs=Needs("element"))
+    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)

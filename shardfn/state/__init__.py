@@ -6,7 +6,6 @@ from ._kept import (
     Likeness as Likeness,
     Successor as Successor,
     closed as closed,
-    closed_like as closed_like,
     fetched as fetched,
 )
 from ._kept import as_graph_value as as_graph_value, entered as entered, graph_inputs as graph_inputs

@@ -35,12 +35,6 @@ def closed(x: Tensor, at: Placement, pool: AnyPool | None) -> Held:
     return pool.write(x).result()
 
 
-def closed_like(x: Tensor, at: Placement) -> Held:
-    """A block without data as it would be kept; nothing moves, and the memory is only said of it."""
-    del at
-    return x
-
-
 def opened(held: Held, at: Placement) -> Tensor:
     """The elements of a block, in the memory in which an update finds them: of what is on disk, the host."""
     if at.memory_kind == "device":

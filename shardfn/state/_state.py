@@ -16,6 +16,7 @@ from shardfn.core import (
     as_html,
     columns,
     dtype_name,
+    explains_attributes,
     size,
     tree_entries,
     tree_flatten,
@@ -28,6 +29,13 @@ from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation
 
 
+@explains_attributes(
+    state_dict="Save it, sf.checkpoint.save(directory, state), or take trained weights out: sf.export, sf.to_module.",
+    load_state_dict="Read one: sf.checkpoint.restore(directory, state).",
+    parameters="They are state.params, a tree of GlobalTensors.",
+    grads="Gradients live within a step; sf.value_and_grad(loss)(state.params, batch) returns some.",
+    to="A state is on the mesh's devices: sf.make_mesh(device=...); Zero(optimizer='host') offloads parts of it.",
+)
 class TrainState(NamedTuple):
     """Parameters, optimizer state, step number and key: a pytree.
 

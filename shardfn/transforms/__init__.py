@@ -1,6 +1,7 @@
 """Functions to functions of the same meaning."""
 
 from shardfn.engine import Accumulated as Accumulated, Mixed as Mixed, WeightedMean as WeightedMean
+from shardfn.engine import PipelineState as PipelineState
 from shardfn.engine import CacheInfo as CacheInfo, Jitted as Jitted, Spent as Spent, default_batch as default_batch
 from shardfn.modules import from_module as from_module
 from shardfn.activations import policies as policies, SavedTensor as SavedTensor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyControl
-from shardfn.core import Mesh, PyTree, raise_all, tree_leaves
+from shardfn.core import Mesh, PyTree, a_kind, raise_all, tree_leaves
 from shardfn.engine import (
     Jitted,
     Planner,
@@ -82,8 +82,8 @@ class Measures:
         return self._made[metrics]
 
 
-def check_batches(batches: Any) -> None:
-    """Refuses one batch where an iterable of them is expected.
+def check_batches(batches: Any, metrics: Any) -> None:
+    """Refuses one batch where an iterable of them is expected, and metrics that are no function.
 
     Raises:
         TypeError: says what to write.
@@ -92,6 +92,11 @@ def check_batches(batches: Any) -> None:
         raise TypeError(
             f"evaluate takes an iterable of batches, and this is a {type(batches).__name__}; of one batch write"
             " step.evaluate(state, [batch])."
+        )
+    if metrics is not None and not callable(metrics):
+        raise TypeError(
+            f"evaluate(metrics=) takes a function metrics(params, batch) -> {{name: value}}, and this is"
+            f" {a_kind(metrics)}; of several functions write one that calls them."
         )
 
 

@@ -264,7 +264,6 @@ def test_axes_of_one_rank_and_missing_ones_are_no_hops() -> None:
             KEPT.with_(brought=("dp",)),
             r"brought=\('dp',\) are not some, and not all, of the axes that cut one dim",
         ),
-        (USED, Placement(P("dp"), stacked=True), r"cuts dim 0, along which layers are stacked"),
         (USED, Placement(stacked=True), r"one stacks layers along dim 0 and the other does not"),
         (USED.with_(code=(8, 2)), KEPT.with_(code=(8, 2)), r"codes can be gathered, not cut"),
     ],

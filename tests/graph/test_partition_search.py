@@ -10,7 +10,8 @@ import torch
 from shardfn.capture import capture
 from shardfn.graph import prepare
 from shardfn.graph._forms import WHOLE, Form, cut
-from shardfn.graph._partition_search import Held, Search, SearchChoice, _Draft, _SearchState
+from shardfn.graph._partition_search import Search
+from shardfn.graph._partition_states import Draft, Held, NumberedChange, SearchChoice, SearchState
 from shardfn.graph._partition_values import Scope, scope_of
 
 SIZE = 12
@@ -60,18 +61,21 @@ def planned(seed: int, steps: int, num: int) -> tuple[Scope, dict[Any, Held], li
 
 def price(search: Search, scope: Scope, start: Any, ends: Any, choices: dict[Any, SearchChoice]) -> float:
     """What these choices cost, by going through them."""
-    state = _SearchState(0.0, 0.0, {}, None)
+    state, known = SearchState(0.0, 0.0, {}, None), dict(start)
     for node in scope.nodes:
         pairs = list(zip(scope.operands[node], choices[node].strategy.ins, strict=True))
-        state, _ = _Draft(search, state, start).decide(scope, node, choices[node], pairs).state()
+        change = Draft(search._prices, known.__getitem__).decide(scope, node, choices[node], pairs)
+        known |= change.held
+        numbered = NumberedChange(change.costs, change.outside, search.numbered(change.held), change.choice)
+        state = state.after(numbered, node, [])
     return search._ended(scope, state, start, ends).total
 
 
 def cheapest(search: Search, scope: Scope, start: Any, ends: Any) -> float:
     """By trying all: no state is ever forgotten."""
-    states = [_SearchState(0.0, 0.0, {}, None)]
+    states, begun = [SearchState(0.0, 0.0, {}, None)], search.numbered(start)
     for node in scope.nodes:
-        states = [draft.state()[0] for s in states for draft in search._steps(scope, node, s, start)]
+        states = [s.after(c, node, scope.dead[node]) for s in states for c in search.changes(scope, node, s, begun)]
     return min(search._ended(scope, s, start, ends).total for s in states)
 
 

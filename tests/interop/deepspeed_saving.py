@@ -15,23 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import (  # pyright: ignore[reportMissingImports]
     get_fp32_state_dict_from_zero_checkpoint,
 )
-
-
-class Net(torch.nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.emb = torch.nn.Embedding(11, 7)
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.LayerNorm(13), torch.nn.Linear(13, 7))
-        self.head = torch.nn.Linear(7, 11, bias=False)
-        self.register_buffer("seen", torch.arange(3.0))
-        if kind == "tied":
-            self.head.weight = self.emb.weight
-        if kind == "frozen":
-            self.mlp[0].weight.requires_grad_(False)
-            self.mlp[1].bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mlp(self.emb(x)))
+from deepspeed_model import Net
 
 
 def main() -> None:

@@ -123,3 +123,28 @@ def test_deep_headers(tmp_path: pathlib.Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
         with pytest.raises(DamagedError, match="cannot be understood"):
             Archive(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["safetensors_header", "as_bytes", "os.fsync", "pathlib.Path.rename", "nothing"])
+def test_a_writer_that_fails_leaves_the_old_files_and_nothing_else(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    for name in "abc":
+        with ArchiveWriter(tmp_path, {name: (torch.float32, (5, 3))}, stem=name) as out:
+            out.put(name, torch.ones(5, 3))
+    had = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if where != "nothing":
+        monkeypatch.setattr(where if "." in where else f"shardfn.interop._archive.{where}", full)
+    entries: Any = {name: (torch.float32, (5, 3)) for name in "abc"}
+    with (
+        pytest.raises((OSError, AssertionError), match="No space left" if where != "nothing" else "not written"),
+        ArchiveWriter(tmp_path, entries, file_bytes=60) as out,
+    ):
+        for name in "abc" if where != "nothing" else "ab":
+            out.put(name, torch.ones(5, 3))
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == had

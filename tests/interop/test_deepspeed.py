@@ -212,3 +212,56 @@ def test_three_ranks_checkpoints_are_what_zero_to_fp32_makes_of_them(
     for state, tree in found.moments.items():
         assert tree.keys() == other.moments[state].keys()
         assert all(torch.equal(x, other.moments[state][name]) for name, x in tree.items())
+
+
+@distributed(world=2, timeout=120)
+def _write_ours(directory: str) -> None:
+    """From states that DeepSpeed has trained, or for the plain ones we; a file for each of three ranks."""
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+    for case in shared.CASES:
+        net, config = shared.net_of(case), shared.config_of(case)
+        params, apply = sf.from_module(net)
+        recipe = interop.from_deepspeed_config(config, ranks=3)
+        assert recipe.optimizer is not None
+
+        def token_loss(p: Any, x: torch.Tensor, apply: Any = apply) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(apply(p, x).float(), (x + 1) % 11)
+
+        trainable = {name: net.get_parameter(name).requires_grad for name in params}
+        zero = sf.Zero(stage=3, persist_elements=0)
+        step = sf.sharded_step(recipe.of(token_loss), recipe.optimizer, mesh=mesh, zero=zero, trainable=trainable)
+        state, place = step.init(params), f"{directory}/{case}"
+        if "plain" in case:
+            for n in range(3):
+                state, _ = step(state, shared.tokens(n)[step.rows(12)])
+        else:
+            state = interop.restore_deepspeed(interop.read_deepspeed(place, "theirs"), state)
+        job = interop.DeepSpeedJob(config, 3, net, shared.groups_of(case, net))
+        rate: Any = recipe.learning_rate
+        interop.save_deepspeed(
+            place, state, "ours", learning_rate=float(rate(3)) if "scheduler" in config else rate, job=job
+        )
+
+
+def test_files_for_each_rank_are_those_that_deepspeed_writes_and_goes_on_from(tmp_path: pathlib.Path) -> None:
+    program = PROGRAM.with_name("deepspeed_partitions.py")
+    ran("--standalone", "--nproc-per-node=3", program, "begin", tmp_path)
+    _write_ours(str(tmp_path))
+    ran("--standalone", "--nproc-per-node=3", program, "go_on", tmp_path)
+    for case in shared.CASES:
+        want, got = (torch.load(tmp_path / case / f"{name}.pt", weights_only=True) for name in ("want", "got"))
+        ours = interop.read_deepspeed(str(tmp_path / case), "ours")
+        theirs = interop.read_deepspeed(str(tmp_path / case), "theirs")
+        assert ours.step == theirs.step == 3 and ours.shared == theirs.shared, case
+        assert (got["steps"], got["rates"]) == (want["steps"], pytest.approx(want["rates"], rel=1e-6)), case
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-6), case
+        for name, x in want["params"].items():
+            torch.testing.assert_close(got["params"][name], x, rtol=0, atol=1e-6, msg=f"{case}: {name}")
+        for name, x in got["whole"].items():
+            mine = ours.params | ours.buffers | {name: ours.params[of] for name, of in ours.shared.items()}
+            assert torch.equal(mine[name], x), f"{case}: {name}"
+        if "plain" in case:  # of which the values are ours, and equal to 1e-6 only
+            continue
+        assert got["differing"] == [], case
+        for mine, yours in ((ours.params, theirs.params), *((x, theirs.moments[k]) for k, x in ours.moments.items())):
+            assert mine.keys() == yours.keys() and all(torch.equal(x, yours[n]) for n, x in mine.items()), case

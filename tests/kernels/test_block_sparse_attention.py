@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.kernels import Given, Tiles, block_sparse_attention, block_sparse_attention_backward
+from shardfn.core import fold_in, threefry2x32
+from shardfn.kernels import Dropped, Given, Tiles, block_sparse_attention, block_sparse_attention_backward
 from shardfn.kernels.block_sparse_attention import _native
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -53,14 +54,30 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32, small: bool = False) ->
         added = added.masked_fill(torch.rand(added.shape, generator=g) < 0.1, -math.inf)
     if draw.random() < 0.5:
         table = normal(draw.choice([1, H]), T + S - 1)
+    dropped = None
+    if draw.random() < 0.5:
+        keys = torch.randint(1 << 32, (B, 2), generator=g)
+        dropped = Dropped(keys, draw.choice([1, 9000, 40000]), *(draw.randrange(9) for _ in range(3)))
     return (
         (normal(B, T, H, K), normal(B, S, G, K), normal(B, S, G, K)),
         tiles,
         pairs,
-        Given(ids_q, ids_k, added, table),
+        Given(ids_q, ids_k, added, table, dropped),
         block,
         K**-0.5,
     )
+
+
+def multiplied(dropped: Dropped | None, sizes: tuple[int, int, int]) -> Tensor:
+    """[B, H, T, S] by the cipher of `core`."""
+    H, T, S = sizes
+    if dropped is None:
+        return torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    keys_BH = fold_in(dropped.keys[:, None], torch.arange(H) + dropped.head)
+    t, s = torch.arange(T)[:, None] + dropped.query, torch.arange(S) + dropped.key
+    first, second = (w.long() & 0xFFFFFFFF for w in threefry2x32(keys_BH[:, :, None, None], (t << 32) + s // 4))
+    number = torch.where(s % 4 < 2, first, second) >> 16 * (s % 2) & 0xFFFF
+    return (number >= dropped.level).double() * (65536 / (65536 - dropped.level))
 
 
 def plain(qkv: Any, pairs: Tensor, given: Given, scale: float) -> tuple[Tensor, Tensor]:
@@ -80,7 +97,8 @@ def plain(qkv: Any, pairs: Tensor, given: Given, scale: float) -> tuple[Tensor, 
     top = s.detach().amax(-1, keepdim=True)
     e = (s - top.masked_fill(top == -math.inf, 0.0)).exp()
     total = e.sum(-1, keepdim=True)
-    y = torch.einsum("bhts,bshk->bthk", e / total.masked_fill(total == 0, 1.0), v)
+    p = e / total.masked_fill(total == 0, 1.0) * multiplied(given.dropped, (H, T, S))
+    y = torch.einsum("bhts,bshk->bthk", p, v)
     return y, s.detach().logsumexp(-1)
 
 
@@ -148,3 +166,28 @@ def test_triton_is_the_formula_in_many_cases(dtype: torch.dtype, monkeypatch: py
     module = importlib.import_module("shardfn.kernels.block_sparse_attention._triton")
     monkeypatch.setattr(module, "MOST", 16)
     triton_is_the_formula(monkeypatch, range(50, 52), dtype, small=False)
+
+
+@pytest.mark.parametrize("which", ["reference", "native", "triton"])
+def test_what_is_dropped_is_the_same_bits(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probabilities of equal scores, and values that show which pair they are of: y tells what was kept."""
+    if which == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    cases = (5, (1, 1 << 20, 7)), (16, (0, 0, 0)), (17, (3, 5, 2))
+    for block, first in cases[: 1 if which == "triton" else None]:
+        T = 2 * block + 3
+        starts = torch.arange(4) * 3
+        tiles = Tiles(
+            starts[None].int(),
+            torch.arange(3).repeat(3).int(),
+            -torch.ones(9).int(),
+            torch.ones(0, block, block).byte(),
+        )
+        dropped = Dropped(torch.tensor([[1 << 31, 5], [7, (1 << 32) - 1]]), 20000, *first)
+        q, v = torch.zeros(2, T, 2, T), torch.eye(T)[None, :, None].expand(2, -1, 1, -1).contiguous()
+        with kernels.implemented_by(which):
+            y, _ = block_sparse_attention(q, v, v, tiles, Given(dropped=dropped), block=block, scale=1.0)
+        want = multiplied(dropped, (2, T, T)).transpose(1, 2)
+        assert torch.equal(y != 0, want != 0)
+        torch.testing.assert_close(y * T, want.float(), rtol=1e-5, atol=0)

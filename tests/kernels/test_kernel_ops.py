@@ -44,11 +44,11 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     ("moving_average_", lambda m, x: kernels.moving_average_(m, x, 0.9), (X, ERROR), (X, ERROR, 0.9)),
     ("preconditioned_step", lambda *xs: kernels.preconditioned_step(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.0)),
     ("block_sparse_attention", lambda q, k, v, *t: kernels.block_sparse_attention(q, k, v, kernels.Tiles(*t), **SPARSE),
-     (*QKV, *TILES), (*QKV, *TILES, *[None] * 4, 2, 0.5)),
+     (*QKV, *TILES), (*QKV, *TILES, *[None] * 5, 0, 0, 0, 0, 2, 0.5)),
     ("block_sparse_attention_backward",
      lambda dy, q, k, v, y, lse, *t: kernels.block_sparse_attention_backward(
          dy, (q, k, v), y, lse, kernels.Tiles(*t), **SPARSE),
-     (QKV[1], *QKV, *RESULTS, *TILES), (QKV[1], *QKV, *RESULTS, *TILES, *[None] * 4, 2, 0.5)),
+     (QKV[1], *QKV, *RESULTS, *TILES), (QKV[1], *QKV, *RESULTS, *TILES, *[None] * 5, 0, 0, 0, 0, 2, 0.5)),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip
 

@@ -40,7 +40,8 @@ for bits, code in ((8, "*i8"), (4, "*u8")):
     ]
 EXACT = len(CASES)
 for x in ("bf16", "fp32"):
-    told = f"*{x} *{x} *{x} *i32 *i32 *i32 *u8 *i64 *i64 *fp32 i64 i64 i64 i64 *fp32 i32 i32 i32 i32 i32 i32 fp32"
+    told = f"*{x} *{x} *{x} *i32 *i32 *i32 *u8 *i64 *i64 *fp32 i64 i64 i64 i64 *fp32 i32 *i64 i32 fp32"
+    told += " i32 i32 i32 i32 i32 i32 i32 i32 fp32"
     sides = dict(K=64, BLOCK=64, WIDTH=64, ROWS=64, PARTS=1, WIDENED=False)
     CASES += [
         (sparse._forward, f"{told} *{x} *fp32", sides),

@@ -39,18 +39,18 @@ def params_of(config: gpt.Config) -> Any:
 
 
 def batch_of(config: gpt.Config, seed: int, rows: int = 4) -> dict[str, Tensor]:
-    """Documents, and targets of which some do not count."""
+    """Documents, targets of which some do not count, and the numbers of the samples."""
     g = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(config.vocab_size, (2, rows, T), generator=g)
     ids = torch.randint(2, (rows, T), generator=g).sort(-1).values
     targets[torch.rand(rows, T, generator=g) < 0.3] = -100
-    return {"tokens": tokens, "targets": targets, "segment_ids": ids}
+    return {"tokens": tokens, "targets": targets, "segment_ids": ids, "index": torch.arange(rows) + seed * rows}
 
 
 def parity(mesh: sf.Mesh, config: gpt.Config, *, stage: int = 3, remat: bool = False, jit: bool = False) -> None:
     """A model on a mesh, against dense attention on one device."""
     torch.set_num_threads(1)
-    plain = dataclasses.replace(config, attention=nn.Dense())
+    plain, cut = dataclasses.replace(config, attention=nn.Dense()), sf.P("dp", config.attention.axes)
     loss = functools.partial(gpt.loss, config, axis="tp", wrap=sf.remat if remat else lambda f: f)
     assert_parity(
         sf.jit(loss, backend="graph") if jit else loss,
@@ -58,10 +58,11 @@ def parity(mesh: sf.Mesh, config: gpt.Config, *, stage: int = 3, remat: bool = F
         params_of(config),
         [batch_of(config, n) for n in range(2)],
         mesh=mesh,
+        key=sf.key(5) if config.attention_dropout else None,
         reference=functools.partial(gpt.loss, plain),
         zero=sf.Zero(stage=stage, axis=("dp", *config.attention.axes), persist_elements=0) if stage else None,
         specs=gpt.specs(config, tp="tp"),
-        batch=sf.P("dp", config.attention.axes),
+        batch={**dict.fromkeys(("tokens", "targets", "segment_ids"), cut), "index": sf.P("dp")},
     )
 
 
@@ -82,14 +83,22 @@ def test_bodies_compute_the_same(causal: bool) -> None:
     assert not torch.allclose(gpt.loss(everything, params, batch).mean(), value)
 
 
+@distributed(world=2)
+def test_dropout_of_tiles_on_two_ranks() -> None:
+    """Each rank draws for its heads, of its samples, what one device draws."""
+    one = dataclasses.replace(CONFIG, num_layers=1, attention_dropout=0.25)
+    parity(sf.make_mesh({"sp": 2}), dataclasses.replace(one, attention=nn.Ulysses("sp", T, nn.BlockSparse())))
+
+
 @pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_compute_what_one_device_does() -> None:
     """Along sp each rank has the layouts of its heads; along tp, too; scanned, recomputed and captured."""
     one = dataclasses.replace(CONFIG, num_layers=1)
     parity(sf.make_mesh({"sp": 2}), dataclasses.replace(one, attention=nn.Ulysses("sp", T, nn.BlockSparse())))
-    parity(sf.make_mesh({"tp": 2}), dataclasses.replace(one, causal=False), remat=True, stage=0)
-    parity(sf.make_mesh({"dp": 2}), dataclasses.replace(CONFIG, stacked=True), remat=True, jit=True)
+    dropping = {"attention_dropout": 0.25}
+    parity(sf.make_mesh({"tp": 2}), dataclasses.replace(one, causal=False, **dropping), remat=True, stage=0)
+    parity(sf.make_mesh({"dp": 2}), dataclasses.replace(CONFIG, stacked=True, **dropping), remat=True, jit=True)
 
 
 @pytest.mark.nightly
@@ -97,7 +106,7 @@ def test_ranks_compute_what_one_device_does() -> None:
 def test_more_ranks_and_kinds(world: int) -> None:
     bodies = nn.Ulysses("sp", T, nn.BlockSparse(3)), nn.Ring("sp", T, block=2)
     for n, body in enumerate(bodies):
-        config = dataclasses.replace(CONFIG, attention=body, stacked=n == 0, causal=n == 0)
+        config = dataclasses.replace(CONFIG, attention=body, stacked=n == 0, causal=n == 0, attention_dropout=0.25)
         sizes = {"sp": 3} if world == 3 else {"sp": 2, "tp": 2} if n else {"sp": 2, "dp": 2}
         parity(sf.make_mesh(sizes), config, remat=n == 0, jit=n == 1, stage=3 * (1 - n))
     random = functools.partial(nn.layouts.bigbird, block=1, random=(1, sf.key(0)), num_heads=4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import nn
+from shardfn import kernels, nn
 from shardfn.collectives import bind_mesh
 from shardfn.core import fold_in, threefry2x32
 from shardfn.testing import distributed
@@ -122,7 +122,8 @@ def assert_close(got: list[Tensor], want: list[Tensor], what: str) -> None:
 def one_rank(seed: int) -> None:
     qkv, w, mask, dropout, slopes = case(seed)
     want = wanted(seed)
-    for impl in (nn.Dense(), nn.Blockwise(1 + seed % 7), nn.Blockwise(), nn.Ring("sp", block=5)):
+    sparse = nn.BlockSparse(random.Random(seed).choice([None, 3, 16, 64]))
+    for impl in (nn.Dense(), nn.Blockwise(1 + seed % 7), nn.Blockwise(), sparse, nn.Ring("sp", block=5)):
         attend = functools.partial(nn.attention, mask=mask & dropout, slopes_H=slopes, impl=impl)
         assert_close(differentiated(attend, qkv, w), want, f"{impl} {mask} seed {seed}")
 
@@ -160,7 +161,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
 
 def line(T: int) -> list[nn.Body]:
     """Heads and tokens are dealt unevenly, and to some ranks none."""
-    ulysses = [nn.Ulysses("sp", T), nn.Ulysses("sp", T, nn.Blockwise(6))]
+    ulysses = [nn.Ulysses("sp", T, inner) for inner in (nn.Dense(), nn.Blockwise(6), nn.BlockSparse(6))]
     return [*ulysses, nn.Ring("sp", T, block=5), nn.Ring("sp", T, zigzag=True, block=4)]
 
 
@@ -189,7 +190,8 @@ def test_many_bodies_on_ranks(world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
-def test_blocks_are_closed_under_transforms() -> None:
+@pytest.mark.parametrize("impl", [nn.Blockwise(4), nn.BlockSparse(3)], ids=str)
+def test_blocks_are_closed_under_transforms(impl: nn.Body) -> None:
     """vmap, jvp, grad of grad; the formula is the reference."""
     q, k, v, *tangents = (torch.randn(2, 6, n, 2, dtype=torch.float64) for n in (2, 1, 1) * 2)
     drop = nn.PairDropout(sf.key(2), 0.4, torch.tensor([3, 8]))
@@ -197,7 +199,7 @@ def test_blocks_are_closed_under_transforms() -> None:
     assert scales is not None
 
     def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return nn.attention(q, k, v, mask=nn.Causal() & drop, impl=nn.Blockwise(4))
+        return nn.attention(q, k, v, mask=nn.Causal() & drop, impl=impl)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return formula(q, k, v, nn.Causal(), scales)
@@ -217,7 +219,7 @@ def test_blocks_are_closed_under_transforms() -> None:
 
     def of_key(key: Tensor) -> Tensor:
         mask = nn.Causal() & nn.PairDropout(key, 0.4, numbers)
-        return nn.attention(q, k, v, mask=mask, impl=nn.Blockwise(4))
+        return nn.attention(q, k, v, mask=mask, impl=impl)
 
     close(torch.func.vmap(of_key)(keys), torch.stack([of_key(key) for key in keys]))
 
@@ -227,16 +229,49 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     """Probabilities are dropped and summed in float32: Dense and Blockwise agree to the rounding of the result."""
     q = torch.randn(2, 20, 2, 8).to(dtype)
     mask = nn.Causal() & nn.PairDropout(sf.key(0), 0.2, torch.arange(2))
-    got = [nn.attention(q, q, q, mask=mask, impl=impl) for impl in (nn.Dense(), nn.Blockwise(8))]
-    assert got[0].dtype == got[1].dtype == dtype
-    assert (got[0].float() - got[1].float()).abs().max() <= 8 * torch.finfo(dtype).eps
+    dense = nn.attention(q, q, q, mask=mask)
+    for impl in (nn.Blockwise(8), nn.BlockSparse(8)):
+        y = nn.attention(q, q, q, mask=mask, impl=impl)
+        assert y.dtype == dense.dtype == dtype
+        assert (y.float() - dense.float()).abs().max() <= 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("which", ["reference", "native"])
+def test_kernels_keep_the_pairs_of_the_mask(which: str) -> None:
+    """Of equal scores, and values that tell keys apart: y shows which pairs are kept. In any tile, bit for bit."""
+    T = 21
+    drop = nn.PairDropout(sf.key(3), 0.3, torch.tensor([7, 40]), first_head=2)
+    scales = drop.scales((0, T), (0, T), 4, torch.empty(()))
+    q, v = torch.zeros(2, T, 4, T), torch.eye(T)[None, :, None].expand(2, T, 2, T)
+    assert scales is not None
+    with kernels.implemented_by(which):
+        for block in (4, 7, 16):
+            y = nn.attention(q, v, v, mask=nn.Full() & drop, impl=nn.BlockSparse(block))
+            assert torch.equal(y.transpose(1, 2) != 0, scales != 0)
+
+
+def test_several_dropouts_and_masks_without_data() -> None:
+    """What a kernel does not know is not left out: torch's products compute it, or it is refused."""
+    q = torch.randn(2, 9, 2, 3, dtype=torch.float64)
+    one, two = (nn.PairDropout(sf.key(n), 0.3, torch.arange(2)) for n in (1, 2))
+    mask = nn.Causal() & one & two
+    torch.testing.assert_close(nn.attention(q, q, q, mask=mask, impl=nn.Blockwise(4)), nn.attention(q, q, q, mask=mask))
+    with pytest.raises(ValueError, match=r"drops by one PairDropout, but the mask has several; take Blockwise\(\)"):
+        nn.attention(q, q, q, mask=mask, impl=nn.BlockSparse())
+
+    class Halved(nn.Causal):
+        def scales(self, queries: Any, keys: Any, heads: int, like: Tensor) -> Tensor:
+            return like.new_full((queries[1] - queries[0], keys[1] - keys[0]), 0.5)
+
+    half = nn.attention(q, q, q, mask=Halved(), impl=nn.Blockwise(4))
+    torch.testing.assert_close(half, nn.attention(q, q, q) / 2)
+    with pytest.raises(ValueError, match="does not know the data of Halved"):
+        nn.attention(q, q, q, mask=Halved(), impl=nn.BlockSparse())
 
 
 def test_refusals() -> None:
     q = torch.randn(2, 5, 2, 3)
     mask = nn.Causal() & nn.PairDropout(sf.key(0), 0.25, torch.arange(2))
-    with pytest.raises(ValueError, match=r"BlockSparse\(\) does not drop.*rate=0\.25.*Blockwise\(\)"):
-        nn.attention(q, q, q, mask=mask, impl=nn.BlockSparse())
     with pytest.raises(ValueError, match=r"numbers 2 samples, and the queries are of 1; give index_B"):
         nn.attention(q[:1], q[:1], q[:1], mask=mask)
     with pytest.raises(ValueError, match=r"PairDropout\(rate=1\)"):

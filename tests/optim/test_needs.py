@@ -70,10 +70,21 @@ JOINS: list[tuple[Any, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("tx", "want"), JOINS)
 def test_needs_join(tx: GradientTransformation, want: tuple[Any, ...]) -> None:
-    granularity, measure, _, _, phases, whole, donates = tx.needs
+    granularity, measure, _, _, phases, whole, donates, _ = tx.needs
     of, additive = (None, None) if measure is None else measure[:2]
     assert (granularity, of, additive, whole) == want
     assert phases is None and not donates
+
+
+def test_a_chain_ascends_until_a_rule_descends() -> None:
+    clip, adam = optim.clip_by_global_norm(1.0), optim.scale_by_adam()
+    trust = optim.scale_by_trust_ratio(), optim.scale_by_moment_ratio(), optim.scale_by_bias_correction()
+    kept = optim.clip(1.0), optim.add_decayed_weights(0.1), optim.trace(0.9), optim.scale_by_lion(), optim.identity()
+    for rule in (clip, adam, *trust, *kept, optim.chain(), optim.chain(clip, optim.chain(adam))):
+        assert rule.needs.ascends
+        assert not optim.chain(rule, optim.scale_by_learning_rate(0.1)).needs.ascends
+    for rule in (optim.sgd(0.1), optim.adamw(0.1), optim.lamb(0.1), optim.lion(0.1), ELEMENT, around(clip)):
+        assert not rule.needs.ascends and not optim.chain(clip, rule).needs.ascends
 
 
 def test_two_measures_side_by_side_take_the_tree() -> None:

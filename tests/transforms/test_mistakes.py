@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
@@ -14,14 +14,12 @@ import shardfn as sf
 from shardfn import optim
 from shardfn.testing import distributed
 
-
-def _loss(params: dict, batch: dict) -> Tensor:
-    return ((batch["x"] @ params["w"]) ** 2).mean()
+from .mistakes import Mistake, batch_of, begun, loss_of, made, params_of, problem_of, problems_on_one_mesh, run
 
 
 def _noisy(params: dict, batch: dict, key: Tensor) -> Tensor:
     del key
-    return _loss(params, batch)
+    return loss_of(params, batch)
 
 
 def _loss_of_named(params: dict, batch: dict) -> Tensor:
@@ -38,78 +36,38 @@ def _named(params: dict, batch: dict) -> Tensor:
     return sum((batch["x"] * x).mean() for x in params.values())  # type: ignore[return-value]
 
 
-def _params() -> dict:
-    return {"w": torch.ones(3)}
-
-
 def _of_a_model() -> dict:
     return {name: torch.ones(3) for name in ("lm_head.weight", "model.embed.weight", "model.norm.weight")}
 
 
-def _batch() -> dict:
-    return {"x": torch.ones(4, 3)}
-
-
-# The mesh of all mistakes of a test that makes many.
-_SHARED: list[sf.Mesh] = []
-
-
-def _mesh() -> sf.Mesh:
-    return _SHARED[0] if _SHARED else sf.make_mesh()
-
-
-def _made(loss: Any = _loss, optimizer: Any = None, **options: Any) -> Any:
-    return sf.sharded_step(loss, optimizer or optim.adamw(0.1), **{"mesh": _mesh(), **options})
-
-
-def _begun(loss: Any = _loss, **options: Any) -> tuple[Any, Any]:
-    step = sf.sharded_step(loss, optim.adamw(0.1), mesh=_mesh(), **options)
-    return step, step.init(_params())
-
-
-def _run(loss: Any = _loss, params: Any = None, batch: Any = None, optimizer: Any = None, **options: Any) -> Any:
-    step = sf.sharded_step(loss, optimizer or optim.adamw(0.1), mesh=_mesh(), **options)
-    state = step.init(_params() if params is None else params)
-    return step(state, _batch() if batch is None else batch)
-
-
 def _swapped() -> Any:
-    step, state = _begun()
-    return step(_batch(), state)
+    step, state = begun()
+    return step(batch_of(), state)
 
 
 def _not_unpacked() -> Any:
-    step, state = _begun()
-    state = step(state, _batch())
-    return step(state, _batch())
+    step, state = begun()
+    state = step(state, batch_of())
+    return step(state, batch_of())
 
 
 def _params_for_a_state() -> Any:
-    return _begun()[0](_params(), _batch())
+    return begun()[0](params_of(), batch_of())
 
 
 def _used_twice() -> Any:
-    step, state = _begun()
-    step(state, _batch())
-    return step(state, _batch())
+    step, state = begun()
+    step(state, batch_of())
+    return step(state, batch_of())
 
 
 def _on_meta() -> Any:
-    step, _ = _begun()
-    return step(step.init({"w": torch.ones(3, device="meta")}), _batch())
+    step, _ = begun()
+    return step(step.init({"w": torch.ones(3, device="meta")}), batch_of())
 
 
 def _mixed(loss: Any, policy: Any) -> Any:
     return sf.mixed_precision(loss, policy)
-
-
-class Mistake(NamedTuple):
-    """What a user does, and what is said of it: the kind of error, its cause and its remedy."""
-
-    does: Callable[[], Any]
-    kind: type[Exception]
-    cause: str
-    remedy: str
 
 
 _RULES = ("adam", "adamw", "apmsqueeze", "lamb", "lion", "onebit_adam", "onebit_lamb", "sgd", "zero_one_adam")
@@ -124,25 +82,25 @@ _HALF, _SINGLE = torch.bfloat16, torch.float32
 MISTAKES: dict[str, Mistake] = {
     # An optimizer.
     "an optimizer of torch": Mistake(
-        lambda: _made(optimizer=_of_torch(0.01)),
+        lambda: made(optimizer=_of_torch(0.01)),
         TypeError, "of type AdamW", "optim.adamw(0.01)",
     ),
     "the class of one": Mistake(
-        lambda: _made(optimizer=torch.optim.SGD), TypeError, "the class torch.optim.SGD", "optim.sgd("
+        lambda: made(optimizer=torch.optim.SGD), TypeError, "the class torch.optim.SGD", "optim.sgd("
     ),
     "a list of rules": Mistake(
-        lambda: _made(optimizer=[optim.clip(1.0), optim.adamw(0.1)]), TypeError, "a list of 2", "optim.chain(*rules)"
+        lambda: made(optimizer=[optim.clip(1.0), optim.adamw(0.1)]), TypeError, "a list of 2", "optim.chain(*rules)"
     ),
     "a chain of a list": Mistake(
         lambda: optim.chain([optim.clip(1.0), optim.adamw(0.1)]),  # type: ignore[arg-type]
         TypeError, "a list of 2", "optim.chain(first, second)",
     ),
     "a rule that is not made": Mistake(
-        lambda: _made(optimizer=optim.adamw), TypeError, "the function adamw", "Call it: optim.adamw(...)"
+        lambda: made(optimizer=optim.adamw), TypeError, "the function adamw", "Call it: optim.adamw(...)"
     ),
-    "the name of a rule": Mistake(lambda: _made(optimizer="adamw"), TypeError, "'adamw'", "optim.adamw(1e-3)"),
+    "the name of a rule": Mistake(lambda: made(optimizer="adamw"), TypeError, "'adamw'", "optim.adamw(1e-3)"),
     "loss and optimizer swapped": Mistake(
-        lambda: _made(optim.adamw(0.1), _loss), TypeError, "the loss is an optimizer", "sf.sharded_step(loss, "
+        lambda: made(optim.adamw(0.1), loss_of), TypeError, "the loss is an optimizer", "sf.sharded_step(loss, "
     ),
     "parameters for a learning rate": Mistake(
         lambda: optim.adamw(_NETS.parameters(), 1e-3),  # type: ignore[arg-type]
@@ -161,70 +119,70 @@ MISTAKES: dict[str, Mistake] = {
         for name in _RULES
     },
     # A loss.
-    "a module for a loss": Mistake(lambda: _made(nn.MSELoss()), TypeError, "MSELoss is a module", "sf.from_module"),
+    "a module for a loss": Mistake(lambda: made(nn.MSELoss()), TypeError, "MSELoss is a module", "sf.from_module"),
     "a loss that is called": Mistake(
-        lambda: _made(_loss(_params(), _batch())), TypeError, "this is a tensor of shape ()", "Pass the function itself"
+        lambda: made(loss_of(params_of(), batch_of())), TypeError, "this is a tensor of shape ()", "Pass the function"
     ),
     "a key forgotten": Mistake(
-        lambda: _made(_noisy), TypeError, "_noisy(params, batch)", "sharded_step(..., key=sf.key(0))"
+        lambda: made(_noisy), TypeError, "_noisy(params, batch)", "sharded_step(..., key=sf.key(0))"
     ),
     "a key forgotten under transforms": Mistake(
-        lambda: _made(sf.jit(sf.accumulate(_noisy, 2))), TypeError, "_noisy(params, batch)", "key=sf.key(0)"
+        lambda: made(sf.jit(sf.accumulate(_noisy, 2))), TypeError, "_noisy(params, batch)", "key=sf.key(0)"
     ),
     "a key that the loss does not take": Mistake(
-        lambda: _made(key=sf.key(0)), TypeError, "_loss(params, batch, key)", "drop key="
+        lambda: made(key=sf.key(0)), TypeError, "loss_of(params, batch, key)", "drop key="
     ),
     "a loss of the batch alone": Mistake(
-        lambda: _made(lambda batch: batch["x"].mean()), TypeError, "(params, batch)", "functools.partial(loss"
+        lambda: made(lambda batch: batch["x"].mean()), TypeError, "(params, batch)", "functools.partial(loss"
     ),
     "a loss without a state": Mistake(
-        lambda: _made(has_state=True), TypeError, "_loss(params, model_state, batch)", "drop has_state="
+        lambda: made(has_state=True), TypeError, "loss_of(params, model_state, batch)", "drop has_state="
     ),
     "a loss a row": Mistake(
-        lambda: _run(lambda p, b: b["x"] @ p["w"]), ValueError, "got shape (4,)", "take its mean or sum"
+        lambda: run(lambda p, b: (b["x"] @ p["w"])[:, 0]), ValueError, "got shape (4,)", "take its mean or sum"
     ),
     "a loss that is a float": Mistake(
-        lambda: _run(lambda p, b: _loss(p, b).item()), TypeError, "got float", "leave out item()"
+        lambda: run(lambda p, b: loss_of(p, b).item()), TypeError, "got float", "leave out item()"
     ),
-    "a loss that returns nothing": Mistake(lambda: _run(lambda p, b: None), TypeError, "got NoneType", "return"),
+    "a loss that returns nothing": Mistake(lambda: run(lambda p, b: None), TypeError, "got NoneType", "return"),
     "a loss in a dict": Mistake(
-        lambda: _run(lambda p, b: {"loss": _loss(p, b)}), TypeError, "got dict", "Return its loss"
+        lambda: run(lambda p, b: {"loss": loss_of(p, b)}), TypeError, "got dict", "Return its loss"
     ),
     "aux without has_aux": Mistake(
-        lambda: _run(lambda p, b: (_loss(p, b), {"x": 1.0})), TypeError, "a tuple of 2", "has_aux=True"
+        lambda: run(lambda p, b: (loss_of(p, b), {"x": 1.0})), TypeError, "a tuple of 2", "has_aux=True"
     ),
-    "has_aux without aux": Mistake(lambda: _run(has_aux=True), TypeError, "got Tensor", "drop has_aux=True"),
+    "has_aux without aux": Mistake(lambda: run(has_aux=True), TypeError, "got Tensor", "drop has_aux=True"),
     "a loss without a gradient": Mistake(
-        lambda: _run(lambda p, b: _loss(p, b).detach()), ValueError, "has no gradient", "without detach()"
+        lambda: run(lambda p, b: loss_of(p, b).detach()), ValueError, "has no gradient", "without detach()"
     ),
-    "jit of a step": Mistake(lambda: sf.jit(_made()), ValueError, "jit(sharded(f))", "sharded(jit(f), ...)"),
+    "jit of a step": Mistake(lambda: sf.jit(made()), ValueError, "jit(sharded(f))", "sharded(jit(f), ...)"),
     "accumulate(2, loss)": Mistake(
-        lambda: sf.accumulate(2, _loss),  # type: ignore[arg-type]
+        lambda: sf.accumulate(2, loss_of),  # type: ignore[arg-type]
         TypeError, "of type int", "loss(params, batch)",
     ),
     # Options.
-    "zero of a dict": Mistake(lambda: _made(zero={"stage": 3}), TypeError, "is a dict", "zero=sf.Zero(stage=3)"),
-    "zero of True": Mistake(lambda: _made(zero=True), TypeError, "zero=True", "zero=3"),
-    "a stage that there is not": Mistake(lambda: _made(zero=4), ValueError, "stage=4", "0, 1, 2 and 3"),
-    "a stage in the step": Mistake(lambda: _made(stage=3), TypeError, "sharded_step(stage=3)", "Write zero=3."),
+    "zero of a dict": Mistake(lambda: made(zero={"stage": 3}), TypeError, "is a dict", "zero=sf.Zero(stage=3)"),
+    "zero of True": Mistake(lambda: made(zero=True), TypeError, "zero=True", "zero=3"),
+    "a stage that there is not": Mistake(lambda: made(zero=4), ValueError, "stage=4", "0, 1, 2 and 3"),
+    "a stage in the step": Mistake(lambda: made(stage=3), TypeError, "sharded_step(stage=3)", "Write zero=3."),
     "a policy in the step": Mistake(
-        lambda: _made(policy=1), TypeError, "no argument 'policy'", "sf.mixed_precision(loss, policy)"
+        lambda: made(policy=1), TypeError, "no argument 'policy'", "sf.mixed_precision(loss, policy)"
     ),
-    "a misspelt option": Mistake(lambda: _made(donat=True), TypeError, "no argument 'donat'", "Did you mean 'donate'?"),
-    "a seed for a key": Mistake(lambda: _made(_noisy, key=0), TypeError, "key is 0", "sf.key(0)"),
+    "a misspelt option": Mistake(lambda: made(donat=True), TypeError, "no argument 'donat'", "Did you mean 'donate'?"),
+    "a seed for a key": Mistake(lambda: made(_noisy, key=0), TypeError, "key is 0", "sf.key(0)"),
     "a seed to fold in": Mistake(
         lambda: sf.fold_in(7, 1),  # type: ignore[arg-type]
         TypeError, "key is 7", "sf.key(7)",
     ),
     "a dtype for a policy": Mistake(
-        lambda: _mixed(_loss, _HALF), TypeError, "torch.bfloat16", "sf.Policy.bf16()"
+        lambda: _mixed(loss_of, _HALF), TypeError, "torch.bfloat16", "sf.Policy.bf16()"
     ),
     "a name that no value has": Mistake(
-        lambda: _run(sf.offload(_loss_of_named, sf.policies.offload_only_these_names("hiden"))),
+        lambda: run(sf.offload(_loss_of_named, sf.policies.offload_only_these_names("hiden"))),
         UserWarning, "'hiden', which no value", "Did you mean 'hidden'?",
     ),
     "a name that no value has under remat": Mistake(
-        lambda: _run(sf.remat(_loss_of_named, sf.policies.save_only_these_names("hiden"))),
+        lambda: run(sf.remat(_loss_of_named, sf.policies.save_only_these_names("hiden"))),
         UserWarning, "'hiden', which no value", "Did you mean 'hidden'?",
     ),
     "exceptions in a list": Mistake(
@@ -246,28 +204,28 @@ MISTAKES: dict[str, Mistake] = {
     "more ranks than there are": Mistake(
         lambda: sf.make_mesh({"dp": 8}), ValueError, "{'dp': 8} does not fit", "torchrun --nproc-per-node"
     ),
-    "a dict for a mesh": Mistake(lambda: _made(mesh={"dp": 1}), TypeError, "is a dict", "sf.make_mesh({'dp': 1})"),
+    "a dict for a mesh": Mistake(lambda: made(mesh={"dp": 1}), TypeError, "is a dict", "sf.make_mesh({'dp': 1})"),
     "a device that there is not": Mistake(lambda: sf.make_mesh(device="gpu"), ValueError, "'gpu'", "'cuda' or 'cpu'"),
     "an axis that the mesh lacks": Mistake(
-        lambda: _made(specs=sf.P("dpp")), ValueError, "axis 'dpp' is not in the mesh", "Did you mean 'dp'?"
+        lambda: made(specs=sf.P("dpp")), ValueError, "axis 'dpp' is not in the mesh", "Did you mean 'dp'?"
     ),
     # Parameters.
-    "init of a module": Mistake(lambda: _made().init(_NETS), TypeError, "Linear is a module", "sf.from_module(module)"),
+    "init of a module": Mistake(lambda: made().init(_NETS), TypeError, "Linear is a module", "sf.from_module(module)"),
     "init of its parameters": Mistake(
-        lambda: _made().init(_NETS.parameters()), TypeError, "params is a generator", "sf.from_module(module)"
+        lambda: made().init(_NETS.parameters()), TypeError, "params is a generator", "sf.from_module(module)"
     ),
     "init of a function without its key": Mistake(
-        lambda: _made().init(lambda key: _params()), TypeError, "missing a required argument: 'key'", "sf.key(0)"
+        lambda: made().init(lambda key: params_of()), TypeError, "missing a required argument: 'key'", "sf.key(0)"
     ),
     "numbers among parameters": Mistake(
-        lambda: _made().init({"w": torch.ones(3), "b": 0.5}), TypeError, "params['b'] is a float", "torch.tensor(0.5)"
+        lambda: made().init({"w": torch.ones(3), "b": 0.5}), TypeError, "params['b'] is a float", "torch.tensor(0.5)"
     ),
     "integers alone": Mistake(
-        lambda: _made().init({"w": torch.ones(3, dtype=torch.int64)}), ValueError, "is torch.int64", "x.float()"
+        lambda: made().init({"w": torch.ones(3, dtype=torch.int64)}), ValueError, "is torch.int64", "x.float()"
     ),
-    "no parameters": Mistake(lambda: _made().init({}), ValueError, "have no leaves", "sf.from_module(module)"),
+    "no parameters": Mistake(lambda: made().init({}), ValueError, "have no leaves", "sf.from_module(module)"),
     "parameters on two devices": Mistake(
-        lambda: _made().init({"w": torch.ones(3), "b": torch.ones(1, device="meta")}),
+        lambda: made().init({"w": torch.ones(3), "b": torch.ones(1, device="meta")}),
         ValueError, "params['b']", "to_empty",
     ),
     "parameters without values": Mistake(_on_meta, ValueError, "has shapes and no values", "a function that draws"),
@@ -277,30 +235,30 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # Names of leaves.
     "trainable of a wrong name": Mistake(
-        lambda: _run(_named, _of_a_model(), trainable={"lm_head.weightx": True}),
+        lambda: run(_named, _of_a_model(), trainable={"lm_head.weightx": True}),
         ValueError, "trainable['lm_head.weightx'] has no leaf in params", "Did you mean 'lm_head.weight'?",
     ),
     "trainable of a text": Mistake(
-        lambda: _run(_named, _of_a_model(), trainable="lm_head"), ValueError, "'lm_head', a str", "for name in params"
+        lambda: run(_named, _of_a_model(), trainable="lm_head"), ValueError, "'lm_head', a str", "for name in params"
     ),
     "trainable of nothing": Mistake(
-        lambda: _run(_named, _of_a_model(), trainable=dict.fromkeys(_of_a_model(), False)),
+        lambda: run(_named, _of_a_model(), trainable=dict.fromkeys(_of_a_model(), False)),
         ValueError, "nothing to train", "trainable=False",
     ),
     "a mask of a wrong name": Mistake(
-        lambda: _run(_named, _of_a_model(), optimizer=optim.adamw(0.1, mask={"model.nrom.weight": True})),
+        lambda: run(_named, _of_a_model(), optimizer=optim.adamw(0.1, mask={"model.nrom.weight": True})),
         ValueError, "mask['model.nrom.weight'] has no leaf", "Did you mean 'model.norm.weight'?",
     ),
     "an exception of a wrong name": Mistake(
-        lambda: _run(_mixed(_named, sf.Policy.bf16(exceptions={"lm_head.weightx": _SINGLE})), _of_a_model()),
+        lambda: run(_mixed(_named, sf.Policy.bf16(exceptions={"lm_head.weightx": _SINGLE})), _of_a_model()),
         ValueError, "'lm_head.weightx'", "Did you mean 'lm_head.weight'?",
     ),
     "a spec of a wrong name": Mistake(
-        lambda: _made(_named, specs={"lm_head.wight": sf.P()}).init({"lm_head.weight": torch.ones(3)}),
+        lambda: made(_named, specs={"lm_head.wight": sf.P()}).init({"lm_head.weight": torch.ones(3)}),
         ValueError, "specs['lm_head.wight'] has no leaf", "Did you mean 'lm_head.weight'?",
     ),
     "an exception that meets the others": Mistake(
-        lambda: _run(_mixed(_loss, sf.Policy.bf16(exceptions={"w": _SINGLE}))),
+        lambda: run(_mixed(loss_of, sf.Policy.bf16(exceptions={"w": _SINGLE}))),
         ValueError, "params['w'] is computed in torch.float32", "x @ w.to(x.dtype)",
     ),
     # A call of the step.
@@ -309,24 +267,24 @@ MISTAKES: dict[str, Mistake] = {
     "parameters for a state": Mistake(_params_for_a_state, TypeError, "got dict", "state = step.init(params)"),
     "a state used twice": Mistake(_used_twice, sf.DonatedError, "already consumed", "donate=False"),
     "a batch of arrays": Mistake(
-        lambda: _run(batch={"x": numpy.ones((4, 3))}),
+        lambda: run(batch={"x": numpy.ones((4, 3))}),
         TypeError, "batch['x'] is a ndarray", "torch.from_numpy(batch['x'])",
     ),
     "a batch of lists": Mistake(
-        lambda: _run(batch={"x": [[1.0, 2.0]]}), TypeError, "batch['x'] is a list", "torch.tensor(batch['x'])"
+        lambda: run(batch={"x": [[1.0, 2.0]]}), TypeError, "batch['x'] is a list", "torch.tensor(batch['x'])"
     ),
     "a loader for a batch": Mistake(
-        lambda: _run(batch=torch.utils.data.DataLoader([torch.ones(3)])),  # type: ignore[arg-type]
+        lambda: run(batch=torch.utils.data.DataLoader([torch.ones(3)])),  # type: ignore[arg-type]
         TypeError, "batch is a DataLoader", "for batch in",
     ),
     "a text in the batch": Mistake(
-        lambda: _run(batch={**_batch(), "name": "a"}), TypeError, "batch['name'] is a str", "leave it out"
+        lambda: run(batch={**batch_of(), "name": "a"}), TypeError, "batch['name'] is a str", "leave it out"
     ),
     "an empty batch": Mistake(
-        lambda: _run(batch={"x": torch.ones(0, 3)}), ValueError, "batch['x'] of shape (0, 3)", "drop_last=True"
+        lambda: run(batch={"x": torch.ones(0, 3)}), ValueError, "batch['x'] of shape (0, 3)", "drop_last=True"
     ),
     "rows that microbatches do not divide": Mistake(
-        lambda: _run(sf.accumulate(_loss, 3)), ValueError, "batch['x'] has 4 rows", "use a divisor"
+        lambda: run(sf.accumulate(loss_of, 3)), ValueError, "batch['x'] has 4 rows", "use a divisor"
     ),
 }  # fmt: skip
 # What is told of an argument alone, as on one rank.
@@ -336,73 +294,54 @@ _ALONE = re.compile(
 )
 
 
-def _told(name: str) -> str | None:
-    """What is wrong with how a mistake is told; None = nothing."""
-    does, kind, cause, remedy = MISTAKES[name]
-    with sys.modules["shape_checks"].unchecked():
-        try:
-            does()
-        except kind as error:
-            said = str(error)
-        except Exception as error:
-            return f"{name}: {type(error).__name__}, not {kind.__name__}: {error}"
-        else:
-            return f"{name}: nothing is said"
-    missing = [text for text in (cause, remedy) if text not in said]
-    return f"{name}: {missing} not in: {said}" if missing else None
-
-
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_with_cause_and_remedy(name: str) -> None:
-    assert (problem := _told(name)) is None, problem
+    assert (problem := problem_of(MISTAKES, name)) is None, problem
 
 
 @distributed(world=2, timeout=120)
 def test_all_ranks_tell_it() -> None:
-    with sf.make_mesh() as mesh:
-        _SHARED[:] = [mesh]
-        problems = [told for name in MISTAKES if not _ALONE.match(name) and (told := _told(name)) is not None]
-        _SHARED.clear()
+    problems = problems_on_one_mesh(MISTAKES, [name for name in MISTAKES if not _ALONE.match(name)])
     assert not problems, "\n".join(problems)
 
 
 @distributed(world=2, timeout=60)
 def test_a_mistake_of_one_rank_is_told_by_all() -> None:
-    step, state = _begun()
+    step, state = begun()
     rank = torch.distributed.get_rank()
-    batches: list[Any] = [_batch(), {"x": numpy.ones((4, 3))}]
+    batches: list[Any] = [batch_of(), {"x": numpy.ones((4, 3))}]
     with sys.modules["shape_checks"].unchecked():
         with pytest.raises((TypeError, sf.RankError)) as caught:
             step(state, batches[rank])
     assert isinstance(caught.value, TypeError) == (rank == 1)
     assert "batch['x'] is a ndarray; write torch.from_numpy(batch['x'])" in str(caught.value)
-    step(state, _batch())  # nothing was sent, so the state is as it was
+    step(state, batch_of())  # nothing was sent, so the state is as it was
 
 
 @distributed(world=2, timeout=60)
 def test_a_rank_without_rows() -> None:
     mine = {"x": torch.ones(4 if torch.distributed.get_rank() else 0, 3)}
-    step, state = _begun()
+    step, state = begun()
     with pytest.raises((ValueError, sf.RankError), match=r"different sizes.*WeightedMean\(total, weight\)"):
         step(state, mine)
-    step, state = _begun(lambda p, b: sf.WeightedMean((b["x"] @ p["w"]).sum(), len(b["x"])))
-    assert step(state, mine)[1]["loss"] == 3
+    step, state = begun(lambda p, b: sf.WeightedMean((b["x"] @ p["w"]).sum(), len(b["x"])))
+    assert step(state, mine)[1]["loss"] == 6
 
 
 def test_a_stage_is_a_rule() -> None:
-    step = sf.sharded_step(_loss, optim.adamw(0.1), zero=3)
+    step = sf.sharded_step(loss_of, optim.adamw(0.1), zero=3)
     assert step._planner.zero == sf.Zero(stage=3)
     with pytest.raises(ValueError, match=r"the stages are 0, 1, 2 and 3"):
-        sf.sharded(_loss, zero=5)
+        sf.sharded(loss_of, zero=5)
 
 
 def test_what_is_no_mistake_is_taken() -> None:
     def wrapped(*args: Any) -> Tensor:
-        return _loss(*args[:2])
+        return loss_of(*args[:2])
 
     wrapped.__wrapped__ = _noisy  # type: ignore[attr-defined]
-    _run(wrapped)
-    _run(_noisy, key=sf.key(0))
-    _run(lambda params, batch, scale=2.0: scale * _loss(params, batch))
-    _run(trainable=False)
+    run(wrapped)
+    run(_noisy, key=sf.key(0))
+    run(lambda params, batch, scale=2.0: scale * loss_of(params, batch))
+    run(trainable=False)
     assert sf.make_mesh({}).shape == {}

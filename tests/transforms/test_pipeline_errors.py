@@ -73,11 +73,6 @@ def test_a_schedule_of_other_numbers_is_refused() -> None:
         _step(_loss("interleaved", 3, num_chunks=2))
 
 
-def test_a_model_state_is_refused() -> None:
-    with pytest.raises(ValueError, match="a pipelined loss with has_state=True: a model state goes through whole"):
-        _step(has_state=True)
-
-
 def test_on_a_mesh_without_the_axis_it_may_be_jitted() -> None:
     step = sf.sharded_step(sf.jit(_loss("1f1b"), backend="graph"), optim.sgd(0.1))
     plain = sf.sharded_step(_loss("1f1b"), optim.sgd(0.1))

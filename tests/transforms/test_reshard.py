@@ -335,7 +335,6 @@ def _on_tape() -> Placement:
         (Placement(P(), code=(8, 0)), r"code=\(8, 0\); a code is"),
         (Placement(P(), unreduced=("dp",)), r"no sum that is still to be taken"),
         (_on_tape(), r"memory_kind='tape'; the memories are"),
-        (sf.Sharding(P("dp"), stacked=True), r"cuts dim 0, along which layers are stacked"),
         (sf.Sharding(P(), "disk"), r"on which disk\? Pass pool="),
     ],
 )

@@ -35,20 +35,47 @@ class Tiles(NamedTuple):
     patterns: UInt8[Tensor, "patterns block block"]
 
 
+class Dropped(NamedTuple):
+    """Which probabilities are zeroed behind the softmax; the others are scaled by 2^16 / (2^16 - level).
+
+    Each pair has a number of 16 bits, and is dropped where that is below `level`. With (k0, k1) = threefry2x32(key of
+    the sample, (0, head)) those of the keys 4 i .. 4 i + 3 of a query are the quarters of threefry2x32((k0, k1),
+    (query, i)), from the low half of its first word on.
+
+    Attributes:
+        keys: of each sample, two words of 32 bits, [B, 2].
+        level: in [1, 2^16).
+        head: which head of the whole the first one here is.
+        query: which query of the whole the first one here is.
+        key: which key of the whole the first one here is.
+
+    References:
+        Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, https://doi.org/10.1145/2063384.2063405
+    """
+
+    keys: Int64[Tensor, "b 2"]
+    level: int
+    head: int = 0
+    query: int = 0
+    key: int = 0
+
+
 class Given(NamedTuple):
-    """What scores are besides q k; None is nothing.
+    """What a pair has besides q k; None is nothing.
 
     Attributes:
         ids_q: with ids_k: only pairs of the same number count, [B, T].
         ids_k: [B, S].
         added: to the scores, [B or 1, H or 1, T or 1, S or 1]; -inf leaves a pair out.
         table: added by distance: at s - t + T - 1 for query t and key s, [H or 1, T + S - 1].
+        dropped: which probabilities are zeroed.
     """
 
     ids_q: Int64[Tensor, "b t"] | None = None
     ids_k: Int64[Tensor, "b s"] | None = None
     added: Float[Tensor, "b h t s"] | None = None
     table: Float[Tensor, "h d"] | None = None
+    dropped: Dropped | None = None
 
 
 def block_sparse_attention(
@@ -61,10 +88,12 @@ def block_sparse_attention(
     block: int,
     scale: float,
 ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b h t"]]:
-    """softmax(scale q k^T + added) v over the pairs of some tiles; query head h reads key head h // (H / G).
+    """Softmax(scale q k^T + added) c v over the pairs of some tiles; query head h reads key head h // (H / G).
 
         lse = log sum of e^s over the pairs of a row        -inf where there is none
-        y = sum of e^(s - lse) v                            0 where there is none
+        y = sum of c e^(s - lse) v                          0 where there is none
+
+    with c = 1, or what `given.dropped` makes it.
 
     Computed in fp32, of fp64 in fp64. Time and memory are proportional to the tiles.
 
@@ -73,7 +102,7 @@ def block_sparse_attention(
         k_BSGK: keys, of the same dtype; G divides H.
         v_BSGK: values.
         tiles: which are computed; of 1 layout for all heads, or of H.
-        given: what else scores are.
+        given: what else a pair has.
         block: queries, and keys, of a tile.
         scale: of q k.
 
@@ -96,7 +125,8 @@ def block_sparse_attention(
         Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135
     """
     _check(q_BTHK, k_BSGK, v_BSGK, tiles, given, block)
-    return torch.ops.shardfn_kernels.block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, *tiles, *given, block, float(scale))
+    rest = *tiles, *_flat(given), block, float(scale)
+    return torch.ops.shardfn_kernels.block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, *rest)
 
 
 def block_sparse_attention_backward(
@@ -112,7 +142,7 @@ def block_sparse_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `block_sparse_attention`, with p = e^(s - lse) and delta = (dy y) summed over K.
 
-        dv = p^T dy;  ds = p (dy v^T - delta);  dq = scale ds k;  dk = scale ds^T q
+        dv = (c p)^T dy;  ds = p (c dy v^T - delta);  dq = scale ds k;  dk = scale ds^T q
 
     Args:
         dy_BTHK: cotangent of y.
@@ -120,7 +150,7 @@ def block_sparse_attention_backward(
         y_BTHK: the result.
         lse_BHT: the other result.
         tiles: as in the forward, like all that follow.
-        given: what else scores are.
+        given: what else a pair has.
         block: queries, and keys, of a tile.
         scale: of q k.
 
@@ -144,7 +174,7 @@ def block_sparse_attention_backward(
         check_dtype(name, x, qkv[0].dtype)
         check_shape(name, x, tuple(qkv[0].shape), "that of q")
     return torch.ops.shardfn_kernels.block_sparse_attention_backward(
-        dy_BTHK, *qkv, y_BTHK, lse_BHT, *tiles, *given, block, float(scale)
+        dy_BTHK, *qkv, y_BTHK, lse_BHT, *tiles, *_flat(given), block, float(scale)
     )
 
 
@@ -168,16 +198,31 @@ def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, given: Given, block: i
     check_shape("tiles.starts", tiles.starts, (L, -(-T // block) + 1), f"{T} queries in blocks of {block}")
     check_shape("tiles.kinds", tiles.kinds, tuple(tiles.columns.shape), "one a tile")
     check_shape("tiles.patterns", tiles.patterns, (tiles.patterns.shape[0], block, block), f"blocks of {block}")
-    for name, x, shape in zip(given._fields, given, ((B, T), (B, S), (B, H, T, S), (H, T + S - 1)), strict=True):
+    _check_given(given, (B, T, S, H))
+
+
+def _check_given(given: Given, sizes: tuple[int, int, int, int]) -> None:
+    B, T, S, H = sizes
+    shapes = (B, T), (B, S), (B, H, T, S), (H, T + S - 1)
+    for name, x, shape in zip(given._fields[:4], given[:4], shapes, strict=True):
         free = name in ("added", "table")
         if x is not None and not all(n == m or (free and n == 1) for n, m in zip(x.shape, shape, strict=True)):
             raise ValueError(f"given.{name} is of shape {tuple(x.shape)}, must be {shape}" + ", or 1" * free)
+    if given.dropped is not None:
+        check_shape("given.dropped.keys", given.dropped.keys, (B, 2), f"{B} samples")
+        if not 0 < given.dropped.level < 1 << 16:
+            raise ValueError(f"given.dropped.level is {given.dropped.level}, must be in [1, 2**16): leave it out for 0")
+
+
+def _flat(given: Given) -> tuple[Any, ...]:
+    return *given[:4], *(given.dropped or (None, 0, 0, 0, 0))
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Tiles, Given, int, float]:
     """Tiles, what is given, the block and the scale, of the op's last arguments."""
-    *tensors, block, scale = args
-    return Tiles(*tensors[:4]), Given(*tensors[4:]), block, scale
+    *found, block, scale = args
+    dropped = None if found[8] is None else Dropped(*found[8:])
+    return Tiles(*found[:4]), Given(*found[4:8])._replace(dropped=dropped), block, scale
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -202,7 +247,7 @@ def _lse(q: Tensor) -> Tensor:
 
 _TAKES = (
     "Tensor starts, Tensor columns, Tensor kinds, Tensor patterns, Tensor? ids_q, Tensor? ids_k, Tensor? added,"
-    " Tensor? table, int block, float scale"
+    " Tensor? table, Tensor? keys, int level, int head, int query, int key, int block, float scale"
 )
 
 define(

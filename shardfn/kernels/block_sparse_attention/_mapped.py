@@ -7,8 +7,8 @@ from torch import Tensor
 
 from shardfn.kernels._library import LIBRARY
 
-# Of the arguments behind the tensors of samples: tiles (4), ids of queries and of keys, added, table, block, scale.
-_IDS, _ADDED = (4, 5), 6
+# Of the arguments behind the tensors of samples: tiles (4), ids of queries and of keys, added, table, keys of dropout.
+_OF_SAMPLES, _ADDED = (4, 5, 8), 6
 
 
 def register(name: str, num: int) -> None:
@@ -24,7 +24,7 @@ def _by_sample(op: Any, num: int, many: int, in_dims: Any, args: Any) -> Any:
     def of_samples(at: int) -> bool:
         x, dim, part = args[at], in_dims[at], at - num
         alone = x is not None and part == _ADDED and dim is None and x.shape[0] == 1
-        return at < num or (x is not None and part in (*_IDS, _ADDED) and not alone)
+        return at < num or (x is not None and part in (*_OF_SAMPLES, _ADDED) and not alone)
 
     if any(dim is not None and not of_samples(at) for at, dim in enumerate(in_dims)):
         return _one_by_one(op, many, in_dims, args)

@@ -47,6 +47,8 @@ struct Vec;
     struct Vec<T, BYTES> {                                                                      \
         typedef T V __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));         \
         typedef Int I __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));       \
+        typedef uint32_t Word __attribute__((vector_size(BYTES), aligned(4), may_alias));       \
+        typedef uint16_t Half __attribute__((vector_size(2 * BYTES / sizeof(T)), aligned(2), may_alias)); \
         static constexpr int lanes = BYTES / sizeof(T);                                         \
     };
 VECTORS(float, int32_t, 16)
@@ -150,11 +152,12 @@ PRODUCTS(OfAny, , 16, 4, 2)
 template <typename T>
 struct Call {
     int64_t B, T_, S, H, G, K, block, layouts, added_strides[4], table_heads;
+    int64_t level, head0, query0, key0;  // of dropout: of 2^16 numbers those that drop, and where this lies in the whole
     double scale;
     const T *q, *k, *v;
     const int32_t *starts, *columns, *kinds;  // [layouts, rows + 1], [tiles], [tiles]: -1 where all pairs count
     const uint8_t* patterns;                  // [kinds, block, block]
-    const int64_t *ids_q, *ids_k;             // [B, T], [B, S]: pairs of one id count
+    const int64_t *ids_q, *ids_k, *keys;      // [B, T], [B, S]: pairs of one id count; [B, 2]: of dropout
     const T *added, *table;                   // [B, H, T, S] by strides; [heads, T + S - 1] by key - query + T - 1
     T *y, *lse;                               // [B, T, H, K], [B, H, T]
     const T *dy, *delta;                      // as y and lse
@@ -232,6 +235,69 @@ INLINE void adjust(const Call<T>& o, T* s, int64_t ld, int64_t b, int64_t h, int
     }
 }
 
+// The words of threefry2x32 of the counters (query, i + 0 .. num - 1), both of a counter side by side.
+template <int BYTES>
+INLINE void draw(uint32_t* to, const uint32_t* key, uint32_t query, uint32_t i, int64_t num) {
+    typedef typename Vec<float, BYTES>::Word V;
+    constexpr int lanes = BYTES / 4;
+    constexpr uint32_t turns[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+    static const uint32_t steps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint32_t ks[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDAu};
+    for (int64_t at = 0; at < num; at += lanes) {
+        V x0 = V{} + (query + ks[0]), x1 = *(const V*)steps + (i + (uint32_t)at + ks[1]);
+        UNROLL
+        for (int round = 0; round < 5; ++round) {
+            UNROLL
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t turn = turns[round % 2][j];
+                x0 += x1;
+                x1 = ((x1 << turn) | (x1 >> (32 - turn))) ^ x0;
+            }
+            x0 += ks[(round + 1) % 3];
+            x1 += ks[(round + 2) % 3] + (uint32_t)(round + 1);
+        }
+        for (int l = 0; l < lanes; ++l) to[2 * (at + l)] = x0[l], to[2 * (at + l) + 1] = x1[l];
+    }
+}
+
+// The key of a head of a sample.
+template <typename T>
+INLINE void key_of(const Call<T>& o, int64_t b, int64_t h, uint32_t* key) {
+    const uint32_t own[2] = {(uint32_t)o.keys[2 * b], (uint32_t)o.keys[2 * b + 1]};
+    uint32_t words[8];
+    draw<16>(words, own, 0, (uint32_t)(o.head0 + h), 1);
+    key[0] = words[0], key[1] = words[1];
+}
+
+// In units of T: by what a row of a tile is multiplied, and the words of which it is made.
+template <typename T>
+int64_t dropping_scratch(const Call<T>& o) { return o.keys ? 2 * o.P + 64 : 0; }
+
+// x [n] *= by
+template <typename T, int BYTES>
+INLINE void scale_row(T* x, const T* by, int64_t n) {
+    typedef typename Vec<T, BYTES>::V V;
+    for (int64_t e = 0; e < n; e += Vec<T, BYTES>::lanes) *(V*)(x + e) *= *(const V*)(by + e);
+}
+
+// to [P]: by what the probabilities of query t and of keys s .. s + P - 1 are multiplied; 0 where they are dropped.
+template <typename T, int BYTES>
+INLINE void factors(const Call<T>& o, T* to, const uint32_t* key, int64_t t, int64_t s) {
+    typedef Vec<T, BYTES> Own;
+    uint32_t* words = (uint32_t*)(to + o.P);
+    const int64_t first = o.key0 + s, skipped = first % 4;
+    draw<BYTES>(words, key, (uint32_t)(o.query0 + t), (uint32_t)(first / 4), ceil(skipped + o.P, 4));
+    // The quarters of both words are the numbers of four keys, in this order on a machine whose low bytes come first.
+    const char* halves = (const char*)words + 2 * skipped;
+    const T scale = (T)(65536.0 / (65536 - o.level));
+    const int32_t level = (int32_t)o.level;
+    for (int64_t e = 0; e < o.P; e += Own::lanes) {
+        const typename Own::I found = __builtin_convertvector(*(const typename Own::Half*)(halves + 2 * e), typename Own::I);
+        const typename Own::V all = typename Own::V{} + scale;
+        *(typename Own::V*)(to + e) = found >= (typename Own::I{} + level) ? all : typename Own::V{};
+    }
+}
+
 template <typename T, int BYTES>
 INLINE T greatest(const T* x, int64_t n, T most) {
     typedef typename Vec<T, BYTES>::V V;
@@ -261,13 +327,15 @@ INLINE T exponentials(T* x, int64_t n, T by) {
     return total;
 }
 
-constexpr int64_t WIDE = 128;  // columns of scores that pass through the softmax together, where blocks are smaller
+constexpr int64_t WIDE = 512;  // columns of scores that pass through the softmax together, where blocks are smaller
 
 template <typename T>
 int64_t at_once(const Call<T>& o) { return o.P < WIDE ? WIDE / o.P : 1; }
 
 template <typename T>
-int64_t forward_scratch(const Call<T>& o) { return o.block * (2 * o.W + o.P * at_once(o) + 2); }
+int64_t forward_scratch(const Call<T>& o) {
+    return o.block * (2 * o.W + o.P * at_once(o) + 2) + dropping_scratch(o);
+}
 
 // One block of queries of one head.
 template <typename T, typename X>
@@ -275,6 +343,9 @@ INLINE void forward(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t N = o.rows(), M = o.blocks(), i = unit % N, h = unit / N % o.H, b = unit / N / o.H;
     const int64_t m = o.length(i), W = o.W, P = o.P, some = at_once(o), ld = some * P, head = b * o.G + h / (o.H / o.G);
     T *q = scratch, *sum = q + o.block * W, *s = sum + o.block * W, *top = s + o.block * ld, *total = top + o.block;
+    T* kept = total + o.block;
+    uint32_t key[2] = {};
+    if (o.keys) key_of(o, b, h, key);
     const int64_t own = ((b * o.T_ + i * o.block) * o.H + h) * o.K;
     copy_rows(q, o.q + own, m, o.H * o.K, o.K, W, (T)o.scale);
     for (int64_t r = 0; r < m; ++r) top[r] = -(T)__builtin_inf(), total[r] = 0;
@@ -298,6 +369,10 @@ INLINE void forward(const Call<T>& o, int64_t unit, T* scratch) {
                 top[r] = most;
             }
             total[r] += exponentials<T, X::bytes>(s + r * ld, num * P, shift);
+            for (int64_t t = 0; o.keys && t < num; ++t) {
+                factors<T, X::bytes>(o, kept, key, i * o.block + r, o.columns[at + t] * o.block);
+                scale_row<T, X::bytes>(s + r * ld + t * P, kept, P);
+            }
         }
         for (int64_t t = 0; t < num; ++t) {
             const int64_t j = o.columns[at + t];
@@ -313,7 +388,7 @@ INLINE void forward(const Call<T>& o, int64_t unit, T* scratch) {
 }
 
 template <typename T>
-int64_t backward_scratch(const Call<T>& o) { return o.block * (3 * o.W + 2 * o.P); }
+int64_t backward_scratch(const Call<T>& o) { return o.block * (3 * o.W + 2 * o.P) + dropping_scratch(o); }
 
 // Some blocks of queries of one head: their dq, and what they add to dk and dv.
 template <typename T, typename X>
@@ -321,7 +396,9 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
     const int64_t c = unit % o.chunks, h = unit / o.chunks % o.H, b = unit / o.chunks / o.H;
     const int64_t N = o.rows(), M = o.blocks(), W = o.W, P = o.P, head = b * o.G + h / (o.H / o.G);
     T *q = scratch, *dy = q + o.block * W, *dq = dy + o.block * W, *p = dq + o.block * W, *ds = p + o.block * P;
-    T *dk = o.part(b, h, c), *dv = dk + o.S * W;
+    T *kept = ds + o.block * P, *dk = o.part(b, h, c), *dv = dk + o.S * W;
+    uint32_t head_key[2] = {};
+    if (o.keys) key_of(o, b, h, head_key);
     uint8_t* touched = o.blocks_of(b, h, c);
     std::memset(touched, 0, M);
     const int32_t* starts = o.row(h);
@@ -347,7 +424,12 @@ INLINE void backward(const Call<T>& o, int64_t unit, T* scratch) {
             X::template product<T, false>(ds, P, dy, W, 1, o.vt + tile, P, m, o.K, P);
             for (int64_t r = 0; r < m; ++r) {
                 exponentials<T, X::bytes>(p + r * P, P, lse[r] == -(T)__builtin_inf() ? (T)0 : lse[r]);
+                if (o.keys) {
+                    factors<T, X::bytes>(o, kept, head_key, i * o.block + r, j * o.block);
+                    scale_row<T, X::bytes>(ds + r * P, kept, P);
+                }
                 for (int64_t e = 0; e < P; ++e) ds[r * P + e] = p[r * P + e] * (ds[r * P + e] - delta[r]);
+                if (o.keys) scale_row<T, X::bytes>(p + r * P, kept, P);
             }
             X::template product<T, true>(dv + sum, W, p, 1, P, dy, W, n, m, W);
             X::template product<T, true>(dk + sum, W, ds, 1, P, q, W, n, m, W);
@@ -428,16 +510,17 @@ void spread(const Call<T>& o, Run<T> run, int64_t units, int64_t scratch, int64_
     for (auto& other : others) other.join();
 }
 
-// numbers: B T S H G K block layouts, four strides of `added`, heads of the table, threads, the newest generation
+// numbers: B T S H G K block layouts, four strides of `added`, heads of the table, four of dropout, threads, generation
 template <typename T>
 Call<T> read(const int64_t* numbers, const double* scale, void* const* at) {
     Call<T> o = {};
-    std::memcpy(&o.B, numbers, sizeof(int64_t) * 13);
+    std::memcpy(&o.B, numbers, sizeof(int64_t) * 17);
     o.scale = *scale;
     void const* const* p = at;
     o.q = (const T*)*p++, o.k = (const T*)*p++, o.v = (const T*)*p++;
     o.starts = (const int32_t*)*p++, o.columns = (const int32_t*)*p++, o.kinds = (const int32_t*)*p++;
     o.patterns = (const uint8_t*)*p++, o.ids_q = (const int64_t*)*p++, o.ids_k = (const int64_t*)*p++;
+    o.keys = (const int64_t*)*p++;
     o.added = (const T*)*p++, o.table = (const T*)*p++;
     o.y = (T*)*p++, o.lse = (T*)*p++;
     o.dy = (const T*)*p++, o.delta = (const T*)*p++, o.dq = (T*)*p++, o.dk = (T*)*p++, o.dv = (T*)*p++;
@@ -471,7 +554,7 @@ void attend(Call<T> o, bool back, int64_t threads, int64_t newest) {
 extern "C" {
 
 void block_sparse_attention(const int64_t* numbers, const double* scale, void* const* at, int64_t wide, int64_t back) {
-    const int64_t threads = numbers[13], newest = numbers[14];
+    const int64_t threads = numbers[17], newest = numbers[18];
     if (wide)
         attend(read<double>(numbers, scale, at), back, threads, newest);
     else

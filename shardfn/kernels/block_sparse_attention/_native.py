@@ -52,11 +52,12 @@ def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: 
     table = None if given.table is None else given.table.to(q.dtype).contiguous()
     strides = (0,) * 4 if added is None else added.stride()
     heads = 0 if table is None else table.shape[0]
-    sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, torch.get_num_threads(), NEWEST
-    ids = (None if x is None else x.contiguous() for x in (given.ids_q, given.ids_k))
+    keys, *places = given.dropped or (None, 0, 0, 0, 0)
+    sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, *places
+    data = (None if x is None else x.contiguous() for x in (given.ids_q, given.ids_k, keys))
     # Held until the call returns: what is passed on is where they lie.
-    tensors = *qkv, *(x.contiguous() for x in tiles), *ids, added, table, *outer
-    tensors += (None,) * (18 - len(tensors))
-    places = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)
-    numbers, factor = np.array(sizes, np.int64), np.array([scale])
-    call("block_sparse_attention", numbers, factor, places, int(q.dtype == torch.float64), int(back), source=SOURCE)
+    tensors = *qkv, *(x.contiguous() for x in tiles), *data, added, table, *outer
+    tensors += (None,) * (19 - len(tensors))
+    at = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)
+    numbers, factor = np.array((*sizes, torch.get_num_threads(), NEWEST), np.int64), np.array([scale])
+    call("block_sparse_attention", numbers, factor, at, int(q.dtype == torch.float64), int(back), source=SOURCE)

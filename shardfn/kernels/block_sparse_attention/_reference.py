@@ -9,6 +9,8 @@ from torch import Tensor
 
 from shardfn.kernels.block_sparse_attention._api import Given, Tiles, wide
 
+from ._dropped import factors
+
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
@@ -30,7 +32,7 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
         s = _scores(q, k, row, given, scale)
         own = s.logsumexp(-1)
         p = (s - own.masked_fill(own == -torch.inf, 0.0)[..., None]).exp()
-        y[:, row.queries, row.head] = p @ v[:, row.keys, row.key_head]
+        y[:, row.queries, row.head] = p * _factors(row, given, p.dtype) @ v[:, row.keys, row.key_head]
         lse[:, row.head, row.queries] = own
     return y.to(qkv[0].dtype), lse
 
@@ -44,11 +46,11 @@ def backward(
     for row in _rows(qkv, tiles, block):
         own = lse[:, row.head, row.queries]
         p = (_scores(q, k, row, given, scale) - own.masked_fill(own == -torch.inf, 0.0)[..., None]).exp()
-        out = dy[:, row.queries, row.head]
-        ds = p * (out @ v[:, row.keys, row.key_head].mT - delta[:, row.head, row.queries, None]) * scale
+        out, c = dy[:, row.queries, row.head], _factors(row, given, p.dtype)
+        ds = p * (c * (out @ v[:, row.keys, row.key_head].mT) - delta[:, row.head, row.queries, None]) * scale
         dq[:, row.queries, row.head] = ds @ k[:, row.keys, row.key_head]
         dk[:, row.keys, row.key_head] += ds.mT @ q[:, row.queries, row.head]
-        dv[:, row.keys, row.key_head] += p.mT @ out
+        dv[:, row.keys, row.key_head] += (c * p).mT @ out
     dtype = qkv[0].dtype
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
@@ -88,3 +90,8 @@ def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> 
     if given.ids_q is not None and given.ids_k is not None:
         pairs = pairs & (given.ids_q[:, row.queries, None] == given.ids_k[:, None, row.keys])
     return s.masked_fill(~pairs, -torch.inf)
+
+
+def _factors(row: QueryRow, given: Given, dtype: torch.dtype) -> Tensor | float:
+    """By what the probabilities of a row are multiplied, [B, m, n]; 1 where nothing is dropped."""
+    return 1.0 if given.dropped is None else factors(given.dropped, row.head, row.queries, row.keys, dtype)

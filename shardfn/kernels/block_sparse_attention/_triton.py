@@ -16,6 +16,8 @@ from shardfn.kernels._triton import ceil, greatest, launch
 from shardfn.kernels.block_sparse_attention._api import Given, Tiles
 
 from . import _reference
+from ._dropped import LEVELS
+from ._dropped_triton import factors
 from ._reference import QKV
 
 MOST = 64  # rows that one program holds, where they are not too wide
@@ -95,7 +97,9 @@ def _told(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: float) -> tup
     strides = (0,) * 4 if added is None else added.stride()
     heads = 0 if table is None or table.shape[0] == 1 else T + S - 1
     sizes = T, S, H, G, tiles.starts.shape[0]
-    return *(x.contiguous() for x in tiles), *ids, added, *strides, table, heads, *sizes, scale
+    keys, level, *first = given.dropped or (None, 0, 0, 0, 0)
+    dropped = None if keys is None else keys.contiguous(), level, LEVELS / (LEVELS - level), *first
+    return *(x.contiguous() for x in tiles), *ids, added, *strides, table, heads, *dropped, *sizes, scale
 
 
 @triton.jit
@@ -133,7 +137,7 @@ def _scores(
 @no_type_check
 def _forward(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
-    T, S, H, G, L, scale, y, lse,
+    keys, level, kept, head0, query0, key0, T, S, H, G, L, scale, y, lse,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
@@ -161,6 +165,8 @@ def _forward(
             shift = tl.where(most == float("-inf"), 0.0, most)
             p, before = tl.exp(x - shift[:, None]), tl.exp(top - shift)
             total = total * before + tl.reduce(p, 1, plus)
+            if keys is not None:
+                p *= factors(keys, b, h + head0, (t + query0)[:, None], (j * BLOCK + c + key0)[None, :], level, kept)
             value = _rows_of(v + head, j * BLOCK + c, theirs, d, G * K, K, WIDENED)
             sum = sum * before[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
             top = most
@@ -176,7 +182,7 @@ def _forward(
 @no_type_check
 def _backward_queries(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
-    T, S, H, G, L, scale, dy, lse, delta, dq,
+    keys, level, kept, head0, query0, key0, T, S, H, G, L, scale, dy, lse, delta, dq,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +212,10 @@ def _backward_queries(
                 own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
                 T, S, scale, BLOCK,
             )  # fmt: skip
-            ds = tl.exp(x - by[:, None]) * (tl.dot(cotangent, tl.trans(value), input_precision="ieee") - less[:, None])
+            dp = tl.dot(cotangent, tl.trans(value), input_precision="ieee")
+            if keys is not None:
+                dp *= factors(keys, b, h + head0, (t + query0)[:, None], (j * BLOCK + c + key0)[None, :], level, kept)
+            ds = tl.exp(x - by[:, None]) * (dp - less[:, None])
             sum += tl.dot(ds.to(key.dtype), key, input_precision="ieee")
     place = dq + head + t[:, None] * (H * K) + d[None, :]
     tl.store(place, (sum * scale).to(dq.dtype.element_ty), mask=mine[:, None] & (d < K)[None, :])
@@ -216,7 +225,7 @@ def _backward_queries(
 @no_type_check
 def _backward_keys(
     q, k, v, starts, columns, kinds, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head,
-    T, S, H, G, L, scale, dy, lse, delta, column_starts, order, rows, dk, dv,
+    keys, level, kept, head0, query0, key0, T, S, H, G, L, scale, dy, lse, delta, column_starts, order, rows, dk, dv,
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
@@ -248,8 +257,11 @@ def _backward_keys(
                     own, key, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table,
                     table_head, T, S, scale, BLOCK,
                 )  # fmt: skip
-                p = tl.exp(x - by[:, None])
-                ds = p * (tl.dot(cotangent, tl.trans(value), input_precision="ieee") - less[:, None])
+                p, dp = tl.exp(x - by[:, None]), tl.dot(cotangent, tl.trans(value), input_precision="ieee")
+                ds = p * (dp - less[:, None])
+                if keys is not None:
+                    factor = factors(keys, b, h + head0, (t + query0)[:, None], (s + key0)[None, :], level, kept)
+                    ds, p = p * (factor * dp - less[:, None]), factor * p
                 sum_v += tl.dot(tl.trans(p.to(own.dtype)), cotangent, input_precision="ieee")
                 sum_k += tl.dot(tl.trans(ds.to(own.dtype)), own, input_precision="ieee")
     at = s[:, None] * (G * K) + d[None, :]

@@ -1,0 +1,224 @@
+"""What a search of plans knows at one point of a program, and what one op changes of it (`_partition_search.py`)."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from ._forms import WHOLE, Form, Strategy, blocks, cut
+from ._partition_moves import move_to, needed_form, sent_by
+from ._partition_values import PlannedValue, Scope
+
+# What a byte of a leaf costs that its spec has cut.
+_KEPT_CUT = 1e6
+# So little that it decides only between strategies that send the same.
+_PER_ELEMENT, _PER_MESSAGE = 1e-9, 1e-3
+
+
+class Held(NamedTuple):
+    """One value at one point of a plan.
+
+    Attributes:
+        form: as it is made.
+        slots: the forms in which it is there.
+        leaf: whether it is a leaf that its spec cuts, or a part of one.
+        free: whether it is a leaf whose form is not decided yet.
+    """
+
+    form: Form
+    slots: frozenset[Form]
+    leaf: bool = False
+    free: bool = False
+
+
+class SearchChoice(NamedTuple):
+    """What is decided of one op.
+
+    Attributes:
+        strategy: how it is computed; of a loop, the forms of the carry and of what it returns.
+        plan: of a loop, that of its body.
+    """
+
+    strategy: Strategy
+    plan: "SearchedPlan | None" = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchedPlan:
+    """What is decided of all ops of a scope.
+
+    Attributes:
+        price: bytes that it sends, and a little for each message; without what it asks of `outside`.
+        total: with that, for one run of the loop's body.
+        choices: by op.
+        forms: of the ends.
+        outside: of the values around a body, in which forms it reads them.
+    """
+
+    price: float
+    total: float
+    choices: dict[Node, SearchChoice]
+    forms: tuple[Form, ...]
+    outside: tuple[tuple[PlannedValue, Form], ...]
+
+
+class SearchPrices(NamedTuple):
+    """What a search pays for, besides what is sent.
+
+    Attributes:
+        num: ranks along the axis.
+        held: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
+        value: and what one costs of a value that is computed, and gets a gradient.
+    """
+
+    num: int
+    held: float
+    value: float
+
+
+class Change(NamedTuple):
+    """What an op that is computed in one way changes of a state.
+
+    Attributes:
+        costs: bytes, in the order in which they are added up.
+        outside: those of them that bring values from around a body.
+        held: what is known of values afterwards.
+        choice: the way.
+    """
+
+    costs: tuple[float, ...]
+    outside: tuple[float, ...]
+    held: dict[PlannedValue, Held]
+    choice: SearchChoice
+
+
+class NumberedChange(NamedTuple):
+    """A change, whose `held` are numbers in a table of the search.
+
+    Attributes:
+        costs: see `Change`.
+        outside: see `Change`.
+        held: see `Change`.
+        choice: see `Change`.
+        mark: what it does to the mark of a state.
+    """
+
+    costs: tuple[float, ...]
+    outside: tuple[float, ...]
+    held: dict[PlannedValue, int]
+    choice: SearchChoice
+    mark: int = 0
+
+
+class SearchState(NamedTuple):
+    """One point of a plan.
+
+    Attributes:
+        price: of all ops so far.
+        outside: that of what they have brought from around a body.
+        held: what is known of values, each as its number in a table of the search.
+        trail: the choices so far: (trail before, node, choice), or None.
+        mark: the same for states of which the same is known: by 128 random bits for each number of each value.
+    """
+
+    price: float
+    outside: float
+    held: dict[PlannedValue, int]
+    trail: Any
+    mark: int = 0
+
+    def after(self, change: NumberedChange, node: Node, dead: Sequence[PlannedValue]) -> "SearchState":
+        """The state after an op, and without the values that no later one reads."""
+        held = self.held | change.held
+        for value in dead:
+            held.pop(value, None)
+        outside = sum(change.outside, self.outside)
+        trail = self.trail, node, change.choice
+        return SearchState(self.price_after(change), outside, held, trail, self.mark ^ change.mark)
+
+    def price_after(self, change: NumberedChange) -> float:
+        """The price after an op."""
+        # One by one, as they come: so a plan costs the same, whatever is remembered.
+        return sum(change.costs, self.price)
+
+
+class Draft:
+    """What one op changes.
+
+    Args:
+        prices: of the search.
+        known: what is known of a value before.
+        weight: for how many ops the op stands.
+    """
+
+    def __init__(self, prices: SearchPrices, known: Callable[[PlannedValue], Held], weight: int = 1) -> None:
+        self.prices, self._known, self._weight = prices, known, weight
+        self.costs: list[float] = []
+        self.outside: list[float] = []
+        self.new: dict[PlannedValue, Held] = {}
+
+    def __getitem__(self, value: PlannedValue) -> Held:
+        return self.new.get(value) or self._known(value)
+
+    def form_of(self, value: PlannedValue) -> Form:
+        """See `Knows`."""
+        return self[value].form
+
+    def has(self, value: PlannedValue, form: Form) -> bool:
+        """See `Knows`."""
+        return form in self[value].slots
+
+    def bring(self, value: PlannedValue, form: Form) -> None:
+        """Pays for a value in a form, if it is not there."""
+        if self[value].free:
+            own = cut(form.dim, value.seen.shape[form.dim], self.prices.num) if form.kind == "cut" else WHOLE
+            self.new[value] = Held(own, frozenset([own]), own.kind == "cut")
+            self.costs.append(
+                self._weight * self.prices.held * value.seen.itemsize * held_elements(value, own, self.prices.num)
+            )
+        form = needed_form(value, form)
+        move = move_to(value, form, self)
+        if move.kind == "there":
+            return
+        if move.kind == "look":
+            assert move.source is not None
+            self.bring(move.source, form)
+        if move.kind == "convert":
+            self.bring(value, move.before)
+            _, forward, backward = sent_by(value, move.before, form, self.prices.num)
+            cost = (forward + backward + _PER_MESSAGE) * (_KEPT_CUT if self[value].leaf else 1.0)
+            if value.outer is not None:
+                cost /= value.times  # it is brought once, and this is the price of one run
+                self.outside.append(cost)
+            self.costs.append(self._weight * cost)
+        held = self[value]
+        self.new[value] = held._replace(slots=held.slots | {form})
+
+    def decide(self, scope: Scope, node: Node, choice: SearchChoice, pairs: Sequence[tuple[Any, Form]]) -> Change:
+        """Brings operands into their forms and makes the results."""
+        for value, form in pairs:
+            self.bring(value, form)
+        strategy = choice.strategy
+        # Cut results are less work, and partial ones as much as whole ones.
+        work = sum(1.0 if f.kind == "cut" else self.prices.num for f in strategy.outs)
+        self.costs.append(self._weight * (strategy.sent + _PER_ELEMENT * work))
+        made = [v for v in scope.made[node] if v is not None]
+        for value, form in zip(made, strategy.outs, strict=True):
+            leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
+            there = frozenset() if value.look_at is not None else frozenset([form])
+            if self.prices.value and value.differentiable and value.look_at is None:
+                held = value.seen.itemsize * held_elements(value, form, self.prices.num)
+                self.costs.append(self._weight * self.prices.value * held)
+            self.new[value] = Held(form, there, leaf)
+        return Change(tuple(self.costs), tuple(self.outside), self.new, choice)
+
+
+def held_elements(value: PlannedValue, form: Form, num: int) -> int:
+    """How many elements the rank with the most of a value has of it."""
+    shape = value.seen.shape
+    if form.kind != "cut":
+        return math.prod(shape)
+    most = max(map(sum, zip(*blocks(shape[form.dim], num, form), strict=True)))
+    return math.prod((*shape[: form.dim], most, *shape[form.dim + 1 :]))

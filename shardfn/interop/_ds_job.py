@@ -1,0 +1,280 @@
+"""`DeepSpeedJob`: what decides where a job of DeepSpeed's keeps each element, and what its files name it by.
+
+stage 1, 2   the parameters of a group, one after another, are cut in as many equal parts as there are ranks
+stage 3      each parameter is cut so; a rank's part of a group is its pieces, one after another
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardfn.core import did_you_mean, raise_all
+
+from ._ds_config import DeepSpeedRecipe, from_deepspeed_config
+from ._hf_module import parameter_names
+
+_STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+# At `parameter_alignment`, parameters begin at a multiple of this many bytes.
+_ALIGNED_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSpeedJob:
+    """A job of DeepSpeed's, as far as it decides what its checkpoints look like.
+
+    A rank's file has no names in it: where an element of a parameter lies follows from all of this, and DeepSpeed
+    checks the number of ranks only. So it must be what the job that loads has.
+
+    Attributes:
+        config: its configuration: a JSON file, or what one has.
+        ranks: how many share the batch.
+        module: that it trains, for names, order, and what is tied or frozen; its parameters may be on `meta`.
+        groups: of the optimizer, as torch has them, with names for parameters: `[{"params": ["a.weight"],
+            "weight_decay": 0.0}, ...]`. Default: one, of all that is trained, in the module's order.
+    """
+
+    config: str | os.PathLike[str] | Mapping[str, Any]
+    ranks: int
+    module: nn.Module
+    groups: Sequence[Mapping[str, Any]] | None = None
+
+
+class Cut(NamedTuple):
+    """Elements of a parameter that one rank has: `start` to `stop` of it, from `at` on in the rank's flat part."""
+
+    rank: int
+    group: int
+    at: int
+    start: int
+    stop: int
+
+
+class FlatGroup(NamedTuple):
+    """Parameters that lie in one flat tensor on each rank.
+
+    Attributes:
+        owner: which of the optimizer's groups they are of.
+        shapes: by name, in the order in which they lie.
+        starts: where each begins: below stage 3 in the whole group, else in each rank's part.
+        paddings: elements that nothing uses behind each.
+        used: elements of the whole group, paddings between parameters included.
+        size: elements of a rank's part.
+    """
+
+    owner: int
+    shapes: dict[str, torch.Size]
+    starts: dict[str, int]
+    paddings: tuple[int, ...]
+    used: int
+    size: int
+
+
+class Partition(NamedTuple):
+    """How a job cuts what it keeps.
+
+    Attributes:
+        config: what the file has.
+        stage: of ZeRO.
+        ranks: that share the batch.
+        dtype: of the module's weights.
+        rows: of a global batch; None where the configuration does not say.
+        order: names of all that the module saves, in its order.
+        names: all names of each parameter, by its first.
+        shapes: of all parameters, by their first names.
+        owners: names of the optimizer's groups.
+        settings: of the optimizer's groups, without parameters.
+        groups: flat ones.
+        states: of the optimizer, that a parameter has.
+        torch_steps: whether steps are counted in tensors, as torch's optimizers do.
+    """
+
+    config: dict[str, Any]
+    stage: int
+    ranks: int
+    dtype: torch.dtype
+    rows: int | None
+    order: tuple[str, ...]
+    names: dict[str, list[str]]
+    shapes: dict[str, torch.Size]
+    owners: tuple[tuple[str, ...], ...]
+    settings: tuple[dict[str, Any], ...]
+    groups: tuple[FlatGroup, ...]
+    states: tuple[str, ...]
+    torch_steps: bool
+
+    def trained(self) -> set[str]:
+        """Names of what the optimizer has."""
+        return {name for names in self.owners for name in names}
+
+    def cuts(self, name: str) -> Iterator[Cut]:
+        """Which elements of a trained parameter are where."""
+        number, group = next((i, x) for i, x in enumerate(self.groups) if name in x.shapes)
+        count, first = group.shapes[name].numel(), group.starts[name]
+        piece = -(-count // self.ranks)
+        for rank in range(self.ranks):
+            if self.stage == 3:
+                start, at = min(rank * piece, count), first
+                stop = min(start + piece, count)
+            else:
+                begin = rank * group.size
+                start, stop = max(begin - first, 0), min(begin + group.size - first, count)
+                at = first + start - begin
+            if start < stop:
+                yield Cut(rank, number, at, start, stop)
+
+
+def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
+    """How a job cuts what it keeps.
+
+    Args:
+        job: which.
+        rate: of the next update, in the groups that have none of their own.
+
+    Raises:
+        ValueError: files of such a job are not written, or its groups are not what the module trains; lists all.
+    """
+    config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
+    raise_all(ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _refused(config, job))
+    recipe = from_deepspeed_config(config, ranks=job.ranks)
+    zero = dict(config.get("zero_optimization") or {})
+    names = parameter_names(job.module)
+    leaves = dict(job.module.named_parameters())
+    shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
+    # DeepSpeed gives none without elements to its optimizer.
+    trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
+    groups = [dict(x) for x in job.groups] if job.groups is not None else [{"params": trained}]
+    owners = tuple(tuple(x.pop("params", ())) for x in groups)
+    _check_groups(owners, trained, list(leaves))
+    kind = str(config["optimizer"]["type"]).lower()
+    settings = tuple(_settings(kind, config["optimizer"].get("params") or {}, rate) | x for x in groups)
+    dtype = torch.float32 if recipe.policy is None else recipe.policy.compute
+    has_momentum = kind != "sgd" or any(x["momentum"] for x in settings)
+    return Partition(
+        config,
+        recipe.zero.stage,
+        job.ranks,
+        dtype,
+        recipe.rows_per_step,
+        tuple(job.module.state_dict()),
+        names,
+        shapes,
+        owners,
+        settings,
+        tuple(_flat_groups(owners, shapes, recipe, zero, job.ranks, dtype)),
+        _STATES[kind] if has_momentum else (),
+        kind == "sgd" or bool((config["optimizer"].get("params") or {}).get("torch_adam")),
+    )
+
+
+def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
+    zero = config.get("zero_optimization") or {}
+    kind = str((config.get("optimizer") or {}).get("type"))
+    out = []
+    if job.ranks < 1:
+        out.append(f"ranks = {job.ranks}: there is at least one")
+    if zero.get("stage", 0) not in (1, 2, 3):
+        out.append(f"zero_optimization.stage = {zero.get('stage', 0)}: stages 1, 2 and 3 have such files")
+    if kind.lower() not in _STATES:
+        out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are; say the one that the job makes itself")
+    for key in ("offload_param", "offload_optimizer"):
+        if (zero.get(key) or {}).get("device") == "nvme":
+            out.append(f"zero_optimization.{key}.device = 'nvme': it swaps files of its own; save a universal one")
+    for key, off in (("zero_hpz_partition_size", (0, 1)), ("zero_quantized_weights", (False,))):
+        if zero.get(key, off[0]) not in off:
+            out.append(f"zero_optimization.{key} = {zero[key]!r}: save a universal one")
+    sums = (config.get("data_types") or {}).get("grad_accum_dtype")
+    brain = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled")
+    if brain and zero.get("stage") == 1 and sums in ("fp32", "float32", "float"):
+        out.append("data_types.grad_accum_dtype = 'fp32' with bf16 at stage 1: another format; save a universal one")
+    if int((config.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
+        out.append("tensor_parallel.autotp_size: ranks with parts of weights; save a universal one")
+    return out
+
+
+def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known: Sequence[str]) -> None:
+    counts: dict[str, int] = {}
+    for name in (name for names in owners for name in names):
+        counts[name] = counts.get(name, 0) + 1
+    problems = [f"{name} is there {n} times" for name, n in counts.items() if n > 1]
+    problems += [f"{name} is trained, and in no group" for name in trained if name not in counts]
+    odd = [name for name in counts if name not in trained]
+    problems += [f"{name} is frozen, or empty" for name in odd if name in known]
+    problems += [
+        f"{name} is no parameter of the module.{did_you_mean(name, known)}" for name in odd if name not in known
+    ]
+    problems += [f"group {i} has no parameters" for i, names in enumerate(owners) if not names]
+    raise_all(ValueError, "groups of the optimizer have what the module trains, each parameter once:", problems)
+
+
+def _settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """A group of the optimizer as it saves one."""
+    had = {k: v for k, v in params.items() if k not in ("lr", "torch_adam", "adam_w_mode", "fp32_optimizer_states")}
+    if kind == "sgd" or params.get("torch_adam"):
+        wide = kind == "adamw" or params.get("adam_w_mode", True)
+        make = torch.optim.SGD if kind == "sgd" else torch.optim.AdamW if wide else torch.optim.Adam
+        (group,) = make([torch.zeros(1)], lr=rate, **had).state_dict()["param_groups"]
+        return {k: v for k, v in group.items() if k != "params"}
+    own = {"bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+    return {"lr": rate} | own | {k: v for k, v in had.items() if k in own}
+
+
+def _flat_groups(
+    owners: Sequence[Sequence[str]],
+    shapes: Mapping[str, torch.Size],
+    recipe: DeepSpeedRecipe,
+    zero: Mapping[str, Any],
+    ranks: int,
+    dtype: torch.dtype,
+) -> Iterator[FlatGroup]:
+    if recipe.zero.stage == 3:
+        for owner, names in enumerate(owners):
+            for some in _sub_groups(names, shapes, ranks, int(zero.get("sub_group_size", 1e9))):
+                yield _pieces(owner, {name: shapes[name] for name in some}, ranks)
+        return
+    align = math.lcm(_ALIGNED_BYTES, dtype.itemsize) // dtype.itemsize if zero.get("parameter_alignment") else 1
+    for owner, names in enumerate(owners):
+        order = [x for r in range(ranks) for x in names[r::ranks]] if zero.get("round_robin_gradients") else names
+        yield _row(owner, {name: shapes[name] for name in order}, ranks, align)
+
+
+def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: int, most: int) -> Iterator[list[str]]:
+    """At stage 3 a group ends with the parameter whose piece brings a rank's part to this many elements."""
+    some: list[str] = []
+    held = 0
+    for name in names:
+        some.append(name)
+        held += -(-shapes[name].numel() // ranks)
+        if held >= most:
+            yield some
+            some, held = [], 0
+    if some:
+        yield some
+
+
+def _pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
+    starts: dict[str, int] = {}
+    at = 0
+    for name, shape in shapes.items():
+        starts[name] = at
+        at += -(-shape.numel() // ranks)
+    return FlatGroup(owner, shapes, starts, (0,) * len(shapes), at * ranks, at)
+
+
+def _row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> FlatGroup:
+    starts: dict[str, int] = {}
+    paddings: list[int] = []
+    at = 0
+    for name, shape in shapes.items():
+        starts[name] = at
+        at += shape.numel()
+        # Behind the last one the group is filled up for all ranks.
+        paddings.append(-at % align if len(starts) < len(shapes) else 0)
+        at += paddings[-1]
+    return FlatGroup(owner, shapes, starts, tuple(paddings), at, -(-at // (2 * ranks)) * 2)

@@ -1,0 +1,76 @@
+"""The few objects of DeepSpeed's own that its files have, written without DeepSpeed.
+
+A pickle names a class by its module and name. Python's pickler looks both up before it writes them; here they are
+written as they are, for the program that has them.
+"""
+
+import os
+import pickle
+import types
+from typing import Any
+
+import torch
+
+
+class _Named:
+    """An object of a class that is elsewhere: its attributes are what is written."""
+
+    at = ("", "")
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class LossScaler(_Named):
+    """A scale that stays."""
+
+    at = ("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+
+
+class DynamicLossScaler(_Named):
+    """A scale that falls with overflows."""
+
+    at = ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
+
+
+class FragmentAddress(_Named):
+    """Where in a rank's part of a group a parameter's elements are."""
+
+    at = ("deepspeed.utils.tensor_fragment", "fragment_address")
+
+
+class ZeroStage(_Named):
+    """The number of a stage."""
+
+    at = ("deepspeed.runtime.zero.config", "ZeroStageEnum")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.__dict__["stage"],)
+
+
+class _Pickler(pickle._Pickler):  # the one in Python: that in C cannot be told how to write a name
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if not (isinstance(obj, type) and issubclass(obj, _Named)):
+            super().save_global(obj, name)
+            return
+        module, other = obj.at
+        # The stubs know neither method.
+        self.write(pickle.GLOBAL + f"{module}\n{other}\n".encode())  # pyright: ignore[reportAttributeAccessIssue]
+        self.memoize(obj)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_MODULE = types.ModuleType("deepspeed_pickles")
+_MODULE.__dict__["Pickler"] = _Pickler
+
+
+def save_objects(value: Any, path: os.PathLike[str]) -> None:
+    """`torch.save` of what may have objects of this file in it.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.pt"
+        >>> save_objects({"stage": ZeroStage(stage=2), "x": torch.ones(2)}, path)
+        >>> torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        ['deepspeed.runtime.zero.config.ZeroStageEnum']
+    """
+    torch.save(value, path, pickle_module=_MODULE)

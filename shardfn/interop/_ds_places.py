@@ -1,0 +1,98 @@
+"""Which leaf of a state is what in the files of a job of DeepSpeed's: by the module's names, stacks layer by layer."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.core import did_you_mean, raise_all
+
+from ._ds_job import Partition
+from ._ds_parts import StatePart, key_of
+
+
+class Placed(NamedTuple):
+    """A leaf, or a layer of a stacked one, and what it is there."""
+
+    part: StatePart
+    leaf: Any
+    layer: int | None = None
+
+
+def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) -> list[Placed]:
+    """All leaves that files of a job have, in an order that is the same on all ranks.
+
+    Args:
+        parts: the leaves of the state, by what they are.
+        cut: the job's.
+        module: the job's.
+
+    Raises:
+        ValueError: the state is not one of this module and optimizer, or a buffer has no values; lists all.
+    """
+    firsts = {name: first for first, names in cut.names.items() for name in names}
+    buffers = _buffers(module)
+    out = [
+        Placed(StatePart("buffer", name), x) for name, x in buffers.items() if StatePart("buffer", name) not in parts
+    ]
+    problems = [f"buffer {x.part.name} of the module is on meta, and the state has none" for x in out if x.leaf.is_meta]
+    loose = {name for name, _ in module.named_buffers()} - buffers.keys()
+    for part, x in parts.items():
+        if part.kind == "buffer":
+            if part.name in buffers:
+                out.append(Placed(part, x))
+            elif part.name not in loose:
+                problems.append(f"{key_of(part)} is none of the module's.{did_you_mean(part.name, [*buffers])}")
+            continue
+        name, shape = firsts.get(part.name, part.name), torch.Size(x.shape)
+        if name in cut.shapes:
+            out.append(Placed(part._replace(name=name), x))
+            if shape != cut.shapes[name]:
+                problems.append(f"{part.name} is {tuple(shape)}, but {tuple(cut.shapes[name])} in the module")
+        elif layers := _layers(part.name, shape, cut.shapes):
+            out += [Placed(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
+        else:
+            problems.append(f"{part.name} is no parameter of the module.{did_you_mean(part.name, [*cut.shapes])}")
+    raise_all(ValueError, "the state is not one of this job's module:", problems + _unlike(out, cut))
+    return out
+
+
+def _unlike(out: list[Placed], cut: Partition) -> list[str]:
+    kinds: dict[str, set[str]] = {kind: set() for kind in ("fp32", *cut.states)}
+    for x in out:
+        if x.part.kind != "buffer":
+            kinds.setdefault(x.part.kind, set()).add(x.part.name)
+    problems = [f"{name} is not in the state" for name in cut.shapes if name not in kinds["fp32"]]
+    trained = cut.trained()
+    for kind, names in kinds.items():
+        if kind == "fp32":
+            continue
+        if kind not in cut.states or not names:
+            lacks = "no such state here" if kind in cut.states else "no such state there"
+            problems.append(f"{kind}: the optimizer has {lacks}; give config['optimizer'] of the same rule")
+            continue
+        problems += [f"{name} is trained there, and has no {kind} here" for name in sorted(trained - names)]
+        empty = {name for name, shape in cut.shapes.items() if not shape.numel()}
+        problems += [f"{name} has {kind} here, and is frozen there" for name in sorted(names - trained - empty)]
+    return problems
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What the module saves besides parameters."""
+    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    rest = {name: x for name, x in module.state_dict().items() if name not in weights}
+    odd = [name for name, x in rest.items() if not isinstance(x, Tensor)]
+    raise_all(ValueError, "the module saves what is no tensor, of which the state has nothing:", odd)
+    return rest
+
+
+def _layers(name: str, shape: torch.Size, shapes: Mapping[str, torch.Size]) -> list[str] | None:
+    """The layers of a stack, if the module has all of them, with an index between the parts of the name."""
+    words = name.split(".")
+    for k in range(len(words) + 1 if shape else 0):
+        names = [".".join((*words[:k], str(i), *words[k:])) for i in range(shape[0])]
+        if names and all(shapes.get(x) == shape[1:] for x in names):
+            beyond = ".".join((*words[:k], str(shape[0]), *words[k:]))
+            return None if beyond in shapes else names
+    return None
