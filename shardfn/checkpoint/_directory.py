@@ -239,6 +239,10 @@ class DirectoryStore:
 
     def explained(self, problem: OSError) -> OSError:
         """The same error, with what it means for checkpoints."""
+        if isinstance(problem, FileExistsError | NotADirectoryError) and not self._place.is_dir():
+            return NotADirectoryError(
+                errno.ENOTDIR, f"{self._place} is a file, or lies below one: checkpoints need a directory."
+            )
         if isinstance(problem, DiskFullError) or type(problem) not in (OSError, PermissionError, FileNotFoundError):
             return problem
         if problem.errno in FULL:
@@ -265,7 +269,13 @@ class DirectoryStore:
                 f"{self} is a checkpoint that is being written, or whose job ended meanwhile; take a complete one from"
                 f" {parent}: steps {parent.steps()}."
             )
-        return no_checkpoint(self, step, found, "" if self._place.is_dir() else "is no directory")
+        if not self._place.is_dir():
+            return no_checkpoint(self, step, found, "is no directory" if self._place.exists() else "does not exist")
+        begun = sorted(p.name for p in self._place.iterdir() if _REST.fullmatch(p.name))
+        if found or not begun:
+            return no_checkpoint(self, step, found)
+        what = f"has none that is complete: {', '.join(begun)} is being written, or its job ended meanwhile"
+        return no_checkpoint(self, step, found, what)
 
 
 def _clear(path: pathlib.Path) -> None:

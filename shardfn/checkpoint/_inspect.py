@@ -3,8 +3,8 @@
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,7 +104,7 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
     mesh = ", ".join(f"{axis} {size}" for axis, size in manifest.mesh.items()) or "one device"
     lines = [
         f"{place}: step {manifest.step}, saved on a mesh of {mesh}",
-        f"{len(manifest.leaves)} leaves of {total:,} bytes, in {len(manifest.files)} files",
+        f"{_count(manifest.leaves, 'leaf', 'leaves')} of {total:,} bytes, in {_count(manifest.files, 'file', 'files')}",
         f"user: {manifest.user!r}",
     ]
     for path, x in manifest.leaves.items():
@@ -212,6 +212,10 @@ def diff(
             elif [c._replace(file="", start=0) for c in x.chunks] != [c._replace(file="", start=0) for c in y.chunks]:
                 out += _values(path, (one, x), (other, y))
     return out
+
+
+def _count(values: Collection[Any], one: str, many: str) -> str:
+    return f"{len(values)} {one if len(values) == 1 else many}"
 
 
 def _values(

@@ -6,7 +6,7 @@ from typing import Any
 
 from ._directory import DirectoryStore
 from ._objects import ObjectStore
-from ._place import MANIFEST, Location, Store
+from ._place import MANIFEST, Location, Store, read_manifest
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
@@ -63,10 +63,16 @@ def located(directory: str | os.PathLike[str], step: int | None = None) -> Locat
 
     Raises:
         FileNotFoundError: there is none, or not of that step; says what is there.
+        DamagedError: a step is asked for, and the manifest that says which this one is of has changed.
     """
     store = store_of(directory)
     one = store.itself()
     if one.size(MANIFEST) >= 0:
+        if step is not None and (own := read_manifest(one).step) != step:
+            raise FileNotFoundError(
+                f"{one} is the checkpoint of step {own}, not of step {step}. Pass the directory of the run, or leave"
+                " the step out."
+            )
         return one
     found = store.steps()
     if found and (step is None or step in found):

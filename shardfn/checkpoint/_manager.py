@@ -100,7 +100,8 @@ class Manager:
     def save(self, tree: PyTree, step: int | None = None, *, user: Any = None, now: bool = False, at: str = "") -> bool:
         """Saves a state, if its step is one of those to be saved.
 
-        It returns when the state is copied, and may be given to the next step. The checkpoint is there some time later.
+        It returns once the state is copied, which may then go into the next step. The checkpoint is complete some time
+        later.
 
         Args:
             tree: as for `save`.
@@ -154,7 +155,7 @@ class Manager:
         return done
 
     def restore(self, like: PyTree, **options: Any) -> Restored:
-        """The newest checkpoint, or another one, as `checkpoint.restore` gives it."""
+        """The newest checkpoint, or another one; see `checkpoint.restore`."""
         self.wait()
         return restore(self._directory, like, **options)
 
@@ -163,7 +164,7 @@ class Manager:
         return self._store.steps()
 
     def close(self) -> None:
-        """Waits for the save that is under way, and gives the directory up.
+        """Waits for a save in progress, and releases the directory.
 
         Raises:
             Exception: what went wrong in it.

@@ -22,7 +22,7 @@ _TRY_AGAIN: Mapping[signal.Signals, int] = types.MappingProxyType({signal.SIGTER
 
 
 class Preemption:
-    """Notes signals while its block runs, and says after which step all ranks stop.
+    """Notices signals while its block runs, and has all ranks stop after the same step.
 
     Costs no message: the note rides on the agreement before each step, whoever runs it (eager, captured, a `sharded`
     function). After the same steps it has the same value on all ranks.
@@ -77,7 +77,7 @@ class Preemption:
         return max(self._notice.told - 1, 0)
 
     def stop(self, exit_code: int = 0) -> None:
-        """Says on this rank that all are to stop, as a signal would: the time is up, say."""
+        """Asks from this rank that all stop, like a signal, for instance when the time is up."""
         self._notice.mine = max(self._notice.mine, exit_code + 1)
 
     def meet(self) -> None:

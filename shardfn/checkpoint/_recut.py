@@ -22,6 +22,8 @@ from ._match import Rename, Target, asked
 from ._owed import Owed, everywhere, owed
 from ._read import ChunkReader, dtype_of
 
+# What ranks have rounded away and not sent yet is lost then.
+_WITHOUT = "let errors begin at 0: rename=lambda path: None if '.residual' in path else path"
 Rebalance = Callable[[PyTree, PyTree], PyTree]
 
 
@@ -112,11 +114,15 @@ def _with(
     anew = out._replace(
         at=out.at.union(fresh.all), paths=out.paths.union(old_codes, begun), zeros=[*out.zeros, *fresh.all]
     )
+    if residual and all(names[i - first] is None for i in residual):  # given up by the caller
+        return _without(anew, sorted(residual), f"{prefix}.residual", manifest)
     errors = owed(state, node.index, dict(zip(here, targets, strict=True)), manifest, rename)
     if not all(x.cut_alike for x in errors):
         return _cut_anew(anew, errors, manifest, targets[0])
-    if any(found[i - first] is None for i in here if i not in codes):
-        return out  # another optimizer, whose leaves are listed one by one
+    missing = {i for i in here if i not in codes and found[i - first] is None}
+    if missing:  # other messages, or another optimizer; leaves are listed one by one
+        hint = [f"the state of {targets[0].path}: its errors are of other messages; {_WITHOUT}"]
+        return out._replace(problems=[*out.problems, *(hint if missing <= residual else [])])
     same = [i for i, leaf, t in zip(here, found, targets, strict=True) if leaf is not None and leaf.shape == t.shape]
     wrong = _cut_otherwise(node, targets, manifest)
     if wrong or residual - {*same}:
@@ -129,11 +135,17 @@ def _with(
     return out if codes <= {*same} and old_codes <= {*names} else anew
 
 
+def _without(out: Recut, residual: Sequence[int], at: str, manifest: Manifest) -> Recut:
+    """Errors begin at 0, and those of the checkpoint have no place."""
+    lost = {p for p in manifest.leaves if p.startswith(at)}
+    return out._replace(at=out.at.union(residual), paths=out.paths.union(lost), zeros=[*out.zeros, *residual])
+
+
 def _cut_anew(out: Recut, errors: Sequence[Owed], manifest: Manifest, state: Target) -> Recut:
     """Errors that other axes cut than in the checkpoint, or whose layers are stacked on one side."""
     problems = [
         f"the state of {state.path}: all of its errors are cut along {axis}, which may be of the axes inside of"
-        " `outer`, along which nothing can be moved; keep that axis as it was"
+        f" `outer`, along which nothing can be moved; keep that axis as it was, or {_WITHOUT}"
         for axis in everywhere(errors, manifest)
     ]
     return out._replace(
@@ -171,7 +183,7 @@ def _cut_otherwise(node: _Node, targets: Sequence[Target], manifest: Manifest) -
             if old != new:
                 out.append(
                     f"{targets[index.worker - node.first].path}: errors of a leaf that other axes than the mean's cut"
-                    f" into {old} blocks, and cut into {new} here; keep those axes as they were"
+                    f" into {old} blocks, and cut into {new} here; keep those axes as they were, or {_WITHOUT}"
                 )
     return out
 

@@ -12,6 +12,7 @@ from shardfn.core import (
     Mesh,
     PyTree,
     Stored,
+    a_kind,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -81,28 +82,29 @@ def restore(
 
     Args:
         directory: a run's checkpoints, or one of them.
-        like: what `step.init(params)` gives; or an abstract tree, which `step.init` of abstract parameters gives, and
-            which takes no memory. `at` a part of a state, a part of one.
-        step: which checkpoint of a run; default the newest.
-        at: what the tree's paths begin with: "params" of `state.params`.
+        like: the result of `step.init(params)`, or a part of it with `at`. Abstract parameters give an abstract tree,
+            which takes no memory.
+        step: the checkpoint of a run; default the newest.
+        at: a prefix of the tree's paths, such as "params" for `state.params`.
         rename: from a path of the tree to the path in the checkpoint; None = the leaf stays as it is.
-        partial: whether leaves that only one side has are passed over; those of `like` stay as they are.
-        cast: whether values may be rounded to a leaf's dtype; to one that has them all they always are.
-        donate: whether the memory of `like` is filled, which then cannot be touched again. Else the result has memory
-            of its own.
-        check: whether chunks that are read as a whole are compared with their digests; `verify` compares all.
-        pool: for leaves on disk of an abstract tree; others stay in their own.
-        rebalance: what an optimizer that compresses makes of its state where the number of ranks has changed:
-            `partial(optim.rebalanced, compressor=...)` if it has another compressor than `sign`. It takes whole leaves.
+        partial: whether leaves that only one side has are ignored; those of `like` stay unchanged.
+        cast: whether values may be rounded to a leaf's dtype. Casts that lose nothing are always made.
+        donate: whether the memory of `like` is reused; `like` cannot be used afterwards. If False, the result has its
+            own memory.
+        check: whether chunks that are read completely are compared with their digests; `verify` compares all.
+        pool: for leaves on disk of an abstract tree; those of other trees stay in their own pool.
+        rebalance: converts the state of a compressing optimizer if the number of ranks has changed:
+            `partial(optim.rebalanced, compressor=...)` for another compressor than `sign`. It takes whole leaves.
 
     Returns:
-        The tree, and what was saved beside it.
+        The tree, and the values that were saved as `user`.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint; says which there are.
-        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values; lists all.
-            Or the checkpoint is of a newer version.
-        DamagedError: files are not what was written.
+        TypeError: the arguments are swapped, or `like` is no tree.
+        FileNotFoundError: there is no such checkpoint; the message lists those that exist.
+        ValueError: leaves are missing, additional or of another shape, or values would be rounded; the message lists
+            all. Or the checkpoint is of a newer version.
+        DamagedError: files have other contents than were written.
         DonatedError: a step has consumed `like`.
         RankError: another rank failed, or they read different checkpoints.
 
@@ -115,6 +117,11 @@ def restore(
         Restored(tree=tensor([1., 1.]), step=1, user={'epoch': 3}, read=8)
     """
     check_directory(directory)
+    if callable(like):
+        raise TypeError(
+            f"restore reads into a tree of tensors, and this is {a_kind(like)}; write"
+            " restore(directory, step.init(params))."
+        )
     check_alive(like, abstract=True)
     mesh = mesh_of(like)
     comms = comms_of(mesh)

@@ -39,10 +39,10 @@ def save(
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; in any memory.
             It is read only.
         step: the checkpoint's number; default that of the state.
-        user: what JSON can hold, the same on all ranks: where the data is, say.
-        at: what paths begin with, where the tree is a part of what is to be restored: "params".
+        user: any JSON values, the same on all ranks, such as the position in the data.
+        at: a prefix of all paths, if the tree is a part of what will be restored, such as "params".
         durable: whether to wait until the disk has it, so that it outlives a loss of power as well.
-        replace: whether a checkpoint of that step gives way.
+        replace: whether an existing checkpoint of that step is replaced.
         file_bytes: from when on a rank begins another file. Files in which nothing has changed since the newest
             checkpoint of the directory are linked, not written.
 

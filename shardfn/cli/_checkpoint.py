@@ -43,6 +43,8 @@ def checkpoint_command(args: argparse.Namespace) -> int:
 
     Raises:
         OSError: there is no such checkpoint, or it is damaged.
+        ValueError: it is of a newer version, or there are no parameters in it.
+        ImportError: it has a URL, and the package for its protocol is missing.
     """
     if args.what == "export":
         names = export_checkpoint(args.path, args.out, args.step, dtype=args.dtype)

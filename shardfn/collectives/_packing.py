@@ -61,10 +61,25 @@ class Cuts:
 
     def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
         """The part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
-        grid, order, first, num = _grid(self, run.first, run.num)
+        grid, order, first, num = self._grids.get(run[:2]) or self._grid(*run[:2])
         part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
         # Views of one dim as two: whatever the strides are, no copy is made.
         return part.view(grid) if order[0] == 0 else part.view(grid).permute(order)
+
+    @functools.cached_property
+    def _grids(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]]:
+        """What `_grid` has found."""
+        return {}
+
+    def _grid(self, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+        """For `by_rank`: the dims with the cut one as two, their order with ranks first, where rows begin, how many."""
+        assert self.dim is not None
+        lo, hi = self.bounds[first]
+        whole, dim = self.whole, self.dim
+        grid = (*whole[:dim], num, hi - lo, *whole[dim + 1 :])
+        order = (dim, *(d for d in range(len(grid)) if d != dim))
+        self._grids[first, num] = found = grid, order, lo, num * (hi - lo)
+        return found
 
     def from_ranks(self, pieces: Tensor) -> Tensor:
         """The rows of the tensor that `pieces`, [ranks, *shape of a piece], are."""
@@ -243,17 +258,6 @@ def dealt(total: int, size: int) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def _shapes(whole: torch.Size, dim: int, bounds: tuple[tuple[int, int], ...]) -> list[torch.Size]:
     return [torch.Size((*whole[:dim], hi - lo, *whole[dim + 1 :])) for lo, hi in bounds]
-
-
-@functools.lru_cache(maxsize=4096)
-def _grid(cuts: Cuts, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """For `by_rank`: the dims with the cut one as two, their order with ranks first, where the rows begin, how many."""
-    assert cuts.dim is not None
-    lo, hi = cuts.bounds[first]
-    whole, dim = cuts.whole, cuts.dim
-    grid = (*whole[:dim], num, hi - lo, *whole[dim + 1 :])
-    order = (dim, *(d for d in range(len(grid)) if d != dim))
-    return grid, order, lo, num * (hi - lo)
 
 
 # Rows of a leaf with the dim first that is cut, padded to those of the first rank.

@@ -16,14 +16,14 @@ _HEARING = Ambient[Hears]("hears of named values", by_thread=True)
 
 
 def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."]:
-    """The identity; tells the transforms around it that `x` is called `name`.
+    """The identity, which names `x` for the transforms around it.
 
-    A policy of `remat` or `offload` then decides by that name. What is named is the memory: views of `x` have its name
-    too. Name a value right where it is made, before it is used.
+    A policy of `remat` or `offload` can then decide by this name. The name belongs to the memory: views of `x` have it
+    too. Name a value where it is computed, before it is used.
 
     Args:
         x: any tensor.
-        name: what policies call it; several values may share a name.
+        name: its name in policies; several values may share one.
 
     Returns:
         `x` itself.

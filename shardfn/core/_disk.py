@@ -5,12 +5,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """A directory for the states whose memory is "disk", and how far it is trusted.
+    """A directory for states whose memory is "disk", and how they are protected there.
 
     Attributes:
-        directory: each rank makes a directory of its own in it; ranks may give different ones.
-        checksum: whether what is read from the disk is compared with what was written.
-        durable: whether commits outlive a loss of power too: a step waits until the device has what it wrote.
+        directory: each rank makes a directory of its own in it. Ranks may have different ones.
+        checksum: whether bytes that are read are compared with a checksum of those written.
+        durable: whether commits also survive a loss of power: each step then waits until the disk has its bytes.
 
     Raises:
         ValueError: there is no directory.

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Int, Int32, Int64
 from torch import Tensor
 
+from ._errors import a_kind
+
 MASK = 0xFFFFFFFF
 _PARITY = 0x1BD11BDA
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -95,7 +97,7 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[
 
 
 def check_key(who: str, key: Any) -> None:
-    """Refuses what is no key.
+    """Refuses anything but a key.
 
     Raises:
         TypeError: says how to make one.
@@ -114,7 +116,7 @@ def check_key(who: str, key: Any) -> None:
 def _check_tensor(who: str, key: Any) -> None:
     if not isinstance(key, Tensor):
         seed = key if isinstance(key, int) else 0
-        raise TypeError(f"{who}: key is {key!r}, a {type(key).__name__}. Make a key of a seed: sf.key({seed}).")
+        raise TypeError(f"{who}: key is {key!r}, {a_kind(key)}. Make a key of a seed: sf.key({seed}).")
 
 
 def bits(key: Int64[Tensor, "2"], start: int, count: int) -> Int64[Tensor, " n"]:

@@ -30,25 +30,27 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over all ranks of the program, or some.
 
-    Starts torch.distributed when the launcher (torchrun) has set its environment and nobody started it yet: NCCL on
-    CUDA, gloo on CPU. With one rank nothing is started at all.
+    Under a launcher such as torchrun it starts torch.distributed, if nothing has: NCCL on CUDA, gloo on CPU. With one
+    process nothing is started.
 
     Args:
-        axes: axis name -> size, major to minor. One size may be -1: what is left of the ranks. Default: `{"dp": -1}`.
-        device: where this rank computes; default CUDA if there is one, else CPU.
-        timeout: seconds that a collective may wait for a peer; default torch's (30 minutes for gloo).
-        abstract: a mesh of ranks that do not exist, for `step.lower`: any sizes, no process group, nothing can run. It
-            is seen from the first rank; from another one if its coordinates are given, as in `abstract={"pp": 17}`.
-        alone: a mesh of this rank alone, whatever others there are: for a computation that each does for itself.
-        ranks: which ranks of the program, in ascending order; default all. The others make it, too, if they are to name
-            it, as in `reshard`; they are not members, and whatever runs there is an error on them. Its communicators
-            are made when they are needed, by its own ranks alone.
+        axes: axis name -> size, major to minor. One size may be -1, which stands for the remaining ranks. Default:
+            `{"dp": -1}`.
+        device: the device of this rank: "cuda" or "cpu". Default: CUDA if there is one, else the CPU.
+        timeout: the seconds that a collective waits for other ranks; default torch's (30 minutes for gloo).
+        abstract: whether the ranks do not exist. Such a mesh is for `step.lower`: it has any sizes and no process
+            group, and nothing runs on it. This process stands for the first rank, or for that of these coordinates, as
+            in `abstract={"pp": 17}`.
+        alone: a mesh of this rank alone, although the program has others: for computations without the other ranks.
+        ranks: the ranks of the program that are in the mesh, in ascending order; default all. Other ranks make it too
+            if they have to name it, as in `reshard`. They are not members, and running something on it is an error
+            there. Communicators are made when they are needed, by the members alone.
 
     Returns:
-        The mesh; `close` it, or use it in a `with`, where a program makes many.
+        The mesh. If a program makes many, `close` each, or use it in a `with` block.
 
     Raises:
-        TypeError: `axes` is no dict of sizes.
+        TypeError: `axes` is not a dict of sizes.
         ValueError: the sizes do not multiply to the number of ranks; or `ranks` are not the program's, in order.
 
     Example:

@@ -32,23 +32,21 @@ Axes = str | tuple[str, ...] | None
 class Mesh:
     """Ranks in a grid with named axes. Build one with `make_mesh`.
 
-    A mesh keeps connections and threads once something has been sent on it. They end with `close`, or with the block
-    `with make_mesh(...) as mesh:`, or, if nobody has the mesh any more, when the next one is made.
+    A mesh has connections and threads once something was sent on it. They end with `close`, at the end of a block `with
+    make_mesh(...) as mesh:`, or, if nothing refers to the mesh any more, when the next one is made.
 
     Attributes:
         shape: axis name -> size, in order (row-major over ranks: the last axis varies fastest).
-        ranks: the ranks of the program that it is of, in its order: all of them, if `make_mesh` was not told which.
-        rank: this rank's place among them, by which errors call it; -1 on ranks that are none of them, which can but
-            name the mesh.
+        ranks: the ranks of the program that are in the mesh, in its order.
+        rank: this rank's index among them, which errors print; -1 on a rank that is not a member.
         device: the device this rank computes on.
-        device_mesh: the `torch.distributed.DeviceMesh` behind it; None when everything is one process, and of a mesh of
-            some ranks.
-        timeout: how long a collective may wait for a peer: by default as long as in the default process group.
-        abstract: whether the ranks do not exist: steps can be lowered for such a mesh, seen from one of them, but not
+        device_mesh: its `torch.distributed.DeviceMesh`; None for one process, and for a mesh of some of the ranks.
+        timeout: how long a collective waits for other ranks; by default as long as in the default process group.
+        abstract: whether the ranks do not exist: steps can be lowered for such a mesh, for one of its ranks, but not
             run.
-        resources: what other rooms keep for as long as the mesh lives (communicators, say).
+        resources: objects of other rooms that live as long as the mesh, such as communicators.
         made: the process groups that it has made.
-        closed: whether it has been closed: nothing can be sent on it any more.
+        closed: whether it was closed, after which nothing can be sent on it.
     """
 
     def __init__(
@@ -63,6 +61,7 @@ class Mesh:
     ) -> None:
         self.abstract = abstract
         self.shape = dict(shape)
+        self._known_axes: dict[str | tuple[str, ...], tuple[str, ...]] = {}
         self.device = device
         self.device_mesh = device_mesh
         self.timeout = timeout or _default_timeout(device)
@@ -197,16 +196,24 @@ class Mesh:
         Raises:
             ValueError: a name is neither an axis of this mesh nor a house name.
         """
+        # Asked of every leaf in every step, and always the same.
+        known = self._known_axes.get(axes) if type(axes) is tuple or type(axes) is str else None
+        if known is not None:
+            return known
         names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
             if name not in self.shape and name not in HOUSE_AXES:
                 hint = did_you_mean(name, (*self.shape, *HOUSE_AXES))
                 raise ValueError(f"axis {name!r} is not in the mesh, which has {self.axis_names}.{hint}")
-        return tuple(n for n in names if self.shape.get(n, 1) > 1)
+        there = tuple(n for n in names if self.shape.get(n, 1) > 1)
+        if type(axes) is tuple or type(axes) is str:
+            self._known_axes[axes] = there
+        return there
 
     def axis_size(self, axes: Axes) -> int:
         """The number of ranks along `axes`; 1 for a missing axis."""
-        return math.prod(self.shape[n] for n in self.axes(axes))
+        names = self.axes(axes)
+        return 1 if not names else self.shape[names[0]] if len(names) == 1 else math.prod(self.shape[n] for n in names)
 
     def axis_index(self, axes: Axes) -> int:
         """This rank's index along `axes`, the first name being the major one."""

@@ -7,15 +7,20 @@ from ._errors import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How far ahead leaves are gathered, when gradients are reduced, and in what chunks the optimizer's state moves.
+    """How early leaves are gathered, when gradients are reduced, and how much optimizer state moves at once.
 
-    Memory against waiting: only `accumulate` changes a bit, since it changes what is summed in which order.
+    These trade memory against waiting. Only `accumulate` changes results, as it changes the order of sums.
 
     Attributes:
-        prefetch_bytes: stage 3: gathered parameters that may be alive ahead of their use.
-        accumulate: with `sf.accumulate`: "each" reduces every microbatch (gradients stay sharded), "once" reduces their
-            local sum at the end (fewer bytes sent, full gradients held).
-        chunk_bytes: the optimizer's state goes in chunks of this size through the memory of the update.
+        prefetch_bytes: at stage 3, the most bytes of parameters that may be gathered before their use.
+        accumulate: with `sf.accumulate`, "each" reduces the gradients of every microbatch, so that they stay sharded;
+            "once" reduces their local sum at the end, which sends fewer bytes and holds whole gradients.
+        chunk_bytes: the size of the chunks in which an offloaded optimizer state passes through the memory of the
+            update.
+        refresh: at stages 1 and 2, when a step waits for the parameters that other ranks have updated. "update" waits
+            before the step returns. "use" waits for each leaf where the next loss first uses it, or where somebody
+            reads the state; such leaves enter a loss as they do at stage 3. A captured step always waits before it
+            returns.
 
     Raises:
         ValueError: a field is out of range.
@@ -28,6 +33,7 @@ class Pace:
     prefetch_bytes: int = 32 << 20
     accumulate: str = "each"
     chunk_bytes: int = 64 << 20
+    refresh: str = "update"
 
     def __post_init__(self) -> None:
         if self.prefetch_bytes < 0:
@@ -35,5 +41,8 @@ class Pace:
         if self.accumulate not in ("each", "once"):
             hint = did_you_mean(str(self.accumulate), ("each", "once"))
             raise ValueError(f"Pace(accumulate={self.accumulate!r}): use 'each' or 'once'.{hint}")
+        if self.refresh not in ("update", "use"):
+            hint = did_you_mean(str(self.refresh), ("update", "use"))
+            raise ValueError(f"Pace(refresh={self.refresh!r}): use 'update' or 'use'.{hint}")
         if self.chunk_bytes < 1:
             raise ValueError(f"Pace(chunk_bytes={self.chunk_bytes}): must be positive.")

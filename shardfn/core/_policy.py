@@ -24,7 +24,7 @@ class Dtypes(NamedTuple):
 
     Attributes:
         param: in which it is kept between steps.
-        master: in which the optimizer updates it; wider than `param` where there is a copy in the optimizer's state.
+        master: in which the optimizer updates it; if wider than `param`, a copy is in the optimizer's state.
         compute: in which the loss sees it, and in which it is gathered.
         reduce: in which its gradient travels.
         accum: in which its gradient is added up and handed to the optimizer.
@@ -49,24 +49,25 @@ class Dtypes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The precision of a training step, by what is done in it.
+    """The precision of each part of a training step.
 
-    It speaks of floating-point leaves; integers, bools and complex numbers keep their dtype.
+    It applies to floating-point leaves; integers, bools and complex numbers keep their dtype.
 
     Attributes:
-        param: in which parameters are kept between steps.
-        compute: in which the loss sees parameters and batch; stage-3 leaves are cast first and gathered in it.
-        reduce: in which gradients travel between ranks.
-        accum: in which reduced gradients are added up over microbatches and handed to the optimizer.
+        param: the dtype of parameters between steps.
+        compute: the dtype in which the loss sees parameters and batch. Stage-3 leaves are cast first and gathered in
+            it.
+        reduce: the dtype in which gradients are sent between ranks.
+        accum: the dtype in which reduced gradients are summed over microbatches and passed to the optimizer.
         output: the dtype of the loss value.
-        master: the dtype of the copy of the parameters that the optimizer keeps where `param` is narrower; None = no
-            copy, so that updates smaller than half a unit in the last place of `param` are lost.
-        exceptions: pattern -> dtype: leaves in whose path the pattern is found (`re.search`) are kept and computed in
-            that dtype; the last match counts. Paths read `params['blocks'][0]['norm_w']`.
+        master: the dtype of a copy of the parameters in the optimizer's state, which exists where `param` is narrower.
+            None means no copy; updates smaller than half a unit in the last place of `param` are then lost.
+        exceptions: pattern -> dtype. Leaves in whose path the pattern is found (by `re.search`) are stored and computed
+            in that dtype; the last match counts. A path looks like `params['blocks'][0]['norm_w']`.
 
     Raises:
         TypeError: `exceptions` is no dict.
-        ValueError: a dtype is none of bfloat16, float16, float32 and float64; or a pattern is no regular expression.
+        ValueError: a dtype is not bfloat16, float16, float32 or float64; or a pattern is not a regular expression.
 
     Example:
         >>> Policy(compute=torch.bfloat16).param
@@ -109,7 +110,7 @@ class Policy:
 
     @staticmethod
     def bf16(**changes: Any) -> "Policy":
-        """Parameters and arithmetic in bfloat16; gradients travel, add up and are applied in float32.
+        """Parameters and arithmetic in bfloat16; gradients are sent, summed and applied in float32.
 
         Args:
             **changes: fields that shall differ.
@@ -172,7 +173,7 @@ class Policy:
         return self.master is not None and any(d.itemsize < self.master.itemsize for d in kept)
 
     def check(self, paths: Sequence[str]) -> None:
-        """Refuses exceptions that speak of no leaf.
+        """Refuses exceptions that match no leaf.
 
         Raises:
             ValueError: a pattern is found in no path; all are listed.

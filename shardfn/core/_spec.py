@@ -84,7 +84,7 @@ class Sharding:
 
     Attributes:
         spec: the layout.
-        memory_kind: where it is kept.
+        memory_kind: the memory in which the leaf is stored: "device", "host" or "disk".
         stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. ZeRO
             then cuts each layer, and gathers each when it is used. See `shardfn.scan`. An axis that cuts the leading
             dim itself gives each rank some of the layers, as the stages of a pipeline have them.

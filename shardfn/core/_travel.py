@@ -11,20 +11,21 @@ BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Travel:
-    """In how many bits, over which axes and in what messages leaves and gradients travel.
+    """In how many bits, along which axes and in which messages leaves and gradients are sent.
 
-    `gather` and `reduce` round what travels; `secondary_axis` and `bucket_bytes` never change a bit.
+    `gather` and `reduce` round what is sent; `secondary_axis` and `bucket_bytes` never change a bit of the result.
 
     Attributes:
-        gather: stage 3: what sharded leaves travel as when they are gathered: "int8" or "int4" with a scale a
-            block (ZeRO++'s qwZ); None = in the dtype that the loss sees.
-        reduce: what the gradients of leaves of more than `Zero.persist_elements` elements travel as: "int8" or "int4"
-            (ZeRO++'s qgZ); with `secondary_axis` they are summed along it first. None = as the precision policy says.
-        block_elements: with `gather` or `reduce`: elements that share a scale.
-        secondary_axis: stage 3: the axis or axes, of those in `Zero.axis`, that are near (within a node). A leaf
-            crosses the others once a step; what has come is kept until the step's end, cut over these, and the step's
-            later gathers run over these alone (ZeRO++'s hpZ).
-        bucket_bytes: smaller leaves travel together up to this size, larger ones alone.
+        gather: at stage 3, the format in which sharded leaves are gathered: "int8" or "int4" with a scale for each
+            block (ZeRO++'s qwZ). None means the dtype in which the loss sees them.
+        reduce: the format in which gradients of leaves with more than `Zero.persist_elements` elements are sent: "int8"
+            or "int4" (ZeRO++'s qgZ); with `secondary_axis` they are summed along it first. None means the `reduce`
+            dtype of the precision policy.
+        block_elements: with `gather` or `reduce`, the number of elements that share a scale.
+        secondary_axis: at stage 3, those of the axes in `Zero.axis` that are within a node. A leaf is sent along the
+            other axes once per step; the result is stored until the end of the step, cut along the secondary axes, and
+            later gathers of the step run along these alone (ZeRO++'s hpZ).
+        bucket_bytes: the size up to which smaller leaves are sent in one message; larger leaves are sent alone.
 
     Raises:
         ValueError: a field is out of range, or has no effect.

@@ -21,28 +21,27 @@ from ._zero_flat import check_names, flattened, nested, takes_old_names
 @takes_old_names
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Which states are sharded, over which axis and in which memory; how they travel, and when.
+    """Which states are sharded, over which axis and in which memory; how and when they are sent.
 
-    `stage`, `axis`, `reduction` and `pace.accumulate` say what is summed in which order; `travel.gather` and
-    `travel.reduce` round what travels; the others never change a bit.
+    Results depend on `stage`, `axis`, `reduction` and `pace.accumulate` through the order of sums, and on
+    `travel.gather` and `travel.reduce`, which round what is sent. No other field changes a bit of them.
 
     Attributes:
-        stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
-        axis: mesh axis or axes over which states are cut.
-        params: the memory in which parameters of more than `persist_elements` elements are kept: "device", "host" or
-            "disk".
-        grads: the memory in which summed gradients wait for the update.
-        optimizer: the memory in which the optimizer's state is kept; the update runs on the host unless it is "device".
+        stage: what is sharded: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        axis: the mesh axis, or axes, along which states are cut.
+        params: the memory of parameters with more than `persist_elements` elements: "device", "host" or "disk".
+        grads: the memory of summed gradients until the update.
+        optimizer: the memory of the optimizer's state. Unless it is "device", the update runs on the host.
         persist_elements: stage 3: leaves of at most this many elements stay gathered.
-        optimizer_fraction: the fraction of the optimizer's state, by elements, that is kept at `optimizer`; the rest,
-            that of the first leaves, whose gradients come last, stays on the device.
-        travel: how leaves and gradients cross the mesh: in how many bits, over which axes, in what messages.
-        pace: when they move, and how much at a time.
-        disk: where "disk" is; None = nothing is kept there.
-        reduction: "by_rank", or "canonical": the global batch is cut in `reduction_chunks` chunks, which are run one by
-            one and summed by a fixed tree, so that a step has the same bits on any number of ranks (on one kind of
-            processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n.
-        reduction_chunks: C, a power of two; no fewer than ranks.
+        optimizer_fraction: the fraction of the optimizer's state, by elements, that is in the memory `optimizer`. The
+            rest stays on the device: that of the first leaves, whose gradients come last.
+        travel: how leaves and gradients are sent: in how many bits, along which axes, in messages of which size.
+        pace: when they are sent, and how much at a time.
+        disk: the directory for "disk"; None if no field is "disk".
+        reduction: "by_rank", or "canonical": the global batch is cut into `reduction_chunks` chunks, which run one by
+            one and are summed by a fixed tree, so that a step is bitwise identical on any number of ranks (on one kind
+            of processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n.
+        reduction_chunks: C, a power of two, at least the number of ranks.
 
     Raises:
         ValueError: a field is out of range, or has no effect.
@@ -106,7 +105,7 @@ class Zero:
 
     @property
     def directory(self) -> str | None:
-        """Where states on disk are; None = nothing is kept there."""
+        """The directory of states on disk; None if there are none."""
         return None if self.disk is None else self.disk.directory
 
     @property
@@ -116,7 +115,7 @@ class Zero:
 
     @property
     def kinds(self) -> set[MemoryKind]:
-        """The memories that it uses."""
+        """The memories that the rule uses."""
         return {self.params, self.grads, self.optimizer}
 
     def __post_init__(self) -> None:
@@ -142,17 +141,18 @@ class Zero:
             raise ValueError(f"Zero(reduction_chunks={chunks}): the tree has a power of two of them.")
         if not self.is_canonical:
             return
+        waits = "a state that waits elsewhere is measured piece by piece"
         wrong = {
-            "travel=Travel(reduce=)": self.travel.reduce is not None,
-            "travel=Travel(secondary_axis=)": self.travel.secondary_axis is not None,
-            "grads=": self.grads != "device",
-            "optimizer=": self.optimizer != "device",
+            "travel=Travel(reduce=)": (self.travel.reduce is not None, "codes round by rank"),
+            "travel=Travel(secondary_axis=)": (self.travel.secondary_axis is not None, "sums go axis by axis"),
+            "grads=": (self.grads != "device", waits),
+            "optimizer=": (self.optimizer != "device", waits),
         }
-        given = [name for name, is_given in wrong.items() if is_given]
+        given = [f"{name} ({why})" for name, (is_given, why) in wrong.items() if is_given]
         if given:
             raise ValueError(
-                f"Zero(reduction='canonical') with {', '.join(given)}: codes round by rank, and what waits elsewhere is"
-                " measured piece by piece; leave these out, or the reduction."
+                f"Zero(reduction='canonical') with {', '.join(given)}: sums would be taken in another order for each"
+                " number of ranks. Leave these out, or the reduction."
             )
 
     @property
@@ -203,7 +203,7 @@ def _tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh) -> P:
-    """The compute spec with the ZeRO axes added on the dim that they cut best.
+    """The compute spec, with the ZeRO axes added to the dim that they cut best.
 
     Dim 0 is taken when it wastes at most an eighth in padding, since blocks along it are contiguous; else the dim with
     the least waste. A leaf without a dim of 2 or more stays as it is.

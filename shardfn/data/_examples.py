@@ -115,7 +115,7 @@ class Cursor:
     Attributes:
         batches: `batches(n, rank=, world=)`: an `ExampleBatches`, a `Batches`, or a function.
         stop: the number of the batch before which it ends.
-        mesh: says which rank's rows; None = all of them.
+        mesh: selects this rank's rows; None means all rows.
         axes: those of the mesh that cut the batch.
         next: the number of the batch that comes next.
 

@@ -4,7 +4,7 @@ from ._abstract import abstract_leaves as abstract_leaves, is_abstract as is_abs
 from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbatches as num_microbatches
 from ._agreement import Agreement as Agreement
 from ._backward import run_forward as run_forward
-from ._callable import check_loss as check_loss
+from ._callable import check_loss as check_loss, function_name as function_name
 from ._captured import CapturedSteps as CapturedSteps
 from ._canonical import describe_rows as describe_rows
 from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas

@@ -1,5 +1,6 @@
 """What is passed as a loss and cannot be one: found when the step is built, before anything is sent."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,19 @@ def check_function(who: str, f: Any) -> None:
         raise TypeError(f"{who} takes a function, loss(params, batch), and this is of type {type(f).__name__}.")
 
 
+def function_name(f: Any) -> str:
+    """The name of a function, also of one whose first arguments are bound.
+
+    Example:
+        >>> import functools
+        >>> function_name(functools.partial(check_function, "jit"))
+        'check_function'
+    """
+    while isinstance(f, functools.partial):
+        f = f.func
+    return getattr(f, "__name__", type(f).__name__)
+
+
 def module_name(x: Any) -> str | None:
     """The class of a module, or of what is a class of modules itself; None of anything else."""
     if isinstance(x, type):
@@ -63,7 +77,7 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
     takes = _signature(inner)
     if takes is None or _fits(takes, len(given)):
         return
-    name = getattr(inner, "__name__", type(inner).__name__)
+    name = function_name(inner)
     calls = f"{name}{takes} cannot be called as this step calls it, {name}({', '.join(given)})"
     raise TypeError(f"{calls}. {_remedy(takes, len(given), key=key, has_state=has_state)}")
 

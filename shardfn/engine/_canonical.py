@@ -29,6 +29,7 @@ from ._accumulated import cut_rows, num_microbatches
 from ._check import describe_batch, is_spec
 from ._chunks import Chunks, Node, push, tree_sum
 from ._loss import Value
+from ._pipelined import pipelined_in
 from ._plan import Plan
 from ._step import StepParts
 
@@ -185,12 +186,13 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
         return
     elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes]
     cut = [x.path for x in plan.layers if x.trainable and set(x.own_axes) & set(plan.batch_axes)]
+    staged = pipelined_in(parts.loss) is not None  # also on one rank, where its microbatches are accumulated
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
         or plan.chunks.ranks > plan.chunks.total,
         "jit and lower: leave them out": jitted or plan.captured,
-        "a pipeline: its microbatches are added up in another order": parts.table is not None,
-        "accumulate: the chunks are the microbatches; leave it out": num_microbatches(parts.loss) > 1,
+        "a pipeline: its microbatches are added up in another order": staged,
+        "accumulate: the chunks are the microbatches; leave it out": num_microbatches(parts.loss) > 1 and not staged,
         "model state: it would be changed chunk by chunk": parts.has_state,
         "torch.func: its sums are made in order of ranks": transforming(),
         "an optimizer that averages gradients itself": parts.optimizer.needs.phases is not None,
@@ -201,7 +203,7 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
     }
     raise_all(
         ValueError,
-        "Zero(reduction='canonical') does not go with",
+        "Zero(reduction='canonical') does not go with these; leave them out, or the reduction:",
         [text for text, is_wrong in problems.items() if is_wrong],
     )
 

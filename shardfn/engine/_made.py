@@ -6,7 +6,7 @@ from typing import Any
 
 from shardfn.core import PyTree, deferred, raise_all, tree_leaves, tree_paths
 
-from ._callable import module_name
+from ._callable import function_name, module_name
 from ._check import check_params
 
 
@@ -62,7 +62,7 @@ def _check_arguments(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         takes.bind(*args)
     except TypeError as error:
-        name = getattr(f, "__name__", type(f).__name__)
+        name = function_name(f)
         raise TypeError(
             f"init({name}, ...) calls {name}{takes} with {len(args)} arguments: {error}. Pass them after it, as in"
             f" step.init({name}, sf.key(0)); or pass the parameters themselves."

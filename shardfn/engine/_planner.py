@@ -251,16 +251,15 @@ def _told(x: GlobalTensor | Placement) -> str:
 
 def _made_by(plan: Plan, leaves: list[Any]) -> bool:
     """Whether leaves are such as a step by this plan makes: all that is compared of them otherwise, at a glance."""
-    return all(
-        type(x) is GlobalTensor
-        and x.spec is leaf.param
-        and x.mesh is plan.mesh
-        and x.shape == leaf.shape
-        and x.memory_kind == leaf.home
-        and x.code == leaf.places.code
-        and x.dtype == leaf.dtypes.param
-        for x, leaf in zip(leaves, plan.leaves, strict=True)
-    )
+    mesh = plan.mesh
+    for x, leaf in zip(leaves, plan.leaves, strict=True):
+        if type(x) is not GlobalTensor or x.spec is not leaf.param or x.mesh is not mesh or x.shape != leaf.shape:
+            return False
+        held = x.memory
+        code = None if isinstance(held, Tensor) else held.code
+        if x.memory_kind != leaf.home or code != leaf.places.code or held.dtype != leaf.dtypes.param:
+            return False
+    return True
 
 
 def _seen_shape(leaf: LeafLayout) -> tuple[int, ...]:

@@ -63,6 +63,10 @@ def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         if batch and isinstance(batch[0], Mapping) and error.args and error.args[0] not in batch[0]:
             error.add_note(f"The batch has {list(batch[0])}.{did_you_mean(str(error.args[0]), map(str, batch[0]))}")
         raise
+    except IndexError as error:
+        for line in _ranges(*batch) if "index out of range" in str(error) else ():
+            error.add_note(line)
+        raise
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise
@@ -95,6 +99,13 @@ def _other_dtypes(dtype: torch.dtype, batch: PyTree) -> list[str]:
     others = [(path, x) for path, x in named if x.dtype != dtype]
     floats = [(path, x) for path, x in others if x.is_floating_point()]
     return [f"{path} is {x.dtype}; write {path}.to({dtype})" for path, x in floats or others]
+
+
+def _ranges(batch: PyTree) -> list[str]:
+    """Of integers the least and the largest: one of them may be a number that a table has no row for."""
+    named = list(zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True))
+    of_integers = [(path, x) for path, x in named if not (x.is_floating_point() or x.is_complex()) and x.numel()]
+    return [f"{path} has values from {int(x.min())} to {int(x.max())}." for path, x in of_integers]
 
 
 def _other_devices(device: torch.device, batch: PyTree) -> list[str]:

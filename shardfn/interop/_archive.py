@@ -5,6 +5,7 @@ apart.
 https://github.com/huggingface/safetensors
 """
 
+import errno
 import json
 import math
 import os
@@ -58,7 +59,10 @@ class Archive(Mapping[str, SafetensorsEntry]):
         self._kept: dict[str, SafetensorsEntry] = {}
         one, index = self.directory / f"{stem}.safetensors", self.directory / (stem + INDEX)
         if not one.exists() and not index.exists():
-            found = sorted(p.name for p in self.directory.glob("*")) if self.directory.is_dir() else []
+            if not self.directory.is_dir():
+                what = "is a file: pass the directory that it is in" if self.directory.exists() else "does not exist"
+                raise FileNotFoundError(f"no weights in {self.directory}, which {what}.")
+            found = sorted(p.name for p in self.directory.iterdir())
             raise FileNotFoundError(f"{self.directory} has neither {one.name} nor {index.name}; it has {found}.")
         if one.exists():
             self._kept = safetensors_entries(one)
@@ -133,7 +137,11 @@ class ArchiveWriter:
         file_bytes: int = 5 << 30,
     ) -> None:
         self.directory, self._stem = pathlib.Path(directory), stem
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as problem:
+            text = f"{self.directory} is a file, or lies below one: weights need a directory."
+            raise NotADirectoryError(errno.ENOTDIR, text) from problem
         wrong = [
             f"{name} is {dtype}" for name, (dtype, _) in entries.items() if dtype not in SAFETENSORS_DTYPES.values()
         ]

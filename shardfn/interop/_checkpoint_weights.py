@@ -55,7 +55,10 @@ def export_checkpoint(
     masters = {found[1]: path for path in leaves if (found := _MASTERS.fullmatch(path))}
     sources = {found[1]: masters.get(found[1], path) for path in leaves if (found := _PARAMS.fullmatch(path))}
     if not sources:
-        raise ValueError(f"{directory} has no leaves below params; it has {', '.join(list(leaves)[:6]) or 'none'}.")
+        raise ValueError(
+            f"{directory} has no leaves below params; it has {', '.join(list(leaves)[:6]) or 'none'}. Save the state of"
+            " a step, or a tree of parameters by save(..., at='params')."
+        )
     names = {rest: dotted(rest) for rest in sources}
     if len(set(names.values())) < len(names):
         raise ValueError(f"{directory}: several parameters would have the same name: {sorted(names.values())}.")

@@ -35,15 +35,15 @@ _FP16 = {
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedRecipe:
-    """What a configuration says. `str` of it is a table of its keys: taken, another default here, no counterpart.
+    """The contents of a configuration. `str` of it is a table of its keys, and of what became of each.
 
     Attributes:
         optimizer: with its schedule, behind the clipping; None where the configuration has none.
-        zero: the stage, and what is kept where.
+        zero: the stage and the memories.
         policy: the precision; None = that of the parameters.
         loss_scale: with fp16.
         num_microbatches: of a step.
-        rows_per_step: of the global batch; None where the file does not say.
+        rows_per_step: rows of the global batch; None if the file does not have it.
         learning_rate: of the optimizer: a number, or a schedule.
         rows: what became of each key.
     """
@@ -79,7 +79,7 @@ def from_deepspeed_config(
     secondary_axis: str | None = None,
     gradient_clipping: float = 1.0,
 ) -> DeepSpeedRecipe:
-    """Reads a DeepSpeed configuration. Every key in it is accounted for: see `str` of what is returned.
+    """Reads a DeepSpeed configuration. Every key is accounted for: see `str` of the result.
 
     Args:
         config: a JSON file, or what one has.

@@ -26,8 +26,8 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     """The `Config` whose GPT computes what the model of this `config.json` does.
 
     Args:
-        told: what `config.json` says; values that it leaves out are those of transformers.
-        **changes: other fields of the result: `stacked=True`, say.
+        told: the contents of `config.json`; missing values are the defaults of transformers.
+        **changes: other fields of the result, such as `stacked=True`.
 
     Raises:
         ValueError: the model is of another type, or computes something else; lists every setting.
@@ -49,14 +49,14 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
 
 
 def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, Any]:
-    """What `config.json` says of this model, for transformers.
+    """The contents of `config.json` for this model, for transformers.
 
     Args:
         config: the shape.
         model_type: one of "gpt2", "llama", "mistral", "qwen2" and "bloom"; default the one that fits.
 
     Raises:
-        ValueError: transformers has no such model, or not of that type; says which fields are at odds.
+        ValueError: transformers has no such model, or not of that type; the message has the fields that differ.
 
     Example:
         >>> hf_config(gpt.Config.gpt2_like())["architectures"]

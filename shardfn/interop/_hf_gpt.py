@@ -35,7 +35,7 @@ def gpt_from_hf(
     Args:
         directory: has `config.json`, and `model.safetensors` or several files with an index.
         dtype: what to convert to; default the dtype of the files, which must then be one.
-        **changes: fields of the `Config` that say how it computes: `stacked=True`, `per_head=True`.
+        **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
         The config, and a tree as of `gpt.init(config, key)`. A use other than by `step.init` reads the whole leaf:
@@ -99,8 +99,8 @@ def gpt_to_hf(
         file_bytes: from when on another file begins, with an index of all.
 
     Raises:
-        ValueError: transformers has no such model, or leaves do not fit the config; lists what is at odds.
-        OSError: the first rank could not write; nothing of it is left. The others raise a `RankError` that says it.
+        ValueError: transformers has no such model, or leaves do not fit the config; the message lists all.
+        OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
 
     Example:
         >>> import tempfile

@@ -52,7 +52,7 @@ def module_from_hf(
     are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it.
 
     Args:
-        module: gives names, shapes, and which parameters are tied.
+        module: for names, shapes and tied parameters.
         directory: where the files are.
         dtype: what to convert to; default each tensor's own.
 
@@ -109,14 +109,14 @@ def module_to_hf(
 
     Args:
         module: which the parameters are of.
-        params: as `from_module` gives them, sharded or not.
+        params: from `from_module`, sharded or not.
         directory: where to; made if missing.
         dtype: what to convert parameters to; default that of the leaves.
         file_bytes: from when on another file begins, with an index of all.
 
     Raises:
         ValueError: the names or shapes are not those of the module; lists all.
-        OSError: the first rank could not write; nothing of it is left. The others raise a `RankError` that says it.
+        OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
 
     Example:
         >>> import tempfile

@@ -106,7 +106,7 @@ def export(
 
     Args:
         state: of a step over the parameters that `from_module(module)` gave.
-        module: gives names, buffers and its `config`; its parameters may be on `meta`.
+        module: for names, buffers and its `config`; its parameters may be on `meta`.
         directory: where to; made if missing.
         dtype: what to convert to; default that of the master copies.
         file_bytes: from when on another file begins.

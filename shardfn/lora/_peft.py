@@ -92,7 +92,7 @@ def load_peft(
 
     Args:
         directory: with both files.
-        params: a module's parameters by name, as `from_module` gives them, stacked layers included.
+        params: a module's parameters by name, from `from_module`, stacked layers included.
         specs: theirs.
 
     Returns:

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from shardfn.core import Mesh
+from shardfn.core import Mesh, a_kind
 
 from ._floats import to_floats
 
@@ -16,11 +16,11 @@ class Logger:
     """Writes metrics by step to `metrics.jsonl` and, where asked, to TensorBoard events in the same folder.
 
     The first rank of the mesh writes; on the others nothing happens, and no metric is brought over from the device. A
-    line is on disk when `write` returns, so that a run that dies leaves all that it said.
+    line is on disk when `write` returns, so that a run that dies leaves all its lines.
 
     Args:
         folder: where to; made if missing.
-        mesh: says which rank this is; None = the one that writes.
+        mesh: only its first rank writes; None means that this process writes.
         tensorboard: whether events are written too, for which the package `tensorboard` must be installed.
         start: the step that a resumed run goes on from: lines of later steps are dropped, since those steps are made
             again. 0 begins anew.
@@ -76,6 +76,12 @@ class Logger:
         """
         if isinstance(step, Mapping):
             raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
+        for part in metrics:
+            if not isinstance(part, Mapping):
+                raise TypeError(
+                    f"Logger.write takes mappings of metrics, and this is {a_kind(part)}; write"
+                    " logger.write(step, {'loss': loss})."
+                )
         step = operator.index(step)
         if not self._writes:
             return {}

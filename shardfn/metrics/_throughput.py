@@ -35,7 +35,7 @@ class Throughput:
     Args:
         flops_per_token: see `flops_per_token`; None leaves "mfu" out.
         peak_flops: of all devices together, operations a second in the dtype of the products; None leaves "mfu" out.
-        clock: says the time in seconds.
+        clock: returns the time in seconds.
 
     Raises:
         ValueError: one of the two numbers of "mfu" is there without the other, or is not positive.

@@ -8,7 +8,7 @@ Touvron et al., LLaMA: Open and Efficient Foundation Language Models, 2023, http
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +106,7 @@ def loss(
         A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
 
     Raises:
+        TypeError: the batch is no dict with "tokens" of integers, [B, T + 1].
         ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see; or
             `tile` and `sequence`, whose layers take all of a rank's tokens together.
 
@@ -116,6 +117,7 @@ def loss(
         >>> loss(config, init(config, core.key(0)), batch).shape
         torch.Size([])
     """
+    _check_batch(batch)
     given, batch = batch, _shifted(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
     x_BTD = _hidden(config, params, batch, key, wrap, along, tile)
@@ -298,6 +300,20 @@ def generate(
 
 
 # The forward pass.
+
+
+def _check_batch(batch: Any) -> None:
+    """Refuses tokens that are none.
+
+    Raises:
+        TypeError: says what a batch is.
+    """
+    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
+        what = f"a {type(batch).__name__}" if not isinstance(batch, Mapping) else f"a dict with {sorted(batch)}"
+        if isinstance(tokens, Tensor):
+            what = f"a dict whose tokens are {tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise TypeError(f"a batch of gpt is {{'tokens': int64 [B, T + 1]}}, and this is {what}.")
 
 
 _WHOLE = _Along()

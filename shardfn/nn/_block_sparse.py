@@ -19,7 +19,7 @@ from ._ring import online
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(Local):
-    """The tiles in which the mask counts a pair, each head's for itself, by one kernel: time and memory of those alone.
+    """One kernel over the tiles in which the mask has a pair, for each head; only these cost time and memory.
 
     It takes any mask of positions, and of data `Segments`, `Keys`, `Added`, `Relative` and one `PairDropout`.
 

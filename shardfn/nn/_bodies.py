@@ -32,7 +32,7 @@ from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._chunked import Chunked
-from ._course import num_rows
+from ._course import num_rows, part_of
 from ._heads import dealt_heads, evenly
 from ._inputs import narrowed
 from ._local import Local
@@ -111,7 +111,7 @@ class Ring:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """What it says of the tokens of the whole sequence."""
+        """The tokens of the whole sequence that it states."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     def rows(self, length: int) -> Rows:
@@ -163,7 +163,7 @@ class Ulysses:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """What it says of the tokens of the whole sequence."""
+        """The tokens of the whole sequence that it states."""
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
@@ -294,7 +294,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
     """The number of tokens of the whole sequence, of which this rank has some.
 
     Raises:
-        ValueError: it is said nowhere, or twice.
+        ValueError: it is stated nowhere, or twice.
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:
@@ -327,16 +327,6 @@ def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:
     for r in range(len(sizes)):
         front, back = sum(fronts[:r]), sum(fronts) + sum(backs[r + 1 :])
         out.append(tuple((a, b) for a, b in ((front, front + fronts[r]), (back, back + backs[r])) if a < b))
-    return tuple(out)
-
-
-def part_of(rows: Rows, start: int, stop: int) -> Rows:
-    """Rows start .. stop of these, as positions."""
-    out, at = [], 0
-    for a, b in rows:
-        cut = (a + max(start - at, 0), a + min(stop - at, b - a))
-        out += [cut] if cut[0] < cut[1] else []
-        at += b - a
     return tuple(out)
 
 

@@ -79,7 +79,7 @@ class Chunked:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """What it says of the tokens of the whole sequence."""
+        """The tokens of the whole sequence that it states."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     @property

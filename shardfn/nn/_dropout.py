@@ -79,7 +79,7 @@ def dropout_of_rows(
         x: one sample a row, and in dim 1 this rank's tokens.
         rate: probability of dropping, in [0, 1).
         index_B: global number of each sample.
-        own: (start, stop) of each stretch, one after the other, as `own_rows` tells them.
+        own: (start, stop) of each stretch, in order, from `own_rows`.
         length: tokens of the whole sequence.
 
     Raises:

@@ -45,7 +45,8 @@ def embedding(
 ) -> Float[Tensor, "*batch2 d"]:
     """Row `tokens[...]` of the table; with `axis`, of a table of which each rank has its own rows.
 
-    Each rank looks up what it has, and the sum over ranks is the row: whole, or with `sequence` this rank's tokens.
+    Each rank looks up its own rows, and the sum over ranks is the result: of all tokens, or with `sequence` of this
+    rank's.
 
     Args:
         tokens: indices in [0, V), any shape; the same on all ranks of `axis`.

@@ -25,7 +25,7 @@ class Local(abc.ABC):
 
     @property
     def lengths(self) -> frozenset[int]:
-        """What it says of the tokens of the whole sequence."""
+        """The tokens of the whole sequence that it states."""
         return frozenset()
 
     def order(self, length: int, num_ranks: int) -> Rows:

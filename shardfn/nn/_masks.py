@@ -46,7 +46,7 @@ class Mask(abc.ABC):
 
     @abc.abstractmethod
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Bool[Tensor, "*bh q k"]:
-        """The pairs of a rectangle, [Q, K], [H, Q, K], [B, 1, Q, K] or [B, H, Q, K], as the mask tells them apart."""
+        """The pairs of a rectangle, [Q, K], [H, Q, K], [B, 1, Q, K] or [B, H, Q, K]."""
 
     @property
     def looks_back(self) -> bool:
@@ -55,7 +55,7 @@ class Mask(abc.ABC):
 
     @property
     def lead(self) -> tuple[int, int]:
-        """Samples and heads that the mask tells apart; 1 where it is one for all."""
+        """The numbers of samples and heads with masks of their own; 1 where all share one."""
         return 1, 1
 
     @property
@@ -119,12 +119,12 @@ class Mask(abc.ABC):
         return self
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
-        """What speaks against so many queries, keys and heads."""
+        """The reasons why it does not fit these numbers of queries, keys and heads."""
         del queries, keys, heads
         return []
 
     def count(self, queries: Span, keys: Span) -> int:
-        """Pairs that count in a rectangle, over the samples and heads that the mask tells apart.
+        """The pairs that count in a rectangle, over all samples and heads with masks of their own.
 
         Example:
             >>> Causal().count((0, 4), (0, 4))
@@ -368,7 +368,7 @@ class Both(Mask):
 
 
 def segments(position_ids_BT: Int64[Tensor, "b t"]) -> Segments:
-    """The documents of packed sequences, told by positions that start again at 0.
+    """The documents of packed sequences, from positions that start again at 0.
 
     Args:
         position_ids_BT: of the whole sequence.

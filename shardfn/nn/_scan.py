@@ -33,10 +33,10 @@ def scan(
         carry = init;  for i in range(L):  carry, y[i] = f(carry, xs[i]);  return carry, stack(y)
 
     A model whose layers are alike keeps each of their parameters stacked, [L, *shape], and runs the layers by `scan`.
-    With specs that say so (`Sharding(spec, stacked=True)`) a sharded step cuts, gathers, reduces and frees such a leaf
-    layer by layer. In a captured step the body is captured once, forward and backward, and written down for the other
-    layers by substitution, so that a capture takes as long as that of a few layers. The graph is the loop's. Where `f`
-    is the same code over the same objects for each microbatch, the layers of all microbatches are copies of one.
+    With specs `Sharding(spec, stacked=True)` a sharded step cuts, gathers, reduces and frees such a leaf layer by
+    layer. In a captured step the body is captured once, forward and backward, and written down for the other layers by
+    substitution, so that a capture takes as long as that of a few layers. The graph is the loop's. Where `f` is the
+    same code over the same objects for each microbatch, the layers of all microbatches are copies of one.
 
     Args:
         f: `f(carry, x) -> (carry, y)`, a pure function: what differs between layers is in `x`. In a captured step

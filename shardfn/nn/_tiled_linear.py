@@ -61,7 +61,7 @@ def tiled_linear(
 def tiles(
     w_FD: Float[Tensor, "f d"], *, in_splits: int = 1, out_splits: int = 1, tile_bytes: int | None = None
 ) -> list[list[Tensor]]:
-    """Cuts a weight in a grid of tiles, as `tile_shapes` says.
+    """Cuts a weight into a grid of tiles of the shapes from `tile_shapes`.
 
     Args:
         w_FD: the weight.

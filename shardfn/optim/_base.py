@@ -17,12 +17,12 @@ from ._types import Grain, OptState, Params, Specs, Updates
 
 
 class Phase(NamedTuple):
-    """What a rule that averages for itself does in its next step.
+    """The next step of a rule that averages gradients itself.
 
     Attributes:
-        name: of the phase; there are few.
-        local: whether it is given each rank's own gradients and averages what it makes of them; if not, it is given
-            averaged ones, as any rule is.
+        name: the name of the phase; a rule has few.
+        local: whether the rule gets each rank's own gradients and does the averaging. If not, it gets averaged ones,
+            like any rule.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Phase(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """What a rule says that averages for itself.
+    """The phases of a rule that averages gradients itself.
 
     Attributes:
         axes: the mesh axes over which it averages.
@@ -62,14 +62,14 @@ class Measure(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a rule asks of whoever applies it; a rule made of others joins theirs (`join_needs`).
+    """What a step has to know of a rule to apply it; `join_needs` joins those of several rules.
 
     Attributes:
-        granularity: the smallest part of a tree that the rule can step for itself, and with the same bits: "element"
-            (an element's step depends on that element, on counters and on hyperparameters), "leaf" (on its leaf),
-            "tree" (on everything). See `in_pieces`. A rule that says less than "tree" keeps its counters in state
-            leaves that `init` also makes for a tree without leaves.
-        measure: what is taken of each leaf's gradient before a step; None = nothing.
+        granularity: the smallest part of a tree that the rule can update separately with bitwise identical results:
+            "element" (an element's step depends on that element, on counters and on hyperparameters), "leaf" (on its
+            leaf), "tree" (on everything). See `in_pieces`. A rule with a finer granularity than "tree" keeps its
+            counters in state leaves that `init` also makes for a tree without leaves.
+        measure: a number computed of each leaf's gradient before a step; None means none.
         decide: `decide(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and dtypes only), and
             for blocks and parts of it: each function of the tree that it was made with, of a mask or of labels, is
             asked here and no more. None = the rule itself, for it has none.
@@ -77,10 +77,10 @@ class Needs(NamedTuple):
             in a step whose measures are `stats`, one entry a leaf, and in that phase; each may be None = not known.
             None = the rule itself, for it looks at none of them. Where a rule has phases, `params` are the whole
             blocks, and as `GlobalTensor`s without data, where it is known how the rows are cut out of leaves.
-        phases: of a rule that averages for itself.
-        whole: whether it is applied to whole leaves, since it does not say how it goes with blocks: set by
+        phases: of a rule that averages gradients itself; else None.
+        whole: whether the rule can only be applied to whole leaves, as its `update` takes no specs. Set by
             `as_transformation`.
-        donates: whether `update` takes `donate=True`, by which it may overwrite the updates that it is given.
+        donates: whether `update` takes `donate=True`, with which it may overwrite its updates.
         ascends: whether its updates point along the gradient, so that a learning rate has to follow it in a chain. A
             step refuses such a rule alone: parameters plus these updates would raise the loss.
     """
@@ -165,7 +165,7 @@ class GradientTransformation(_Fields):
             For one that takes no `specs` see `as_transformation`.
         apply: `apply(grads, state, params, *, specs=None) -> (params, state)`: the same in place. It may overwrite the
             buffers of all three arguments. None = there is no faster way than `update` and an addition.
-        needs: what it asks of whoever applies it; the default is right for any rule.
+        needs: what the step has to know of it; the default is right for any rule.
 
     Example:
         >>> def update(updates, state, params=None, *, specs=None):

@@ -47,9 +47,9 @@ def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTrans
     Step t = `warmup` moves nothing, inner counters included: g_{t-1} is spent (or there was none), and g_t begins to
     wait. So after T > `warmup` steps `tx` has run T - 1 times, and the last gradient is unused.
 
-    What waits is kept in the dtype of the parameters. Put clipping inside, `delayed(chain(clip_by_global_norm(c),
-    adamw(lr)))`: the norm is taken of gradients as they come and kept with them, so that a step knows it beforehand.
-    Before it, in `chain(clip_by_global_norm(c), delayed(adamw(lr)))`, a step waits for the norm of its own gradients.
+    Gradients that wait have the dtype of the parameters. Put clipping inside, `delayed(chain(clip_by_global_norm(c),
+    adamw(lr)))`: the norm is then computed when gradients arrive, so that the next step has it already. Before it, in
+    `chain(clip_by_global_norm(c), delayed(adamw(lr)))`, a step waits for the norm of its own gradients.
 
     Args:
         tx: the rule.

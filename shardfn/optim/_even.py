@@ -60,11 +60,11 @@ def _even(columns: Columns) -> Iterator[Columns]:
 
 def _body(x: Tensor, n: int) -> Tensor:
     """What of a leaf of `n` elements fills whole vectors: all of it, as it is, where nothing is left over."""
-    return x.view(-1)[: n // _LANES * _LANES] if n % _LANES else x
+    return x.view(-1).narrow(0, 0, n // _LANES * _LANES) if n % _LANES else x
 
 
 def _end(x: Tensor, n: int) -> Tensor:
-    return x.view(-1)[n // _LANES * _LANES :]
+    return x.view(-1).narrow(0, n // _LANES * _LANES, n % _LANES)
 
 
 def _join(ends: list[Tensor]) -> Tensor:

@@ -33,7 +33,7 @@ class VarianceStability(NamedTuple):
 
     Attributes:
         ratio: in (0, 1).
-        after: steps before which it does not freeze: those in which the learning rate warms up, say.
+        after: the first step at which it may freeze, for instance after the warm-up of the learning rate.
 
     References:
         Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,

@@ -44,8 +44,8 @@ class ScaleByLionState(NamedTuple):
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation:
     """The sign rule: `u = sign(b1 mu + (1 - b1) g)`, then `mu = b2 mu + (1 - b2) g`.
 
-    The sign of 0 is 0: a row that never saw a gradient stays where it is. The sign of what is not finite is NaN: a 0
-    would hold a weight still for good and say nothing.
+    The sign of 0 is 0: a row without gradients does not move. The sign of a value that is not finite is NaN; with 0 a
+    weight would silently stop moving.
 
     Args:
         b1: rate inside the sign, in [0, 1).

@@ -90,7 +90,7 @@ def join_needs(
         in_turn: whether each gets the updates of the one before it; else each has leaves of its own.
 
     Returns:
-        Their needs, joined as the table of this file says.
+        Their needs, joined by the table of this file.
 
     Example:
         >>> from shardfn.optim import clip_by_global_norm, sgd

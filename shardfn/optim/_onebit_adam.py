@@ -69,9 +69,9 @@ def onebit_adam(
         t > F:   m = compressed_mean_i(b1 m + (1 - b1) g_i);   nu = nu_F
                  p = p - lr (m / (1 - b1^t) / (sqrt(nu / (1 - b2^F)) + eps) + weight_decay p)
 
-    The warm-up has the bits of `adamw`. Elements whose variance is still zero at the freeze do not move afterwards, for
-    a bit cannot say zero, and they have no scale to step by. Each leaf is compressed for itself, with error feedback:
-    what is lost in one step is added in the next.
+    The warm-up is bitwise identical to `adamw`. Elements whose variance is still zero at the freeze do not move
+    afterwards, as one bit cannot represent zero and they have no scale. Each leaf is compressed separately, with error
+    feedback: the error of one step is added in the next.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -81,10 +81,10 @@ def onebit_adam(
         weight_decay: factor of the decoupled decay, >= 0.
         mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
         freeze_step: F: a number of steps, 15 to 25 percent of all as a rule; or "auto", a `VarianceStability()`.
-        axis: mesh axes over which it averages for itself.
+        axis: the mesh axes over which it averages gradients itself.
         outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
         compressor: how the momentum travels.
-        feedback: whether errors are fed back; without it training goes astray, which is what it is there to show.
+        feedback: whether errors are added to the next step. False is for experiments only: training then diverges.
         bias_correction: whether moments are corrected, as the `adam` of this library does, and DeepSpeed's does not.
         exact: leaves that go on as in the warm-up, averaged without compression: a tree (or prefix) of bools, or a
             function from params to one. Small leaves (`lambda params: tree_map(lambda p: p.ndim < 2, params)`), or such
@@ -149,7 +149,7 @@ def apmsqueeze(
         eps: outside the root, >= 0.
         freeze_step: F; see `onebit_adam`, as for all that follow.
         compressor: how the momentum travels: `int4()`, `top_k(0.01)`, ...
-        axis: mesh axes over which it averages for itself.
+        axis: the mesh axes over which it averages gradients itself.
         outer: of several axes the slow ones.
         feedback: whether errors are fed back.
         exact: leaves that go on as in the warm-up.

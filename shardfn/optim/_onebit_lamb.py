@@ -117,7 +117,7 @@ def onebit_lamb(
         factor_max: upper bound of f.
         factor_min: lower bound of f.
         factor_threshold: by how much of itself f may change in a step.
-        axis: mesh axes over which it averages for itself.
+        axis: the mesh axes over which it averages gradients itself.
         outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
         compressor: how the momentum travels.
         feedback: whether errors are fed back.

@@ -41,7 +41,7 @@ from ._types import OptState, Params, Specs, Updates
 def as_transformation(tx: Any) -> GradientTransformation:
     """A rule as everything here takes it, from one that may be just `(init, update)`.
 
-    `sharded_step`, `chain`, `masked` and the others pass what they are given through this.
+    `sharded_step`, `chain`, `masked` and the others call it on their arguments.
 
     Args:
         tx: a `GradientTransformation`, or any pair of functions `init(params) -> state` and `update(updates, state,

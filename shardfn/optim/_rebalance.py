@@ -17,7 +17,7 @@ _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
 
 
 def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
-    """The state of an optimizer with other ranks: everything that errors owe is kept.
+    """The state of a compressing optimizer for another number of ranks; no error is lost.
 
     Every new rank's error is the mean of the old ranks'; what ranks owe as servers is cut anew. So
 

@@ -117,7 +117,7 @@ def zero_one_adam(
         var_update_scaler: steps with a full mean after which K doubles.
         local_step_scaler: steps after which H doubles.
         local_step_clipper: the largest H.
-        axis: mesh axes over which it averages for itself.
+        axis: the mesh axes over which it averages gradients itself.
         outer: of several axes the slow ones; along the others means are exact. See `compressed_pmean`.
         compressor: how gradients and sums travel.
         feedback: whether errors are fed back.

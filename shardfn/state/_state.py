@@ -1,7 +1,7 @@
 """`TrainState`: what a step takes and gives back."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,13 @@ def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def _versions(xs: Sequence[Tensor]) -> list[int | None]:
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:  # one of them was made in inference mode
+        return [version_of(x) for x in xs]
+
+
 @contextlib.contextmanager
 def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
@@ -91,11 +98,11 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     with torch.no_grad():
         blocks = [(x.held if donate else _copy(x)) if isinstance(x, GlobalTensor) else x for x in leaves]
     given = [x for x in blocks if isinstance(x, Tensor)]
-    before = [version_of(x) for x in given]
+    before = _versions(given)
     try:
         yield tree_unflatten(treedef, blocks)
     except BaseException:
-        if donate and (None in before or before != [version_of(x) for x in given]):
+        if donate and (None in before or before != _versions(given)):
             for x in owned:
                 x.donate()
         raise
@@ -134,7 +141,7 @@ def _row(path: str, x: Any, nbytes: int) -> tuple[str, ...]:
 
 def _bytes_here(x: Any) -> int:
     if isinstance(x, GlobalTensor):
-        return 0 if x.donated else x.held.nbytes
+        return 0 if x.donated else x.memory.nbytes
     return x.nbytes if isinstance(x, Tensor) else 0
 
 
@@ -171,7 +178,7 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
             " the step with donate=False."
         )
     first = [x for x in leaves[:1] if isinstance(x, GlobalTensor)]
-    if not abstract and any(isinstance(x.held, FakeTensor) for x in first):
+    if not abstract and any(isinstance(x.memory, FakeTensor) for x in first):
         raise ValueError(
             f"this {name} has shapes and no values, as init makes it of tensors on 'meta' or without data: it is for"
             " step.lower. To run, give init values; of a module on 'meta', a function that draws or loads them."

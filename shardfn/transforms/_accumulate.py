@@ -9,14 +9,14 @@ from shardfn.engine import Accumulated, check_order
 def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
     """Cuts the batch in microbatches along dim 0 and averages: `mean_i loss(params, batch_i)`.
 
-    For a loss that is a mean over rows this equals `loss(params, batch)`, and so does its gradient; what it trades is
-    activation memory (one microbatch's) against time. A `WeightedMean` is averaged by its weights, exactly. Every
-    tensor of the batch is cut along dim 0; 0-d tensors go to each microbatch whole. A key is passed on as it is, since
-    randomness is addressed by sample.
+    For a loss that is a mean over rows this equals `loss(params, batch)`, and its gradient too. It saves activation
+    memory, which is one microbatch's, and takes more time. A `WeightedMean` is averaged by its weights, exactly. Every
+    tensor of the batch is cut along dim 0; 0-d tensors go to each microbatch whole. Every microbatch gets the same key;
+    draws differ by sample.
 
     Args:
         loss: `loss(params, batch, ...)`.
-        num_microbatches: into how many pieces; must divide the rows.
+        num_microbatches: the number of pieces; must divide the rows.
 
     Raises:
         ValueError: `num_microbatches` is not positive; `loss` is sharded already; or (when called) the number does not

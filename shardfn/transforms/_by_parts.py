@@ -25,13 +25,13 @@ def by_parts(
 
     `partition` then takes the values of the projection to be cut by parts, and what takes them apart sends nothing.
 
-    Parts of one size stay one leaf, with a dim more, of which `whole` is a view. Of parts of several sizes each becomes
-    a leaf, in a tuple, and `whole` copies: once a use, and the copy is kept for the backward, at ZeRO 3 too.
+    Parts of equal size stay one leaf with one more dim, and `whole` is a view. Parts of different sizes become a tuple
+    of leaves, and `whole` copies them at each use; the copy stays in memory for the backward, at ZeRO 3 too.
 
     Args:
         params: the parameters.
-        parts: by pattern, which `re.search` is to find in the paths of leaves, the dim and into what it falls: a number
-            of equal parts, or the size of each.
+        parts: pattern -> (dim, parts). The pattern is looked for in the paths of leaves by `re.search`; parts is a
+            number of equal parts, or a tuple with the size of each.
 
     Returns:
         The parameters, by parts, and the function that joins them.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardfn.core import dtype_name
-from shardfn.engine import Planner, Transform, Unwrapped, num_microbatches
+from shardfn.engine import Planner, Transform, Unwrapped, function_name, num_microbatches
 
 
 def described(unwrapped: Unwrapped, loss: Any, planner: Planner) -> str:
@@ -11,7 +11,7 @@ def described(unwrapped: Unwrapped, loss: Any, planner: Planner) -> str:
     inner = unwrapped.loss
     while isinstance(inner, Transform):
         inner = getattr(inner, "inner", type(inner).__name__)
-    name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
+    name = inner if isinstance(inner, str) else function_name(inner)
     mixed, count = unwrapped.mixed, num_microbatches(loss)
     told = [f"ZeRO stage {planner.zero.stage}"]
     told += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []

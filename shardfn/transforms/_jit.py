@@ -25,28 +25,28 @@ def jit(
 ) -> Jitted:
     """`jit(f)(*args) == f(*args)`, run as a graph: captured once per signature, scheduled, and compiled.
 
-    `sharded_step(jit(loss), ...)` captures the complete step: gathers, forward, backward, reductions, clipping and the
-    optimizer in place, as one flat graph whose transfers are scheduled. It pays its capture (seconds) once for each
-    shape of the batch; a new shape captures again, and is reported in the log "shardfn.jit".
+    `sharded_step(jit(loss), ...)` captures the complete step as one flat graph: gathers, forward, backward, reductions,
+    clipping and the in-place optimizer. Its transfers are then scheduled. A capture takes seconds and is made once for
+    each shape of the batch; the log "shardfn.jit" reports each one.
 
     Args:
         f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
         backend: "graph" runs the captured ops as they are, bit-identical to eager; "inductor" compiles what lies
             between transfers, and needs a C++ compiler. Default "inductor" where there is one.
-        graph_schedule: what the passes over the graph may do; default `Schedule()`.
-        cluster: what it runs on, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. The cost model then
-            chooses the schedule of each graph (`sf.graph.choose`); all ranks of a step run what rank 0 chooses.
+        graph_schedule: the options of the passes over the graph; default `Schedule()`.
+        cluster: the machines, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. A cost model then chooses
+            the schedule of each graph (`sf.graph.choose`); rank 0 chooses for all ranks.
         memory: with `cluster`, bytes that a device may hold at the step's peak; default the cluster's `device.memory`.
-        check_types: whether a step is refused in which a `psum` or a `pvary` of the loss is missing, or stands twice.
-            Without, ranks that would go different ways are not told apart from those that are meant to.
-        **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`. With `cluster` these are kept
-            as they are given, and the others chosen.
+        check_types: whether a `psum` or a `pvary` that is missing in the loss, or stands there twice, is an error. If
+            False, nothing finds ranks that diverge by mistake.
+        **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`. With `cluster` these fields are
+            fixed, and the others are chosen.
 
     Returns:
         The jitted function. `cache_info()` counts hits, misses and seconds.
 
     Raises:
-        ValueError: an unknown back end or option, or one without effect; (when called) no schedule fits `memory`.
+        ValueError: a back end or an option is unknown or has no effect; (when called) no schedule fits `memory`.
         TypeError: `cluster` is no `Cluster`.
         CaptureError: (when called) `f` depends on the value of a tensor; names the line.
 

@@ -34,10 +34,10 @@ class Lowered:
     Attributes:
         gm: the scheduled graph, a `torch.fx.GraphModule`.
         mesh: the mesh it is for, seen from this rank; of an abstract one, from rank 0 or the one it names.
-        schedule: what scheduled it, the budgets of the passes over the graph.
+        schedule: the options with which it was scheduled.
         pipeline: of a step over stages of a pipeline, what each rank runs; else None. The graph is that of the stages
             of one rank, `mesh`'s own.
-        choice: under `jit(cluster=...)` what the schedule was chosen from, with the scores; else None.
+        choice: under `jit(cluster=...)` the schedules that were compared, with their scores; else None.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Lowered:
         return as_text(self.gm)
 
     def schedule_table(self) -> str:
-        """The schedules that were compared, with seconds and peak, the chosen one marked; or the one that was given."""
+        """The schedules that were compared, with seconds and peak, and which was chosen; else the one in use."""
         return f"given: {self.schedule}" if self.choice is None else str(self.choice)
 
     def memory_analysis(self) -> MemoryAnalysis:
@@ -76,7 +76,7 @@ class Lowered:
         return cost_analysis(self.gm)
 
     def estimate(self, cluster: Cluster) -> Estimate:
-        """How long the step would take on a cluster, and what is exposed."""
+        """The predicted time of the step on a cluster, and the part of transfers that computation does not hide."""
         return estimate(self.gm, cluster)
 
     def plot(
@@ -86,10 +86,10 @@ class Lowered:
         kind: str = "memory",
         cluster: Cluster | None = None,
     ) -> "Figure":
-        """A picture of the step: what is alive over its ops and at the peak; or lanes of compute and transfers.
+        """A picture of the step: live memory over its ops, or lanes of computation and transfers over time.
 
         Args:
-            path: where to write it, too; the ending says how: ".png", ".svg".
+            path: a file to write, ".png" or ".svg"; None writes none.
             kind: "memory", or "time" as the cost model predicts it.
             cluster: for "time": what the step would run on.
 
@@ -122,7 +122,7 @@ class Lowered:
     def compile(self, backend: str | None = None) -> Callable[..., Any]:
         """The step, ready to run: `compiled(state, batch) -> (state, metrics)` for the signature it was lowered for.
 
-        A function takes and gives what it does otherwise.
+        Of a function: ready to be called with its own arguments.
 
         Args:
             backend: as `jit` takes it; default the jit's.

@@ -14,26 +14,26 @@ from shardfn.optim import LossScale
 def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossScale | None = None) -> Mixed:
     """Computes `loss` in a policy's precision: `cast(loss(cast(params), cast(batch)))`.
 
-    Called on its own it casts parameters and floating-point leaves of the batch to `policy.compute`, and the value to
-    `policy.output`. `sharded_step(mixed_precision(loss, policy), ...)` also keeps parameters in `policy.param` with
-    wide copies in the optimizer's state (`MasterState`, which is sharded as that state is), gathers them in
-    `policy.compute`, sends gradients in `policy.reduce` and adds them up in `policy.accum`. It equals the step of one
+    Called directly, the result casts parameters and floating-point leaves of the batch to `policy.compute`, and the
+    value to `policy.output`. `sharded_step(mixed_precision(loss, policy), ...)` also stores parameters in
+    `policy.param`, with wide copies in the optimizer's state (`MasterState`, sharded like that state), gathers them in
+    `policy.compute`, sends gradients in `policy.reduce` and sums them in `policy.accum`. It equals the step of one
     device under the same policy.
 
     With a loss scale the step differentiates `scale * loss` and divides the gradients by the same scale before their
-    norm is taken and they are clipped. A step whose gradients are not finite on any rank is skipped on all, bit for
-    bit; only the scale moves.
+    norm is taken and they are clipped. If gradients are not finite on some rank, all ranks skip the step: the state
+    stays bitwise the same, except for the scale.
 
     Args:
         loss: `loss(params, batch, ...)`; may be accumulated, rematerialised or jitted, inside or outside.
         policy: the precision.
-        loss_scale: of `optim.static_loss_scale` or `optim.dynamic_loss_scale`; a step that computes in float16 needs
+        loss_scale: from `optim.static_loss_scale` or `optim.dynamic_loss_scale`. A step that computes in float16 needs
             one.
 
     Raises:
         TypeError: `policy` is none.
-        ValueError: `loss` has a policy already; or gradients are to be scaled and added up in float16, where dividing
-            them by the scale would lose what it has saved; (when called) an exception of the policy matches no leaf.
+        ValueError: `loss` has a policy already; or scaled gradients would be summed in float16, where dividing them by
+            the scale loses small ones again; (when called) an exception of the policy matches no leaf.
 
     Example:
         >>> from shardfn.core import Policy

@@ -19,13 +19,13 @@ WINDOW = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded(Transform):
-    """A function whose saved tensors go where a policy says.
+    """A function whose saved tensors are stored where a policy decides.
 
     Attributes:
         inner: the function.
         policy: where each tensor waits.
-        directory: where those on disk are; None = with the step's.
-        window: bytes on their way out, and bytes back ahead of their use.
+        directory: where those on disk are; None means the step's directory.
+        window: the most bytes in transfer out, and the most that may be back before their use.
     """
 
     transform: ClassVar[str] = "offload"
@@ -58,24 +58,24 @@ def offload(
     directory: str | os.PathLike[str] | None = None,
     window: int = WINDOW,
 ) -> Offloaded:
-    """Keeps what the backward needs where `policy` says: `offload(f, policy)(*args) == f(*args)`, bit for bit.
+    """Stores what the backward needs where `policy` decides: `offload(f, policy)(*args) == f(*args)`, bit for bit.
 
-    What autograd saves while `f` runs leaves the device as it is saved, and comes back while the backward is busy with
-    what was saved after it. What it trades is device memory against the link: a tensor that is saved n times leaves
-    once. On the device are what the policy keeps, at most `window` bytes that are leaving, at most `window` bytes that
-    are back ahead of their use, and what the current operation needs.
+    Tensors that autograd saves while `f` runs leave the device at once, and come back while the backward works on what
+    was saved later. This trades device memory against traffic between memories; a tensor that is saved n times is moved
+    once. The device holds what the policy keeps there, at most `window` bytes that are leaving, at most `window` bytes
+    that are back before their use, and what the current operation needs.
 
-    In a captured step the moves are ops of the graph. There the newest `window` bytes stay, since they would hardly be
-    gone when the backward begins, and how far ahead the others come back is `jit`'s `prefetch`.
+    In a captured step the moves are ops of the graph. The newest `window` bytes then stay on the device, as the
+    backward needs them first, and `jit`'s `prefetch` sets how early the others come back.
 
     Never moved are arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves
     that a step gathers, tensors below a page, and views of less than a quarter of their memory.
 
     Args:
         f: a loss, or a part of one; may contain `remat`, whose regions then have only their inputs moved.
-        policy: from `policies`, or any function of a `SavedTensor` that says "keep", "host" or "disk".
-        directory: where values on disk go, one folder a rank; they are dropped after use. Default: where the step
-            around keeps its own.
+        policy: from `policies`, or any function of a `SavedTensor` that returns "keep", "host" or "disk".
+        directory: where values on disk are written, in one folder for each rank; they are removed after use. Default:
+            the disk directory of the step around.
         window: see above.
 
     Returns:
@@ -83,9 +83,9 @@ def offload(
 
     Raises:
         ValueError: `f` is accumulated, jitted, or has a precision policy or another offload; (when called) the policy
-            says "recompute", or "disk" without a directory; or it is called inside `remat`.
+            returns "recompute", or "disk" without a directory; or it is called inside `remat`.
         RuntimeError: (in the backward) a saved tensor was modified in place.
-        CaptureError: (when called) inside `jit`, and the policy says "disk", with a directory other than the step's.
+        CaptureError: (when called) inside `jit`, the policy returns "disk" and `directory` is not the step's.
 
     Example:
         >>> from shardfn.transforms import policies

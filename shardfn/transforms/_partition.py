@@ -10,29 +10,29 @@ def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, s
     """Tensor parallelism of an unmodified loss: inside it leaves are whole along `axes`, outside they are blocks.
 
     `sharded_step(partition(loss), ..., specs=specs)` computes what `sharded_step(loss, ...)` computes on one device.
-    The specs alone say what is cut; how the values between are spread follows from the operations, by rules that each
-    say what an operation makes of blocks. With Megatron's specs a transformer's block sends two sums in the forward and
-    two in the backward. What no rule covers is computed on whole values.
+    Only the specs of the leaves are needed. How the values between them are cut follows from the operations: each has a
+    rule for what it computes from blocks. With Megatron's specs a transformer block sends two sums in the forward and
+    two in the backward. An operation without a rule runs on whole values.
 
     The loss's Python runs once a signature, as under `jit`: it may not depend on the values of tensors.
 
     Args:
         loss: `loss(params, batch, ...)`, which knows nothing of `axes`. It may be rematerialised, accumulated, of mixed
             precision or jitted, inside or outside.
-        axes: the mesh axis, or several: of a leaf one may cut one dim, and another another; or both one dim, in this
-            order, P(("tp", "sp")). The first ones must divide what they cut. Where an axis is missing, or of
-            size 1, it is as if it were not named.
-        sequence: whether values between blocks (residuals, norms) stay cut, along the sequence or the samples, where
-            that sends as much: a `psum_scatter` and an `all_gather` in the place of a `psum` and its transpose, and a
-            sum for each leaf that all ranks hold. A rank then holds and computes a part of them. This is Megatron's
+        axes: the mesh axis, or several. Several axes may cut different dims of a leaf, or one dim in this order,
+            P(("tp", "sp")); all but the last must divide what they cut. An axis that the mesh lacks, or of size 1, has
+            no effect.
+        sequence: whether values between blocks (residuals, norms) stay cut along the sequence or the samples, so that
+            each rank holds and computes a part of them. This sends as many bytes: a `psum_scatter` and an `all_gather`
+            replace a `psum` and its transpose; one more sum is sent for each leaf that all ranks hold. It is Megatron's
             sequence parallelism, along the same axis.
 
     Returns:
         The loss; its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.
 
     Raises:
-        ValueError: the loss is partitioned already; (when called) the batch is cut along `axes`, the loss writes to
-            what it is given, sends, draws without a key, or has functions with a backward of their own.
+        ValueError: the loss is partitioned already; (when called) the batch is cut along `axes`, the loss writes to its
+            arguments, calls collectives, draws without a key, or has autograd functions with a custom backward.
         CaptureError: (when called) the loss depends on the value of a tensor; names the line.
 
     Example:

@@ -24,16 +24,18 @@ def pipeline(
 
         h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
 
-    That is what it computes, for each of the microbatches that dim 0 of the batch is cut into, and returns the mean of,
-    as `accumulate` does. In a step on a mesh that has `axis`, each rank along it keeps and runs a block of the layers,
-    by a schedule, and activations and their gradients go from rank to rank. For that the layers' leaves, stacked along
-    dim 0, have specs `P(axis)`, and no other leaf has `axis` in its spec. The number of layers need not divide.
+    The batch is cut into microbatches along dim 0. The loss computes the lines above for each microbatch and returns
+    the mean, as `accumulate` does. In a step on a mesh that has `axis`, each rank along it stores and runs some of the
+    layers, in the order of a schedule; activations and their gradients go from rank to rank. For that the layers'
+    leaves are stacked along dim 0 and have specs `P(axis)`; no other leaf has `axis` in its spec. The axis need not
+    divide the number of layers.
 
-    Each rank gets the same rows along `axis`. The first rank alone runs `first`, the last one `last`; leaves that both
-    use are tied, and any other leaf that several stages use is summed once. ZeRO cuts leaves along other axes.
+    All ranks along `axis` get the same rows. Only the first rank runs `first`, and only the last one runs `last`. The
+    gradient of a leaf that several stages use, such as tied embeddings, is summed over them once. ZeRO cuts leaves
+    along other axes.
 
-    What travels is a tree of tensors, of which floating ones have gradients; a layer keeps structure, shapes and
-    dtypes. With a key, each function takes it as its last argument; layer l gets `fold_in(key, l)`.
+    Ranks send `h`, a tree of tensors; floating-point ones have gradients. A layer must return the structure, shapes and
+    dtypes that it takes. With a key, each function takes it as its last argument; layer l gets `fold_in(key, l)`.
 
     In a step with `has_state` each function takes its part of the model state, a `PipelineState`, after its parameters,
     and returns it with its result: `block(p, state, h[, key]) -> (h, state)`.
@@ -43,21 +45,21 @@ def pipeline(
     Args:
         first: `first(params, batch[, key]) -> h`.
         block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)` or `offload(f)`. For layers whose
-            leaves differ, a list of such functions, one a layer, cut evenly into stages. Their leaves are then a list
-            of as many trees, which nothing stacks: none has `axis` in its spec, and each rank has all of them.
+            leaves differ: a list of such functions, one for each layer, cut evenly into stages. Their leaves are then a
+            list of as many trees and are not stacked; none has `axis` in its spec, and each rank has all of them.
         last: `last(params, h, batch[, key])`; returns what a loss returns: a 0-d tensor or a `WeightedMean`, with
             `has_aux` also an aux.
         blocks: the stacked layers: their key in params, or a function that takes them from params. With several chunks
             they are a list of as many stacks, one after another.
         axis: the axis along which the stages lie.
-        num_microbatches: into how many pieces the batch is cut; must divide its rows.
-        num_chunks: how many pieces of the model a rank has.
+        num_microbatches: the number of microbatches; must divide the rows of the batch.
+        num_chunks: the number of stages on each rank.
         schedule: a name of `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or one that
             splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks); or a schedule, for as many
             ranks as the axis has and as many microbatches. Where its stages go down the ranks and up again, the second
             stack has its layers in reverse order.
         layers_per_stage: how many layers each rank has, of stacks with unused rows (`pad_layers`); None = every row is
-            a layer, cut evenly. `schedules.balance` finds it from what layers cost.
+            a layer, cut evenly. `schedules.balance` computes it from the cost of each layer.
 
     Raises:
         ValueError: the schedule is unknown, or not of so many chunks. Also when a step is built or begins: the schedule

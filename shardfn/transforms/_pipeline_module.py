@@ -24,21 +24,21 @@ def pipeline_module(
         params, apply = from_module(module, layers="model.layers")
         loss(params, batch)  is the mean of the loss over microbatches
 
-    That is what it computes. In a step on a mesh that has `axis` each rank along it keeps and runs a block of the
-    layers: the leaves in `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in its spec. Each
-    rank runs the module's own forward around its own layers: up to its first one without data, from there on with what
-    the rank before has made in place of the layer's first argument. So nothing of the model is written again, and one
-    tensor a microbatch goes from rank to rank. What else layers are given (masks, rotary angles) each rank makes for
-    itself; where it depends on parameters, with these, which are then tied.
+    In a step on a mesh that has `axis`, each rank along it stores and runs some of the layers: the leaves in
+    `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in its spec. Each rank runs the module's
+    own forward around its layers: without data up to its first layer, whose first argument is then the tensor that the
+    rank before sent. So the model's code is used as it is, and one tensor per microbatch goes from rank to rank. Each
+    rank computes the other arguments of layers (masks, rotary angles) itself; parameters on which these depend are
+    tied.
 
-    Layers may differ in what they compute, but not in their leaves. The first and the last rank alone use what is in
-    front of and behind the layers.
+    Layers may compute different things, but must have the same leaves. Only the first rank uses the parts before the
+    layers, and only the last one those behind.
 
     Args:
-        loss: `loss(params, batch[, key])`, which calls `function` once, or a function that its `keyed` gives.
+        loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once.
         function: of `from_module(module, layers=...)`.
         axis: the axis along which the stages lie.
-        num_microbatches: into how many pieces the batch is cut; must divide its rows.
+        num_microbatches: the number of microbatches; must divide the rows of the batch.
         schedule: "gpipe" or "1f1b"; or one of `shardfn.schedules`.
         layers_per_stage: as of `pipeline`, of a padded `params["model.layers"]`.
 

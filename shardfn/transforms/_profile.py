@@ -22,7 +22,7 @@ Row = tuple[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """What the cost model says of a step on a cluster.
+    """The cost model's prediction for a step on a cluster.
 
     Attributes:
         seconds: of the whole step.
@@ -42,19 +42,19 @@ class Predicted:
 class StepProfile:
     """What a step took on this rank: means over the measured steps. It prints as two tables, by phase and by leaf.
 
-    Phases share nothing and add up to `seconds`: "gather", "reduce" and "refresh" are what this rank spent on starting
-    messages and on waiting for them, and are not counted again in the phase in which that happened. "waits" is waiting
-    for other ranks at the end of a forward or backward. "rest" is what is in none: checks and agreement between ranks
-    before the step and after it.
+    Phases do not overlap and add up to `seconds`. "gather", "reduce" and "refresh" are the time in which this rank
+    started messages and waited for them; it is not counted in "forward" or "backward" again. "waits" is waiting for
+    other ranks at the end of a forward or backward. "rest" is everything else: checks, and agreement between ranks
+    before and after the step.
 
     Attributes:
         steps: how many steps were measured.
         seconds: one step, on this rank's clock.
         sent: bytes that this rank sent in a step, as `count_traffic` counts them.
-        phases: phase -> what it took; empty where the step is jitted.
+        phases: phase -> its time; empty for a jitted step.
         leaves: (phase, paths of leaves that travel together) -> what their messages took; as long.
-        predicted: of a cluster, if one was given.
-        notes: what could not be measured, and why.
+        predicted: the prediction for `cluster`, if `profile` got one.
+        notes: reasons why something could not be measured.
     """
 
     steps: int

@@ -22,15 +22,16 @@ def propose_specs(
     optimizer: GradientTransformation | None = None,
     memory: float | None = None,
 ) -> PyTree:
-    """Specs for `partition(loss)` that send few bytes, of those with which no rank holds more than it may.
+    """Specs for `partition(loss)` that send few bytes while no rank holds more than `memory`.
 
-    What a layout costs is what `partition` plans to send with it, forward and backward. A leaf that is whole sends
-    nothing, so that the limit is why anything is cut. For a transformer that is Megatron's layout, or one that sends
-    less. Leaves at the same place of equal layers get the same spec; a leaf that the loss does not use is cut, since
-    that sends nothing. It is a search that forgets: there may be a better layout. Work is not counted, only bytes.
+    The cost of a layout is the number of bytes that `partition` plans to send with it, forward and backward;
+    computation is not counted. Whole leaves cost nothing, so leaves are cut only because of the limit. For a
+    transformer the result is Megatron's layout, or one that sends less. Leaves at the same place of equal layers get
+    the same spec; a leaf that the loss does not use is cut, as that sends nothing. The search is not exhaustive: there
+    may be a better layout.
 
     Args:
-        loss: `loss(params, *batch)`, as written for one device; what it does must be what `partition` takes.
+        loss: `loss(params, *batch)`, written for one device, such that `partition` accepts it.
         params: a tree of tensors, with data or without.
         mesh: has the axis; may be abstract. Its other axes do not matter.
         *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count.

@@ -33,22 +33,24 @@ def remat(
     which the backward then shares. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
     https://arxiv.org/abs/1604.06174
 
-    With a policy the results of some operations are kept, or wait on the host or on disk, and the recomputation is
-    given them in place of running these operations; an operation with several results is decided by the largest.
-    Random draws, operations in place and collectives are run again whatever the policy says.
+    With a policy the results of some operations are stored on the device, the host or disk, and the recomputation uses
+    them instead of running these operations again. An operation with several results is decided by the largest. Random
+    draws, in-place operations and collectives always run again.
 
     Args:
         f: a pure function; wrap a block of a model, or a whole loss.
-        policy: from `policies`, or any function of a `SavedTensor`; default: recompute all.
-        directory: where values on disk go, one folder a rank. Default: where the step around keeps its own.
-        window: bytes that may be on their way out, or back ahead of their use.
+        policy: from `policies`, or any function of a `SavedTensor`. Default: everything is recomputed.
+        directory: where values on disk are written, in one folder for each rank. Default: the disk directory of the
+            step around.
+        window: the most bytes that may be in transfer to the host or disk, and the most that may be back before their
+            use.
 
     Raises:
         ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, is
-            offloaded, or has a precision policy; (when called) the policy says "disk" without a directory, or names a
-            value too late.
+            offloaded, or has a precision policy; (when called) the policy returns "disk" without a directory, or names
+            a value too late.
         RuntimeError: (in the backward) `f` runs other operations the second time.
-        CaptureError: (when called) inside `jit`, and the policy says "disk", with a directory other than the step's.
+        CaptureError: (when called) inside `jit`, the policy returns "disk" and `directory` is not the step's.
 
     Example:
         >>> import torch

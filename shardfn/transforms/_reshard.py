@@ -34,27 +34,26 @@ def reshard(
 ) -> PyTree:
     """The same leaves in another layout, memory, dtype or mesh: `unshard(reshard(tree, to)) == unshard(tree)`.
 
-    On one mesh each leaf goes along its `route`: by slices, all_to_alls and gathers. It may stand in `jit` and inside
-    transforms of torch.func; the transpose is the way back. From one mesh to another each rank sends others just what
-    they are to hold and do not, once, through the host and a few megabytes at a time; that is eager, and collective
-    over the ranks of both. Ranks compare what they are about to move before anything moves.
+    On one mesh each leaf goes along its `route`: by slices, all_to_alls and gathers. It works under `jit` and inside
+    transforms of torch.func; its transpose is the way back. Between two meshes each rank sends the others only what
+    they lack, once, through the host and a few megabytes at a time; this is eager, and collective over the ranks of
+    both meshes. Ranks compare what they are about to send before anything is sent.
 
     Args:
         tree: its `GlobalTensor`s are placed; other leaves pass through (`shard` places a tensor that all ranks hold).
-        to: a prefix tree of what leaves are to be: a `P` (on the device), a `Sharding`, or a `Placement`, which says
-            the dtype, too.
-        mesh: where to; default the mesh that each leaf is on. Its ranks may be others, or some of the same.
-        dtype: of floating-point leaves that have no `Placement`; default their own. What becomes narrower does so
-            before it travels.
-        pool: for what is to be kept on disk: where. One for each rank.
+        to: a prefix tree of targets: a `P` (on the device), a `Sharding`, or a `Placement`, which also has a dtype.
+        mesh: the target mesh; default each leaf's own. It may have other ranks, or some of the same.
+        dtype: of floating-point leaves without a `Placement`; default their own. A cast to a narrower dtype comes
+            before the transfer.
+        pool: where leaves on disk are written. One for each rank.
 
     Returns:
         The tree. A leaf that is placed as asked is the same leaf; every other one has memory of its own, and `tree`
         stays as it is. On a rank that `mesh` is not of, leaves have shape, dtype and layout, and no block.
 
     Raises:
-        ValueError: a leaf does not fit what it is to be, or cannot go there; lists every one. Or this rank is in none
-            of the meshes.
+        ValueError: a leaf does not fit its target or cannot be moved there; the message lists all. Or this rank is in
+            none of the meshes.
         DonatedError: a step has consumed a leaf.
         RankError: ranks are about to move different things, or one has failed.
 

@@ -115,18 +115,20 @@ def sharded(
 ) -> "Sharded":
     """`f(params, *args)` as a function over sharded leaves: `sharded(f)(params, *args)`.
 
-    `params` are kept as `specs` and `zero` say, as a step keeps them; `f` sees each leaf as its spec says, from its
-    first use on, and it is let go after its last. `jit` around `f` makes one graph of that. Calls are collective.
+    `params` are stored as a step stores them under `specs` and `zero`. `f` sees each leaf in its compute spec; it is
+    gathered at its first use and freed after its last. `jit` around `f` captures all of this as one graph. Calls are
+    collective.
 
-    It can be differentiated, by `torch.func` and by `value_and_grad`; then leaves are gathered at once, and stay. The
-    gradient is that of the sum of what ranks return: return `pmean(x, axes)` for the gradient of the mean.
+    It can be differentiated by `torch.func` and by `value_and_grad`; then all leaves are gathered at once and stay
+    gathered. The gradient is that of the sum of what ranks return: return `pmean(x, axes)` for the gradient of the
+    mean.
 
     Args:
         f: `f(params, *args)`; may be jitted, accumulated, of mixed precision.
         mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params.
-        zero: how params are kept, a rule or its stage; default stage 0. What it says of gradients and of an optimizer
-            means nothing here.
+        zero: the ZeRO rule for params, or its stage; default stage 0. Its fields for gradients and the optimizer have
+            no effect here.
         in_specs: an entry for each argument beyond the first: a prefix tree of `P` for one that is a tree of
             `GlobalTensor`s, of whose leaves `f` sees this rank's blocks; None, and nothing, for one that is passed on
             as it is, this rank's own.
@@ -186,7 +188,7 @@ class Sharded(Transform):
         interface: those of the others, and of the result.
         agreement: what ranks compare before a call.
         what: the call, in words.
-        words: what is said of a first argument that does not fit.
+        words: the message for a first argument that does not fit.
     """
 
     transform: ClassVar[str] = "sharded"
@@ -207,7 +209,7 @@ class Sharded(Transform):
         self._graphs = Graphs(self.jitted or Jitted(self._f))
 
     def init(self, params: PyTree, *args: Any) -> PyTree:
-        """The first argument as it is kept: every rank keeps its own blocks only.
+        """The first argument in its storage layout: every rank stores only its own blocks.
 
         Args:
             params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
@@ -233,7 +235,7 @@ class Sharded(Transform):
         return kept_as(self._planner, params)
 
     def close(self) -> None:
-        """Gives up the directory of the function's disk; what is there cannot be used any more."""
+        """Releases the function's directory on disk; states that are there cannot be used any more."""
         close_pool(self._planner)
 
     def cache_info(self) -> CacheInfo:
@@ -269,8 +271,8 @@ class Sharded(Transform):
         Nothing is allocated and nothing is sent, so the mesh may be abstract.
 
         Args:
-            params: as it is kept, or a tree of whole tensors. Of all tensors only shapes and dtypes count, and they may
-                be abstract.
+            params: as `init` returns it, or a tree of whole tensors. Only shapes and dtypes are used, so tensors may be
+                abstract.
             *args: the others; sharded ones as `GlobalTensor`s, or whole.
 
         Raises:

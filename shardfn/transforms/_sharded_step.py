@@ -74,45 +74,46 @@ def sharded_step(
 ) -> ShardedStep:
     """The training step of `loss` under `optimizer`, on a mesh: `step(state, batch) -> (state, metrics)`.
 
-    Between steps each leaf is kept as its storage sharding says; the loss sees it as its compute spec says. The
-    conversions, and their transposes for the gradients, are inserted at each use of a leaf. Gradients are averaged over
-    the axes that shard the batch.
+    Between steps each leaf is stored in its storage sharding; the loss sees it in its compute spec. The step inserts
+    the conversion where a leaf is used, and its transpose for the gradient. Gradients are averaged over the axes that
+    shard the batch.
 
     Args:
         loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
-            `WeightedMean`. `jit`, `accumulate` and `mixed_precision` around it, in any order, speak of the whole step.
-        optimizer: a rule of `shardfn.optim`, or any pair `(init, update)`, as optax has them; see
-            `optim.as_transformation`.
-        mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
+            `WeightedMean`. `jit`, `accumulate` and `mixed_precision` around it, in any order, apply to the whole step.
+        optimizer: one of `shardfn.optim`, or any pair `(init, update)` as in optax; see `optim.as_transformation`.
+        mesh: from `make_mesh`, or a `DeviceMesh` with named axes. None means one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
-        batch: how the global batch is cut: a prefix tree of `P`; each rank passes its own rows. Default: along "dp" and
-            all axes of the mesh that no spec uses. Along axes that do not cut it ranks pass the same rows.
+        batch: how the global batch is cut: a prefix tree of `P`. Each rank passes its own rows; along axes that do not
+            cut the batch, ranks pass the same rows. Default: cut along "dp" and all axes of the mesh that no spec uses.
         zero: the ZeRO rule, or its stage alone; default stage 0.
-        key: when given, the loss gets `fold_in(key, step)`, the same on all ranks.
+        key: a key from `sf.key(seed)`. The loss then takes a third argument, `fold_in(key, step)`, the same on all
+            ranks.
         has_aux: whether the loss returns `(loss, aux)`; aux is a dict of scalars, averaged into the metrics.
-        has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`: it takes
-            and returns a tree of tensors that are no parameters, such as running statistics. Pass the first one to
-            `init`. Microbatches hand it on; a step that is skipped keeps the old one. It has no gradient.
-        state_specs: a prefix tree of `P` for the model state, of which the loss sees this rank's blocks. What it
-            returns must be the same on all ranks along axes that a spec leaves out.
-        donate: whether a step reuses the buffers of the state it is given, which then cannot be touched again.
-        skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the state as it was.
-        trainable: a prefix tree of bools for params; False leaves get no gradient and no optimizer state.
+        has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`. The
+            model state is a tree of tensors that are not parameters, such as running statistics. Pass the first one to
+            `init`. Each microbatch gets that of the one before; a skipped step keeps the old one. It has no gradient.
+        state_specs: a prefix tree of `P` for the model state; the loss sees this rank's blocks. Along axes that are not
+            in a spec, all ranks must return the same values.
+        donate: whether a step reuses the buffers of the state that it takes. That state cannot be used afterwards.
+        skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the old state.
+        trainable: a prefix tree of bools for params; leaves that are False get no gradient and no optimizer state.
 
     Returns:
         The step. Its metrics are 0-d tensors, the same on all ranks: "loss" (global mean), "grad_norm" (of the averaged
-        gradient, before clipping; where the optimizer averages itself, the root of the mean of ranks' squared norms),
-        "finite" (whether both are), "skipped", with a loss scale "loss_scale" (the one that was used), and the aux.
+        gradient, before clipping; if the optimizer does its own averaging, the root of the mean of the ranks' squared
+        norms), "finite" (whether both are finite), "skipped", the aux values, and with a loss scale "loss_scale" (the
+        one used).
 
     Raises:
-        TypeError: an argument is of another kind, or the loss takes other arguments than it will be given; says what to
-            write.
-        ValueError: (at `init` or first call) specs, batch or state do not fit; every failing leaf is listed by path.
-            Or there is no mesh, in a program of several processes.
+        TypeError: an argument has the wrong type, or the loss takes other arguments than the step passes; the message
+            has the remedy.
+        ValueError: the optimizer has no learning rate; or there is no mesh, in a program of several processes. (At
+            `init` or the first call) specs, batch or state do not fit; the message lists every such leaf by path.
         DonatedError: (when called) the state was consumed by an earlier step.
-        RankError: (when called) ranks disagree on what to run, or pass other rows where all must be the same; or
+        RankError: (when called) ranks disagree on what to run, or pass different rows where all must pass the same; or
             another rank failed.
-        FloatingPointError: (when called) gradients overflow with the loss scale at its floor.
+        FloatingPointError: (when called) gradients overflow although the loss scale is at its minimum.
 
     Example:
         >>> import torch

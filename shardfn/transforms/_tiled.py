@@ -25,9 +25,9 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
         f(params, x) = cat([f(params, x_1), ..., f(params, x_n)], dim), or the sum of these where they are 0-d
 
     which holds for functions of single positions (an MLP, a norm, a projection) and sums over them (the total of a
-    loss). What `f` makes on its way is there for one tile at a time, forward and backward; kept are `x` and the result.
-    That trades memory against one more forward of `f`. Parameters that a step keeps in pieces are gathered once for
-    all tiles. Their gradients are summed over tiles in float32, or wider.
+    loss). Intermediate values of `f` exist for one tile at a time, in the forward and the backward; only `x` and the
+    result stay in memory. This costs one more forward of `f`. Parameters that a step shards are gathered once for all
+    tiles. Their gradients are summed over tiles in float32, or wider.
 
     There are always exactly as many tiles as asked for, so that ranks whose lengths differ make the same calls: their
     lengths differ by one at most, and where there are fewer positions than tiles, some are empty.
@@ -40,7 +40,7 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
             rounded up, with which a tile is about square.
 
     Returns:
-        A function like `f`: `params`, a tree, and what is given by name go to every tile whole.
+        A function like `f`. `params`, a tree, and keyword arguments go to every tile whole.
 
     Raises:
         ValueError: `dim` is negative, `tiles` is less than 1, or `f` is jitted, accumulated or has a precision policy;

@@ -129,13 +129,12 @@ class ShardedStep(Transform):
         return as_html(repr(self))
 
     def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
-        """The first state: every rank keeps its own blocks only.
+        """The first state, of which every rank stores only its own blocks.
 
         Args:
-            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
-                Inside such a function `shardfn`'s own draws are deferred, so that each rank draws its own blocks and no
-                others.
-            *args: what such a function is called with.
+            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one. Draws
+                of `shardfn` inside such a function are deferred, so that each rank draws only its own blocks.
+            *args: the arguments of such a function.
             model_state: with `has_state`, the first one: a tree of tensors, the same on all ranks.
 
         Raises:
@@ -164,20 +163,20 @@ class ShardedStep(Transform):
         return state
 
     def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
-        """The state of the last step that all ranks finished, from what they left on disk. Collective.
+        """The state of the last step that all ranks finished, from their files on disk. Collective.
 
-        After each step the state is committed under `Zero(disk=Disk(...))`, unless parts of it are kept in memory only
-        (persistent small leaves, counters, and 16-bit parameters whose master copies are on disk, do not count). So it
-        outlives the processes, however they end.
+        Each step commits the state under `Zero(disk=Disk(...))`, if all large parts of it are on disk (small persistent
+        leaves, counters, and 16-bit parameters whose master copies are on disk, need not be). So the state survives the
+        processes, however they end.
 
         Args:
-            params: as for `init`; only shapes and dtypes count.
+            params: as for `init`; only shapes and dtypes are used.
             *args: as for `init`.
-            model_state: as for `init`; only shapes and dtypes count.
+            model_state: as for `init`; only shapes and dtypes are used.
 
         Raises:
             FileNotFoundError: the ranks have no commit in common.
-            ValueError: nothing is kept on disk; or the commit is another model's, listed leaf by leaf.
+            ValueError: the step stores nothing on disk; or the commit is of another model, with each leaf that differs.
             DamagedError: files are missing, too short or changed.
 
         Example:
@@ -209,7 +208,7 @@ class ShardedStep(Transform):
         return state
 
     def close(self) -> None:
-        """Gives up the directory of the step's disk; states that are there cannot be used any more, only resumed."""
+        """Releases the step's directory on disk; states that are there can then only be resumed."""
         close_pool(self._planner)
 
     @explains_extra(
@@ -218,21 +217,21 @@ class ShardedStep(Transform):
         " each step makes its own of it. Bind what else the loss takes before: functools.partial(loss, config).",
     )
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step on this rank's rows of the global batch; inside a transform of torch.func, as a pure function."""
+        """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""
         if transforming():
             return self._pure(state, batch)
         return self._step(self._eager if self._jitted is None else self._steps.call, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
-        """The step as a graph, captured and scheduled for these shapes, and not run: for reading, measuring, compiling.
+        """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
 
         Nothing is allocated and nothing is sent, so the mesh may be abstract and the state larger than any machine.
 
         Args:
-            state: a state, or a tree of parameters. Of all tensors only shapes and dtypes count, so what `eval_shape`
-                returns will do, and so will tensors on the device "meta".
+            state: a state, or a tree of parameters. Only shapes and dtypes are used, so results of `eval_shape` and
+                tensors on the device "meta" are accepted.
             batch: this rank's rows, abstract or not.
-            phase: of an optimizer that has phases; needed where the state has no values that would say it.
+            phase: the phase of an optimizer that has phases; needed if the state has no values to tell it by.
 
         Raises:
             CaptureError: the loss depends on the value of a tensor; names the line.
@@ -259,19 +258,18 @@ class ShardedStep(Transform):
     ) -> tuple[TrainState, StepProfile]:
         """Where the time and the bytes of real steps go, by phase and by leaf. Collective: every rank calls it.
 
-        It trains: one step to warm up and then `steps` measured ones are made on this batch, and the state after them
-        is returned. `state` is consumed if the step donates; to lose nothing, build the step with `donate=False` and
-        drop what is returned.
+        It trains: it makes one step to warm up and then `steps` measured ones on this batch, and returns the state
+        after them. `state` is consumed if the step donates; to keep it, build the step with `donate=False` and ignore
+        the returned state.
 
         Args:
             state: the state.
             batch: this rank's rows.
-            steps: how many steps are measured, after the first.
-            cluster: a cluster to predict the same for, as `graph.cluster` or `graph.calibrate` gives it; None = no
-                prediction.
+            steps: the number of steps that are measured, after the first.
+            cluster: from `graph.cluster` or `graph.calibrate`, for a prediction of the same; None means no prediction.
 
         Returns:
-            The state after `steps + 1` steps, and this rank's profile. Of a jitted step only the whole is measured.
+            The state after `steps + 1` steps, and this rank's profile. Of a jitted step only the total is measured.
 
         Raises:
             ValueError: `steps` is below 1; or a prediction is asked of a step that cannot be lowered.
@@ -382,7 +380,7 @@ class ShardedStep(Transform):
             params: a state's params.
             batch: this rank's rows.
             *key: the key that the loss takes, if it does; used as it is.
-            model_state: with `has_state`, a state's; what the loss makes of it is dropped.
+            model_state: with `has_state`, a state's; the new one is dropped.
 
         Returns:
             A 0-d tensor.
@@ -411,15 +409,15 @@ class ShardedStep(Transform):
         return self._planner.rows(num)
 
     def cache_info(self) -> CacheInfo:
-        """What the step remembers of its captures, those of `lower` included."""
+        """The counts of the step's captures, those of `lower` included."""
         return self._steps.cache_info()
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
 
-        It is `sharded(f)` of the step's annotations. Collective: every rank calls it. What `f` returns is returned as
-        it is, so a mean over this rank's rows is this rank's. Passing the same function again reuses the order of
-        gathers learnt the first time; of a jitted one, the graph.
+        It is `sharded(f)` with the step's specs. Collective: every rank calls it. The result of `f` is returned
+        unchanged, so a mean over this rank's rows is of this rank only. The same function object reuses the order of
+        gathers of its first call, and a jitted one its graph.
         """
         if not isinstance(state, TrainState):
             with told_before(comms_of(self.mesh).control):
@@ -433,23 +431,23 @@ class ShardedStep(Transform):
     ) -> dict[str, float]:
         """Means over all rows of all batches of all ranks, exact whatever the ranks' numbers of rows and batches.
 
-        In the precision of the step, jitted if the step is; without gradients, and the state stays as it is. Each batch
-        runs as a whole, not in microbatches. The law: the means are those of one device that gets all rows. Collective.
+        It runs in the precision of the step, jitted if the step is, without gradients, and does not change the state.
+        Each batch runs as a whole, not in microbatches. The means equal those of one device that gets all rows.
+        Collective.
 
         Args:
             state: the state.
-            batches: this rank's, cut as the batches of the step are. Ranks may have other numbers of them, the last one
-                may be shorter, and a rank may have none.
+            batches: this rank's batches, cut like those of the step. Ranks may have different numbers of batches, the
+                last batch may be shorter, and a rank may have none.
             metrics: `metrics(params, batch) -> {name: value}`; a value is a `WeightedMean`, or a scalar that is a mean
-                over the rows of the batch. Default: the step's loss as "loss", and its aux. Where the loss drops
-                activations out, measure one that does not. Pass the same function again: what was learnt of it is kept.
+                over the rows of the batch. Default: the step's loss as "loss", and its aux. For a loss with dropout
+                pass metrics without. Pass the same function object each time, so that its captures are reused.
 
         Returns:
-            By name a float, the same on all ranks. The metrics of a step are to be averaged over a rank's rows; those
-            of a `WeightedMean` over its weights.
+            Name -> float, the same on all ranks. Scalars are averaged over rows; a `WeightedMean` by its weights.
 
         Raises:
-            TypeError: what is measured is no dict of scalars.
+            TypeError: `metrics` does not return a dict of scalars.
             ValueError: there is no row at all, or the weights of a metric add up to 0.
             DonatedError: the state was consumed by a step.
 
@@ -461,16 +459,19 @@ class ShardedStep(Transform):
             >>> step.evaluate(state, [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])])
             {'loss': 8.0}
         """
-        with told_before(comms_of(self.mesh).control):
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
             check_passed(state, batches, call="step.evaluate(state, batches)")
             check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
+        with losing_no_peer(comms):
+            agree_on_step(comms.control, "step.evaluate")
         keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
 
     def specs(self, params: PyTree) -> PyTree:
-        """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
+        """The storage `Sharding` of each leaf of a parameter tree; only shapes and dtypes are used."""
         return kept_as(self._planner, params)
 
     def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:

@@ -108,3 +108,59 @@ def _other_dim(directory: pathlib.Path) -> None:
 
 def test_errors_of_leaves_that_are_cut_along_another_dim_move(tmp_path: pathlib.Path) -> None:
     _other_dim(tmp_path)
+
+
+CUTS = {"w": sf.P("tp"), "b": sf.P("tp")}
+RULES = {
+    "onebit_lamb": lambda: optim.onebit_lamb(1e-2, freeze_step=2),
+    "onebit_adam": lambda: optim.onebit_adam(1e-2, freeze_step=2),
+    "zero_one_adam": lambda: optim.zero_one_adam(1e-2, var_freeze_step=2, local_step_clipper=1),
+}
+
+
+def squares(axes: dict[str, int], specs: Any, name: str) -> Any:
+    """A step over leaves that an axis cuts, and a state of it."""
+
+    def loss(p: Any, x: torch.Tensor) -> Any:
+        cut = {k: "tp" if "tp" in axes and "tp" in specs[k].axes else None for k in p}
+        return sum(sf.psum((v * x.sum()).square().sum(), cut[k]) for k, v in p.items())
+
+    zero = sf.Zero(stage=int(name != "zero_one_adam"), axis="dp", persist_elements=0)  # codes are kept at stage 1
+    step = sf.sharded_step(loss, RULES[name](), mesh=sf.make_mesh(axes, device="cpu"), specs=specs, zero=zero)
+    return step, step.init({"w": torch.linspace(-1, 1, 48).view(6, 8), "b": torch.linspace(1, 2, 5)})
+
+
+def without_errors(path: str) -> str | None:
+    return None if ".residual" in path else path
+
+
+@distributed(world=4)
+def _given_up(directory: pathlib.Path, name: str) -> None:
+    step, state = squares({"dp": 2, "tp": 2}, CUTS, name)
+    for _ in range(4):
+        state, _ = step(state, torch.full((2, 3), 0.02))
+    assert any(bool(x.full_tensor().any()) for x in tree_leaves(state.opt_state.residual))
+    checkpoint.save(directory / name, state, 0)
+    for axes, specs in (
+        ({"dp": 2, "tp": 2}, {"w": sf.P(None, "tp"), "b": sf.P()}),
+        ({"dp": 4}, {"w": sf.P(), "b": sf.P()}),
+    ):
+        other, like = squares(axes, specs, name)
+        with pytest.raises(ValueError, match=r"rename=lambda path: None if '.residual' in path else path"):
+            checkpoint.restore(directory / name, like)
+        got = checkpoint.restore(directory / name, like, rename=without_errors).tree
+        assert not any(bool(x.full_tensor().any()) for x in tree_leaves(got.opt_state.residual))
+        moments = [x.opt_state.lamb if name == "onebit_lamb" else x.opt_state.adam for x in (got, state)]
+        assert_equal(*map(unshard, moments))
+        assert_equal(unshard(got.params), unshard(state.params))
+        codes = tree_leaves(getattr(got.opt_state, "codes", ()))
+        assert bool(codes) == (name != "zero_one_adam")
+        if codes:  # those of other messages are no use
+            assert int(got.opt_state.freeze.begun.full_tensor()) == 0
+        _, metrics = other(got, torch.full((2, 3), 0.02))
+        assert metrics["loss"].isfinite()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_errors_that_cannot_be_cut_anew_may_begin_at_zero(name: str, tmp_path: pathlib.Path) -> None:
+    _given_up(tmp_path, name)

@@ -188,4 +188,4 @@ def test_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
     victim.write_bytes(victim.read_bytes()[:-1] + b"\xff")
     assert main(["checkpoint", "verify", str(place)]) == 1 and "have changed" in capsys.readouterr().err
     assert main(["checkpoint", "inspect", str(tmp_path / "nowhere")]) == 2
-    assert "which is no directory" in capsys.readouterr().err
+    assert "which does not exist" in capsys.readouterr().err

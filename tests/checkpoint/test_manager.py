@@ -72,6 +72,29 @@ def test_older_numbers_than_the_directory_has_are_refused_or_take_its_place(tmp_
     assert checkpoint.steps(tmp_path) == [140, 210]
 
 
+def test_at_most_one_save_is_under_way(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step between two saves does not wait; the next save that is due waits for the one before."""
+    write, may_write, writers = os.write, threading.Event(), set[str]()
+
+    def slow(fd: int, data: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            writers.add(threading.current_thread().name)
+            assert may_write.wait(60)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", slow)
+    with Manager(tmp_path, save_every=2, keep_last=9) as manager:
+        assert manager.save(tree(2), 2) and not manager.save(tree(3), 3)  # both return; nothing is written yet
+        assert manager.steps() == []
+        later = threading.Timer(0.3, may_write.set)
+        later.start()
+        assert manager.save(tree(4), 4) and may_write.is_set()
+        assert 2 in manager.steps()
+    later.join()
+    assert writers and checkpoint.steps(tmp_path) == [2, 4]
+    assert_is(tmp_path, 4)
+
+
 def test_what_lies_beside_a_state_is_saved_as_it_was(tmp_path: pathlib.Path) -> None:
     cursor = {"next": 0, "seen": [0]}
     with Manager(tmp_path, keep_last=3) as manager:
@@ -197,6 +220,34 @@ def test_an_error_of_one_rank_is_raised_by_all_at_the_next_save(tmp_path: pathli
         with Manager(tmp_path, mesh=mesh):
             Manager(tmp_path, mesh=mesh)
     checkpoint.save(tmp_path, leaf(5), 5)  # given up with the block
+
+
+_OTHER_JOB = """
+import sys, torch
+from shardfn import checkpoint
+with checkpoint.Manager(sys.argv[1]) as manager:
+    manager.save({"w": torch.zeros(3)}, 1)
+    manager.wait()
+    print("saved", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_job_at_one_place_is_told_which_process_has_it(tmp_path: pathlib.Path) -> None:
+    line = [sys.executable, "-c", _OTHER_JOB, str(tmp_path)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == "saved\n"
+        for begin in (Manager, lambda place: checkpoint.save(place, {"w": torch.ones(3)}, 2)):
+            with pytest.raises(InUseError) as error:
+                begin(tmp_path)
+            assert f"{tmp_path} belongs to a checkpoint writer of process {other.pid}" in str(error.value)
+            assert "alive" in str(error.value)
+        # Who only reads is not in the way.
+        assert checkpoint.restore(tmp_path, {"w": torch.ones(3)}).tree["w"].tolist() == [0, 0, 0]
+        other.stdin.close()
+    checkpoint.save(tmp_path, {"w": torch.ones(3)}, 2)
+    assert checkpoint.steps(tmp_path) == [1, 2]
 
 
 @pytest.fixture

@@ -161,6 +161,33 @@ def test_ranks_write_equally_much_and_read_what_they_hold(tmp_path: pathlib.Path
         assert torch.equal(got.local, want[tuple(slice(*b) for b in box)])
 
 
+EXPERTS = {"w": (6, 5, 3), "router": (5, 6)}
+
+
+@distributed(world=[1, 2, 4])
+def _experts(directory: pathlib.Path, sources: list[str], world: int) -> None:
+    """Experts cut along their own axis, and inside each along another, saved or read in each layout of the world."""
+    layouts = [({"ep": world}, {"w": P("ep"), "router": P()})]
+    layouts += [({"dp": 2, "ep": 2}, {"w": P("ep", None, "dp"), "router": P("dp")})] if world == 4 else []
+    want = {name: torch.arange(1.0, 1 + torch.Size(s).numel()).view(s) for name, s in EXPERTS.items()}
+    for i, (axes, specs) in enumerate(layouts):
+        mesh = sf.make_mesh(axes, device="cpu")
+        if not sources:
+            tree = {name: sf.shard(x, specs[name], mesh) for name, x in want.items()}
+            checkpoint.save(directory / f"{world}-{i}", tree, 0, durable=False)
+        for source in sources:
+            like = {name: sf.shard(torch.zeros_like(x), specs[name], mesh) for name, x in want.items()}
+            got = checkpoint.restore(directory / source, like).tree
+            assert all(torch.equal(got[name].full_tensor(), x) for name, x in want.items())
+
+
+def test_experts_move_between_ranks_that_do_not_divide_them(tmp_path: pathlib.Path) -> None:
+    for world in (1, 2, 4):
+        _experts(tmp_path, [], world=world)
+    for world in (1, 2, 4):
+        _experts(tmp_path, sorted(p.name for p in tmp_path.iterdir()), world=world)
+
+
 def test_nothing_fits_and_all_of_it_is_listed(tmp_path: pathlib.Path) -> None:
     tree = {"w": torch.ones(3, 2), "wide": torch.ones(2), "gone": torch.ones(1), "fine": torch.ones(2).bfloat16()}
     checkpoint.save(tmp_path, tree, step=1)
@@ -223,7 +250,7 @@ def test_what_is_not_saved(tmp_path: pathlib.Path) -> None:
     assert checkpoint.restore(tmp_path, {"w": torch.zeros(1)}).tree["w"].item() == 2
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*, which has checkpoints of steps \[0\]"):
         checkpoint.restore(tmp_path, {"w": torch.zeros(1)}, step=5)
-    with pytest.raises(FileNotFoundError, match="which is no directory"):
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
         checkpoint.restore(tmp_path / "nowhere", {"w": torch.zeros(1)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000000"]
 

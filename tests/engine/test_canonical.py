@@ -198,6 +198,64 @@ def test_what_it_does_not_do_is_said() -> None:
         step(step.init(_params()), {k: x[:7] for k, x in _batch(0).items()})
 
 
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"optimizer": "host"}, r"optimizer= \(a state that waits elsewhere is measured piece by piece\)"),
+        (
+            {"optimizer": "disk", "disk": sf.Disk("/nowhere")},
+            r"optimizer= \(a state that waits elsewhere is measured piece by piece\)",
+        ),
+        ({"grads": "host", "stage": 2}, r"grads= \(a state that waits elsewhere is measured piece by piece\)"),
+        ({"stage": 3, "axis": ("node", "dp"), "travel": sf.Travel(secondary_axis="dp")}, r"\(sums go axis by axis\)"),
+    ],
+)
+def test_offload_and_codes_are_refused_before_a_step_is_made(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"{says}: sums would be taken in another order.*or the reduction"):
+        sf.Zero(reduction="canonical", **options)
+
+
+def _staged() -> Any:
+    def first(p: Any, batch: Any) -> Any:
+        return batch["x"] @ p["a"]
+
+    def last(p: Any, x: Tensor, batch: Any) -> Tensor:
+        return (x - batch["y"]).square().mean()
+
+    return sf.pipeline(first, lambda p, x: torch.tanh(x @ p["w"]), last, num_microbatches=4)
+
+
+def _changing(p: Any, kept: Any, batch: Any) -> Any:
+    return (batch["x"] @ p["a"] - batch["y"]).square().mean(), kept
+
+
+@pytest.mark.parametrize(
+    "loss, rule, says",
+    [
+        (_staged(), optim.sgd(0.1), "a pipeline: its microbatches are added up in another order"),
+        (_changing, optim.sgd(0.1), "model state: it would be changed chunk by chunk"),
+        (_loss, optim.onebit_adam(0.1, freeze_step=2), "an optimizer that averages gradients itself"),
+    ],
+)
+def test_what_adds_up_in_an_order_of_its_own_is_refused_at_the_first_step(loss: Any, rule: Any, says: str) -> None:
+    keeps = loss is _changing
+    mesh, zero = sf.make_mesh(alone=True), sf.Zero(reduction="canonical")
+    step = sf.sharded_step(loss, rule, mesh=mesh, zero=zero, batch=sf.P("dp"), has_state=keeps)
+    params = _params() | {"a": torch.zeros(7, 5), "blocks": {"w": torch.ones(2, 5, 5)}}
+    state = {"model_state": {"seen": torch.zeros(1)}} if keeps else {}
+    batch = {k: x for k, x in _batch(0).items() if k != "m"}
+    with pytest.raises(ValueError, match=rf"leave them out, or the reduction:(.|\n)*- {says}"):
+        step(step.init(params, **state), batch)
+
+
+@distributed(world=2)
+def test_more_ranks_than_chunks_are_refused() -> None:
+    zero = sf.Zero(reduction="canonical", reduction_chunks=1)
+    step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(), zero=zero, batch=sf.P("dp"))
+    with pytest.raises((ValueError, sf.RankError), match="2 ranks share 1 chunks; raise reduction_chunks"):
+        step(step.init(_params()), _batch(0))
+
+
 @distributed(world=3, timeout=60)
 def test_rows_that_are_no_multiple_on_one_rank_are_told_to_all() -> None:
     """Before anything is sent: nobody waits for a step that one rank has not begun."""

@@ -108,3 +108,14 @@ def test_ranks_of_a_tensor_axis_pass_the_same_rows() -> None:
     step = sf.sharded_step(_mean, sf.optim.sgd(0.1), mesh=mesh, batch=sf.P("dp"), zero=sf.Zero(stage=3))
     got = step.evaluate(step.init(_params()), _batches([(0, 4), (4, 11)] if mesh.coords["dp"] == 0 else []))
     assert got == pytest.approx({"loss": float(_mean(_params(), {"x": ROWS}))}, rel=1e-6)
+
+
+@distributed(world=2)
+def test_one_rank_that_evaluates_alone_is_an_error() -> None:
+    step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1), mesh=sf.make_mesh())
+    state = step.init(torch.ones(3))
+    with pytest.raises(sf.RankError, match=r"(?s)disagree on what to run.*rank 0: step.evaluate.*rank 1: step 0"):
+        if torch.distributed.get_rank() == 0:
+            step.evaluate(state, [torch.ones(3)])
+        else:
+            step(state, torch.ones(3))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn import P, optim
 from shardfn.engine import naming_batch
+from shardfn.models import gpt
 from shardfn.testing import distributed
 
 from .mistakes import (
@@ -93,6 +94,7 @@ def _after(use: Callable[[Any, Any], Any]) -> Callable[[], Any]:
     return does
 
 
+_GPT = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
 _WHERE = "/a/directory/that/is/missing"
 _META = torch.ones(4, 3, device="meta")
 MISTAKES: dict[str, Mistake] = {
@@ -350,7 +352,26 @@ MISTAKES: dict[str, Mistake] = {
     "names for trainable": Mistake(
         lambda: made(trainable=["w"]), TypeError, "a list of names", "{name: name in ['w'] for name in params}"
     ),
+    # A batch of gpt.
+    "tokens as a batch": Mistake(
+        lambda: gpt.loss(_GPT, {}, torch.ones(2, 9, dtype=torch.int64)),  # type: ignore[arg-type]
+        TypeError, "this is a Tensor", "{'tokens': int64 [B, T + 1]}",
+    ),
+    "tokens of one sequence": Mistake(
+        lambda: gpt.loss(_GPT, {}, {"tokens": torch.ones(9, dtype=torch.int64)}),
+        TypeError, "of shape (9,)", "int64 [B, T + 1]",
+    ),
+    "tokens under another name": Mistake(
+        lambda: gpt.loss(_GPT, {}, {"input_ids": torch.ones(2, 9, dtype=torch.int64)}),
+        TypeError, "a dict with ['input_ids']", "{'tokens': int64 [B, T + 1]}",
+    ),
     # Files, lines, examples.
+    "restore into a step": Mistake(
+        lambda: sf.checkpoint.restore(_WHERE, made()), TypeError, "this is a ShardedStep", "step.init(params))"
+    ),
+    "a state for metrics": Mistake(
+        using(lambda step, state: _log(0, state)), TypeError, "this is a TrainState", "{'loss': loss}"
+    ),
     "save with its arguments swapped": Mistake(
         using(lambda step, state: sf.checkpoint.save(state, _WHERE)), TypeError, "a TrainState", "save(directory, "
     ),
@@ -360,7 +381,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a directory that there is not": Mistake(
         using(lambda step, state: sf.checkpoint.restore(_WHERE, state)),
-        FileNotFoundError, "which is no directory", "steps(directory)",
+        FileNotFoundError, "which does not exist", "steps(directory)",
     ),
     "a directory of something else": Mistake(
         using(lambda step, state: sf.checkpoint.restore(pathlib.Path(__file__).parent, state)),
@@ -409,6 +430,12 @@ def test_leaves_on_another_device_are_named() -> None:
     with pytest.raises(RuntimeError, match="of something else"):
         with naming_batch({"w": torch.ones(2)}, (batch,)):
             raise RuntimeError("of something else")
+
+
+def test_an_index_that_is_too_large_is_shown_with_the_batch() -> None:
+    with pytest.raises(IndexError) as caught:
+        run(lambda p, b: torch.nn.functional.embedding(b["i"], p["w"]).mean(), batch={"i": torch.arange(4)})
+    assert caught.value.__notes__ == ["batch['i'] has values from 0 to 3."]
 
 
 def test_a_name_that_the_batch_lacks_is_compared_with_its_own() -> None:

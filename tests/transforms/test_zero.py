@@ -1,6 +1,8 @@
 """Covers ZeRO's known cases with exact numbers: analytic gradients, means, accumulation, traffic, layout, init."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.engine._gathered import GatheredUnit
 from shardfn.testing import distributed
 
 
@@ -364,3 +367,64 @@ def test_a_function_of_ones_own_has_the_gradients_of_one_device(world: int) -> N
             state, _ = step(step.init(params), x[None])
             got = sf.unshard(state.params)
             assert all(torch.equal(got[name], want[name]) for name in want), (got, want)
+
+
+@distributed(world=[2, 3])
+def test_a_window_for_all_leaves_lets_the_gather_after_the_update_run_into_the_next_forward(world: int) -> None:
+    """It is sent once a step, as after the update of stage 2, and each leaf is waited for at its first use."""
+    draw = torch.Generator().manual_seed(0)
+    params = {f"w{i}": torch.randn(7, 7, generator=draw) for i in range(4)}
+    x = torch.randn(6, 7, generator=draw).chunk(world)[torch.distributed.get_rank()]
+    mesh, told = sf.make_mesh({"dp": world}, device="cpu"), list[str]()
+
+    def loss(p: dict, x: Tensor) -> Tensor:
+        for i in range(4):
+            x = torch.tanh(x @ p[f"w{i}"])
+            told.append(f"used w{i}")
+        return x.square().mean()
+
+    def made(stage: int, **pace: int) -> Any:
+        zero = sf.Zero(stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0), pace=sf.Pace(**pace))
+        return sf.sharded_step(loss, sf.optim.adamw(0.1), mesh=mesh, zero=zero, donate=False)
+
+    plain, ahead = made(2), made(3, prefetch_bytes=1 << 40)
+    states = [step.init(params) for step in (plain, ahead)]
+    states = [step(state, x)[0] for step, state in zip((plain, ahead), states, strict=True)]  # the order is learnt
+    for _ in range(2):
+        sent = []
+        for i, step in enumerate((plain, ahead)):
+            with sf.count_traffic() as traffic, _gathers_told(told):
+                again = step(states[i], x)[0]
+                told.clear()
+                states[i] = step(states[i], x)[0]  # from the same state, which anybody may read
+            sent.append(traffic.by_op["all_gather", ("dp",)][1])
+            assert _bits_of(again) == _bits_of(states[i])
+        assert sent[0] == sent[1]  # a gather of each leaf a step, and no second one for the backward
+        assert _bits_of(states[0]) == _bits_of(states[1])
+    begun, *rest = "".join(f"{word[0]}{word[-1]} " for word in told).split("a", 1)
+    assert begun.split() == ["s0", "s1", "s2", "s3"]  # all set out before the first is waited for
+    assert f"a{rest[0]}".split() == ["a0", "u0", "a1", "u1", "a2", "u2", "a3", "u3"]
+
+
+def _bits_of(state: Any) -> list[list[float]]:
+    return [x.full_tensor().flatten().tolist() for x in sf.core.tree_leaves(state.params)]
+
+
+@contextlib.contextmanager
+def _gathers_told(told: list[str]) -> Iterator[None]:
+    """Notes when the gather of a leaf sets out, and when it is waited for."""
+    init, arrive = GatheredUnit.__init__, GatheredUnit.arrive
+
+    def began(self: Any, leaves: Any, *rest: Any) -> None:
+        told.append(f"sent {leaves[0].path[-3:-2]}")
+        init(self, leaves, *rest)
+
+    def arrived(self: Any) -> None:
+        if not self.arrived:
+            told.append(f"arrived {self._leaves[0].path[-3:-2]}")
+        arrive(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatheredUnit, "__init__", began)
+        patch.setattr(GatheredUnit, "arrive", arrived)
+        yield

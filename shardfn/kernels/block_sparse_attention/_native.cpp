@@ -327,7 +327,7 @@ INLINE T exponentials(T* x, int64_t n, T by) {
     return total;
 }
 
-constexpr int64_t WIDE = 128;  // columns of scores that pass through the softmax together, where blocks are smaller
+constexpr int64_t WIDE = 512;  // columns of scores that pass through the softmax together, where blocks are smaller
 
 template <typename T>
 int64_t at_once(const Call<T>& o) { return o.P < WIDE ? WIDE / o.P : 1; }
