@@ -3,7 +3,8 @@
 Residual MLPs whose features are cut over tp by columns and rows, stages of equal layers, 1F1B, Adam, ZeRO 1 along dp.
 DeepSpeed's side is its `PipelineModule` under a pipe-data-model topology; it has no tensor-parallel layers for this, so
 they are written here with the two all-reduces of Megatron's. Both are compared after a step. It needs a Python that has
-DeepSpeed 0.19.8 besides the requirements of shardfn, and runs with `DS_ACCELERATOR=cpu`.
+DeepSpeed 0.19.8 besides the requirements of shardfn. DeepSpeed compiles an extension once; a run that is killed
+meanwhile leaves a file `lock` in its folder under TORCH_EXTENSIONS_DIR, for which all later runs wait: remove it.
 
     $DEEPSPEED_PYTHON benchmarks/bench_3d_peers.py [--turns 10] [--dim 128]
 """

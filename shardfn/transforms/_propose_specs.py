@@ -18,7 +18,7 @@ def propose_specs(
     params: PyTree,
     mesh: Mesh,
     *batch: Any,
-    axes: str = "tp",
+    axes: str | tuple[str, ...] = "tp",
     optimizer: GradientTransformation | None = None,
     memory: float | None = None,
 ) -> PyTree:

@@ -19,7 +19,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj.weight", "down_proj.weight")
 
 
-def model(name):
+def model(name, exact=False):
     torch.manual_seed(0)
     if name == "GPT2":
         sizes = {"vocab_size": 40, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16, "use_cache": False}
@@ -28,6 +28,11 @@ def model(name):
         more = {"pad_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if name == "Phi3" else {}
         config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **more)
         module = getattr(transformers, f"{name}ForCausalLM")(config)
+    if exact:  # the norms of transformers compute in float32, which shows where sums have another order
+        for path, norm in list(module.named_modules()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                parent, _, last = path.rpartition(".")
+                setattr(module.get_submodule(parent), last, torch.nn.RMSNorm(24, eps=1e-6))
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.1)
     return sf.from_module(module.double())
@@ -64,7 +69,7 @@ def loss_of(apply):
 
 @distributed(world=2, timeout=240)
 def two_ranks(name, parts=False, jitted=False, **how):
-    params, apply = model(name)
+    params, apply = model(name, exact="sequence" in how)
     inner = loss_of(apply)
     if parts:
         params, whole = sf.by_parts(params, PARTS[name])
@@ -117,4 +122,5 @@ def test_a_fused_projection_is_joined_and_its_values_cut_by_heads():
 def test_a_decoder_with_its_sequence_cut_between_blocks_computes_what_one_device_does(name):
     sent, _ = two_ranks(name, jitted=True, sequence=True)[0]
     pairs = [x for x in sent if x in ("psum_scatter", "all_gather")]
-    assert pairs.count("psum_scatter") >= 4 and pairs.count("all_gather") >= 4, sent
+    # Of four pairs all but the first, before which the embedding is whole.
+    assert pairs.count("psum_scatter") == pairs.count("all_gather") == 3, sent
