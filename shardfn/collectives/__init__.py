@@ -31,6 +31,7 @@ from ._channel import Channel as Channel, Channels as Channels
 from ._sole_owner import is_sole_owner as is_sole_owner
 from ._sharing import chosen_channel as chosen_channel
 from ._failure import TransportError as TransportError, close as close
+from ._arrival import Arrival as Arrival
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._traced import AnyRounds as AnyRounds

@@ -25,6 +25,7 @@ from shardfn.core import (
     P,
     Placement,
     PyTree,
+    RankError,
     Sharding,
     Stored,
     as_html,
@@ -38,8 +39,10 @@ from shardfn.core import (
     tree_structure,
 )
 
+from ._arrival import Arrival
 from ._carry import carry
 from ._env import bind_mesh
+from ._failure import TransportError
 from ._patience import naming_the_wait
 from ._route import Route, route
 
@@ -63,7 +66,7 @@ class GlobalTensor:
         shape: global shape.
         spec: layout over the mesh.
         mesh: the mesh.
-        memory_kind: the memory that the block is kept in: "device", "host" or "disk".
+        memory_kind: the memory of the block: "device", "host" or "disk".
 
     Example:
         >>> from shardfn.core import as_mesh
@@ -72,11 +75,19 @@ class GlobalTensor:
         tensor([1., 1., 1.])
     """
 
-    __slots__ = ("_local", "memory_kind", "mesh", "shape", "spec")
+    __slots__ = ("_coming", "_local", "memory_kind", "mesh", "shape", "spec")
 
     def __init__(
-        self, local: Tensor | Stored, shape: torch.Size, spec: P, mesh: Mesh, memory_kind: MemoryKind = "device"
+        self,
+        local: Tensor | Stored,
+        shape: torch.Size,
+        spec: P,
+        mesh: Mesh,
+        memory_kind: MemoryKind = "device",
+        coming: Sequence[Arrival] = (),
     ) -> None:
+        # What is still being written to the block; whoever reads that waits.
+        self._coming = coming
         self._local: Tensor | Stored | None = local
         self.shape = shape
         self.spec = spec
@@ -96,7 +107,27 @@ class GlobalTensor:
 
     @property
     def held(self) -> Tensor | Stored:
-        """This rank's block as it is kept: a tensor of the device or the host, or what is on disk.
+        """This rank's block as it is stored: a tensor on the device or the host, or a value on disk.
+
+        Raises:
+            DonatedError: a step has consumed this leaf.
+            RankError: what other ranks have updated of it has not come; a rank has failed since.
+        """
+        if self._coming:
+            try:
+                for arrival in self._coming:
+                    arrival.wait()
+            except TransportError as error:
+                raise RankError(
+                    f"this leaf of shape {tuple(self.shape)} is not whole: what other ranks have updated of it did not"
+                    f" come ({error}). Go on from the last checkpoint."
+                ) from error
+            self._coming = ()
+        return self.memory
+
+    @property
+    def memory(self) -> Tensor | Stored:
+        """`held`, whose elements need not have come yet: for all but its elements.
 
         Raises:
             DonatedError: a step has consumed this leaf.
@@ -107,6 +138,11 @@ class GlobalTensor:
                 " returned. Use that state, or build the step with donate=False."
             )
         return self._local
+
+    @property
+    def coming(self) -> Sequence[Arrival]:
+        """What is still being written to the block: by layer of a stacked leaf, else one; nothing if all has come."""
+        return self._coming
 
     @property
     def donated(self) -> bool:
@@ -122,23 +158,23 @@ class GlobalTensor:
     @property
     def dtype(self) -> torch.dtype:
         """Element type."""
-        return self.held.dtype
+        return self.memory.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the block; that of the host if it is on disk."""
-        held = self.held
+        held = self.memory
         return held.device if isinstance(held, Tensor) else torch.device("cpu")
 
     @property
     def code(self) -> tuple[int, int] | None:
         """What the elements of the block are rounded to where it is kept; None = they are kept as they are."""
-        held = self.held
+        held = self.memory
         return None if isinstance(held, Tensor) else held.code
 
     @property
     def placement(self) -> Placement:
-        """Where and how it is kept."""
+        """The layout, memory and dtype in which it is stored."""
         return Placement(self.spec, (), self.memory_kind, self.dtype, self.code)
 
     def with_block(self, block: Tensor | Stored) -> "GlobalTensor":
@@ -162,7 +198,7 @@ class GlobalTensor:
     @property
     def stacked(self) -> bool:
         """Whether the block is a stack of several members', as `torch.func.vmap` returns it."""
-        return len(self.held.shape) != len(self.shape)
+        return len(self.memory.shape) != len(self.shape)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank. Collective over the axes of `spec`.
@@ -234,7 +270,7 @@ class GlobalTensor:
 
     def _repr_html_(self) -> str:
         dtype = "donated" if self.donated else dtype_name(self.dtype)
-        block = "none" if self.donated or isinstance(self.held, Absent) else f"{tuple(self.held.shape)}"
+        block = "none" if self.donated or isinstance(self.memory, Absent) else f"{tuple(self.memory.shape)}"
         rows = [("shape", f"{tuple(self.shape)}"), ("dtype", dtype), ("spec", f"{self.spec!r}"), ("block", block)]
         mesh = self.mesh.drawing() if self.mesh.size <= MOST_DRAWN else f"{self.mesh!r}"
         return as_html("\n".join(["GlobalTensor", columns([*rows, ("memory", self._here())]), "", mesh]))
@@ -388,7 +424,7 @@ def transforming() -> bool:
 
 
 def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh, MemoryKind]]:
-    held = x._local
+    held = x._local if not x._coming else x.held
     if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
         raise ValueError(f"{x!r} is no tensor, so torch's transforms cannot reach it; load the state first.")
     return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind)
@@ -402,6 +438,7 @@ def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
 def _unflatten(children: Any, context: tuple[torch.Size, P, Mesh, MemoryKind]) -> GlobalTensor:
     x = object.__new__(GlobalTensor)
     (x._local,), (x.shape, x.spec, x.mesh, x.memory_kind) = children, context
+    x._coming = ()
     return x
 
 

@@ -116,7 +116,7 @@ def _axis_for_zero(specs: PyTree, mesh: Mesh) -> str:
 
 
 def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
-    """Refuses a rule for how leaves travel that applies to none of them, unless there is but one rank to travel to.
+    """Refuses a rule for how leaves travel, or when, that applies to none of them, unless there is but one rank.
 
     Raises:
         ValueError: names each such option.
@@ -133,6 +133,11 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
             f"no trainable leaf of {large} has its gradient cut along {zero.axis!r}",
         ),
     }
+    if zero.pace.refresh == "use" and not any(leaf.refreshed and leaf.plain for leaf in leaves):
+        raise ValueError(
+            "Zero(pace=Pace(refresh='use')) has no effect: no leaf is kept whole on the device and updated in"
+            " pieces, as at stages 1 and 2; leave it out."
+        )
     raise_all(
         ValueError,
         "options of Zero(travel=Travel(...)) have no effect:",
@@ -206,12 +211,17 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
     cut = plan.batch_axes
     free = tuple(a for a in plan.mesh.axes(plan.mesh.axis_names) if a not in cut)
     both = tuple(a for a in plan.mesh.axis_names if a in (*cut, *free))
+    blocks = tuple(a for a in free if any(a in leaf.compute.axes for leaf in plan.leaves))
+    unsummed = (
+        f" Specs cut leaves along {blocks}, where the loss sees a block on each rank: it must sum what it computes of"
+        f" blocks, by sf.psum(x, {blocks[0]!r}), or be partitioned, sf.partition(loss, axes={blocks[0]!r})."
+    )
     raise_all(
         RankError,
         f"ranks that should have one loss have different ones: the batch is cut along {cut or 'no axis'}, so along"
         f" {free} all ranks must pass the same rows. If each has rows of its own, pass"
         f" batch={P(both[0] if len(both) == 1 else both)!r}; if not, check what else differs, such as random numbers"
-        " without a key. The losses are:",
+        f" without a key.{unsummed if blocks else ''} The losses are:",
         [f"rank {r}: {x:.6g}" for r, x in enumerate(rows)],
     )
 

@@ -9,6 +9,7 @@ from shardfn.collectives import AnyChannels, AnyControl, AnyRounds, Channels, Co
 from shardfn.core import Mesh, RankError
 from shardfn.memory import record_owner
 
+from ._late import rescue
 from ._plan import Plan
 
 
@@ -117,6 +118,7 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
         if comms.mesh.size == 1:
             raise
         comms.broken = True
+        rescue(comms.mesh)
         _, control = _live(comms)
         if isinstance(error, RankError):
             # All ranks raise it, so that none waits to be woken.

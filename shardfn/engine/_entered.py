@@ -30,7 +30,8 @@ def enter(
     entered: list[Tensor] = []
     handles: list[Tensor] = []
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
-        if leaf.lazy:
+        lazy = leaf.lazy or (reducer is not None and i in plan.late)
+        if lazy:
             handle = _handle(plan, leaf)
         else:
             assert isinstance(block, Tensor)
@@ -43,7 +44,7 @@ def enter(
             handle.requires_grad_()
             handle.register_hook(_taker(reducer, i, alias(handle)))
             handles.append(handle)
-        entered.append(LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle)
+        entered.append(LazyLeaf.make(i, leaf.path, handle, book) if lazy else handle)
     layers = iter(entered)
     tree = [
         LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)

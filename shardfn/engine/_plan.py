@@ -87,6 +87,13 @@ class Plan:
         """Of a step with canonical sums, the chunks of this rank."""
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
 
+    @functools.cached_property
+    def late(self) -> frozenset[int]:
+        """The layers that an eager step leaves to come while it goes on, and that so enter its loss as lazy leaves."""
+        if self.captured or self.zero.pace.refresh != "use":
+            return frozenset()
+        return frozenset(i for unit in self.refresh_units for i in unit.leaves if self.layers[i].plain)
+
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""
         return self._with(captured=True)

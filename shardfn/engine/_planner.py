@@ -255,7 +255,7 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
     for x, leaf in zip(leaves, plan.leaves, strict=True):
         if type(x) is not GlobalTensor or x.spec is not leaf.param or x.mesh is not mesh or x.shape != leaf.shape:
             return False
-        held = x.held
+        held = x.memory
         code = None if isinstance(held, Tensor) else held.code
         if x.memory_kind != leaf.home or code != leaf.places.code or held.dtype != leaf.dtypes.param:
             return False

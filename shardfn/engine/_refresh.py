@@ -1,11 +1,12 @@
 """After the update: resident parameters are made whole again from the rows that each rank updated."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels
+from shardfn.collectives import AnyChannels, Arrival
 from shardfn.core import Pending, Stored
 from shardfn.leaves import Unit
 from shardfn.memory import AnyPool, to_device, to_host
@@ -21,6 +22,7 @@ def refresh(
     blocks: Sequence[Tensor | Stored],
     rows: Sequence[Tensor | Stored | None],
     pool: AnyPool | None = None,
+    coming: dict[int, Arrival] | None = None,
 ) -> list[Tensor | Stored]:
     """The parameters to keep, given what each rank updated.
 
@@ -30,6 +32,7 @@ def refresh(
         blocks: the parameters before the update; resident ones are overwritten.
         rows: this rank's updated part of each trainable leaf (the block itself where it is not cut).
         pool: the disk, for leaves that are kept there.
+        coming: takes, by layer, what is not waited for of resident parameters; None = everything is waited for.
 
     Returns:
         The new blocks, in the order of `blocks`.
@@ -40,20 +43,32 @@ def refresh(
     here = [x if isinstance(x, Tensor) else None for x in layered]
     # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
     # All are started before the first is waited for; every rank has the same units in the same order.
-    started = list[tuple[Pending[Tensor], bool]]()
+    started = list[Arrival]()
     for unit in resident:
         with named_range("refresh", plan.layers, unit.leaves):
-            started.append(_start(plan, channels, unit, here, fresh))
-    for unit, (pending, landed) in zip(resident, started, strict=True):
+            pending, landed = _start(plan, channels, unit, here, fresh, idle=coming is None)
+            started.append(Arrival(pending, functools.partial(_land, unit, [here[i] for i in unit.leaves], landed)))
+    for unit, arrival in zip(resident, started, strict=True):
+        if coming is not None:
+            coming.update(dict.fromkeys(unit.leaves, arrival))
+            continue
         with named_range("refresh", plan.layers, unit.leaves):
-            arrived = pending.result()
-            if not landed:
-                _spread(unit, arrived, here)
+            arrival.wait()
     away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].plain]
     if away:
         _close(plan, channels, away, fresh, (blocks, layered), out, pool)
-    channels.flush()
+    if coming is None:
+        channels.flush()
     return out
+
+
+def _land(unit: Unit, blocks: Sequence[Tensor | None], landed: bool, arrived: Tensor) -> None:
+    """Puts what has come into the blocks; for a loss that runs meanwhile that is no write to them."""
+    into = [block for block in blocks if block is not None]
+    if landed:
+        return
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(into)):
+        unit.packing.unpack_into(arrived, into)
 
 
 def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
@@ -122,13 +137,15 @@ def _start(
     unit: Unit,
     blocks: Sequence[Tensor | None],
     rows: Sequence[Tensor | Stored | None],
+    *,
+    idle: bool = True,
 ) -> tuple[Pending[Tensor], bool]:
-    """The transfer of one unit, and whether it lands in the parameter itself."""
+    """The transfer of one unit, and whether it lands in the parameter itself; `idle`: this thread will wait for it."""
     first, packing = plan.layers[unit.leaves[0]], unit.packing
     channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
     assert block is not None and len(pieces) == len(unit.leaves)
     # The rows of all ranks, one after another, are the leaf as it lies in memory.
     if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
-        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
-    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False
+        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=idle), True
+    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=idle), False

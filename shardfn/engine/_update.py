@@ -1,13 +1,14 @@
 """The update: the optimizer on this rank's rows, then resident parameters made whole again."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels, GlobalTensor
+from shardfn.collectives import AnyChannels, Arrival, GlobalTensor
 from shardfn.core import (
     MemoryKind,
     PyTree,
@@ -22,6 +23,7 @@ from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, decided, given, inplace
 from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
 
+from ._late import note_under_way
 from ._model_state import put_in, wrapped_like
 from ._plan import Plan
 from ._pools import pool_of
@@ -54,11 +56,14 @@ def update(
     """
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
+    coming: dict[int, Arrival] | None = {} if plan.late else None
     with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
         held, rule = tree_leaves(params), parts.optimizer
-        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
+        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done, coming)
         kept = put_in(kept, model_state)
-    return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
+    if coming:
+        note_under_way(plan.mesh, channels, coming.values())
+    return next_state(plan, state, blocks, opt_state, tree_leaves(kept), coming)
 
 
 def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
@@ -67,11 +72,16 @@ def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def next_state(
-    plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree, kept: Sequence[Tensor]
+    plan: Plan,
+    state: TrainState,
+    blocks: Sequence[Tensor | Stored],
+    opt_state: PyTree,
+    kept: Sequence[Tensor],
+    coming: Mapping[int, Arrival] | None = None,
 ) -> TrainState:
-    """The state after `state`, of this rank's new blocks, optimizer state and model state."""
+    """The state after `state`, of this rank's new blocks, what is still coming of them, optimizer and model state."""
     return state._replace(
-        params=wrap(plan, blocks),
+        params=wrap(plan, blocks, coming or {}),
         opt_state=_like(opt_state, state.opt_state),
         step=state.step + 1,
         model_state=wrapped_like(kept, state.model_state),
@@ -87,11 +97,15 @@ def update_blocks(
     grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
     done: Done | None = None,
+    coming: dict[int, Arrival] | None = None,
 ) -> tuple[list[Tensor | Stored], PyTree]:
-    """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk."""
+    """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk.
+
+    What is not waited for goes into `coming`, by layer; see `refresh`.
+    """
     if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
-        return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
+        return refresh(plan, channels, blocks, rows, pool_of(plan), coming), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
@@ -105,7 +119,7 @@ def update_blocks(
         specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
     )
     fresh = iter(tree_leaves(new))
-    return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train]), opt_state
+    return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train], None, coming), opt_state
 
 
 def _as_stream(
@@ -194,12 +208,14 @@ def _whole(plan: Plan) -> PyTree:
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 
 
-def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
-    """This rank's blocks as a tree of global tensors."""
-    pairs = zip(blocks, plan.leaves, strict=True)
-    return tree_unflatten(
-        plan.treedef, [GlobalTensor(b, leaf.shape, leaf.param, plan.mesh, leaf.home) for b, leaf in pairs]
-    )
+def wrap(plan: Plan, blocks: Sequence[Tensor | Stored], coming: Mapping[int, Arrival] = MappingProxyType({})) -> PyTree:
+    """This rank's blocks as a tree of global tensors, of which some layers may still be coming."""
+    out, first = list[GlobalTensor](), 0
+    for block, leaf in zip(blocks, plan.leaves, strict=True):
+        layers = range(first, first := first + (len(leaf.layers) or 1))
+        late = [coming[i] for i in layers] if coming and layers[0] in coming else ()
+        out.append(GlobalTensor(block, leaf.shape, leaf.param, plan.mesh, leaf.home, late))
+    return tree_unflatten(plan.treedef, out)
 
 
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:

@@ -24,7 +24,7 @@ KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 
 
 class Ledger:
-    """What `ledger()` gives: live and peak bytes by kind, traffic by direction. Stays readable after the end."""
+    """Live and peak bytes by kind, and traffic by direction, from `ledger()`. It can still be read afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -164,7 +164,7 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
         device: what `device` stands for; by default the accelerator, and without one the CPU.
 
     Returns:
-        A context manager that gives a `Ledger`.
+        A context manager that yields a `Ledger`.
 
     Example:
         >>> with ledger() as book:
@@ -190,7 +190,7 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
 
 
 def on_host() -> AbstractContextManager[None]:
-    """Says that what is allocated inside is host memory, for ledgers on a machine where device and host are both RAM.
+    """Counts allocations inside as host memory, for ledgers on a machine where device and host are both RAM.
 
     Example:
         >>> with ledger() as book, on_host():

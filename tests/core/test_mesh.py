@@ -47,6 +47,7 @@ def _idle() -> tuple[int, int, int]:
 @pytest.mark.parametrize("num", [5, pytest.param(40, marks=pytest.mark.nightly)])
 def test_meshes_that_are_dropped_leave_nothing(num: int) -> None:
     kept = []
+    _idle()  # gloo's connections of a process's first mesh come in their own time
     for _ in range(num):
         _trained(sf.make_mesh({"dp": -1}))
         kept.append(_kept())
