@@ -3,7 +3,7 @@
     python examples/sparse_long.py
     python examples/sparse_long.py --model bert --length 8192 --steps 5
     python examples/sparse_long.py --attention dense
-    torchrun --nproc-per-node 2 examples/sparse_long.py --batch 2
+    torchrun --nproc-per-node 2 examples/sparse_long.py
 
 GPT attends by the fixed pattern of Sparse Transformers, half of the heads to other blocks than the rest; BERT by a
 window, a global block and random ones, as BigBird does, and learns to tell what stood where bytes were masked. It reads
@@ -70,13 +70,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "tokens.bin"
         sf.data.encode_files(args.data or sf.data.default_corpus(), path, sf.data.ByteTokenizer())
-        batches = sf.data.Batches(sf.data.TokenFile.open(path), args.batch, args.length)
+        batches = sf.data.Batches(sf.data.TokenFile.open(path), args.batch or mesh.size, args.length)
         for n in range(args.steps):
             batch = batches(n, rank=rank, world=world)
             begin = time.monotonic()
             state, metrics = step(state, batch if config.causal else masked(batch))
             seconds = time.monotonic() - begin
-            say(f"step {n + 1}: loss {metrics['loss']:.4f}, {args.batch * args.length / seconds:,.0f} tokens/s")
+            say(f"step {n + 1}: loss {metrics['loss']:.4f}, {batches.batch_size * args.length / seconds:,.0f} tokens/s")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -100,7 +100,7 @@ def arguments():
     add("--attention", choices=tuple(ATTENTION), default="sparse", help="%(default)s")
     add("--length", type=int, default=8192, help="tokens a row (%(default)s)")
     add("--block", type=int, default=64, help="tokens a block (%(default)s)")
-    add("--batch", type=int, default=1, help="rows of the global batch (%(default)s)")
+    add("--batch", type=int, help="rows of the global batch (one for each rank)")
     add("--steps", type=int, default=10, help="%(default)s")
     add("--layers", type=int, default=2, help="%(default)s")
     add("--dim", type=int, default=128, help="%(default)s")

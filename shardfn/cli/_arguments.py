@@ -21,6 +21,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(PRESETS)}; or gpt:field=value,...; or preset:field=..; or a config.json of"
         " transformers (default gpt2)",
     )
+    # Also without the option's name, as in `shardfn plan config.json`; suppressed, it leaves the option's value alone.
+    run.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model MODEL")
     run.add_argument(
         "--mesh", default="dp=1", help="dp=64, or pp=4,dp=8,tp=8: axis sizes, major to minor (default dp=1)"
     )

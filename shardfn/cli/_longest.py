@@ -5,7 +5,7 @@ is gathered): the largest of three moments, for elements of s bytes and a loss t
 
     the loss in tiles of n tokens   max(2 n V + V D, n V + 2 V D) 4 + (2 + kept) t D s
     the loss whole                  12 t V + (2 + kept) t D s
-    a block's backward              attention (12 D + 2.5 K) t s or, if larger, the MLP: whole (4 D + 8 F + 2.5 K) t s,
+    a block's backward              attention (11 D + 2 K) t s or, if larger, the MLP: whole (4 D + 8 F + 2.5 K) t s,
                                     in tiles of w tokens 6 t D s + (4 D + 8 F) w s; and
       the last block's              + kept t D s + the gradients of the output layer and of a block
       the first one's               + t D s + all gradients but the embedding's
@@ -119,7 +119,7 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     kept = 0 if settings.offload else c.num_layers * t * c.d_model * size
     n = settings.loss_tile
     loss = 12 * t * c.vocab_size if n is None else 4 * max(2 * n * c.vocab_size + layer, n * c.vocab_size + 2 * layer)
-    narrow, wide = 12 * c.d_model + 5 * c.head_dim // 2, 4 * c.d_model + 8 * c.ff_dim
+    narrow, wide = 11 * c.d_model + 2 * c.head_dim, 4 * c.d_model + 8 * c.ff_dim
     tile = 6 * c.d_model * t + wide * min(t, MLP_WIDTH)
     block = size * max(narrow * t, tile if settings.tiled_mlp else (wide + 5 * c.head_dim // 2) * t)
     last = kept + 4 * layer + _block_grads(c) * setup.bytes_of.grads

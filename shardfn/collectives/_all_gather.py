@@ -37,7 +37,7 @@ def all_gather(
         The whole, of `size` along `dim`.
 
     Raises:
-        ValueError: unknown axis, `dim` out of range, or a block that is not as long as `size` says.
+        ValueError: unknown axis, `dim` out of range, or a block whose length does not match `size`.
 
     Example:
         >>> all_gather(torch.arange(3), "dp")
@@ -72,7 +72,7 @@ def all_gather_invariant(
         The whole, of `size` along `dim`.
 
     Raises:
-        ValueError: unknown axis, `dim` out of range, or a block that is not as long as `size` says.
+        ValueError: unknown axis, `dim` out of range, or a block whose length does not match `size`.
 
     Example:
         >>> all_gather_invariant(torch.ones(2, 3), "dp", dim=1).shape
@@ -118,7 +118,7 @@ def quantized_all_gather(
         The whole, of `size` along `dim` and of the dtype of `x`.
 
     Raises:
-        ValueError: unknown axis, `dim` out of range, a block that is not as long as `size` says, or other bits.
+        ValueError: unknown axis, `dim` out of range, a block whose length does not match `size`, or other bits.
         TypeError: another dtype.
 
     References:

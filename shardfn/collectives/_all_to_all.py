@@ -37,7 +37,7 @@ def all_to_all(
         A block along `split_dim`, whole along `concat_dim`.
 
     Raises:
-        ValueError: unknown axis, a dim out of range, a block that is not as long as `size` says, or one dim for both
+        ValueError: unknown axis, a dim out of range, a block whose length does not match `size`, or one dim for both
             that the axis does not divide.
 
     Example:

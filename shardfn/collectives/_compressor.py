@@ -37,7 +37,7 @@ class Compress(Protocol):
 class Compressor(NamedTuple):
     """How rows of floats become codes and back.
 
-    One of one's own needs the first four fields.
+    A new compressor needs the first four fields.
 
     Attributes:
         name: what messages call it.

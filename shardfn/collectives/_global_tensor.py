@@ -66,7 +66,7 @@ class GlobalTensor:
         shape: global shape.
         spec: layout over the mesh.
         mesh: the mesh.
-        memory_kind: the memory that the block is kept in: "device", "host" or "disk".
+        memory_kind: the memory of the block: "device", "host" or "disk".
 
     Example:
         >>> from shardfn.core import as_mesh
@@ -107,7 +107,7 @@ class GlobalTensor:
 
     @property
     def held(self) -> Tensor | Stored:
-        """This rank's block as it is kept: a tensor of the device or the host, or what is on disk.
+        """This rank's block as it is stored: a tensor on the device or the host, or a value on disk.
 
         Raises:
             DonatedError: a step has consumed this leaf.
@@ -174,7 +174,7 @@ class GlobalTensor:
 
     @property
     def placement(self) -> Placement:
-        """Where and how it is kept."""
+        """The layout, memory and dtype in which it is stored."""
         return Placement(self.spec, (), self.memory_kind, self.dtype, self.code)
 
     def with_block(self, block: Tensor | Stored) -> "GlobalTensor":

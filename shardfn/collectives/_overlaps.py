@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], rank: int) -> list[Overlap]:
-    """What a rank sends and receives of a leaf, and what it has already; in an order that all ranks have in common.
+    """The parts of a leaf that a rank sends, receives and has already, in an order that is the same on all ranks.
 
     Where several ranks hold a block, those that want it and do not hold it are shared out among them in turn.
 

@@ -52,7 +52,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
 
 
 def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
-    """`ppermute` under way, of a plain tensor that nobody differentiates; what is returned waits for it.
+    """A `ppermute` that has begun, of a plain tensor that nobody differentiates; the result waits for it.
 
     While a program is captured it is sent and waited for at once: the passes over its graph decide what overlaps.
 

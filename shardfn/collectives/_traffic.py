@@ -21,7 +21,7 @@ class Traffic:
 
     Attributes:
         by_op: (operation, axes in the mesh's order) -> [calls, bytes].
-        by_dtype: dtype of the elements on the wire -> bytes; None where the caller did not say.
+        by_dtype: dtype of the elements that are sent -> bytes; None for an unknown dtype.
     """
 
     by_op: dict[tuple[str, tuple[str, ...]], list[int]] = dataclasses.field(default_factory=dict)
@@ -121,7 +121,7 @@ def count_traffic() -> AbstractContextManager[Traffic]:
     A captured program is counted whenever it runs.
 
     Returns:
-        A context manager that gives a `Traffic`, which stays readable after the end.
+        A context manager that yields a `Traffic`, which can still be read afterwards.
 
     Example:
         >>> with count_traffic() as traffic:

@@ -211,12 +211,17 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
     cut = plan.batch_axes
     free = tuple(a for a in plan.mesh.axes(plan.mesh.axis_names) if a not in cut)
     both = tuple(a for a in plan.mesh.axis_names if a in (*cut, *free))
+    blocks = tuple(a for a in free if any(a in leaf.compute.axes for leaf in plan.leaves))
+    unsummed = (
+        f" Specs cut leaves along {blocks}, where the loss sees a block on each rank: it must sum what it computes of"
+        f" blocks, by sf.psum(x, {blocks[0]!r}), or be partitioned, sf.partition(loss, axes={blocks[0]!r})."
+    )
     raise_all(
         RankError,
         f"ranks that should have one loss have different ones: the batch is cut along {cut or 'no axis'}, so along"
         f" {free} all ranks must pass the same rows. If each has rows of its own, pass"
         f" batch={P(both[0] if len(both) == 1 else both)!r}; if not, check what else differs, such as random numbers"
-        " without a key. The losses are:",
+        f" without a key.{unsummed if blocks else ''} The losses are:",
         [f"rank {r}: {x:.6g}" for r, x in enumerate(rows)],
     )
 

@@ -17,7 +17,7 @@ _SIZES = (1 << 10, 1 << 18, 1 << 22)
 
 
 def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
-    """A `Cluster` of what is here: matrix products a dtype, memory bandwidth, and the wire that joins the mesh's ranks.
+    """A `Cluster` measured here: matrix products by dtype, memory bandwidth, and the network between the mesh's ranks.
 
     rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time; the wire's latency is the
     time of the smallest transfer, its bandwidth what further bytes add. Each figure is the best of several runs.

@@ -102,7 +102,7 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
 
     Args:
         gms: per rank, in rank order, its step; ranks with one program may share one object.
-        mesh_shape: axis name -> size. Default: what the first graph says.
+        mesh_shape: axis name -> size. Default: that of the first graph.
 
     Raises:
         RankError: two ranks pair different collectives, or ranks wait for one another: the ranks, the nodes and the

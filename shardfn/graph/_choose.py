@@ -31,7 +31,7 @@ _PARTS = (1.0, 0.85, 0.7, 0.5)
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A schedule and what the cost model says of it.
+    """A schedule, and the cost model's prediction for it.
 
     Attributes:
         schedule: the schedule.
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The schedule that was chosen, and what it was chosen from.
+    """The chosen schedule, and those that it was compared with.
 
     Attributes:
         schedule: the schedule.
@@ -101,7 +101,7 @@ def choose(
 
     Args:
         gm: a captured step, not yet scheduled.
-        cluster: what it runs on.
+        cluster: the machines that it runs on.
         memory: bytes that the device may hold at the step's peak; default the cluster's `device.memory`.
         given: fields of `Schedule` that are not to be chosen.
         candidates: schedules to choose from, in place of all these.
@@ -111,7 +111,8 @@ def choose(
         The choice, with the scores of all candidates.
 
     Raises:
-        ValueError: nothing fits; says the smallest peak and the remedies. Or the cluster has no rate for a dtype.
+        ValueError: nothing fits; the message has the smallest peak and the remedies. Or the cluster has no rate for a
+            dtype.
 
     Example:
         >>> import torch
@@ -147,7 +148,7 @@ def check_fits(gm: GraphModule, memory: int) -> None:
         memory: bytes that the device may hold.
 
     Raises:
-        ValueError: it does not fit; says the peak and the remedies.
+        ValueError: it does not fit; the message has the peak and the remedies.
 
     Example:
         >>> import torch

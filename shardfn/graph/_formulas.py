@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from shardfn.core import tree_map
+from shardfn.kernels import scratch_bytes
+
 from ._values import num_bytes, tensors_in, tensors_of
 
 # Floating-point operations, of operands and results without data.
@@ -101,29 +104,10 @@ def flash_backward(node: Node) -> int:
     return torch.get_num_threads() * 4 * rows * 2 * columns
 
 
-def tiles_forward_scratch(node: Node) -> int:
-    """Keys and values in whole vectors, and those of 16 bits in fp32."""
-    return _packed(node, 0) + sum(_widened(_argument(node, i)) for i in (0, 0, 1, 2))
-
-
-def tiles_backward_scratch(node: Node) -> int:
-    """Both once more for the other products, and what each part of the queries adds to their gradients."""
-    q, k = _argument(node, 1), _argument(node, 2)
-    (B, T, H, K), S, block = q.shape, k.shape[1], int(node.args[-2])  # pyright: ignore[reportArgumentType]
-    parts = min(-(-T // block), -(-16 // max(B * H, 1)))
-    sums = B * H * parts * 2 * S * -(-K // 16) * 16 * max(q.element_size(), 4)
-    return 2 * _packed(node, 1) + sums + sum(_widened(_argument(node, i)) for i in (0, 1, 1, 2, 2, 3, 3))
-
-
-def _packed(node: Node, first: int) -> int:
-    k, block = _argument(node, first + 1), int(node.args[-2])  # pyright: ignore[reportArgumentType]
-    B, S, G, K = k.shape
-    turned, straight = -(-S // block) * K * -(-block // 16) * 16, S * -(-K // 16) * 16
-    return B * G * (turned + straight) * max(k.element_size(), 4)
-
-
-def _widened(x: Tensor) -> int:
-    return 4 * x.numel() if x.element_size() == 2 else 0
+def of_kernel(node: Node) -> int:
+    """What a kernel of ours says of its arguments."""
+    args = tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, tuple(node.args))
+    return scratch_bytes(node.target, args)
 
 
 def _tile(queries: int, keys: int) -> tuple[int, int]:

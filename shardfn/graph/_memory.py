@@ -51,7 +51,7 @@ class MemoryAnalysis:
     """The memory of one step on one rank, in bytes.
 
     Attributes:
-        peak: the most that is alive at once on the device; of it speak the fields below, but for the last two.
+        peak: the most bytes alive at once on the device; the fields below are about it, but for the last two.
         by_kind: kind -> bytes alive at the peak; they add up to `peak`.
         max_by_kind: kind -> the most of it that is alive at any time.
         node: the node that runs at the peak.

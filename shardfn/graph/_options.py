@@ -16,10 +16,11 @@ class Schedule:
         prefetch: bytes of gathered leaves that may be there ahead of their use.
         bucket: bytes up to which small transfers travel together.
         reductions: bytes of whole gradients that may be under way.
-        reuse: bytes of other gathered leaves for which a gathered leaf is kept; default as `prefetch`.
+        reuse: a gathered leaf stays in memory while at most this many bytes of others are gathered; default as
+            `prefetch`.
         budget: bytes that a step's own values may take; activations beyond it are computed again. None keeps them all.
         donate: whether pure updates may run in place.
-        passes: passes of one's own, `f(gm) -> gm`, run first, in this order.
+        passes: further passes `f(gm) -> gm`, which run first, in this order.
 
     Raises:
         ValueError: a number of bytes is negative.

@@ -44,7 +44,7 @@ def picture_of_time(found: Estimate) -> "Figure":
 
 
 def picture_of_memory(found: MemoryAnalysis) -> "Figure":
-    """The bytes that are alive on the device after each op, and beside it what is alive at the peak, by kind.
+    """The live bytes on the device after each op, and beside it those at the peak, by kind.
 
     Raises:
         ImportError: there is no matplotlib.

@@ -31,7 +31,7 @@ def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
                                            dw = y1.t() @ dz
 
     Args:
-        gm: a captured step whose nodes say their `meta["phase"]`.
+        gm: a captured step whose nodes have a `meta["phase"]`.
         budget: bytes that the step's own values may hold at any time; its arguments do not count.
 
     Returns:

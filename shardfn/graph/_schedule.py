@@ -29,7 +29,7 @@ def schedule(
 ) -> GraphModule:
     """Schedules a captured step; every option but `budget` only changes when things happen, `None` leaves it out.
 
-    First what is computed (`rematerialise`), then what travels (`reuse_gathers`, `bucket`), then when
+    First the passes on computation (`rematerialise`), then on what is sent (`reuse_gathers`, `bucket`), then on when
     (`sink_waits`, `overlap_reductions`, `prefetch`), then where it is kept (`free_at_last_use`, `donate`), which needs
     the final order. It is a function of the graph alone: ranks with the same graph issue the same transfers in the same
     order.
@@ -47,7 +47,8 @@ def schedule(
         prefetch: bytes of gathered values ahead of their use.
         bucket: bytes up to which small transfers travel together.
         reductions: bytes of whole gradients in flight.
-        reuse: bytes of other gathered values for which a gathered value is kept; default as `prefetch`.
+        reuse: a gathered value stays in memory while at most this many bytes of others are gathered; default as
+            `prefetch`.
         donate: whether pure updates may run in place.
         temporaries: whether in place means the step's own memory, too; see `donate`.
 

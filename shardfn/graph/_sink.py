@@ -11,7 +11,7 @@ from ._transfers import is_wait
 
 
 def sink_waits(gm: GraphModule) -> GraphModule:
-    """Moves each wait, and the views of what it returns, down to just before the first use.
+    """Moves each wait, and the views of its result, down to just before the first use.
 
     What happens between start and wait then overlaps with the transfer. A wait passes neither a use of its value,
     through whatever alias, nor a write to what its transfer reads. Moves between memories, and sends to other stages,

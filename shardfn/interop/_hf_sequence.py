@@ -18,6 +18,8 @@ from shardfn.nn import Body, cross_entropy_sum, tiled_cross_entropy, whole_lengt
 from shardfn.transforms import WeightedMean
 
 _CUT = ("input_ids", "targets", "position_ids")
+# By which collators tell documents apart for kernels; models that are routed do not read them.
+_PACKED = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 # Whose logits are the product of the last hidden state and the output layer, and nothing else.
 _PLAIN = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
@@ -37,7 +39,8 @@ def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict
         {"input_ids", "targets", "position_ids"?, ...}, [B, own tokens] each; what else is in the batch as it is.
 
     Raises:
-        ValueError: rows are of another length than the body's.
+        ValueError: rows are of another length than the body's, or are packed, as another entry tells, without
+            "position_ids".
 
     Example:
         >>> import shardfn as sf
@@ -49,6 +52,7 @@ def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict
     labels = batch.get("labels", batch["input_ids"])
     out["targets"] = F.pad(labels[:, 1:], (0, 1), value=-100)
     T = labels.shape[1]
+    _check_packed(batch)
     with bind_mesh(mesh):
         length = whole_length(body, T)
         if length != T:
@@ -56,6 +60,16 @@ def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict
         rows = body.rows(T)
     at = torch.cat([torch.arange(a, b, device=labels.device) for a, b in (*rows, (0, 0))])
     return out | {name: out[name][:, at] for name in _CUT if name in out}
+
+
+def _check_packed(batch: Mapping[str, Tensor]) -> None:
+    told = {name: tuple(batch[name].shape) for name in _PACKED if name in batch}
+    if told and "position_ids" not in batch:
+        raise ValueError(
+            f"causal_lm_batch: {told} tell that rows {tuple(batch['input_ids'].shape)} are packed, but documents are"
+            ' known by "position_ids" of the same shape, which start again at 0 with each; without them all tokens of a'
+            " row would see one another."
+        )
 
 
 def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., WeightedMean]:

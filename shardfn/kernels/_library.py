@@ -1,6 +1,6 @@
 """The room's torch ops: every kernel is one node of a captured graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +8,34 @@ import torch
 LIBRARY = torch.library.Library("shardfn_kernels", "DEF")
 
 
-def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes `torch.ops.shardfn_kernels.<name>` of a schema, what it computes and the shapes of what it returns."""
+_SCRATCH: dict[str, Callable[..., int]] = {}
+
+
+def define(
+    schema: str, impl: Callable[..., Any], fake: Callable[..., Any], *, scratch: Callable[..., int] | None = None
+) -> None:
+    """Makes `torch.ops.shardfn_kernels.<name>` of a schema, what it computes and the shapes of what it returns.
+
+    `scratch` says of its arguments how many bytes it allocates on a CPU and frees before it returns, if not few.
+    """
     name = schema.partition("(")[0]
+    if scratch is not None:
+        _SCRATCH[f"shardfn_kernels::{name}"] = scratch
     LIBRARY.define(schema)
     LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardfn_kernels::{name}", fake, lib=LIBRARY)
+
+
+def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
+    """Bytes that an op of this room allocates on a CPU while it runs; of others, 0.
+
+    Args:
+        op: of torch.
+        args: tensors, of which shapes and dtypes count, and numbers.
+
+    Example:
+        >>> scratch_bytes(torch.ops.aten.add.Tensor, (torch.ones(2), torch.ones(2)))
+        0
+    """
+    found = _SCRATCH.get(op._schema.name) if isinstance(op, torch._ops.OpOverload) else None
+    return 0 if found is None else found(*args)

@@ -59,7 +59,7 @@ class DiskTensor:
 
     @property
     def pool(self) -> Any:
-        """The pool that it is kept in."""
+        """The pool that holds it."""
         return self._pool
 
     @property
@@ -181,7 +181,7 @@ class DiskWriter:
         return of_futures(None, futures)
 
     def finish(self) -> DiskTensor:
-        """Waits for the chunks, and gives the value.
+        """Waits for the chunks, and returns the value.
 
         Raises:
             ValueError: rows are missing.

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfn.core import Ambient, MemoryKind, PyTree, Stored, as_html, did_you_mean, tree_leaves
+from shardfn.kernels import scratch_bytes
 
 KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 
 
 class Ledger:
-    """What `ledger()` gives: live and peak bytes by kind, traffic by direction. Stays readable after the end."""
+    """Live and peak bytes by kind, and traffic by direction, from `ledger()`. It can still be read afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,6 +112,12 @@ class Ledger:
             self._live[kind] += nbytes
             self._peak[kind] = max(self._peak[kind], self._live[kind])
 
+    def pass_through(self, kind: str, nbytes: int) -> None:
+        """Counts bytes that were alive beside what is alive now, and are gone."""
+        with self._lock:
+            self._bury()
+            self._peak[kind] = max(self._peak[kind], self._live[kind] + nbytes)
+
     def knows(self, key: int) -> bool:
         """Whether the owner of this key is counted."""
         with self._lock:
@@ -149,14 +156,15 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
     """Counts live bytes and traffic by memory kind while the context is open. Ledgers nest; each sees all below it.
 
     Live are the storages that torch's operations return on the calling thread while the ledger is open (its backward on
-    a CPU runs there too), what `host_empty` and the pools allocate, and what `Ledger.count` is told. Not seen are an
-    operation's inner workspace, and buffers that compiled code allocates for itself.
+    a CPU runs there too), what `host_empty` and the pools allocate, and what `Ledger.count` is told. At the peak the
+    workspace of our own kernels counts, too, as `kernels.scratch_bytes` tells it. Not seen are that of torch's
+    operations, and buffers that compiled code allocates for itself.
 
     Args:
         device: what `device` stands for; by default the accelerator, and without one the CPU.
 
     Returns:
-        A context manager that gives a `Ledger`.
+        A context manager that yields a `Ledger`.
 
     Example:
         >>> with ledger() as book:
@@ -182,7 +190,7 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
 
 
 def on_host() -> AbstractContextManager[None]:
-    """Says that what is allocated inside is host memory, for ledgers on a machine where device and host are both RAM.
+    """Counts allocations inside as host memory, for ledgers on a machine where device and host are both RAM.
 
     Example:
         >>> with ledger() as book, on_host():
@@ -247,6 +255,8 @@ class _StorageWatch(TorchDispatchMode):
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if _has_bytes(x):
                 self._see(x, func, args, kwargs)
+        if self._cpu_is_device and (extra := scratch_bytes(func, args)):
+            self._book.pass_through("host" if in_host_region() else "device", extra)
         return out
 
     def _see(self, x: Tensor, func: Any, args: Any, kwargs: Any) -> None:

@@ -64,7 +64,7 @@ class PoolInfo(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What `Pool.open` gives: the pool, the values of its last commit by name, and the commit's step."""
+    """The result of `Pool.open`: the pool, the values of its last commit by name, and the commit's step."""
 
     pool: "Pool"
     values: dict[str, Any]
@@ -100,9 +100,10 @@ class Pool:
     Args:
         directory: made if missing. It must hold no commit: that is for `Pool.open`.
         threads: how many requests are under way at once.
-        direct: pass the page cache by (O_DIRECT) where the file system can; `info()` says whether, and the log why not.
+        direct: bypass the page cache (O_DIRECT) where the file system can; `info()` has whether it does, and the log
+            why not.
         checksum: keep a crc32 of every 64 KiB, and compare it at each read.
-        max_staging: bytes of buffers for what is not aligned in memory; requests wait for a free one.
+        max_staging: bytes of buffers for data that is not aligned in memory; requests wait for a free one.
 
     Raises:
         ValueError: the directory holds a commit, or an argument is out of range.
@@ -250,10 +251,10 @@ class Pool:
 
         Args:
             values: by name, values of this pool, host tensors, numbers, strings.
-            step: a number of the caller's, given back by `Pool.open`.
+            step: a number, which `Pool.open` returns.
             durable: fsync files, manifest and directory.
             keep_before: whether the commit before stays as well.
-            about: what JSON can hold, for `Pool.about`: whose values these are, say.
+            about: any JSON values, for `Pool.about`, such as what the values belong to.
 
         Raises:
             ValueError: a value is another pool's.
@@ -280,7 +281,7 @@ class Pool:
             self._before, self._committed = before if keep_before else [], slots
 
     def forget_before(self) -> None:
-        """Gives up the commit before the last, if it was kept."""
+        """Drops the commit before the last, if there is one."""
         with self._commit_lock:
             if self._before:
                 manifest.forget_before(self._directory)
@@ -293,11 +294,11 @@ class Pool:
         return self._info._replace(free_files=files, free_file_bytes=size, disk_free=free)
 
     def trim(self) -> int:
-        """Removes the files that wait to be written again; gives their bytes."""
+        """Removes the files that are kept for reuse, and returns their bytes."""
         return self._slots.trim()
 
     def close(self) -> None:
-        """Waits for what is under way, removes files that no commit names, and gives the directory up.
+        """Waits for transfers in progress, removes files that no commit names, and releases the directory.
 
         Values of the pool cannot be read any more.
         """

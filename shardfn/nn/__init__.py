@@ -11,7 +11,8 @@ from ._chunked import Chunked as Chunked
 from ._local import Local as Local
 from . import layouts as layouts
 from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
-from ._bodies import Attending as Attending, part_of as part_of, whole_sequence as whole_sequence
+from ._bodies import Attending as Attending, whole_sequence as whole_sequence
+from ._course import part_of as part_of
 from ._bodies import whole_length as whole_length
 from ._bodies import own_positions as own_positions, own_rows as own_rows, sequence_order as sequence_order
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum

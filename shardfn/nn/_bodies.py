@@ -32,7 +32,7 @@ from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._chunked import Chunked
-from ._course import num_rows
+from ._course import num_rows, part_of
 from ._heads import dealt_heads, evenly
 from ._inputs import narrowed
 from ._local import Local
@@ -327,16 +327,6 @@ def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:
     for r in range(len(sizes)):
         front, back = sum(fronts[:r]), sum(fronts) + sum(backs[r + 1 :])
         out.append(tuple((a, b) for a, b in ((front, front + fronts[r]), (back, back + backs[r])) if a < b))
-    return tuple(out)
-
-
-def part_of(rows: Rows, start: int, stop: int) -> Rows:
-    """Rows start .. stop of these, as positions."""
-    out, at = [], 0
-    for a, b in rows:
-        cut = (a + max(start - at, 0), a + min(stop - at, b - a))
-        out += [cut] if cut[0] < cut[1] else []
-        at += b - a
     return tuple(out)
 
 

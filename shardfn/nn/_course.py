@@ -74,3 +74,13 @@ def course(
 def num_rows(rows: Rows) -> int:
     """How many tokens they are."""
     return sum(stop - start for start, stop in rows)
+
+
+def part_of(rows: Rows, start: int, stop: int) -> Rows:
+    """Rows start .. stop of these, as positions."""
+    out, at = [], 0
+    for a, b in rows:
+        cut = (a + max(start - at, 0), a + min(stop - at, b - a))
+        out += [cut] if cut[0] < cut[1] else []
+        at += b - a
+    return tuple(out)

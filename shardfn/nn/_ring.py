@@ -14,6 +14,7 @@ B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim,
 Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from shardfn.collectives import ppermute, ppermute_start, transforming
 from shardfn.core import Axes
 
-from ._course import Perm, RingCourse, course, num_rows
+from ._course import Perm, RingCourse, course, num_rows, part_of
 from ._inputs import narrowed, refuse_gradients
 from ._online import OnlineScores, Outer, Pushed, Rows, absorb, finish, gathered, tiles, transpose, wide
 from ._rectangles import QKV, attend_over, by_key_head, gradients_over, kernel_tile, merged, rectangles
@@ -274,22 +275,33 @@ def _round_and_home(
 ) -> Tensor:
     """The gradients of this rank's keys and values, along the last dim: those of all ranks that read them.
 
-    What a rank has added to travels while it computes for the keys that follow.
+    What a rank has added to travels while it computes for the keys that follow, and home while it computes for the
+    later ones of its own keys, which wait until then.
     """
-    own: Any = None
+    coming: list[Callable[[], Tensor]] = []
     passing: Callable[[], Tensor] | None = None
+    rows = along.rows[along.index]
+    num = num_rows(rows)
+    early = -(-num // 2) if along.size > 1 and along.onward(1) else num
+
+    def of_own(start: int, stop: int) -> Tensor:
+        k, v = (x.narrow(dim, start, stop - start) for x in kv)
+        return hop_of((k, v), part_of(rows, start, stop))
+
+    own: list[Tensor] = []
     for here, keys, hop in _hops(along, dim, *kv):
-        dkv = hop_of((here[0], here[1]), keys)
         if hop == 0:
-            own = dkv
+            own.append(of_own(0, early))
             continue
+        dkv = hop_of((here[0], here[1]), keys)
         dkv = F.pad(dkv, (0, 0) * (dkv.ndim - 1 - dim) + (0, along.longest - dkv.shape[dim]))
         dkv = dkv if passing is None else dkv + passing()
         onward = along.onward(hop + 1) if hop + 1 < along.size else []
         passing = _sent(dkv, along, onward) if onward else None
         if home := along.homeward(hop):
-            own = own + _sent(dkv, along, home)().narrow(dim, 0, own.shape[dim])
-    return own
+            coming.append(_sent(dkv, along, home))
+    own += [of_own(early, num)] if early < num else []
+    return functools.reduce(lambda x, wait: x + wait().narrow(dim, 0, num), coming, torch.cat(own, dim))
 
 
 def _sent(x: Tensor, along: RingCourse, perm: Perm) -> Callable[[], Tensor]:

@@ -90,14 +90,19 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def forward(x_ND: Tensor, w_VD: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, ...]:
         work = wide(x_ND.dtype)
         total, dxs, dw_VD = torch.zeros((), dtype=work, device=x_ND.device), [], torch.zeros_like(w_VD, dtype=work)
-        for x, targets in zip(x_ND.split(how.tile), targets_N.split(how.tile), strict=True):
-            loss, d_logits = _tile(x, w_VD, targets, how)
+        own = _own(targets_N, how)
+        tiles = (x.split(how.tile) for x in (x_ND, *own))
+        for x, *found in zip(*tiles, strict=True):
+            targets = _Targets(*found)
+            loss, p = _tile(x, w_VD, targets, how)
             total = total + loss
             if how.differentiated:
-                dxs.append(d_logits @ w_VD.to(work))
-                dw_VD = torch.addmm(dw_VD, d_logits.mT, x.to(work))
-            del d_logits  # before the next tile's are there
+                dxs.append(_gradient(p, w_VD.to(work), targets))
+                dw_VD = torch.addmm(dw_VD, p.mT, x.to(work) * targets.counts[:, None])
+            del p  # before the next tile's are there
         dx_ND = torch.cat(dxs) if dxs else torch.zeros_like(x_ND, dtype=work)
+        if how.differentiated and len(w_VD):
+            dw_VD = dw_VD.index_add(0, own.classes, x_ND.to(work) * own.hits[:, None], alpha=-1)
         return total, dx_ND, dw_VD, total.new_empty(0)
 
     @staticmethod
@@ -136,31 +141,54 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _tile(x_ND: Tensor, w_VD: Tensor, targets_N: Tensor, how: _How) -> tuple[Tensor, Tensor]:
-    """The sum over the tokens of a tile, and its gradient with regard to their logits.
+class _Targets(NamedTuple):
+    """Of tokens: their classes among this rank's, whether they count, and whether that and the class is here."""
+
+    classes: Tensor
+    counts: Tensor
+    hits: Tensor
+
+
+def _own(targets_N: Tensor, how: _How) -> _Targets:
+    counts_N = targets_N != how.ignore_index
+    index_N, missing_N = own_index(targets_N.masked_fill(~counts_N, 0), *how.classes)
+    return _Targets(index_N, counts_N, counts_N & ~missing_N)
+
+
+def _gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
+    """(p - the targets, as ones) w; what is not wide is corrected, not what is as wide as the logits."""
+    dx_ND = (p_NV @ w_VD).masked_fill(~targets.counts[:, None], 0.0)
+    return dx_ND - w_VD[targets.classes].masked_fill(~targets.hits[:, None], 0.0) if len(w_VD) else dx_ND
+
+
+def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
+    """The sum over the tokens of a tile, and the probabilities of all classes.
 
     No more than two tensors of the size of the logits are alive at once: each is let go when the next is made of it.
     """
     logits_NV = F.linear(x_ND, w_VD)
     logits_NV = logits_NV.to(wide(logits_NV.dtype))
-    counts_N, (start, stop, size) = targets_N != how.ignore_index, how.classes
-    index_N, missing_N = own_index(targets_N.masked_fill(~counts_N, 0), start, stop, size)
+    if axis_size(how.axis) == 1:
+        log_p_NV = logits_NV.log_softmax(-1)
+        del logits_NV
+        loss_N = -log_p_NV.gather(-1, targets.classes[:, None])[:, 0]
+    else:
+        lse_N, loss_N = _over_ranks(logits_NV, targets, how)
+        log_p_NV = logits_NV - lse_N[:, None]
+        del logits_NV
+    loss = loss_N.masked_fill(~targets.counts, 0.0).sum()
+    return loss, log_p_NV.exp() if how.differentiated else loss
+
+
+def _over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
+    """Of tokens whose classes are cut, log sum exp and the loss."""
+    start, stop, _ = how.classes
     if start == stop:
         hit_N = logits_NV.sum(-1)
     else:
-        hit_N = logits_NV.gather(-1, index_N[:, None])[:, 0].masked_fill(missing_N, 0.0)
+        hit_N = logits_NV.gather(-1, targets.classes[:, None])[:, 0].masked_fill(~targets.hits, 0.0)
     lse_N = logits_NV.logsumexp(-1)
-    if axis_size(how.axis) > 1:
-        top_N = pmax(lse_N, how.axis)
-        sum_N, hit_N = psum(torch.stack([(lse_N - top_N).exp(), hit_N]), how.axis).unbind()
-        lse_N = sum_N.log() + top_N
-    loss = (lse_N - hit_N).masked_fill(~counts_N, 0.0).sum()
-    if not how.differentiated:
-        return loss, loss
-    d_NV = logits_NV - lse_N[:, None]
-    del logits_NV
-    d_NV = d_NV.exp()
-    if start < stop:
-        ones_N = (~missing_N).to(d_NV.dtype)
-        d_NV = d_NV.scatter_add(-1, index_N[:, None], -ones_N[:, None])
-    return loss, d_NV.masked_fill(~counts_N[:, None], 0.0)
+    top_N = pmax(lse_N, how.axis)
+    sum_N, hit_N = psum(torch.stack([(lse_N - top_N).exp(), hit_N]), how.axis).unbind()
+    lse_N = sum_N.log() + top_N
+    return lse_N, lse_N - hit_N

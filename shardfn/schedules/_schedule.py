@@ -45,7 +45,7 @@ class PipelineSchedule:
     """The lists of all ranks.
 
     Attributes:
-        name: what it is called.
+        name: the name of the schedule.
         num_microbatches: how many there are.
         stages: by rank and chunk, the stage; stages are counted along the model.
         ranks: by rank, its actions, in their order.

@@ -75,7 +75,8 @@ def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline
         costs: by default each of F, B and W takes a unit of time, and a transfer none.
 
     Raises:
-        ScheduleError: it cannot run; lists what is missing or there twice, or shows the ranks that wait in a circle.
+        ScheduleError: it cannot run; the message lists actions that are missing or doubled, or ranks that wait in a
+            circle.
 
     Example:
         >>> from shardfn.schedules import one_f_one_b

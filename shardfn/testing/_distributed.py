@@ -28,10 +28,10 @@ def distributed(world: int | Sequence[int], timeout: float = 180.0) -> Callable[
         timeout: seconds that the ranks may take together.
 
     Returns:
-        A decorator. What it returns gives the list of the ranks' values, or None when every rank returned None. It
-        raises the error of the rank that failed first, of the same type where that can be pickled, with the rank's
-        number and traceback as a note; `pytest.skip` in any rank skips. A rank that died is a `RankError`; ranks that
-        do not end in time are a `TimeoutError` with the stack of each.
+        A decorator. The decorated function returns the list of the ranks' values, or None when every rank returned
+        None. It raises the error of the rank that failed first, of the same type where that can be pickled, with the
+        rank's number and traceback as a note; `pytest.skip` in any rank skips. A rank that died is a `RankError`; ranks
+        that do not end in time are a `TimeoutError` with the stack of each.
 
     Raises:
         ValueError: the function is not at module level, or a world is less than 1.

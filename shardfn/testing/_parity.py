@@ -222,7 +222,7 @@ def assert_parity(
     For your own models: call it inside `testing.distributed`.
 
     Args:
-        loss: what is sharded; may be transformed (`accumulate`, `remat`).
+        loss: the loss that is sharded; may be transformed (`accumulate`, `remat`).
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
         batches: one global batch a step.
@@ -258,7 +258,7 @@ def assert_same(got: Run, want: Run, *, exact: bool = False, computed: torch.dty
 
     Args:
         got: a run.
-        want: what it should be.
+        want: the expected value.
         exact: whether bits are compared.
         computed: the dtype of their arithmetic, where that is coarser than that of what is kept and where it is done
             in another order.

@@ -44,6 +44,7 @@ def propose_specs(
         A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` of what the loss takes apart by `scan`.
 
     Raises:
+        TypeError: several axes are named.
         ValueError: the leaves do not fit, whatever is cut; the mesh has no such axis; or see `partition`.
 
     Example:
@@ -59,6 +60,11 @@ def propose_specs(
         Zheng et al., Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning, 2022,
         https://arxiv.org/abs/2201.12023
     """
+    if not isinstance(axes, str):
+        raise TypeError(
+            f"propose_specs(axes={axes!r}): specs are proposed along one axis; name one, and cut leaves along the"
+            " others by hand."
+        )
     if axes not in mesh.shape:
         raise ValueError(f"propose_specs(axes={axes!r}): the mesh has the axes {list(mesh.shape)}; name one of them.")
     kept = _kept(tree_flatten(params)[0], optimizer)

@@ -86,3 +86,28 @@ def test_one_that_was_being_removed_does_not_come_back(tmp_path: pathlib.Path) -
     place.rename(tmp_path / "step_000005.old-00ff")
     checkpoint.save(tmp_path, {"w": torch.ones(3)}, step=6)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000006"]
+
+
+def test_files_are_on_the_disk_before_the_manifest_and_that_before_the_name(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has the name has all of it, whenever the power fails."""
+    did: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def flushed(fd: int) -> None:
+        did.append(("flushed", pathlib.Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        fsync(fd)
+
+    def renamed(old: os.PathLike[str], new: os.PathLike[str]) -> None:
+        did.append(("renamed", pathlib.Path(new).name))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    checkpoint.save(tmp_path, {"a": torch.ones(50), "b": torch.ones(50)}, step=5, file_bytes=100)
+    monkeypatch.undo()
+    files = [p.name for p in (tmp_path / "step_000005").glob("*.safetensors")]
+    manifest, named = did.index(("flushed", "manifest.json")), did.index(("renamed", "step_000005"))
+    assert len(files) == 2 and all(did.index(("flushed", name)) < manifest for name in files)
+    assert manifest < named and ("flushed", tmp_path.name) in did[named:]

@@ -55,6 +55,16 @@ def test_a_config_json_is_a_model(tmp_path: pathlib.Path) -> None:
         parse_model(f"{tmp_path}/none.json")
 
 
+def test_the_model_may_stand_alone(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(told | {"intermediate_size": 96, "vocab_size": 100}))
+    for args in (["plan", f"{tmp_path}/config.json"], ["plan", "--model", f"{tmp_path}/config.json"]):
+        assert main([*args, "--mesh", "dp=2"]) == 0
+        assert capsys.readouterr().out.startswith(f"# {tmp_path}/config.json on 2 x a100-80")
+    assert main(["plan"]) == 0
+    assert capsys.readouterr().out.startswith("# gpt2 on 1 x")
+
+
 def test_the_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])

@@ -57,6 +57,7 @@ def counted(setup: Setup, settings: LongSettings, tokens: int) -> int:
         ((512, 3, 128), 1536, LongSettings(64, tiled_mlp=True)),
         ((512, 4, 128), 1536, LongSettings(64, tiled_mlp=True, offload=True)),
         ((512, 2, 128), 700, LongSettings(64, tiled_mlp=True)),
+        ((512, 2, 128), 5000, LongSettings(64, tiled_mlp=True, offload=True)),
         ((8000, 2, 64), 64, LongSettings(16)),
     ],
 )

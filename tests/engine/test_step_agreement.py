@@ -161,7 +161,7 @@ def _says(losses: list[float]) -> TracedControl:
 
 @pytest.mark.parametrize(("losses", "one"), [([1.0, 1.0001], True), ([1.0, 1.1], False), ([1.0, float("nan")], False)])
 def test_one_loss_is_told_from_several(losses: list[float], one: bool) -> None:
-    plan = SimpleNamespace(batch_axes=(), mesh=sf.make_mesh({"dp": 2}, device="cpu", abstract=True))
+    plan = SimpleNamespace(leaves=[], batch_axes=(), mesh=sf.make_mesh({"dp": 2}, device="cpu", abstract=True))
     if one:
         return check_same_loss(torch.tensor(1.0), plan, _says(losses))
     with pytest.raises(sf.RankError, match=f"(?s)different ones.*rank 1: {losses[1]}"):

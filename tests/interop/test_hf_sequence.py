@@ -101,6 +101,11 @@ def test_llama_along_a_sequence(body: str, world: int) -> None:
 
 
 @distributed(world=2)
+def test_llama_captured() -> None:
+    parity("llama", BODIES["ulysses"](7), 7, sf.make_mesh({"sp": 2}), stage=3, packed=True, tile=3, jit=True)
+
+
+@distributed(world=2)
 def test_other_models_and_a_checkpoint_within() -> None:
     mesh = sf.make_mesh({"sp": 2})
     parity("qwen2", BODIES["ring"](7), 7, mesh, stage=3, packed=False, checkpoint=True)
@@ -141,6 +146,14 @@ def test_labels_are_shifted_before_the_cut() -> None:
     assert set(batch) == {"input_ids", "targets"}
     with pytest.raises(ValueError, match=r"rows of 5 tokens.*length must be their number"):
         causal_lm_batch(nn.Ring("sp", 6), rows, sf.make_mesh({}))
+
+
+def test_packed_rows_have_positions() -> None:
+    packed = {"input_ids": torch.arange(5)[None], "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
+    with pytest.raises(ValueError, match=r"'seq_idx': \(1, 5\)\} tell that rows \(1, 5\) are packed.*\"position_ids\""):
+        causal_lm_batch(nn.Dense(), packed, sf.make_mesh({}))
+    positions = {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+    assert causal_lm_batch(nn.Dense(), packed | positions, sf.make_mesh({}))["position_ids"].shape == (1, 5)
 
 
 def test_logits_that_are_no_product_are_not_tiled() -> None:

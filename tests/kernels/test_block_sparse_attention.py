@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn import kernels
+from shardfn import kernels, memory
 from shardfn.core import fold_in, threefry2x32
 from shardfn.kernels import Dropped, Given, Tiles, block_sparse_attention, block_sparse_attention_backward
 from shardfn.kernels.block_sparse_attention import _native
@@ -57,7 +57,7 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32, small: bool = False) ->
     dropped = None
     if draw.random() < 0.5:
         keys = torch.randint(1 << 32, (B, 2), generator=g)
-        dropped = Dropped(keys, draw.choice([1, 9000, 40000]), *(draw.randrange(9) for _ in range(3)))
+        dropped = Dropped(keys, draw.choice([1, 9000, 40000]), draw.randrange(9), draw.randrange(9), 5)
     return (
         (normal(B, T, H, K), normal(B, S, G, K), normal(B, S, G, K)),
         tiles,
@@ -191,3 +191,25 @@ def test_what_is_dropped_is_the_same_bits(which: str, monkeypatch: pytest.Monkey
         want = multiplied(dropped, (2, T, T)).transpose(1, 2)
         assert torch.equal(y != 0, want != 0)
         torch.testing.assert_close(y * T, want.float(), rtol=1e-5, atol=0)
+
+
+def test_a_ledger_counts_what_the_kernel_allocates() -> None:
+    """At the peak, forward and backward, beside arguments and results; what 16 bits become in fp32, too."""
+    if not kernels.is_native("block_sparse_attention"):
+        pytest.skip("no C++ compiler")
+    for dtype in (torch.float32, torch.bfloat16):
+        qkv, tiles, _, given, block, scale = drawn(3, dtype)
+        dy, how = torch.randn_like(qkv[0]), {"block": block, "scale": scale}
+        rest = (*tiles, *given[:4], None, 0, 0, 0, 0, block, scale)
+        with memory.ledger() as book:
+            y, lse = block_sparse_attention(qkv[0], qkv[1], qkv[2], tiles, given._replace(dropped=None), **how)
+        op = torch.ops.shardfn_kernels.block_sparse_attention.default
+        assert book.peak("device") - y.nbytes - lse.nbytes == kernels.scratch_bytes(op, (*qkv, *rest)) > 0
+        assert book.live("device") == y.nbytes + lse.nbytes
+        with memory.ledger() as book:
+            grads = block_sparse_attention_backward(
+                dy, qkv, y, lse, tiles, given._replace(dropped=None), block=block, scale=scale
+            )
+        op = torch.ops.shardfn_kernels.block_sparse_attention_backward.default
+        told = kernels.scratch_bytes(op, (dy, *qkv, y, lse, *rest))
+        assert book.peak("device") - sum(x.nbytes for x in grads) == told > 2 * sum(x.nbytes for x in qkv[1:])

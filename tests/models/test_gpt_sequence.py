@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import nn, optim
+from shardfn import memory, nn, optim
 from shardfn.core import tree_flatten, tree_unflatten
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
@@ -60,7 +60,7 @@ def batches_of(config: gpt.Config, T: int, packed: bool, order: Tensor, rows: in
 def parity(
     config: gpt.Config,
     mesh: sf.Mesh,
-    body: nn.Ulysses | nn.Ring,
+    body: nn.Ulysses | nn.Ring | nn.Chunked,
     T: int,
     *,
     ring: str = "sp",
@@ -70,11 +70,14 @@ def parity(
     remat: bool = False,
     accumulate: int = 1,
     sequence: bool = False,
+    tile: int | None = None,
 ) -> None:
     torch.set_num_threads(1)
     order = nn.sequence_order(body, T, mesh.axis_size(ring))
-    cut = dataclasses.replace(config, attention=body)
-    loss: Any = functools.partial(gpt.loss, cut, axis="tp", sequence=sequence, wrap=sf.remat if remat else lambda f: f)
+    cut, pp = dataclasses.replace(config, attention=body, loss_tile=tile), mesh.axis_size("pp") > 1
+    how: dict[str, Any] = {"axis": "tp", "sequence": sequence, "wrap": sf.remat if remat else lambda f: f}
+    loss: Any = functools.partial(gpt.loss, cut, **how)
+    loss = sf.pipeline(*gpt.stages(cut, **how), num_microbatches=2) if pp else loss
     loss = sf.accumulate(loss, accumulate) if accumulate > 1 else loss
 
     def reference(params: Any, batch: Any, *key: Tensor) -> Any:
@@ -93,7 +96,7 @@ def parity(
         key=sf.key(5) if config.dropout or config.attention_dropout else None,
         trainable=trainable_of(config),
         zero=sf.Zero(stage=stage, axis=("dp", *body.axes), persist_elements=0) if stage else None,
-        specs=gpt.specs(config, tp="tp"),
+        specs=gpt.specs(config, tp="tp", pp="pp" if pp else None),
         batch={**dict.fromkeys(names, spec), "index": sf.P("dp")},
     )
 
@@ -140,6 +143,56 @@ def test_grid(name: str, jit: bool, world: int) -> None:
             config = dataclasses.replace(CONFIGS[style], **drop, stacked=n == 1)
             how: dict[str, Any] = {"packed": n != 2, "stage": stage, "remat": n == 1, "sequence": n == 0, "jit": jit}
             parity(config, mesh, BODIES[name](8), 8, accumulate=1 + (stage == 3), **how)
+
+
+@distributed(world=4)
+def test_a_pipeline_of_ranks_that_have_some_tokens() -> None:
+    config = dataclasses.replace(CONFIGS["llama"], stacked=True)
+    parity(config, sf.make_mesh({"pp": 2, "sp": 2}), BODIES["zigzag"](7), 7, stage=1, tile=3)
+
+
+@distributed(world=2)
+def test_chunks_on_the_host_and_on_disk(tmp_path: Any) -> None:
+    """Keys and values that wait elsewhere, in a step of a model; also captured, and recomputed."""
+    one = dataclasses.replace(CONFIGS["llama"], num_layers=1, attention_dropout=0.25)
+    mesh = sf.make_mesh({"sp": 2})
+    pool = memory.Pool(tmp_path / str(mesh.rank))
+    parity(one, mesh, nn.Chunked(4, "sp", 7), 7, stage=3, packed=True, jit=True)
+    parity(one, mesh, nn.Chunked(4, "sp", 7, to="disk", pool=pool), 7, stage=3, remat=True, tile=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("other", ["dp", "tp", "pp"])
+@pytest.mark.parametrize("name", ["ulysses", "zigzag"])
+@distributed(world=[2, 4, 6], timeout=600)
+def test_a_line_beside_another_axis(name: str, other: str, stage: int, world: int) -> None:
+    """{sp 1, 2, 3} x {ulysses, ring} x {dp, tp, pp} x stages 0 to 3 x the loss whole and in tiles."""
+    config = dataclasses.replace(CONFIGS["llama"], stacked=True)
+    for tile in (None, 3):
+        parity(
+            config,
+            sf.make_mesh({other: 2, "sp": world // 2}),
+            BODIES[name](8),
+            8,
+            stage=stage,
+            tile=tile,
+            packed=tile is None,
+        )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("other", ["dp", "tp", "pp"])
+@distributed(world=[4, 8], timeout=600)
+def test_a_grid_beside_another_axis(other: str, stage: int, world: int) -> None:
+    """The ring and Ulysses at once, of 1 x 2, 2 x 1 and 2 x 2 ranks."""
+    config = dataclasses.replace(CONFIGS["llama"], stacked=True)
+    for (r, u), tile in itertools.product(((1, 2), (2, 1), (2, 2)), (None, 3)):
+        if 2 * r * u == world:
+            body = nn.Ulysses("u", 9, nn.Ring("r", zigzag=True, block=4))
+            mesh = sf.make_mesh({other: 2, "r": r, "u": u})
+            parity(config, mesh, body, 9, ring="r", stage=stage, tile=tile, packed=tile is None)
 
 
 @distributed(world=3)

@@ -1,5 +1,6 @@
 """Covers the bodies of attention: values and gradients of the formula, any mask and sizes, on one rank and many."""
 
+import dataclasses
 import functools
 import math
 import random
@@ -342,3 +343,21 @@ def test_autocast_rounds_bodies_alike() -> None:
         errors.append(max(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)))
     assert kinds == [torch.bfloat16] * 3
     assert max(errors) < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("impl", [nn.Ulysses("sp", 6), nn.Ring("sp", 6), nn.Chunked(2, "sp", 6)], ids=str)
+def test_what_a_body_cannot_cut_is_refused(impl: Any) -> None:
+    """Before anything is sent: with the shapes, and with what can."""
+    mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")
+    q, k, other = torch.ones(1, 3, 5, 2), torch.ones(1, 3, 2, 2), torch.ones(1, 4, 5, 2)
+    with bind_mesh(mesh):
+        with pytest.raises(ValueError, match="5 query heads over 2 key heads; the latter must divide the former"):
+            nn.attention(q, k, k, impl=impl)
+        with pytest.raises(ValueError, match="3 queries and 4 keys on a rank of a sequence of 6; pass as many of both"):
+            nn.attention(q, other, other, mask=nn.Full(), impl=impl)
+        with pytest.raises(ValueError, match="this rank has 4 tokens, but of 6 over 2 ranks of 'sp' its part is 3"):
+            nn.attention(other, other, other, impl=impl)
+        with pytest.raises(ValueError, match=r"axis 'seq' is not in the mesh, which has \('sp',\)"):
+            nn.attention(q, q, q, impl=dataclasses.replace(impl, axis="seq"))
+    with pytest.raises(ValueError, match=r"4 queries over 9 keys.*take Blockwise\(\)"):
+        nn.attention(other, *[torch.ones(1, 9, 5, 2)] * 2, mask=nn.Full(), impl=nn.Chunked(2))

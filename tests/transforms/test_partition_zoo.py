@@ -63,13 +63,13 @@ def loss_of(apply):
 
 
 @distributed(world=2, timeout=240)
-def two_ranks(name, parts=False, jitted=False):
+def two_ranks(name, parts=False, jitted=False, **how):
     params, apply = model(name)
     inner = loss_of(apply)
     if parts:
         params, whole = sf.by_parts(params, PARTS[name])
         inner = functools.partial(joined, inner, whole)
-    loss = sf.partition(inner)
+    loss = sf.partition(inner, **how)
     tokens = [torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
     with sf.make_mesh({"tp": 2}) as mesh:
         how = {"mesh": mesh, "specs": specs(params, parts), "batch": P(), "reference": inner}
@@ -110,3 +110,11 @@ def test_a_fused_projection_is_joined_and_its_values_cut_by_heads():
     names, _ = two_ranks("GPT2")[0]
     attention, mlp = ["pvary", "all_gather_invariant", "take_own_block", "psum"], ["pvary", "psum"]
     assert names == (attention + mlp) * 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_a_decoder_with_its_sequence_cut_between_blocks_computes_what_one_device_does(name):
+    sent, _ = two_ranks(name, jitted=True, sequence=True)[0]
+    pairs = [x for x in sent if x in ("psum_scatter", "all_gather")]
+    assert pairs.count("psum_scatter") >= 4 and pairs.count("all_gather") >= 4, sent

@@ -14,6 +14,7 @@ from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define
 
+from . import _scratch
 from ._mapped import register
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -254,12 +255,14 @@ define(
     f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_TAKES}) -> (Tensor, Tensor)",
     _forward,
     lambda q, *_: (torch.empty_like(q, memory_format=torch.contiguous_format), _lse(q)),
+    scratch=_scratch.forward,
 )
 define(
     f"block_sparse_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, {_TAKES})"
     " -> (Tensor, Tensor, Tensor)",
     _backward,
     lambda dy, q, k, v, *_: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
+    scratch=_scratch.backward,
 )
 register("block_sparse_attention", 3)
 register("block_sparse_attention_backward", 6)
