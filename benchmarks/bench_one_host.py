@@ -5,12 +5,16 @@ By one command, in one run a table, in interleaved rounds as `bench_step_time.py
     python benchmarks/bench_one_host.py --out benchmarks/results/one_host.md
 
 Peers of a table are there at the same time, so they come in tables of which each has DDP. DeepSpeed takes part where it
-can be imported, so give the Python of an environment that has it (`benchmarks/README.md`).
+can be imported; else a line says that it is left out. An environment that has it needs what shardfn needs besides:
+
+    python -m venv /tmp/peers && /tmp/peers/bin/pip install -e . deepspeed==0.19.8
+    /tmp/peers/bin/python benchmarks/bench_one_host.py --out benchmarks/results/one_host.md
 """
 
 import argparse
 import importlib.util
 import statistics
+import sys
 
 from _model import FULL, Size
 from _report import publish, table
@@ -51,7 +55,11 @@ def main() -> None:
         size, wanted = TABLES[name]
         peers = list(dict.fromkeys(["ddp", *(of for of, _ in wanted.values()), *map(str.strip, wanted)]))
         if importlib.util.find_spec("deepspeed") is None:
-            peers = [peer for peer in peers if not peer.startswith("deepspeed")]
+            missing = [peer for peer in peers if peer.startswith("deepspeed")]
+            peers = [peer for peer in peers if peer not in missing]
+            if missing:
+                told = f"{', '.join(missing)} left out of {name!r}: {sys.executable} has no deepspeed"
+                print(f"{told}; run this with the Python of an environment that has it.", file=sys.stderr, flush=True)
         names = {peer: f"{peer}:channel={args.channel}" if peer.startswith("shardfn") else peer for peer in peers}
         times, _ = measure(list(names.values()), args, size=size)
         seconds = {peer: times[full] for peer, full in names.items()}
