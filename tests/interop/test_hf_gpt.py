@@ -156,7 +156,7 @@ def _cannot_be_written(directory: str, when: str) -> None:
 
             ArchiveWriter.put = failing
         try:
-            with pytest.raises((OSError, sf.RankError), match=r"No space left|Not a directory|File exists"):
+            with pytest.raises((OSError, sf.RankError), match=r"No space left|weights need a directory"):
                 write()
         finally:
             ArchiveWriter.put = real
