@@ -39,7 +39,7 @@ def test_every_schedule_and_stage(schedule: str, stage: int) -> None:
     lamb = optim.chain(optim.clip_by_global_norm(0.05), optim.lamb(1e-2, weight_decay=0.1))
     reverses = {"reference": _reverse} if schedule.endswith("-v") else {}
     for block, accumulate in ((_block, "each"), (sf.remat(_block), "once")):
-        loss = _loss(m=4, block=block, schedule=schedule, num_chunks=chunks)
+        loss = _loss(m=6, block=block, schedule=schedule, num_chunks=chunks)
         zero = Zero.flat(stage=stage, accumulate=accumulate, **ODD)
         _same(mesh, 7, loss, chunks=chunks, zero=zero, optimizer=lamb, **reverses)
 
@@ -55,7 +55,7 @@ def _reverse(p: Any, batch: Any) -> Any:
 
 def _run(specs: Any, jit: Any, mesh: sf.Mesh, stage: int, **options: Any) -> Any:
     params = _params(7)
-    loss = _loss(m=4, **options)
+    loss = _loss(m=6, **options)
     zero = Zero.flat(stage=stage, **ODD)
     step = sf.sharded_step(
         loss if jit is None else jit(loss), optim.adamw(1e-2), mesh=mesh, specs=specs(params), batch=P("dp"), zero=zero
