@@ -104,10 +104,13 @@ def _told(q: Tensor, how: OnlineScores, at: Rectangle) -> tuple[Tiles, Given]:
     if how.slopes_H is not None:
         table = -how.slopes_H[:, None] * torch.arange(c - b + 1, d - a, device=q.device).abs()
         found = found._replace(table=table if found.table is None else found.table + table)
-    numbers = (None if x is None else x.to(q.device, torch.int64).expand(q.shape[0], -1) for x in found[:2])
-    floats = (None if x is None else x.to(q.device, wide(q.dtype)) for x in found[2:4])
+    ids_q, ids_k = (
+        None if x is None else x.to(q.device, torch.int64).expand(q.shape[0], -1) for x in (found.ids_q, found.ids_k)
+    )
+    added, table = (None if x is None else x.to(q.device, wide(q.dtype)) for x in (found.added, found.table))
     drop = None if found.dropped is None else found.dropped._replace(keys=found.dropped.keys.to(q.device))
-    return tiles_of(known, at.queries, at.keys, at.block).on(q.device), Given(*numbers, *floats)._replace(dropped=drop)
+    counted = tiles_of(known, at.queries, at.keys, at.block).on(q.device)
+    return counted, Given(ids_q, ids_k, added, table, drop)
 
 
 def _attend_in_tiles(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Tensor]:

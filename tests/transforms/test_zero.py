@@ -383,11 +383,11 @@ def test_a_window_for_all_leaves_lets_the_gather_after_the_update_run_into_the_n
             told.append(f"used w{i}")
         return x.square().mean()
 
-    def made(stage: int, **pace: int) -> Any:
-        zero = sf.Zero(stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0), pace=sf.Pace(**pace))
+    def made(stage: int, pace: sf.Pace) -> Any:
+        zero = sf.Zero(stage, persist_elements=0, travel=sf.Travel(bucket_bytes=0), pace=pace)
         return sf.sharded_step(loss, sf.optim.adamw(0.1), mesh=mesh, zero=zero, donate=False)
 
-    plain, ahead = made(2), made(3, prefetch_bytes=1 << 40)
+    plain, ahead = made(2, sf.Pace()), made(3, sf.Pace(prefetch_bytes=1 << 40))
     states = [step.init(params) for step in (plain, ahead)]
     states = [step(state, x)[0] for step, state in zip((plain, ahead), states, strict=True)]  # the order is learnt
     for _ in range(2):
