@@ -215,13 +215,15 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
     unsummed = (
         f" Specs cut leaves along {blocks}, where the loss sees a block on each rank: it must sum what it computes of"
         f" blocks, by sf.psum(x, {blocks[0]!r}), or be partitioned, sf.partition(loss, axes={blocks[0]!r})."
+        if blocks
+        else ""
     )
     raise_all(
         RankError,
         f"ranks that should have one loss have different ones: the batch is cut along {cut or 'no axis'}, so along"
         f" {free} all ranks must pass the same rows. If each has rows of its own, pass"
         f" batch={P(both[0] if len(both) == 1 else both)!r}; if not, check what else differs, such as random numbers"
-        f" without a key.{unsummed if blocks else ''} The losses are:",
+        f" without a key.{unsummed} The losses are:",
         [f"rank {r}: {x:.6g}" for r, x in enumerate(rows)],
     )
 

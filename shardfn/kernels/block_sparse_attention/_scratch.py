@@ -15,7 +15,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
     Example:
         >>> q = torch.empty(1, 4, 1, 16)
         >>> forward(q, q, q, 16, 1.0) - torch.get_num_threads() * 4 * 16 * (2 * 16 + 512 + 2)
-        2304
+        1280
     """
     block, size = int(rest[-2]), _size(q)
     W, P = _padded(q.shape[-1]), _padded(block)
