@@ -52,12 +52,12 @@ def counted(setup: Setup, settings: LongSettings, tokens: int) -> int:
     ("shape", "tokens", "settings"),
     [
         ((8000, 3, 64), 1024, LongSettings(16, tiled_mlp=True, offload=True)),
-        ((8000, 2, 64), 512, LongSettings(128)),
+        pytest.param((8000, 2, 64), 512, LongSettings(128), marks=pytest.mark.nightly),
         ((512, 2, 128), 1536, LongSettings(64)),
-        ((512, 3, 128), 1536, LongSettings(64, tiled_mlp=True)),
-        ((512, 4, 128), 1536, LongSettings(64, tiled_mlp=True, offload=True)),
+        pytest.param((512, 3, 128), 1536, LongSettings(64, tiled_mlp=True), marks=pytest.mark.nightly),
+        pytest.param((512, 4, 128), 1536, LongSettings(64, tiled_mlp=True, offload=True), marks=pytest.mark.nightly),
         ((512, 2, 128), 700, LongSettings(64, tiled_mlp=True)),
-        ((512, 2, 128), 5000, LongSettings(64, tiled_mlp=True, offload=True)),
+        pytest.param((512, 2, 128), 5000, LongSettings(64, tiled_mlp=True, offload=True), marks=pytest.mark.nightly),
         ((8000, 2, 64), 64, LongSettings(16)),
     ],
 )

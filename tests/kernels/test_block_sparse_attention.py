@@ -153,7 +153,11 @@ def triton_is_the_formula(monkeypatch: pytest.MonkeyPatch, seeds: range, dtype: 
             compare(seed, dtype, small)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, *(pytest.param(x, marks=pytest.mark.nightly) for x in (torch.float32, torch.bfloat16))],
+    ids=str,
+)
 def test_triton_is_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_is_the_formula(monkeypatch, range(31, 33), dtype, small=True)
 

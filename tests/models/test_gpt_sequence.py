@@ -151,6 +151,7 @@ def test_a_pipeline_of_ranks_that_have_some_tokens() -> None:
     parity(config, sf.make_mesh({"pp": 2, "sp": 2}), BODIES["zigzag"](7), 7, stage=1, tile=3)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_chunks_on_the_host_and_on_disk(tmp_path: Any) -> None:
     """Keys and values that wait elsewhere, in a step of a model; also captured, and recomputed."""
