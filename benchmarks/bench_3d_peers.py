@@ -13,13 +13,13 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _turns import in_turns
 from torch import Tensor, nn
 
 PP, DP, TP, LAYERS, MICROBATCHES, RATE = 2, 2, 2, 4, 4, 1e-3
@@ -156,17 +156,7 @@ def measured(rank: int, store: str, dim: int, rows: int, turns: int, out: Any) -
     for run, _ in runs.values():
         run()
     torch.testing.assert_close(runs["shardfn"][1](), runs["deepspeed"][1](), rtol=1e-4, atol=1e-6)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for turn in range(turns + 2):
-        for name, (run, _) in runs.items():
-            dist.barrier()
-            start, used = time.perf_counter(), time.process_time()
-            run()
-            used = time.process_time() - used
-            dist.barrier()
-            if turn > 1:
-                taken[name].append((time.perf_counter() - start, used))
-    out.put((rank, taken))
+    out.put((rank, in_turns(runs, turns)))
     dist.barrier()
 
 

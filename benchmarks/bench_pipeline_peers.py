@@ -9,13 +9,13 @@ backwards, what is sent, and an SGD update in place. Before it is timed, both ar
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _report import publish, table
+from _turns import in_turns
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -103,17 +103,7 @@ def measured(dim: int, rows: int, turns: int) -> dict[str, list[tuple[float, flo
     first, *others = [weights().detach() for _, weights in runs.values()]
     for other in others:
         torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-6)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for turn in range(turns + 2):
-        for name, (run, _) in runs.items():
-            dist.barrier()
-            start, used = time.perf_counter(), time.process_time()
-            run()
-            used = time.process_time() - used
-            dist.barrier()
-            if turn > 1:
-                taken[name].append((time.perf_counter() - start, used))
-    return taken
+    return in_turns(runs, turns)
 
 
 def main() -> None:

@@ -63,13 +63,13 @@ def write_files(
     """
     with _threads("digest") as beside, _threads("write") as writers, _threads("settle") as settling:
 
-        def written(plan: FilePlan) -> _Done:
+        def written(plan: FilePlan) -> _FileOutcome:
             old, known = (None, []) if before is None else _unchanged(plan, read, before)
             taken = old is not None and before is not None and place.take(before.place, old, plan.name)
             if not taken:
                 known = _write(place, plan, read, known, beside)
             # The device finishes this file while the next one is written.
-            return _Done(known, taken, settling.submit(place.settle, plan.name) if durable else None)
+            return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
 
         running = [writers.submit(written, plan) for plan in plans]
         try:
@@ -84,7 +84,7 @@ def write_files(
     return WrittenFile([x.digests for x in done], sum(x.bytes for x in plans) - linked, linked)
 
 
-class _Done(NamedTuple):
+class _FileOutcome(NamedTuple):
     """A file that has been written, or taken over; when `settled` is done, the device has it."""
 
     digests: list[str]

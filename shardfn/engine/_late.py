@@ -68,7 +68,7 @@ class LateLeaves:
             arrival.wait()
 
 
-class _UnderWay(NamedTuple):
+class _LastRefresh(NamedTuple):
     """What of a state is still wanted, and the channels that it and this rank's part of it go by."""
 
     arrivals: "weakref.WeakSet[Arrival]"
@@ -76,12 +76,12 @@ class _UnderWay(NamedTuple):
 
 
 # By mesh, of its last step: that has waited for those of the step before.
-_UNDER_WAY: "weakref.WeakKeyDictionary[Mesh, _UnderWay]" = weakref.WeakKeyDictionary()
+_UNDER_WAY: "weakref.WeakKeyDictionary[Mesh, _LastRefresh]" = weakref.WeakKeyDictionary()
 
 
 def note_under_way(mesh: Mesh, channels: AnyChannels, arrivals: Iterable[Arrival]) -> None:
     """Takes note of what a step leaves under way: an orderly end of the mesh waits for it."""
-    of = _UNDER_WAY[mesh] = _UnderWay(weakref.WeakSet(arrivals), weakref.ref(channels))
+    of = _UNDER_WAY[mesh] = _LastRefresh(weakref.WeakSet(arrivals), weakref.ref(channels))
 
     def settle(why: str) -> None:
         del why
@@ -102,7 +102,7 @@ def rescue(mesh: Mesh) -> None:
         _pass_by(of, MOMENT)
 
 
-def _pass_by(of: _UnderWay, seconds: float) -> None:
+def _pass_by(of: _LastRefresh, seconds: float) -> None:
     deadline, channels = time.monotonic() + seconds, of.channels()
     while not (all([x.ready() for x in of.arrivals]) and (channels is None or _has_sent(channels))):
         if time.monotonic() > deadline:

@@ -46,7 +46,7 @@ class DeepSpeedJob:
     groups: Sequence[Mapping[str, Any]] | None = None
 
 
-class Cut(NamedTuple):
+class PieceOfLeaf(NamedTuple):
     """Elements of a parameter that one rank has: `start` to `stop` of it, from `at` on in the rank's flat part."""
 
     rank: int
@@ -113,7 +113,7 @@ class Partition(NamedTuple):
         """Names of what the optimizer has."""
         return {name for names in self.owners for name in names}
 
-    def cuts(self, name: str) -> Iterator[Cut]:
+    def cuts(self, name: str) -> Iterator[PieceOfLeaf]:
         """Which elements of a trained parameter are where."""
         number, group = next((i, x) for i, x in enumerate(self.groups) if name in x.shapes)
         count, first = group.shapes[name].numel(), group.starts[name]
@@ -127,7 +127,7 @@ class Partition(NamedTuple):
                 start, stop = max(begin - first, 0), min(begin + group.size - first, count)
                 at = first + start - begin
             if start < stop:
-                yield Cut(rank, number, at, start, stop)
+                yield PieceOfLeaf(rank, number, at, start, stop)
 
 
 def partition_of(job: DeepSpeedJob, rate: float) -> Partition:

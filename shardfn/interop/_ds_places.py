@@ -12,7 +12,7 @@ from ._ds_job import Partition
 from ._ds_parts import StatePart, key_of
 
 
-class Placed(NamedTuple):
+class PlacedPart(NamedTuple):
     """A leaf, or a layer of a stacked one, and what it is there."""
 
     part: StatePart
@@ -20,7 +20,7 @@ class Placed(NamedTuple):
     layer: int | None = None
 
 
-def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) -> list[Placed]:
+def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) -> list[PlacedPart]:
     """All leaves that files of a job have, in an order that is the same on all ranks.
 
     Args:
@@ -34,31 +34,33 @@ def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) ->
     firsts = {name: first for first, names in cut.names.items() for name in names}
     buffers = _buffers(module)
     out = [
-        Placed(StatePart("buffer", name), x) for name, x in buffers.items() if StatePart("buffer", name) not in parts
+        PlacedPart(StatePart("buffer", name), x)
+        for name, x in buffers.items()
+        if StatePart("buffer", name) not in parts
     ]
     problems = [f"buffer {x.part.name} of the module is on meta, and the state has none" for x in out if x.leaf.is_meta]
     loose = {name for name, _ in module.named_buffers()} - buffers.keys()
     for part, x in parts.items():
         if part.kind == "buffer":
             if part.name in buffers:
-                out.append(Placed(part, x))
+                out.append(PlacedPart(part, x))
             elif part.name not in loose:
                 problems.append(f"{key_of(part)} is none of the module's.{did_you_mean(part.name, [*buffers])}")
             continue
         name, shape = firsts.get(part.name, part.name), torch.Size(x.shape)
         if name in cut.shapes:
-            out.append(Placed(part._replace(name=name), x))
+            out.append(PlacedPart(part._replace(name=name), x))
             if shape != cut.shapes[name]:
                 problems.append(f"{part.name} is {tuple(shape)}, but {tuple(cut.shapes[name])} in the module")
         elif layers := _layers(part.name, shape, cut.shapes):
-            out += [Placed(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
+            out += [PlacedPart(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
         else:
             problems.append(f"{part.name} is no parameter of the module.{did_you_mean(part.name, [*cut.shapes])}")
     raise_all(ValueError, "the state is not one of this job's module:", problems + _unlike(out, cut))
     return out
 
 
-def _unlike(out: list[Placed], cut: Partition) -> list[str]:
+def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
     kinds: dict[str, set[str]] = {kind: set() for kind in ("fp32", *cut.states)}
     for x in out:
         if x.part.kind != "buffer":

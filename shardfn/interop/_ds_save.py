@@ -21,7 +21,7 @@ from shardfn.state import TrainState, check_alive
 from ._ds_job import DeepSpeedJob, partition_of
 from ._ds_partitions import VERSION, Counters, PartitionedFiles
 from ._ds_parts import Names, StatePart, is_master, key_of, part_of
-from ._ds_places import Placed, placed
+from ._ds_places import PlacedPart, placed
 from ._gathered_leaf import WrittenByFirst, is_writer, layer_of, whole
 
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
@@ -96,7 +96,10 @@ def save_deepspeed(
         step, rate = int(state.step), float(learning_rate)
         if job is None:
             _check_states(found)
-            entries, files = [Placed(*x) for x in found.items()], functools.partial(_Files, place, step, rate, found)
+            entries, files = (
+                [PlacedPart(*x) for x in found.items()],
+                functools.partial(_Files, place, step, rate, found),
+            )
         else:
             cut = partition_of(job, rate)
             entries = placed(found, cut, job.module)
@@ -109,7 +112,7 @@ def save_deepspeed(
             out.put(part, whole(x) if layer is None else layer_of(x, layer))
 
 
-def _said(entries: Sequence[Placed]) -> str:
+def _said(entries: Sequence[PlacedPart]) -> str:
     return ", ".join(key_of(x.part) for x in entries)
 
 
