@@ -51,10 +51,10 @@ class ZeroStage(_Named):
 class _Pickler(pickle._Pickler):  # the one in Python: that in C cannot be told how to write a name
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not (isinstance(obj, type) and issubclass(obj, _Named)):
-            super().save_global(obj, name)
+            # The stubs know none of the three methods called here.
+            super().save_global(obj, name)  # pyright: ignore[reportAttributeAccessIssue]
             return
         module, other = obj.at
-        # The stubs know neither method.
         self.write(pickle.GLOBAL + f"{module}\n{other}\n".encode())  # pyright: ignore[reportAttributeAccessIssue]
         self.memoize(obj)  # pyright: ignore[reportAttributeAccessIssue]
 
