@@ -9,13 +9,13 @@ import pathlib
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._ds_job import Partition
+from ._ds_making import FilesInTheMaking
 from ._ds_objects import DynamicLossScaler, FragmentAddress, LossScaler, ZeroStage, save_objects
 from ._ds_parts import StatePart
 
@@ -37,8 +37,8 @@ class Counters:
         self.steps = int(scale.count) if hasattr(scale, "count") and scale else updates
 
 
-class PartitionedFiles:
-    """A checkpoint of a file for each rank in the making; it gets its name when it is complete.
+class PartitionedFiles(FilesInTheMaking):
+    """A checkpoint of a file for each rank in the making.
 
     Args:
         place: the checkpoint's directory.
@@ -47,22 +47,13 @@ class PartitionedFiles:
     """
 
     def __init__(self, place: pathlib.Path, cut: Partition, counters: Counters) -> None:
-        self._place, self._cut, self._counters = place, cut, counters
-        self._making = place.with_name(place.name + ".tmp")
+        super().__init__(place, "latest")
+        self._cut, self._counters = cut, counters
         self._flats: dict[tuple[str, int], Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
 
-    def __enter__(self) -> "PartitionedFiles":
-        shutil.rmtree(self._making, ignore_errors=True)
-        try:
-            self._make()
-        except BaseException:
-            shutil.rmtree(self._making, ignore_errors=True)
-            raise
-        return self
-
-    def _make(self) -> None:
+    def _begin(self) -> None:
         (self._making / "flat").mkdir(parents=True)
         kinds = ("fp32", *self._cut.states)
         for number, group in enumerate(self._cut.groups):
@@ -74,16 +65,6 @@ class PartitionedFiles:
         whole = self._mapped("weights", sum(s.numel() for s in there.values()), self._cut.dtype)
         for (name, shape), x in zip(there.items(), whole.split([s.numel() for s in there.values()]), strict=True):
             self._weights[name] = x.view(shape)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        finally:
-            self._flats, self._weights = {}, {}
-            shutil.rmtree(self._making, ignore_errors=True)
 
     def put(self, name: StatePart, x: Tensor) -> None:
         """Takes a leaf: a parameter, a buffer, or a state of a parameter."""
@@ -120,10 +101,6 @@ class PartitionedFiles:
                 save_objects(self._model(rank), self._making / name)
         self._flats, self._weights = {}, {}
         shutil.rmtree(self._making / "flat")
-        self._making.rename(self._place)
-        newest = self._place.with_name("latest")
-        newest.with_name("latest.tmp").write_text(self._place.name)
-        newest.with_name("latest.tmp").rename(newest)
 
     def _scaler(self) -> tuple[Any, bool]:
         scale, half = self._counters.scale, self._cut.config.get("fp16") or {}

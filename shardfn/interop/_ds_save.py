@@ -4,10 +4,8 @@ import functools
 import os
 import pathlib
 import re
-import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from shardfn.engine import agree_on_step, comms_of, told_before
 from shardfn.state import TrainState, check_alive
 
 from ._ds_job import DeepSpeedJob, partition_of
+from ._ds_making import FilesInTheMaking
 from ._ds_partitions import VERSION, Counters, PartitionedFiles
 from ._ds_parts import Names, StatePart, is_master, key_of, part_of
 from ._ds_places import PlacedPart, placed
@@ -116,31 +115,18 @@ def _said(entries: Sequence[PlacedPart]) -> str:
     return ", ".join(key_of(x.part) for x in entries)
 
 
-class _Files:
-    """A universal checkpoint in the making: in a directory beside, which gets its name when it is complete."""
+class _Files(FilesInTheMaking):
+    """A universal checkpoint in the making."""
 
     def __init__(self, place: pathlib.Path, step: int, rate: float, parts: Mapping[StatePart, Any]) -> None:
-        self._place, self._step, self._rate = place, step, rate
-        self._making = place.with_name(place.name + ".tmp")
+        super().__init__(place, "latest_universal")
+        self._step, self._rate = step, rate
         self._shapes = {part.name: torch.Size(x.shape) for part, x in parts.items() if part.kind == "fp32"}
         self._buffers = [part.name for part in parts if part.kind == "buffer"]
         self._trained = {part.name for part in parts if part.kind in _ADAM}
         # An optimizer without moments: all are trained, for all one knows.
         self._trained = self._trained or set(self._shapes)
         self._module: OrderedDict[str, Tensor] = OrderedDict()
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        finally:
-            # Of a complete one there is none left.
-            shutil.rmtree(self._making, ignore_errors=True)
 
     def put(self, name: StatePart, x: Tensor) -> None:
         """Writes a leaf; what is trained to files of its own."""
@@ -155,7 +141,6 @@ class _Files:
             torch.save(torch.tensor(float(self._step)), folder / "step.pt")
 
     def _finish(self) -> None:
-        """Writes what is said of all, then gives the name."""
         step = torch.tensor(float(self._step))
         (self._making / "zero").mkdir(parents=True, exist_ok=True)
         # What groups do not say here stays that of the job that loads it, which has at most a group a parameter.
@@ -183,10 +168,6 @@ class _Files:
         }
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
             torch.save(model, self._making / name)
-        self._making.rename(self._place)
-        newest = self._place.with_name("latest_universal")
-        newest.with_name("latest_universal.tmp").write_text(self._place.name)
-        newest.with_name("latest_universal.tmp").rename(newest)
 
 
 def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:

@@ -1,0 +1,59 @@
+"""A checkpoint of DeepSpeed's in the making: a directory beside, which gets its name when it is complete."""
+
+import pathlib
+import shutil
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from ._ds_parts import StatePart
+
+
+class FilesInTheMaking(ABC):
+    """Nothing stands under the checkpoint's name until all of it is written; an error leaves nothing behind.
+
+    Args:
+        place: the checkpoint's directory.
+        newest: the file beside it that names the newest checkpoint.
+    """
+
+    def __init__(self, place: pathlib.Path, newest: str) -> None:
+        self._place, self._newest = place, place.with_name(newest)
+        self._making = place.with_name(place.name + ".tmp")
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self._making, ignore_errors=True)
+        try:
+            self._begin()
+        except BaseException:
+            shutil.rmtree(self._making, ignore_errors=True)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+                self._making.rename(self._place)
+                made = self._newest.with_name(self._newest.name + ".tmp")
+                made.write_text(self._place.name)
+                made.rename(self._newest)
+        finally:
+            # Of a complete one there is none left.
+            shutil.rmtree(self._making, ignore_errors=True)
+
+    @abstractmethod
+    def put(self, name: StatePart, x: Tensor) -> None:
+        """Takes a leaf: a parameter, a buffer, or a state of a parameter."""
+
+    def _begin(self) -> None:
+        """Makes the directory."""
+        self._making.mkdir(parents=True)
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Writes what is known when all leaves are there."""
