@@ -1,7 +1,12 @@
 """How values cross the mesh."""
 
 from ._env import axis_index as axis_index, axis_size as axis_size
-from ._env import bind_mesh as bind_mesh, current_mesh as current_mesh, noting_meshes as noting_meshes
+from ._env import (
+    bind_mesh as bind_mesh,
+    current_mesh as current_mesh,
+    noting_meshes as noting_meshes,
+    seen_from as seen_from,
+)
 from ._psum import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
 from ._all_gather import all_gather as all_gather, all_gather_invariant as all_gather_invariant
 from ._all_gather import quantized_all_gather as quantized_all_gather

@@ -4,7 +4,7 @@ It is how `psum(x, "dp")` knows its axis. All threads see it: autograd runs back
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -23,6 +23,18 @@ def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
         seen.append(mesh)
     with _MESH.bound(mesh):
         yield mesh
+
+
+@contextlib.contextmanager
+def seen_from(coords: Mapping[str, int]) -> Iterator[Mesh]:
+    """Binds the bound mesh as another of its ranks sees it, for what is written down and not sent.
+
+    Args:
+        coords: of that rank, as far as they are others than this one's.
+    """
+    mesh = current_mesh()
+    with _MESH.bound(Mesh(mesh.shape, mesh.device, abstract=True, seen_from={**mesh.coords, **coords})) as there:
+        yield there
 
 
 def noting_meshes() -> AbstractContextManager[list[Mesh]]:

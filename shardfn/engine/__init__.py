@@ -5,6 +5,7 @@ from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbat
 from ._agreement import Agreement as Agreement
 from ._backward import run_forward as run_forward
 from ._callable import check_loss as check_loss, function_name as function_name
+from ._bound import bind as bind
 from ._captured import CapturedSteps as CapturedSteps
 from ._canonical import describe_rows as describe_rows
 from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas
@@ -33,8 +34,8 @@ from ._model_state import shapes_of as shapes_of
 from ._compared import compare_first_batch as compare_first_batch, compare_first_step as compare_first_step
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._partition_capture import in_section as in_section
-from ._partitioned import Partitioned as Partitioned, bind as bind
-from ._proposed import proposed as proposed
+from ._partitioned import Partitioned as Partitioned
+from ._proposed import SpecSearch as SpecSearch, Unplaced as Unplaced
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, stage_axes as stage_axes
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values

@@ -41,11 +41,13 @@ TABLE = {
         "the loss has two precision policies; drop one mixed_precision.",
     ),
     "partition": TransformRow(
-        "around a loss", _STEP - {"partition"}, "the loss is partitioned twice; drop one partition, or name one axis."
+        "around a loss",
+        _STEP - {"partition"} | {"pipeline"},
+        "the loss is partitioned twice; drop one partition, or name one axis.",
     ),
     "remat": TransformRow("inside a loss", _STEP | {"remat", "offload", "pipeline"}),
     "offload": TransformRow("inside a loss", _STEP | {"pipeline"}),
-    "pipeline": TransformRow("inside a loss", _STEP - {"partition"}),
+    "pipeline": TransformRow("inside a loss", _STEP),
     "sharded": TransformRow(
         "a program",
         frozenset(),
@@ -88,14 +90,6 @@ WHY = {
     ),
     ("offload", "pipeline"): (
         "offload(pipeline(...), policy) would hide the stages from the step; use offload for the block of the pipeline."
-    ),
-    ("partition", "pipeline"): (
-        "partition(pipeline(...)) would trace the stages of all ranks as one; give the stages of the pipeline layers"
-        " that are cut along the axis themselves, such as those of sf.nn."
-    ),
-    ("pipeline", "partition"): (
-        "pipeline of a partitioned function, whose leaves' specs a stage does not know; give the stages layers that are"
-        " cut along the axis themselves, such as those of sf.nn."
     ),
     ("pipeline", "jit"): "pipeline of a jitted function: a step is jitted as a whole; use jit(pipeline(...)).",
     ("pipeline", "accumulate"): (

@@ -5,7 +5,7 @@ it sends is then an operation of that graph, `sent_along`, with a rule of its ow
 axis does not cut. So the second axis knows nothing of the first, and a step that it runs sends along both.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
 from shardfn.capture import node_of, recorder
-from shardfn.collectives import axis_index, axis_size, pmax, psum, pvary
-from shardfn.core import P, chunk_bounds, raise_all
-from shardfn.graph import Convert, Form, Loop, PartitionProgram, Ranks, blocks, operands_of, results, sent_along
+from shardfn.collectives import pmax, psum, pvary
+from shardfn.graph import Convert, Form, Ranks, sent_along
 
 from ._partition_capture import Noting
 from ._partition_convert import converted
@@ -72,72 +71,3 @@ def _noted(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: lis
     track_tensor(made, proxy, constant=None, tracer=tracer)
     set_meta(proxy, made)
     return made.requires_grad_(x.requires_grad and not proxy.node.meta.get("no_grad"))
-
-
-def whole_shape(x: Tensor, shape: Sequence[int], spec: P, axis: str) -> tuple[int, ...]:
-    """The shape of a leaf that is whole along the axis, and a block along others.
-
-    Args:
-        x: what there is of it: a block along the axis, and along those before it in a dim's entry.
-        shape: of the whole.
-        spec: how it is cut.
-        axis: the axis.
-
-    Raises:
-        ValueError: a dim is cut along another axis, too, after this one.
-    """
-    out = list(x.shape)
-    for d in range(len(spec)):
-        names = spec.dim_axes(d)
-        if axis not in names:
-            continue
-        size = shape[d]
-        for major in names[: names.index(axis)]:
-            size = _own(size, major)
-        if _own(size, axis) != out[d]:
-            raise ValueError(
-                f"partition(axes={axis!r}): a leaf of shape {tuple(shape)} has spec {spec!r}, which cuts dim {d}"
-                f" along several axes; cut it along {axis!r} alone, or name them all, axes={names!r}."
-            )
-        out[d] = size
-    return tuple(out)
-
-
-def _own(size: int, axis: str) -> int:
-    start, stop = chunk_bounds(size, axis_size(axis), axis_index(axis))
-    return stop - start
-
-
-def refuse_uneven(programs: Sequence[PartitionProgram]) -> None:
-    """Refuses blocks of several sizes along an axis inside another one.
-
-    The ranks along the first axis plan the second one each by itself; what they see must be the same.
-
-    Raises:
-        ValueError: lists them.
-    """
-    found = dict.fromkeys(line for program in programs for line in _uneven(program))
-    raise_all(
-        ValueError,
-        "partition along several axes: the first ones must divide what they cut (one axis alone need not); of these"
-        " values ranks have blocks of several sizes:",
-        list(found),
-    )
-
-
-def _uneven(program: PartitionProgram) -> Iterator[str]:
-    for step in program.steps:
-        if isinstance(step, Loop):
-            yield from _uneven(step.body)
-            continue
-        if isinstance(step, Convert):
-            pairs = [(step.before, step.shape), (step.after, step.shape)]
-        else:
-            given = [tuple(n.meta["val"].shape) for n in operands_of(step.node)]
-            made = [tuple(x.shape) for x in results(step.node) if x is not None]
-            pairs = [*zip(step.strategy.ins, given, strict=True), *zip(step.strategy.outs, made, strict=True)]
-        for form, shape in pairs:
-            if form.kind == "cut":
-                held = {sum(x) for x in zip(*blocks(shape[form.dim], program.num, form), strict=True)}
-                if len(held) > 1:
-                    yield f"{step.line}: {list(shape)}, {form} over {program.num} ranks along {program.axis!r}"

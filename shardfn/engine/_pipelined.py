@@ -27,16 +27,19 @@ from shardfn.core import (
 from shardfn.nn import scan
 from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
-from ._accumulated import Accumulated
 from ._elsewhere import ElsewhereTensor
-from ._levels import Transform
+from ._leaf_views import Pick, every_leaf
+from ._levels import Transform, taken_over
 from ._loss import Loss
-from ._mixed import Mixed
 from ._padded import check_rows, refilled, unpadded, used_rows
 from ._stage_state import PipelineState, apart, check_in_order, current_state, put_part, with_part
 from ._unwrap import Unwrapped
 
 UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
+
+
+# From a function of a pipeline, and from which leaves it is called with, to another in its place.
+Change = Callable[[Callable[..., Any], Pick], Callable[..., Any]]
 
 
 class Place(NamedTuple):
@@ -176,6 +179,16 @@ class Pipelined(Transform):
             before += num
         return out
 
+    @property
+    def without_collectives(self) -> tuple["Pipelined", tuple[str, ...]]:
+        """A loss of the same shapes that sends nothing along some axes, along which it takes whole leaves; the axes."""
+        return self, ()
+
+    def with_functions(self, change: Change) -> "Pipelined":
+        """With `change(function, pick)` in the place of each function that is called with a part of the parameters."""
+        del change
+        return self
+
     def with_state(self) -> "Pipelined":
         """The loss of a step with a model state, which its functions then take parts of."""
         return dataclasses.replace(self, has_state=True)
@@ -242,6 +255,10 @@ class Enclosed(Pipelined):
         h = self.between(params, batch, h, place, key)
         return self.leave(params, h, batch, *key) if place.ends else h
 
+    def with_functions(self, change: Change) -> Pipelined:
+        """With others in the place of `first` and `last`."""
+        return dataclasses.replace(self, first=change(self.first, every_leaf), last=change(self.last, every_leaf))
+
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """`last`."""
         own = self.without_stacks(params)
@@ -304,6 +321,14 @@ class PipelinedLayers(Enclosed):
             new.insert(0, own)
         return h, tree_map(lambda *rows: torch.stack(rows), *new) if self.has_state else None
 
+    def with_functions(self, change: Change) -> Pipelined:
+        """With others in the place of `first`, `block` and `last`."""
+        return dataclasses.replace(super().with_functions(change), block=change(self.block, self.rows))
+
+    def rows(self, tree: PyTree) -> list[PyTree]:
+        """What `block` may be called with, of a tree of `LeafView`s: a row of a stack."""
+        return [tree_map(lambda view: view.row(), stack) for stack in self.stacks(tree)]
+
     def _used_rows(self) -> list[int]:
         """Which rows of this rank's block of a stack are layers."""
         assert self.per_stage is not None
@@ -314,9 +339,8 @@ class PipelinedLayers(Enclosed):
 
 def pipelined_in(loss: Loss) -> Pipelined | None:
     """The pipelined loss that a step's loss is made of, if it is."""
-    while isinstance(loss, Accumulated | Mixed):
-        loss = loss.inner
-    return loss if isinstance(loss, Pipelined) else None
+    inner = taken_over(loss)[1]
+    return inner if isinstance(inner, Pipelined) else None
 
 
 def stage_axes(loss: Loss) -> tuple[str, ...]:

@@ -3,14 +3,31 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardfn.collectives import axis_size
 from shardfn.core import PyTree, chunk_bounds, fold_in, tree_map
 
-from ._pipelined import Enclosed, Place, from_one
+from ._pipelined import Change, Enclosed, Pipelined, Place, from_one
 from ._stage_state import PipelineState, apart, current_state, put_part
+
+
+class LeavesOf(NamedTuple):
+    """What one function of a list is called with.
+
+    Attributes:
+        of: the loss.
+        i: which function.
+    """
+
+    of: "PipelinedFunctions"
+    i: int
+
+    def __call__(self, params: PyTree) -> list[PyTree]:
+        """The leaves of this function alone."""
+        return [self.of.blocks(params)[self.i]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +76,11 @@ class PipelinedFunctions(Enclosed):
         own = self._of_stage(stage)
         share = functools.partial(from_one, here=here, axis=self.axis)
         return state._replace(blocks=[tree_map(share, x) if i in own else x for i, x in enumerate(state.blocks)])
+
+    def with_functions(self, change: Change) -> Pipelined:
+        """With others in the place of `first`, `last` and those of the layers."""
+        functions = tuple(change(f, LeavesOf(self, i)) for i, f in enumerate(self.functions))
+        return dataclasses.replace(super().with_functions(change), functions=functions)
 
     def _of_stage(self, stage: int) -> range:
         return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))

@@ -1,6 +1,6 @@
 """From a step's annotations to the plan of each parameter tree that it meets."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -95,23 +95,10 @@ class Planner:
             self._plans[treedef, shapes, dtypes] = self._make(treedef, shapes, dtypes)
         return self._plans[treedef, shapes, dtypes]
 
-    def seen_as(self, treedef: Any, blocks: Sequence[Tensor]) -> Plan:
-        """The plan of a tree of which a function sees these blocks.
-
-        Raises:
-            ValueError: there is none, or leaves of several shapes have these blocks on this rank.
-        """
-        shapes = [tuple(x.shape) for x in blocks]
-        found = [
-            plan
-            for (known, *_), plan in self._plans.items()
-            if known == treedef and [_seen_shape(leaf) for leaf in plan.leaves] == shapes
-        ]
-        wholes = {tuple(tuple(leaf.shape) for leaf in plan.leaves) for plan in found}
-        if len(wholes) != 1:
-            what = "several trees that this step has met have" if found else "no tree that this step has met has"
-            raise ValueError(f"partition(loss): {what} blocks of shapes {shapes}; make a step for each tree.")
-        return found[0]
+    @property
+    def plans(self) -> list[Plan]:
+        """Those that were made."""
+        return list(self._plans.values())
 
     def plan_of(self, state: TrainState) -> Plan:
         """The plan of a state, which must be kept as the plan says.
@@ -260,11 +247,6 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
         if x.memory_kind != leaf.home or code != leaf.places.code or held.dtype != leaf.dtypes.param:
             return False
     return True
-
-
-def _seen_shape(leaf: LeafLayout) -> tuple[int, ...]:
-    """What a function sees of a leaf."""
-    return (len(leaf.layers), *leaf.layers[0].block) if leaf.layers else tuple(leaf.block)
 
 
 def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:

@@ -1,68 +1,213 @@
-"""The specs that a search finds for the leaves of a loss that is written for one device."""
+"""The specs that a search finds for the leaves of a loss that is written for one device.
 
-from collections.abc import Callable, Sequence
+Along several axes they are found one after another, in the order in which `partition` plans them: those along the first
+are held while those along the second are searched, on the program that the first ones give. Each search prices the
+whole program along its axis. What the product of both would save is not searched.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from shardfn.core import P, PyTree, Sharding, tree_flatten, tree_paths, tree_unflatten
-from shardfn.graph import Form, HeldBytes, Proposer, looped
+from shardfn.collectives import bind_mesh
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    Sharding,
+    chunk_bounds,
+    dtype_name,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.graph import Cluster, Form, HeldBytes, Proposer, arithmetic, looped, node_flops
 
-from ._partitioned import FlatLoss, captured_forward, constants_of
+from ._accumulated import microbatches
+from ._leaf_views import LeafView
+from ._levels import taken_over
+from ._partition_plan import FlatLoss, LossCall, constants_of
+from ._partitioned import Partitioned
+from ._pipelined import Pipelined
 
 # What a rank may hold where no limit is given, as a multiple of an even share.
 _SHARE = 1.25
 _TOLD = 4
 
 
-def proposed(
-    loss: Callable[..., Any],
-    params: PyTree,
-    args: Sequence[Any],
-    axis: str,
-    num: int,
-    kept: Sequence[HeldBytes],
-    limit: float | None,
-) -> PyTree:
-    """The specs: see `propose_specs`.
+@dataclasses.dataclass(frozen=True)
+class Unplaced:
+    """A loss whose leaves are to be cut.
 
-    Raises:
-        ValueError: the leaves do not fit, whatever is cut; names the biggest, the limit, and what would fit.
+    Attributes:
+        loss: as written for one device, of one microbatch.
+        params: its leaves.
+        args: its other arguments.
+        rows: of each leaf whose dim 0 the stages of a pipeline cut, how much of it a rank has at most; else None.
+        stages: the axis of the stages; None: there are none.
+        num_stages: how many ranks lie along it.
     """
-    leaves, treedef = tree_flatten(params)
-    rest, rest_def = tree_flatten(tuple(args))
-    tensors = [x for x in rest if isinstance(x, Tensor)]
-    static = tuple(None if isinstance(x, Tensor) else x for x in rest)
-    call = FlatLoss(loss, treedef, rest_def, static, len(leaves))
-    gm = captured_forward(call, leaves, [tuple(x.shape) for x in leaves], tensors)
-    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    nodes = inputs[: len(leaves)]
-    trained = set(nodes) | {n for n, x in zip(inputs[len(leaves) :], tensors, strict=True) if x.requires_grad}
-    by_node = dict(zip(nodes, kept, strict=True))
-    proposer = Proposer(gm.graph, num, by_node, trained.__contains__, constants_of(gm))
-    total = [k.fixed + k.per_element * x.numel() for k, x in zip(kept, leaves, strict=True)]
-    least = proposer.least_held()
-    if limit is None:
-        limit = max(_SHARE * sum(total) / num, least)
-    if least > limit:
-        sizes = sorted(zip(total, tree_paths(params, "params"), strict=True), reverse=True)[:_TOLD]
+
+    loss: Callable[..., Any]
+    params: PyTree
+    args: Sequence[Any]
+    rows: Sequence[int | None]
+    stages: str | None = None
+    num_stages: int = 1
+
+    @staticmethod
+    def of(loss: Callable[..., Any], params: PyTree, args: Sequence[Any], sizes: Mapping[str, int]) -> "Unplaced":
+        """What a rank runs of a loss, on a mesh of these sizes.
+
+        Raises:
+            ValueError: it is partitioned already.
+        """
+        around, inner = taken_over(loss)
+        if any(isinstance(x, Partitioned) for x in around):
+            raise ValueError("propose_specs(partition(loss), ...): give it the loss itself, without partition.")
+        leaves, treedef = tree_flatten(params)
+        rows: list[int | None] = [None] * len(leaves)
+        if args:
+            loss, (batch, *_) = microbatches(loss, args[0])
+            args = (batch, *args[1:])
+        if not isinstance(inner, Pipelined):
+            return Unplaced(loss, params, args, rows)
+        num = sizes.get(inner.axis, 1)
+        inside = tree_leaves(inner.stacks(tree_unflatten(treedef, list(range(len(leaves))))))
+        for i in inside if num > 1 else ():
+            rows[i] = chunk_bounds(len(leaves[i]), num, 0)[1]
+        return Unplaced(_unpartitioned(inner), params, args, rows, inner.axis if num > 1 else None, num)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecSearch:
+    """A search for the specs of a loss, along one axis after another.
+
+    Attributes:
+        of: the loss.
+        mesh: has the axes.
+        axes: their names, in order.
+        kept: of each leaf the bytes that are kept.
+        limit: bytes that a rank may hold; None: an even share and a quarter more, or the least.
+        cluster: by whose rates work is priced; None: it costs nothing.
+    """
+
+    of: Unplaced
+    mesh: Mesh
+    axes: tuple[str, ...]
+    kept: Sequence[HeldBytes]
+    limit: float | None
+    cluster: Cluster | None = None
+
+    def found(self) -> PyTree:
+        """The specs.
+
+        Raises:
+            ValueError: the leaves do not fit, whatever is cut; names the biggest, the limit, and what would fit.
+        """
+        leaves, treedef = tree_flatten(self.of.params)
+        views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
+        scanned: list[bool] = []
+        shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
+        with bind_mesh(Mesh(shape, torch.device("cpu"), abstract=True)):
+            for k, axis in enumerate(self.axes):
+                call = self._call(k, views)
+                gm = call.captured()
+                nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+                scanned = scanned or list(map(_scanned, nodes[: len(leaves)]))
+                forms = self._along(k, gm, nodes, call.trained(nodes))
+                views = [_cut(v, form, axis) for v, form in zip(views, forms, strict=True)]
+        specs = [self._spec(i, v.spec, along) for i, (v, along) in enumerate(zip(views, scanned, strict=True))]
+        return tree_unflatten(treedef, specs)
+
+    def _call(self, k: int, views: Sequence[LeafView]) -> LossCall:
+        """The call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
+        names, of = self.axes, self.of
+        leaves, treedef = tree_flatten(of.params)
+        rest, rest_def = tree_flatten(tuple(of.args))
+        tensors = [x for x in rest if isinstance(x, Tensor)]
+        static = tuple(None if isinstance(x, Tensor) else x for x in rest)
+        before = functools.partial(Partitioned(of.loss, names)._along, names[:k], views)
+        able = tuple(x.requires_grad for x in tensors)
+        loss = FlatLoss(before, treedef, rest_def, static, able, len(leaves))
+        return LossCall(loss, leaves, views, tensors, names[k:], 0.0)
+
+    def _along(self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool]) -> list[Form]:
+        """Of each leaf the form along axis `k`, in a graph of blocks along those before."""
+        nodes, of = inputs[: len(self.kept)], self.of
+        num, later = self.mesh.shape[self.axes[k]], math.prod(self.mesh.shape[a] for a in self.axes[k + 1 :])
+        kept = {n: self._held(i) for i, n in enumerate(nodes)}
+        rows = {n for n, most in zip(nodes, of.rows, strict=True) if most is not None}
+        proposer = Proposer(gm.graph, num, kept, trained, constants_of(gm), rows=rows, work_price=self._price(k, gm))
+        total = [kept[n].fixed + kept[n].per_element * n.meta["val"].numel() for n in nodes]
+        least = proposer.least_held()
+        # What later axes cut is not held by a rank.
+        limit = max(_SHARE * sum(total) / num, least) if self.limit is None else self.limit * later
+        if least > limit and later == 1:
+            self._refuse(total, least)
+        forms = proposer.best(max(limit, least)).forms
+        return [forms[n] for n in nodes]
+
+    def _price(self, k: int, gm: GraphModule) -> float:
+        """The bytes that axis `k` sends in the time of a floating-point operation."""
+        if self.cluster is None:
+            return 0.0
+        by_dtype: dict[torch.dtype, int] = {}
+        for n in gm.graph.nodes:
+            if flops := node_flops(n):
+                by_dtype[arithmetic(n)] = by_dtype.get(arithmetic(n), 0) + flops
+        most = max(by_dtype, key=by_dtype.__getitem__, default=torch.float32)
+        wire = self.cluster.link(self.mesh.shape, self.axes[k])
+        return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
+
+    def _held(self, i: int) -> HeldBytes:
+        """What a rank keeps of a leaf: of a stack that stages cut, its rows."""
+        kept, most = self.kept[i], self.of.rows[i]
+        if most is None:
+            return kept
+        share = most / len(tree_leaves(self.of.params)[i])
+        return HeldBytes(share * kept.per_element, share * kept.fixed)
+
+    def _refuse(self, total: Sequence[float], least: float) -> None:
+        sizes = sorted(zip(total, tree_paths(self.of.params, "params"), strict=True), reverse=True)[:_TOLD]
         biggest = "; ".join(f"{path}, {int(size)} bytes" for size, path in sizes)
+        names, num = " and ".join(map(repr, self.axes)), math.prod(self.mesh.shape[a] for a in self.axes)
         raise ValueError(
-            f"propose_specs(memory={int(limit)}): parameters and optimizer states are {int(sum(total))} bytes, of which"
-            f" a rank of the {num} along {axis!r} holds at least {int(least)}, with each leaf cut where that leaves"
-            f" least. The biggest leaves: {biggest}. Pass memory={int(least)} or more, use a longer axis {axis!r}, or"
-            " let ZeRO cut the states along another axis."
+            f"propose_specs(memory={int(self.limit or 0)}): parameters and optimizer states are {int(sum(total))}"
+            f" bytes, of which a rank of the {num} along {names} holds at least {int(least)}, with each leaf cut where"
+            f" that leaves least. The biggest leaves: {biggest}. Pass memory={int(least)} or more, use a longer axis"
+            f" {names}, or let ZeRO cut the states along another axis."
         )
-    forms = proposer.best(limit).forms
-    return tree_unflatten(treedef, [_spec(n, forms[n], axis) for n in nodes])
+
+    def _spec(self, i: int, spec: P, scanned: bool) -> P | Sharding:
+        stages, most = self.of.stages, self.of.rows[i]
+        if most is not None:
+            spec = P(stages, *spec.entries[1:])
+            # Of layers that travel one by one every rank has one.
+            num = len(tree_leaves(self.of.params)[i])
+            scanned = scanned and -(-num // most) == self.of.num_stages
+        return Sharding(spec, stacked=True) if scanned else spec
 
 
-def _spec(node: Node, form: Form, axis: str) -> P | Sharding:
-    spec = P(*[None] * form.dim, axis) if form.kind == "cut" else P()
-    users = list(node.users)
-    return Sharding(spec, stacked=True) if users and all(map(_in_layers, users)) else spec
+def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
+    """A leaf that is cut along one more axis, within what others leave."""
+    if form.kind != "cut":
+        return view
+    names = [view.spec.dim_axes(d) for d in range(max(len(view.spec), form.dim + 1))]
+    names[form.dim] = (*names[form.dim], axis)
+    return LeafView(view.shape, P(*names), view.block)
+
+
+def _scanned(node: Node) -> bool:
+    """Whether an input is taken apart into the layers of a scan, and used in no other way."""
+    return bool(node.users) and all(map(_in_layers, node.users))
 
 
 def _in_layers(node: Node) -> bool:
@@ -71,3 +216,8 @@ def _in_layers(node: Node) -> bool:
     along: Any = node.args[1] if len(node.args) > 1 else 0
     layers: bool = packet is torch.ops.aten.unbind and along == 0
     return layers and all(u.target is looped for part in node.users for u in part.users)
+
+
+def _unpartitioned(of: Pipelined) -> Pipelined:
+    """A pipelined loss whose functions are those for one device."""
+    return of.with_functions(lambda f, pick: f.inner if isinstance(f, Partitioned) else f)

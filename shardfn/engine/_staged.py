@@ -7,7 +7,7 @@ in shape and dtype, is found without computing it. A send never waits. What is r
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from shardfn.schedules import Action, PipelineSchedule
 
 from ._comms import Comms
 from ._course import Ends, Seed
+from ._leaf_views import LeafView
 from ._loss import Loss, Value, WeightedMean, evaluate
 from ._mixed import Mixed
 from ._model_state import ModelState
@@ -254,9 +255,10 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
     leaves, treedef = tree_flatten(given)
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
     if key not in plan.stages.between:
-        first: Callable[..., Any] = lambda *args: _Passed(of.enter(*args))  # noqa: E731
+        plain, axes = of.without_collectives
+        first: Callable[..., Any] = lambda *args: _Passed(plain.enter(*args))  # noqa: E731
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
-        with _on_abstract(plan, leaves) as (params, abstract), _without_data(*of.begins):
+        with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
             args, state = tree_unflatten(treedef, abstract)
             with ModelState(state).through():
                 out = first(params, *args).h
@@ -275,20 +277,26 @@ def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_au
     assert of is not None
     leaves, treedef = tree_flatten(given)
     num = len(leaves)
-    with _on_abstract(plan, [*leaves, *shape.leaves]) as (params, abstract):
+    plain, axes = of.without_collectives
+    with _on_abstract(plan, [*leaves, *shape.leaves], axes) as (params, abstract):
         args, state = tree_unflatten(treedef, abstract[:num])
         h = tree_unflatten(shape.treedef, abstract[num:])
-        last: Callable[..., Any] = lambda params, batch, *key: of.leave(params, h, batch, *key)  # noqa: E731
+        last: Callable[..., Any] = lambda params, batch, *key: plain.leave(params, h, batch, *key)  # noqa: E731
         last = dataclasses.replace(loss, inner=last) if isinstance(loss, Mixed) else last
         with ModelState(state).through():
             return _kinds([evaluate(last, params, args, has_aux)])
 
 
 @contextlib.contextmanager
-def _on_abstract(plan: Plan, leaves: list[Any]) -> Iterator[tuple[PyTree, list[Any]]]:
-    """The parameters and some leaves as tensors without data, apart from a capture that may be running."""
+def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator[tuple[PyTree, list[Any]]]:
+    """The parameters and some leaves as tensors without data, apart from a capture that may be running.
+
+    Along `axes` parameters are whole.
+    """
     with _disable_current_modes(), torch.no_grad():
-        blocks = [torch.empty(x.block, dtype=x.dtypes.compute, device="meta") for x in plan.leaves]
+        shapes = [LeafView.of(x).along(axes) if axes else x.block for x in plan.leaves]
+        pairs = zip(shapes, plan.leaves, strict=True)
+        blocks = [torch.empty(shape, dtype=x.dtypes.compute, device="meta") for shape, x in pairs]
         abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
         with abstract[0].fake_mode:
             yield tree_unflatten(plan.treedef, abstract[: len(blocks)]), abstract[len(blocks) :]

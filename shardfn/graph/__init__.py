@@ -24,6 +24,7 @@ from ._text import as_text as as_text
 from ._timeline import chrome_trace as chrome_trace
 from ._picture import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
 from ._calibrate import calibrate as calibrate
+from ._flops import arithmetic as arithmetic, node_flops as node_flops
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
 from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
 from ._check import Events as Events, collective_events as collective_events, compare_events as compare_events
@@ -53,6 +54,7 @@ from ._partition_program import (
     Passage as Passage,
 )
 from ._partition_program import Conversion as Conversion
+from ._crossings import EveryRank as EveryRank, of_several_sizes as of_several_sizes
 from ._partition import partition_graph as partition_graph
 from ._partition_prepare import prepare as prepare
 from ._proposal import HeldBytes as HeldBytes, Proposal as Proposal

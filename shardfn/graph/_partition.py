@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ._crossings import EveryRank
 from ._forms import WHOLE, Form
 from ._partition_moves import FormMove, move_to, needed_form, sent_by
 from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
@@ -33,6 +34,7 @@ def partition_graph(
     constants: Callable[[Node], Tensor],
     *,
     value_price: float = 0.0,
+    every_rank: EveryRank | None = None,
 ) -> PartitionProgram:
     """The program of a graph along an axis.
 
@@ -44,12 +46,13 @@ def partition_graph(
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
         value_price: what a byte of a value that a rank holds costs, in bytes that are sent.
+        every_rank: which strategies the ranks along other axes can take, too; None: all ranks see the same graph.
     """
     scope = scope_of(graph, trained, constants)
     start = {v: held_at_start(forms.get(v.node, WHOLE)) for v in scope.inputs}
     outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     ends = [(scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
-    plan = Search(num, WIDTH, value_price=value_price).best(scope, start, ends)
+    plan = Search(num, WIDTH, value_price=value_price, every_rank=every_rank).best(scope, start, ends)
     writer = _ProgramWriter(PartitionProgram(axis, num), scope, plan)
     for value in scope.inputs:
         if value.node.op == "get_attr":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ._crossings import EveryRank
 from ._forms import WHOLE, Form, OpUse, Strategy, cut, whole
 from ._ops import known_op
 from ._partition_moves import needed_form
@@ -51,13 +52,22 @@ class Search:
         value_price: and what one costs of a value that is computed, and gets a gradient.
         margin: how much dearer the greedy plan of a loop's body may be than that of another form of its carry, for the
             form to be searched any further.
+        every_rank: which strategies the ranks along other axes can take, too; None: all ranks see the same program.
+        work_price: what a floating-point operation costs that a rank computes.
     """
 
     def __init__(
-        self, num: int, width: int, held_price: float = 0.0, value_price: float = 0.0, margin: float = math.inf
+        self,
+        num: int,
+        width: int,
+        held_price: float = 0.0,
+        value_price: float = 0.0,
+        margin: float = math.inf,
+        every_rank: EveryRank | None = None,
+        work_price: float = 0.0,
     ) -> None:
-        self.num, self.width, self._margin = num, width, margin
-        self._prices = SearchPrices(num, held_price, value_price)
+        self.num, self.width, self._margin, self._every_rank = num, width, margin, every_rank
+        self._prices = SearchPrices(num, held_price, value_price, work_price)
         self._plans: dict[Any, SearchedPlan] = {}
         # What is known of a value is the same few things over and over: each has a number.
         self._numbers: dict[Held, int] = {}
@@ -247,12 +257,13 @@ class Search:
             rule = known_op(node.target).sharding
             use = use_of(node, operands, forms, self.num)
             try:
-                self.offers[key] = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))
+                made = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))
             except Exception as error:
                 raise ValueError(
                     f"{where_of(node) or 'a line unknown'}: partition cannot tell how {node.target} of"
                     f" {[x.shape for x in use.operands]} is cut."
                 ) from error
+            self.offers[key] = made if self._every_rank is None else self._every_rank.offered(node, made)
         return self.offers[key]
 
     def _of_loop(self, loop: LoopValues, known: Callable[[PlannedValue], Held]) -> Iterator[SearchChoice]:

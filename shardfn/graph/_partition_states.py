@@ -71,11 +71,13 @@ class SearchPrices(NamedTuple):
         num: ranks along the axis.
         held: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
         value: and what one costs of a value that is computed, and gets a gradient.
+        work: what a floating-point operation costs that a rank computes.
     """
 
     num: int
     held: float
     value: float
+    work: float = 0.0
 
 
 class Change(NamedTuple):
@@ -204,6 +206,8 @@ class Draft:
         # Cut results are less work, and partial ones as much as whole ones.
         work = sum(1.0 if f.kind == "cut" else self.prices.num for f in strategy.outs)
         self.costs.append(self._weight * (strategy.sent + _PER_ELEMENT * work))
+        if self.prices.work and choice.plan is None:  # that of a loop is in the price of its body
+            self.costs.append(self._weight * self.prices.work * self._operations(scope, node, strategy))
         made = [v for v in scope.made[node] if v is not None]
         for value, form in zip(made, strategy.outs, strict=True):
             leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
@@ -213,6 +217,20 @@ class Draft:
                 self.costs.append(self._weight * self.prices.value * held)
             self.new[value] = Held(form, there, leaf)
         return Change(tuple(self.costs), tuple(self.outside), self.new, choice)
+
+    def _operations(self, scope: Scope, node: Node, strategy: Strategy) -> float:
+        """Floating-point operations of the rank with the most, forward and backward."""
+        flops = scope.flops(node)
+        if not flops:
+            return 0.0
+        operands = scope.operands[node]
+        # The gradient of each operand of a product costs what the product does, and of attention about twice that.
+        backward = min(sum(v.differentiable for v in operands), 2)
+        own = [
+            held_elements(v, f, self.prices.num) / max(math.prod(v.seen.shape), 1)
+            for v, f in zip(operands, strategy.ins, strict=True)
+        ]
+        return flops * (1 + backward) * min(own)
 
 
 def held_elements(value: PlannedValue, form: Form, num: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ._flops import node_flops
 from ._forms import Operand
 from ._loops import Body, bodies_of, looped, reads
 
@@ -98,6 +99,13 @@ class Scope:
     loops: dict[Node, LoopValues] = dataclasses.field(default_factory=dict)
     dead: dict[Node, list[PlannedValue]] = dataclasses.field(default_factory=dict)
     weights: dict[Node, int] = dataclasses.field(default_factory=dict)
+    _flops: dict[Node, int] = dataclasses.field(default_factory=dict)
+
+    def flops(self, node: Node) -> int:
+        """Floating-point operations of an operation on whole values."""
+        if node not in self._flops:
+            self._flops[node] = node_flops(node)
+        return self._flops[node]
 
     def one(self, node: Node) -> PlannedValue:
         """The one result of a node."""

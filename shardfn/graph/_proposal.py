@@ -25,7 +25,7 @@ class Proposal(NamedTuple):
     Attributes:
         forms: by leaf.
         held: bytes that the rank with the most keeps of them.
-        sent: bytes that a rank sends, forward and backward.
+        sent: bytes that a rank sends, forward and backward; and what it computes, where that has a price.
     """
 
     forms: dict[Node, Form]

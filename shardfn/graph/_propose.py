@@ -10,7 +10,7 @@ Leaves at the same place of equal layers have the same form (`_repeats.py`).
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -52,6 +52,8 @@ class Proposer:
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
         tied: whether leaves at the same place of equal layers have the same form.
+        rows: leaves whose dim 0 is not to be cut, besides those of a loop.
+        work_price: what a floating-point operation costs that a rank computes, in bytes that are sent.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Proposer:
         constants: Callable[[Node], Tensor],
         *,
         tied: bool = True,
+        rows: Collection[Node] = (),
+        work_price: float = 0.0,
     ) -> None:
         self._num, self._scope = num, scope_of(graph, trained, constants)
         outputs: Sequence[Node] = next(n for n in graph.nodes if n.op == "output").args[0]  # pyright: ignore[reportAssignmentType]
@@ -70,6 +74,7 @@ class Proposer:
         by_node = {v.node: v for v in self._scope.inputs}
         self._kept = {by_node[n]: kept for n, kept in leaves.items()}
         self._layers = leaves_of_loops(self._scope)
+        self._rows = self._layers | {by_node[n] for n in rows}
         groups = tie_equal_layers(self._scope, [v for v, _ in self._ends]) if tied else []
         groups = [g for g in groups if all(v in self._kept for v in g)]
         own = {v for g in groups for v in g}
@@ -77,7 +82,9 @@ class Proposer:
         read = {v: k for k, n in reversed(list(enumerate(self._scope.nodes))) for v in self._scope.operands[n]}
         first = [min((read[v] for v in g if v in read), default=0) for g in self._groups]
         self._in_order = sorted(range(len(first)), key=first.__getitem__)
-        self._search, self._narrow = Search(num, WIDTH), Search(num, _NARROW, margin=_LOOP_MARGIN)
+        self._work_price = work_price
+        self._search = Search(num, WIDTH, work_price=work_price)
+        self._narrow = Search(num, _NARROW, margin=_LOOP_MARGIN, work_price=work_price)
         self._narrow.offers = self._search.offers
         self._priced: dict[tuple[Form, ...], float] = {}
 
@@ -102,8 +109,8 @@ class Proposer:
 
     def _domain(self, i: int) -> list[Form]:
         first = self._groups[i][0]
-        shape, layers = first.seen.shape, first in self._layers
-        return [WHOLE, *(cut(d, n, self._num) for d, n in enumerate(shape) if n > 1 and not (layers and d == 0))]
+        shape, rows = first.seen.shape, first in self._rows
+        return [WHOLE, *(cut(d, n, self._num) for d, n in enumerate(shape) if n > 1 and not (rows and d == 0))]
 
     def _held_of(self, i: int, form: Form) -> float:
         return sum(
@@ -133,7 +140,7 @@ class Proposer:
     def best(self, limit: float) -> Proposal:
         """The cheapest that is found, of those with which no rank keeps more than `limit` bytes."""
         whole = [WHOLE] * len(self._groups)
-        if self._held(whole) <= limit:
+        if self._held(whole) <= limit and not self._work_price:
             return self.proposal(self._improved(whole, limit))
         begun = self._begun(limit)
         # What is best where almost nothing may be whole is a good beginning where more may be.
@@ -225,7 +232,7 @@ class Proposer:
 
     def _at_price(self, price: float) -> list[Form]:
         """The forms that a search chooses when what a rank holds has this price."""
-        search = Search(self._num, _FREE_WIDTH, price)
+        search = Search(self._num, _FREE_WIDTH, price, work_price=self._work_price)
         search.offers = self._search.offers
         found: dict[PlannedValue, Form] = {}
         for loop in self._scope.loops.values():

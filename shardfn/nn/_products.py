@@ -63,7 +63,7 @@ def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     """The product that a call of torch is, and its operands; None if it is none, or one that is not known.
 
     Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, and `einsum` of
-    two operands; real ones, outside of autocast.
+    two operands; real ones, outside of autocast. Of aten's own, called as such, `mm` and `bmm`.
     """
     if isinstance(func, Product):
         return func, args
@@ -178,6 +178,8 @@ _READERS: dict[Any, Callable[..., Any]] = {
         torch.Tensor.mm,
         torch.bmm,
         torch.Tensor.bmm,
+        torch.ops.aten.mm.default,  # those of a graph that is run op by op
+        torch.ops.aten.bmm.default,
     ),
     _matmul_named,
 )

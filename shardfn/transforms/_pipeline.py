@@ -40,13 +40,17 @@ def pipeline(
     In a step with `has_state` each function takes its part of the model state, a `PipelineState`, after its parameters,
     and returns it with its result: `block(p, state, h[, key]) -> (h, state)`.
 
+    Tensor parallelism of functions that are written for one device is that of `partition`: around all of it, and each
+    stage is planned as one; or around some of the functions, and each is planned by itself, for one layer's leaves.
+
     Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run one after another.
 
     Args:
         first: `first(params, batch[, key]) -> h`.
-        block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)` or `offload(f)`. For layers whose
-            leaves differ: a list of such functions, one for each layer, cut evenly into stages. Their leaves are then a
-            list of as many trees and are not stacked; none has `axis` in its spec, and each rank has all of them.
+        block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)`, `offload(f)` or `partition(f)`.
+            For layers whose leaves differ: a list of such functions, one for each layer, cut evenly into stages. Their
+            leaves are then a list of as many trees and are not stacked; none has `axis` in its spec, and each rank has
+            all of them.
         last: `last(params, h, batch[, key])`; returns what a loss returns: a 0-d tensor or a `WeightedMean`, with
             `has_aux` also an aux.
         blocks: the stacked layers: their key in params, or a function that takes them from params. With several chunks
@@ -81,7 +85,7 @@ def pipeline(
     """
     functions = (block,) if callable(block) else tuple(block)
     for f in (first, *functions, last):
-        check_order("pipeline", f)
+        check_order("pipeline", f, deep=True)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
     table = schedule_of(schedule, num_chunks)

@@ -1,9 +1,10 @@
 """`pipeline_module`: a loss of an unmodified module, whose layers lie on the ranks along an axis."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfn.engine import Accumulated, PipelinedModule, check_order
+from shardfn.engine import Accumulated, Partitioned, PipelinedModule, check_order
 from shardfn.modules import LayeredFunction
 from shardfn.schedules import PipelineSchedule
 
@@ -18,7 +19,7 @@ def pipeline_module(
     num_microbatches: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
-) -> Accumulated | PipelinedModule:
+) -> Accumulated | PipelinedModule | Partitioned:
     """A loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
 
         params, apply = from_module(module, layers="model.layers")
@@ -35,7 +36,8 @@ def pipeline_module(
     layers, and only the last one those behind.
 
     Args:
-        loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once.
+        loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once. May be
+            `partition(loss)`, which means what `partition(pipeline_module(loss, ...))` does.
         function: of `from_module(module, layers=...)`.
         axis: the axis along which the stages lie.
         num_microbatches: the number of microbatches; must divide the rows of the batch.
@@ -69,7 +71,7 @@ def pipeline_module(
     References:
         Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965
     """
-    check_order("pipeline", loss)
+    check_order("pipeline", loss, deep=True)
     if not isinstance(function, LayeredFunction):
         raise TypeError(
             f"pipeline_module(loss, function): function is a {type(function).__name__}; make it by"
@@ -78,5 +80,7 @@ def pipeline_module(
     if num_microbatches < 1:
         raise ValueError(f"pipeline_module needs a microbatch, got num_microbatches={num_microbatches}.")
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
-    made = PipelinedModule(lambda params: params[path], axis, table, 1, False, per_stage, loss, function)
-    return Accumulated(made, num_microbatches) if num_microbatches > 1 else made
+    whole = loss.inner if isinstance(loss, Partitioned) else loss
+    made = PipelinedModule(lambda params: params[path], axis, table, 1, False, per_stage, whole, function)
+    piped = Accumulated(made, num_microbatches) if num_microbatches > 1 else made
+    return dataclasses.replace(loss, inner=piped) if isinstance(loss, Partitioned) else piped

@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves
-from shardfn.engine import proposed
-from shardfn.graph import HeldBytes
+from shardfn.engine import SpecSearch, Unplaced
+from shardfn.graph import Cluster, HeldBytes
+from shardfn.graph import cluster as named_cluster
 from shardfn.optim import GradientTransformation
 
 from ._eval_shape import eval_shape
@@ -21,31 +22,39 @@ def propose_specs(
     axes: str | tuple[str, ...] = "tp",
     optimizer: GradientTransformation | None = None,
     memory: float | None = None,
+    cluster: Cluster | str | None = None,
 ) -> PyTree:
     """Specs for `partition(loss)` that send few bytes while no rank holds more than `memory`.
 
-    The cost of a layout is the number of bytes that `partition` plans to send with it, forward and backward;
-    computation is not counted. Whole leaves cost nothing, so leaves are cut only because of the limit. For a
+    The cost of a layout is the number of bytes that `partition` plans to send with it, forward and backward. Without a
+    `cluster` computation is not counted: then whole leaves cost nothing, and are cut only because of the limit. For a
     transformer the result is Megatron's layout, or one that sends less. Leaves at the same place of equal layers get
     the same spec; a leaf that the loss does not use is cut, as that sends nothing. The search is not exhaustive: there
     may be a better layout.
 
     Args:
-        loss: `loss(params, *batch)`, written for one device, such that `partition` accepts it.
+        loss: `loss(params, *batch)`, written for one device, such that `partition` accepts it. Of an accumulated or
+            pipelined loss one microbatch counts. The stacked layers of a pipelined one are cut along its axis, too, if
+            the mesh has it; what a rank holds of them is the rows of its stages.
         params: a tree of tensors, with data or without.
-        mesh: has the axis; may be abstract. Its other axes do not matter.
+        mesh: has the axes; may be abstract. Its other axes do not matter, but for that of a pipeline.
         *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count.
-        axes: the axis along which leaves are cut.
+        axes: the axis along which leaves are cut; or several, as `partition` takes them. They are searched one after
+            another: specs along the first are held while those along the second are searched. Each search prices the
+            whole program along its axis; layouts that are better for both together only are not found.
         optimizer: whose states count, where they have the shape of their leaf as cut with it; None: none.
         memory: bytes that a rank may hold of parameters and the optimizer's states; gradients and activations come on
             top. None: an even share and a quarter more, or what the leaves need at least.
+        cluster: whose rates give work a price, by name or as a value: a product that all ranks compute alike costs what
+            the axis's wire sends meanwhile, one that is cut the rank's share of that. Transfers and arithmetic count as
+            if they did not overlap, and latencies are not counted. None: work costs nothing.
 
     Returns:
         A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` of what the loss takes apart by `scan`.
 
     Raises:
-        TypeError: several axes are named.
-        ValueError: the leaves do not fit, whatever is cut; the mesh has no such axis; or see `partition`.
+        ValueError: the leaves do not fit, whatever is cut; the mesh has no such axis; the loss is partitioned already,
+            or its stages lie along the axis; or see `partition`.
 
     Example:
         >>> import torch
@@ -60,15 +69,20 @@ def propose_specs(
         Zheng et al., Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning, 2022,
         https://arxiv.org/abs/2201.12023
     """
-    if not isinstance(axes, str):
-        raise TypeError(
-            f"propose_specs(axes={axes!r}): specs are proposed along one axis; name one, and cut leaves along the"
-            " others by hand."
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if not names or len(set(names)) < len(names) or not set(names) <= set(mesh.shape):
+        raise ValueError(
+            f"propose_specs(axes={axes!r}): the mesh has the axes {list(mesh.shape)}; name one of them, or several,"
+            " each once."
         )
-    if axes not in mesh.shape:
-        raise ValueError(f"propose_specs(axes={axes!r}): the mesh has the axes {list(mesh.shape)}; name one of them.")
-    kept = _kept(tree_flatten(params)[0], optimizer)
-    return proposed(loss, params, batch, axes, mesh.shape[axes], kept, memory)
+    on = named_cluster(cluster) if isinstance(cluster, str) else cluster
+    of = Unplaced.of(loss, params, batch, mesh.shape)
+    if of.stages in names:
+        raise ValueError(
+            f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
+            " anyway; name another axis."
+        )
+    return SpecSearch(of, mesh, names, _kept(tree_flatten(params)[0], optimizer), memory, on).found()
 
 
 def _kept(leaves: Sequence[Tensor], optimizer: GradientTransformation | None) -> list[HeldBytes]:

@@ -134,5 +134,7 @@ def test_what_does_not_fit_names_leaves_and_what_would():
 def test_an_axis_that_is_missing():
     with pytest.raises(ValueError, match="name one of them"):
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes="dp")
-    with pytest.raises(TypeError, match="proposed along one axis; name one"):
+    with pytest.raises(ValueError, match="name one of them, or several, each once"):
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes=("tp", "sp"))
+    with pytest.raises(ValueError, match="give it the loss itself, without partition"):
+        sf.propose_specs(sf.partition(mlp), MLP, ABSTRACT, torch.ones(8, 64))

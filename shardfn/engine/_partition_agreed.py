@@ -1,0 +1,34 @@
+"""The plan along one of several axes, on which the ranks along the others agree without a message."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from shardfn.collectives import seen_from
+from shardfn.graph import EveryRank, PartitionProgram, Strategy, of_several_sizes
+
+from ._partition_plan import LossCall
+
+
+def agreed_program(
+    call: LossCall, before: Sequence[str], made: Callable[[], list[PartitionProgram]]
+) -> PartitionProgram:
+    """The program of a call along an axis whose graph is that of its program along others.
+
+    Where ranks along the others have blocks of several sizes, each has a graph of its own. They agree without a
+    message: each plans for a rank of every kind, of which the first decides what is sent along the other axes.
+
+    Args:
+        call: what is planned.
+        before: the other axes.
+        made: the programs along these that there are, once the call was captured.
+    """
+    own = call.captured()
+    kinds = of_several_sizes([x for x in made() if x.axis in before])
+    chosen: list[Strategy] | None = None
+    for place in itertools.product(*kinds.values()) if kinds else ():
+        with seen_from(dict(zip(kinds, place, strict=True))):
+            there = call.captured()
+            every = EveryRank(there.graph, chosen)
+            program = call.planned(there, every)
+        chosen = every.taken(program) if chosen is None else chosen
+    return call.planned(own, EveryRank(own.graph, chosen) if kinds else None)

@@ -1,0 +1,96 @@
+"""Operations of a program that send along other axes than the one along which it is partitioned: crossings.
+
+Ranks along the other axes send the parts to one another that the partition makes of the operands. So all of them must
+take the same parts, though the blocks that each has of other values may be of several sizes: then each plans a graph of
+its own. One of these plans decides for all how crossings are computed. Along dims in which ranks differ nothing crosses
+in parts, so what one plan decides the others can do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.fx import Graph, Node
+
+from shardfn.collectives import pmax, psum, pvary
+
+from ._forms import Form, Strategy, blocks
+from ._partition_program import Compute, Convert, Loop, PartitionProgram
+from ._partition_values import operands_of, results
+from ._sent_rules import sent_along
+
+_TARGETS = (sent_along, psum, pmax, pvary)
+
+
+class EveryRank:
+    """Which strategies of the crossings of a graph all ranks along the other axes can take.
+
+    Args:
+        graph: what is planned.
+        chosen: of each crossing the strategy that was taken elsewhere, in order; None: it is to be decided here.
+
+    Raises:
+        ValueError: there are not as many.
+    """
+
+    def __init__(self, graph: Graph, chosen: Sequence[Strategy] | None) -> None:
+        nodes = [n for n in graph.nodes if n.target in _TARGETS]
+        if chosen is not None and len(chosen) != len(nodes):
+            raise ValueError(
+                f"partition along several axes: the program of one rank sends {len(chosen)} times along the first"
+                f" axes, and that of another {len(nodes)} times; cut what the first axes divide."
+            )
+        self._nodes, self._chosen = nodes, None if chosen is None else dict(zip(nodes, chosen, strict=True))
+
+    def offered(self, node: Node, strategies: list[Strategy]) -> list[Strategy]:
+        """Those of one operation."""
+        if node.target not in _TARGETS:
+            return strategies
+        if self._chosen is not None:
+            return [self._chosen[node]]
+        # On a rank with an empty block nothing may be there to be summed later.
+        return [s for s in strategies if all(f.kind != "partial" for f in s.ins)]
+
+    def taken(self, program: PartitionProgram) -> list[Strategy]:
+        """What a program of the graph does at its crossings, in order."""
+        found = dict(_computed(program))
+        return [found[n] for n in self._nodes]
+
+
+def _computed(program: PartitionProgram) -> Iterator[tuple[Node, Strategy]]:
+    for step in program.steps:
+        if isinstance(step, Loop):
+            yield from _computed(step.body)
+        elif isinstance(step, Compute):
+            yield step.node, step.strategy
+
+
+def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[int]]:
+    """Of each axis along which ranks have blocks of several sizes, of anything: one index for each kind of rank.
+
+    The first is 0. Ranks of one kind have blocks of the same sizes of everything.
+    """
+    held: dict[str, list[tuple[int, ...]]] = {}
+    for program in programs:
+        sizes = [x for x in _held(program) if len(set(x)) > 1]
+        if sizes:
+            before = held.setdefault(program.axis, [()] * program.num)
+            held[program.axis] = [(*old, *new) for old, new in zip(before, zip(*sizes, strict=True), strict=True)]
+    return {axis: [i for i, x in enumerate(kinds) if x not in kinds[:i]] for axis, kinds in held.items()}
+
+
+def _held(program: PartitionProgram) -> Iterator[tuple[int, ...]]:
+    """Of each value that is cut, how much of the dim each rank has."""
+    for step in program.steps:
+        if isinstance(step, Loop):
+            yield from _held(step.body)
+            continue
+        for form, shape in _forms(step):
+            if form.kind == "cut":
+                yield tuple(map(sum, zip(*blocks(shape[form.dim], program.num, form), strict=True)))
+
+
+def _forms(step: Compute | Convert) -> list[tuple[Form, tuple[int, ...]]]:
+    if isinstance(step, Convert):
+        return [(step.before, step.shape), (step.after, step.shape)]
+    given = [tuple(n.meta["val"].shape) for n in operands_of(step.node)]
+    made = [tuple(x.shape) for x in results(step.node) if x is not None]
+    return [*zip(step.strategy.ins, given, strict=True), *zip(step.strategy.outs, made, strict=True)]
