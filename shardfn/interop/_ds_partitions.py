@@ -9,6 +9,7 @@ import pathlib
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -66,6 +67,15 @@ class PartitionedFiles(FilesInTheMaking):
         for (name, shape), x in zip(there.items(), whole.split([s.numel() for s in there.values()]), strict=True):
             self._weights[name] = x.view(shape)
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            # An error may keep this object alive, and the disk has back the space of mapped files only afterwards.
+            self._flats, self._weights = {}, {}
+
     def put(self, name: StatePart, x: Tensor) -> None:
         """Takes a leaf: a parameter, a buffer, or a state of a parameter."""
         value = x.detach().cpu()
@@ -99,7 +109,6 @@ class PartitionedFiles(FilesInTheMaking):
             name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if third else "mp_rank_00_model_states.pt"
             if third or rank == 0:
                 save_objects(self._model(rank), self._making / name)
-        self._flats, self._weights = {}, {}
         shutil.rmtree(self._making / "flat")
 
     def _scaler(self) -> tuple[Any, bool]:
