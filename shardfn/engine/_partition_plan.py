@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import capture, fakes
 from shardfn.collectives import axis_size
-from shardfn.core import tree_flatten, tree_unflatten
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
 from shardfn.graph import EveryRank, PartitionProgram, cut, partition_graph, prepare
 from shardfn.nn import looping
 
@@ -73,7 +73,25 @@ class LossCall:
     views: Sequence[LeafView]
     tensors: Sequence[Tensor]
     whole: tuple[str, ...]
-    value_price: float
+    value_price: float = 0.0
+
+    @staticmethod
+    def of(
+        loss: Callable[..., Any],
+        params: PyTree,
+        args: Sequence[Any],
+        views: Sequence[LeafView],
+        whole: tuple[str, ...],
+        value_price: float = 0.0,
+    ) -> "LossCall":
+        """The call `loss(params, *args)`, whose arguments' tensors are told from the rest."""
+        leaves, treedef = tree_flatten(params)
+        rest, rest_def = tree_flatten(tuple(args))
+        tensors = [x for x in rest if isinstance(x, Tensor)]
+        static = tuple(None if isinstance(x, Tensor) else x for x in rest)
+        able = tuple(x.requires_grad for x in tensors)
+        flat = FlatLoss(loss, treedef, rest_def, static, able, len(leaves))
+        return LossCall(flat, leaves, views, tensors, whole, value_price)
 
     def captured(self) -> GraphModule:
         """Its graph, as the rank sees it from which the mesh is bound."""

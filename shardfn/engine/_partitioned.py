@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from shardfn.collectives import axis_index, axis_size
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
@@ -23,7 +22,7 @@ from ._leaf_views import LeafView, LeafViews
 from ._levels import Transform
 from ._loss import Loss
 from ._partition_agreed import agreed_program
-from ._partition_plan import FlatLoss, LossCall
+from ._partition_plan import LossCall
 from ._partition_run import run_program
 
 # What a byte of a value that a rank holds costs where values are to stay cut, in bytes that are sent: so much that the
@@ -63,32 +62,27 @@ class Partitioned(Transform):
                 " cut; give it to sharded_step or sharded, with specs."
             )
         leaves, treedef = tree_flatten(params)
-        return self._along(axes, self.views.seen_as(treedef, leaves), params, *args)
+        return self.along(axes, self.views.seen_as(treedef, leaves), params, *args)
 
-    def _along(self, axes: tuple[str, ...], views: Sequence[LeafView], params: PyTree, *args: Any) -> Any:
+    def along(self, axes: tuple[str, ...], views: Sequence[LeafView], params: PyTree, *args: Any) -> Any:
         """The loss of leaves that are blocks along these axes: the last is partitioned around the others."""
         if not axes:
             return self.inner(params, *args)
         before = axes[:-1]
-        leaves, treedef = tree_flatten(params)
-        rest, rest_def = tree_flatten(args)
-        tensors = [x for x in rest if isinstance(x, Tensor)]
-        static = tuple(None if isinstance(x, Tensor) else x for x in rest)
-        told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors)
-        seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in static), told, _autocast(leaves)
+        around = functools.partial(self.along, before, views)
+        whole = axes[-1], *(a for a in self.axes if a not in axes)
+        call = LossCall.of(around, params, args, views, whole, _VALUE_PRICE if self.sequence else 0.0)
+        loss, leaves = call.loss, call.leaves
+        told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in call.tensors)
+        seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in loss.static), told, _autocast(leaves)
         # What axes before this one leave of a value is planned as this rank has it.
         at = self.views and self.views.planner, axes, tuple(map(axis_index, before))
-        key = (self.inner, at, tuple(views), treedef, rest_def, *seen)
+        key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)
         if key not in self._programs:
-            around = functools.partial(self._along, before, views)
-            able = tuple(x.requires_grad for x in tensors)
-            loss = FlatLoss(around, treedef, rest_def, static, able, len(leaves))
-            price = _VALUE_PRICE if self.sequence else 0.0
-            whole = axes[-1], *(a for a in self.axes if a not in axes)
-            program = agreed_program(LossCall(loss, leaves, views, tensors, whole, price), before, self.programs)
+            program = agreed_program(call, before, self.programs)
             self._programs[key] = _PreparedLoss(program, loss.out_def, getattr(self.inner, "title", ""))
         ready = self._programs[key]
-        return ready.result(run_program(ready.program, [*leaves, *tensors]))
+        return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
 
     def as_text(self) -> str:
         """Of each signature that was run or lowered, every collective with its bytes and the line that asks for it."""

@@ -15,7 +15,7 @@ from shardfn.collectives import axis_size
 from shardfn.core import PyTree
 
 from ._partitioned import Partitioned
-from ._pipelined import Change, Pipelined, Place
+from ._pipelined import Pipelined, Place
 from ._stage_state import PipelineState
 
 
@@ -119,7 +119,3 @@ class PartitionedPipeline(Pipelined):
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
         """See `Pipelined`."""
         return self.of.shared_layers(state, stage, here)
-
-    def with_functions(self, change: Change) -> Pipelined:
-        """See `Pipelined`."""
-        return dataclasses.replace(self, of=self.of.with_functions(change))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardfn.collectives import bind_mesh
@@ -33,7 +32,7 @@ from shardfn.graph import Cluster, Form, HeldBytes, Proposer, arithmetic, looped
 from ._accumulated import microbatches
 from ._leaf_views import LeafView
 from ._levels import taken_over
-from ._partition_plan import FlatLoss, LossCall, constants_of
+from ._partition_plan import LossCall, constants_of
 from ._partitioned import Partitioned
 from ._pipelined import Pipelined
 
@@ -130,14 +129,8 @@ class SpecSearch:
     def _call(self, k: int, views: Sequence[LeafView]) -> LossCall:
         """The call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
         names, of = self.axes, self.of
-        leaves, treedef = tree_flatten(of.params)
-        rest, rest_def = tree_flatten(tuple(of.args))
-        tensors = [x for x in rest if isinstance(x, Tensor)]
-        static = tuple(None if isinstance(x, Tensor) else x for x in rest)
-        before = functools.partial(Partitioned(of.loss, names)._along, names[:k], views)
-        able = tuple(x.requires_grad for x in tensors)
-        loss = FlatLoss(before, treedef, rest_def, static, able, len(leaves))
-        return LossCall(loss, leaves, views, tensors, names[k:], 0.0)
+        before = functools.partial(Partitioned(of.loss, names).along, names[:k], views)
+        return LossCall.of(before, of.params, of.args, views, names[k:])
 
     def _along(self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool]) -> list[Form]:
         """Of each leaf the form along axis `k`, in a graph of blocks along those before."""
