@@ -1,5 +1,6 @@
 """`partition` and `pipeline`: stages for one device, cut along tp by specs alone, compute what one device computes."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import shardfn as sf
 from shardfn import P, Sharding, Zero, optim
 from shardfn.core import tree_flatten, tree_map, tree_unflatten
 from shardfn.models import gpt
+from shardfn.nn import DeferredGradients
 from shardfn.testing import assert_parity, distributed
 
 NIGHTLY = pytest.mark.nightly
@@ -62,7 +64,7 @@ def inside(first, block, last, how, **options):
 
 
 def check(name, mesh, *, parted=around, m=2, schedule="1f1b", chunks=1, stage=None, jitted=False, remat=False, **more):
-    config = CONFIGS[name]
+    config = dataclasses.replace(CONFIGS[name], num_layers=more.pop("layers", LAYERS if chunks == 1 else 5))
     how = {"sequence": more.pop("sequence", False)}
     whole, functions = gpt.stages(config), gpt.stages(config, wrap=sf.remat if remat else lambda f: f)
     loss = parted(*functions, how, num_microbatches=m, schedule=schedule, num_chunks=chunks)
@@ -74,7 +76,7 @@ def check(name, mesh, *, parted=around, m=2, schedule="1f1b", chunks=1, stage=No
             some(config, chunks),
             batches(config, rows=more.pop("rows", ROWS)),
             mesh=on,
-            reference=plain(whole, chunks),
+            reference=plain(whole, chunks, schedule in ("zb-v", "dualpipe-v")),
             specs=specs(config, chunks, more.pop("stacked", False)),
             batch=P("dp"),
             zero=zero,
@@ -83,14 +85,17 @@ def check(name, mesh, *, parted=around, m=2, schedule="1f1b", chunks=1, stage=No
     return loss, run
 
 
-def plain(functions, chunks):
-    """The loss of one device, without any of the pipeline's means."""
+def plain(functions, chunks=1, turns=False):
+    """The loss of one device, without the pipeline's means; where stages turn, every second stack is reversed."""
     first, block, last = functions
 
     def loss(params, batch, *key):
         h = first(params, batch, *key)
         found = params["blocks"] if chunks > 1 else [params["blocks"]]
-        rows = [{k: x[i] for k, x in s.items()} for s in found for i in range(len(s["wq"]))]
+        ways = [slice(None, None, -1 if turns and n % 2 else 1) for n in range(chunks)]
+        rows = [
+            {k: x[i] for k, x in s.items()} for s, w in zip(found, ways, strict=True) for i in range(len(s["wq"]))[w]
+        ]
         for i, p in enumerate(rows):
             h = block(p, h, *(sf.fold_in(k, i) for k in key))
         return last(params, h, batch, *key)
@@ -172,7 +177,7 @@ def with_keys():
     for parted in (around, inside):
         parts = gpt.stages(DROPPED, wrap=sf.remat)
         loss = parted(*parts, {}, num_microbatches=2)
-        how: dict[str, Any] = {"specs": specs(DROPPED), "batch": P(), "reference": plain(gpt.stages(DROPPED), 1)}
+        how: dict[str, Any] = {"specs": specs(DROPPED), "batch": P(), "reference": plain(gpt.stages(DROPPED))}
         with sf.make_mesh({"pp": 2, "tp": 2}) as mesh:
             rows = batches(DROPPED)
             assert_parity(loss, optim.sgd(0.5), some(DROPPED), rows, mesh=mesh, key=sf.key(3), **how)
@@ -213,3 +218,33 @@ def test_a_block_has_megatrons_collectives():
         layers = (2, 1)[own]
         for calls, sent in counted:
             assert (calls - 2 * 4 * layers, sent - 2 * 4 * layers * one) in [(0, 0), (1, 8)], (own, counted)
+
+
+@distributed(world=4)
+def products_put_off():
+    """How many products a step puts off."""
+    config, noted = CONFIGS["llama"], []
+    note = DeferredGradients.note
+
+    def counted(self, *args):
+        noted[-1] += 1
+        note(self, *args)
+
+    DeferredGradients.note = counted
+    try:
+        with sf.make_mesh({"pp": 2, "tp": 2}) as mesh:
+            for parted in (around, inside):
+                noted.append(0)
+                loss = parted(*gpt.stages(config), {}, num_microbatches=4, schedule="zb-h1")
+                step = sf.sharded_step(loss, optim.sgd(0.5), mesh=mesh, specs=specs(config), batch=P())
+                step(step.init(some(config)), batches(config)[0])
+            return mesh.coords["pp"], noted
+    finally:
+        DeferredGradients.note = note
+
+
+@NIGHTLY
+def test_split_backwards_put_off_all_products_with_weights():
+    for own, noted in products_put_off():
+        each = 7 * (2, 1)[own] + own  # q, k, v, out, gate, up, down of a layer; the output layer
+        assert noted == [4 * each] * 2
