@@ -96,7 +96,7 @@ def test_each_pass_and_all_of_them_keep_every_bit() -> None:
     mesh, kinds = sf.make_mesh({"dp": 1}), ("disk", "host", "host")
     want = _run(mesh, sf.Zero(3, persist_elements=0, travel=sf.Travel(bucket_bytes=64)))
     for changes in PASSES:
-        jitted = graph(odd_loss, schedule=sf.graph.Schedule(**{**vars(NOTHING), **changes}))
+        jitted = graph(odd_loss, graph_schedule=sf.graph.Schedule(**{**vars(NOTHING), **changes}))
         assert_same(_placed(mesh, kinds, jitted), want, exact=True)
 
 
@@ -190,7 +190,7 @@ def test_what_is_fetched_comes_early_and_gradients_leave_during_the_backward() -
     mesh, shapes = sf.make_mesh({"dp": 2}, abstract=True), [torch.empty(WIDTH, WIDTH, device="meta")] * LAYERS
     zero = _zero(("disk", "host", "host"), "/nowhere", stage=3, bucket_bytes=0)
     lowered = [
-        sf.sharded_step(graph(_deep, schedule=schedule), sf.optim.adamw(1e-3), mesh=mesh, zero=zero).lower(
+        sf.sharded_step(graph(_deep, graph_schedule=schedule), sf.optim.adamw(1e-3), mesh=mesh, zero=zero).lower(
             shapes, torch.empty(2, WIDTH, device="meta")
         )
         for schedule in (NOTHING, sf.graph.Schedule(prefetch=LEAF, reuse=0, bucket=None))

@@ -230,7 +230,7 @@ def products_put_off():
         noted[-1] += 1
         note(self, *args)
 
-    DeferredGradients.note = counted
+    DeferredGradients.note = counted  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with sf.make_mesh({"pp": 2, "tp": 2}) as mesh:
             for parted in (around, inside):
