@@ -44,7 +44,7 @@ def propose_specs(
             whole program along its axis; layouts that are better for both together only are not found.
         optimizer: whose states count, where they have the shape of their leaf as cut with it; None: none.
         memory: bytes that a rank may hold of parameters and the optimizer's states; gradients and activations come on
-            top. None: an even share and a quarter more, or what the leaves need at least.
+            top. None: an even share of all ranks along `axes` and a quarter more, or what the leaves need at least.
         cluster: whose rates give work a price, by name or as a value: a product that all ranks compute alike costs what
             the axis's wire sends meanwhile, one that is cut the rank's share of that. Transfers and arithmetic count as
             if they did not overlap, and latencies are not counted. None: work costs nothing.

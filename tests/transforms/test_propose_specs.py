@@ -1,6 +1,8 @@
 """`propose_specs`: no dearer than Megatron's layout, within the limit, and right; its errors."""
 
 import functools
+import math
+import re
 from typing import Any
 
 import pytest
@@ -138,3 +140,52 @@ def test_an_axis_that_is_missing():
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes=("tp", "sp"))
     with pytest.raises(ValueError, match="give it the loss itself, without partition"):
         sf.propose_specs(sf.partition(mlp), MLP, ABSTRACT, torch.ones(8, 64))
+
+
+SQUARE = sf.make_mesh({"tp": 2, "sp": 2}, abstract=True)
+
+
+def residual(p, x):
+    return (x + ((x + p["shift"]) @ p["up"]).relu() @ p["down"]).square().mean()
+
+
+def uneven(width, inner):
+    return {"shift": torch.ones(width), "up": torch.ones(width, inner), "down": torch.ones(inner, width)}
+
+
+def share_of_largest(params, specs, mesh):
+    """What the rank with the most holds, as a multiple of an even share."""
+    even = sum(x.numel() for x in params.values()) / mesh.size
+    blocks = 0
+    for name, x in params.items():
+        spec = specs[name]
+        names = [spec.dim_axes(d) if d < len(spec) else () for d in range(x.ndim)]
+        blocks += math.prod(
+            functools.reduce(lambda n, a: -(-n // mesh.shape[a]), axes, n)
+            for n, axes in zip(x.shape, names, strict=True)
+        )
+    return blocks / even
+
+
+def test_by_default_a_rank_holds_an_even_share_and_a_quarter_more_of_all_ranks_along_all_axes():
+    params = uneven(5, 7)
+    found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 5), axes=("tp", "sp"))
+    assert share_of_largest(params, found, SQUARE) <= 1.25
+
+
+@pytest.mark.parametrize("multiple", [1.25, 1.5, 1.75, 2.0])
+def test_what_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):
+    params = uneven(13, 31)
+    even = sum(4 * x.numel() for x in params.values()) / 4
+    found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 13), axes=("tp", "sp"), memory=multiple * even)
+    assert share_of_largest(params, found, SQUARE) <= multiple
+
+
+def test_what_does_not_fit_along_two_axes_names_whole_leaves_and_a_limit_that_suffices():
+    params = uneven(5, 7)
+    how: Any = {"axes": ("tp", "sp")}
+    with pytest.raises(ValueError, match=r"are 300 bytes.*params\['up'\], 140 bytes.*memory=\d+") as refused:
+        sf.propose_specs(residual, params, SQUARE, torch.ones(8, 5), **how, memory=75)
+    enough = int(re.findall(r"memory=(\d+)", str(refused.value))[-1])
+    found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 5), **how, memory=enough)
+    assert 4 * share_of_largest(params, found, SQUARE) * 75 / 4 <= enough
