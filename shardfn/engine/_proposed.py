@@ -39,8 +39,6 @@ from ._pipelined import Pipelined
 # What a rank may hold where no limit is given, as a multiple of an even share.
 _SHARE = 1.25
 _TOLD = 4
-# How often axes before the last are searched, with less and less left whole.
-_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +123,11 @@ class SpecSearch:
 
         Earlier axes leave whole what later ones may cut; where these cannot, earlier ones cut more, and at last all.
         """
-        limit, room = self._limit(), 1.0
-        for tried in range(_TRIES):
-            found = self._cuts(limit, room)
-            if found.held <= limit or len(self.axes) == 1:
-                break
-            room = room * limit / found.held if tried < _TRIES - 2 else 0.0
+        limit = self._limit()
+        found = self._cuts(limit, 1.0)
+        for all_cut in (False, True) if len(self.axes) > 1 else ():
+            if found.held > limit:
+                found = self._cuts(limit, 0.0 if all_cut else limit / found.held)
         if found.held > limit and self.limit is not None:
             self._refuse(found.held)
         return found

@@ -54,7 +54,9 @@ def propose_specs(
 
     Raises:
         ValueError: the leaves do not fit, whatever is cut; the mesh has no such axis; the loss is partitioned already,
-            or its stages lie along the axis; or see `partition`.
+            or its stages lie along the axis; no device is called so, or it does not compute in the dtype of most of the
+            work; or see `partition`.
+        TypeError: the cluster is neither a name nor a value.
 
     Example:
         >>> import torch
@@ -76,6 +78,11 @@ def propose_specs(
             " each once."
         )
     on = named_cluster(cluster) if isinstance(cluster, str) else cluster
+    if on is not None and not isinstance(on, Cluster):
+        raise TypeError(
+            f"propose_specs(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name)"
+            " make, or a name of sf.graph.DEVICES."
+        )
     of = Unplaced.of(loss, params, batch, mesh.shape)
     if of.stages in names:
         raise ValueError(
