@@ -241,7 +241,7 @@ def test_of_ranks_on_several_nodes_the_slow_wire_counts():
 
 
 def test_the_rate_is_that_of_the_dtype():
-    rates = {"float32": RATE, "bfloat16": 10 * RATE}
+    rates: Any = {"float32": RATE, "bfloat16": 10 * RATE}
     wire = 2 * even_wire()
     assert priced(box(wire, **rates)) == CUT
     assert priced(box(wire, **rates), torch.bfloat16) == WHOLE
