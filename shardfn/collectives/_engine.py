@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from shardfn.kernels import NoCompilerError, build
 
@@ -19,30 +19,11 @@ _ADDRESSES = ("engine_new", "channel_new", "start", "message")
 _NUMBERS = ("segment_bytes", "op_state", "op_wait", "why")
 
 
-class Engine(Protocol):
+class CompiledEngine:
     """The functions of `_memory.cpp`, and what drives all lanes of this process. Never ended: it may wake at any time.
 
     Attributes:
         bell: the number of the pipe into which others write to wake it.
-    """
-
-    bell: int
-
-    def call(self, name: str, *args: Any) -> Any:
-        """Calls a function on the engine."""
-        ...
-
-    def plain(self, name: str, *args: Any) -> Any:
-        """Calls a function that takes no engine."""
-        ...
-
-    def defers(self, closing: Callable[[], object]) -> bool:
-        """Whether it takes upon itself to close a channel later, as now it cannot."""
-        ...
-
-
-class CompiledEngine:
-    """The engine in C++.
 
     Raises:
         NotSharedError: there are no files that may be open, or no thread, to be had.
@@ -77,6 +58,9 @@ class CompiledEngine:
         """Its thread runs no Python, and so closes nothing."""
         del closing
         return False
+
+
+Engine = CompiledEngine | PythonEngine
 
 
 class Address(int):

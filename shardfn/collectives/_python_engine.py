@@ -48,7 +48,7 @@ class PythonEngine:
         # What has been given out, by number.
         self._made: dict[int, Any] = {}
         self._numbers = itertools.count(1)
-        self._poll: select.poll | None = None
+        self._poll: Any = None
         self._closes = False
         self._bell, self.bell = bell()
         self._thread = threading.Thread(target=self._run, name="shardfn lanes", daemon=True)
@@ -83,7 +83,7 @@ class PythonEngine:
     def _segment_bytes(self, size: int, ring_bytes: int) -> int:
         return segment_bytes(size, ring_bytes)
 
-    def _channel_new(self, size: int, me: int, ring_bytes: int, *each: Sequence[Any]) -> int:
+    def _channel_new(self, size: int, me: int, ring_bytes: int, *each: Any) -> int:
         channel = Channel(size, me, ring_bytes, *([x or 0 for x in ranks] for ranks in each))
         self._hand(functools.partial(self._add, channel))
         return self._keep(channel)
@@ -97,7 +97,7 @@ class PythonEngine:
         self._hand(lambda: (self._remove(channel), done.set()))
         done.wait()
 
-    def _start(self, number: int, fields: Sequence[int]) -> int | None:
+    def _start(self, number: int, fields: Any) -> int | None:
         """The fields are those of `Transfer`."""
         channel: Channel = self._made[number]
         if channel.error:
@@ -206,7 +206,7 @@ class PythonEngine:
         if ended:
             self._poll = None
 
-    def _watched(self) -> select.poll:
+    def _watched(self) -> Any:  # `select.poll` is no type
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         for channel in self._channels:
