@@ -2,13 +2,16 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import pathlib
+import platform
 import random
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -29,18 +32,22 @@ from shardfn.testing import distributed
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _PATIENCE = 60.0  # seconds after which a test calls it a hang
 Body = Callable[[Lanes, Callable[[str], None]], None]
+_Cpp, _Py = _engine.CompiledEngine, _engine.PythonEngine
+# What even ranks have, and odd ones.
+_ENGINES = {"C++": (_Cpp, _Cpp), "Python": (_Py, _Py), "both": (_Cpp, _Py)}
 
 
 class _Rank:
     """A process that has one end of a channel, runs a body, and says what it is told to or what it raised."""
 
-    def __init__(self, body: Body, world: int, index: int, timeout: float) -> None:
+    def __init__(self, body: Body, world: int, index: int, timeout: float, made: type[_engine.Engine]) -> None:
         self._pipe, there = Pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
                 torch.set_num_threads(1)
+                _memory.engine = made
                 _run(body, Lanes(world, index, timeout), there)
             except BaseException:
                 traceback.print_exc()
@@ -74,8 +81,8 @@ def _run(body: Body, lanes: Lanes, pipe: Connection) -> None:
     wait([pipe], _PATIENCE)
 
 
-def _start(body: Body, world: int, timeout: float = _PATIENCE) -> list[_Rank]:
-    ranks = [_Rank(body, world, i, timeout) for i in range(world)]
+def _start(body: Body, world: int, engine: str, timeout: float = _PATIENCE) -> list[_Rank]:
+    ranks = [_Rank(body, world, i, timeout, _ENGINES[engine][i % 2]) for i in range(world)]
     offers = [rank.hear() for rank in ranks]
     for what in (offers, "go"):
         for rank in ranks:
@@ -122,9 +129,9 @@ def _a_while(lanes: Lanes, say: Callable[[str], None]) -> None:
     say("done")
 
 
-def _kill(world: int, victims: int, seed: int) -> None:
+def _kill(world: int, victims: int, engine: str, seed: int) -> None:
     draw = random.Random(seed)
-    ranks = _start(_on_and_on, world)
+    ranks = _start(_on_and_on, world, engine)
     try:
         assert all(rank.hear() == "begins" for rank in ranks)
         time.sleep(draw.random() * 0.3)
@@ -141,9 +148,10 @@ def _kill(world: int, victims: int, seed: int) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("engine", _ENGINES)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int) -> None:
-    ranks = _start(_a_while, world)
+def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int, engine: str) -> None:
+    ranks = _start(_a_while, world, engine)
     try:
         assert all(rank.hear() == "done" for rank in ranks)
     finally:
@@ -151,27 +159,34 @@ def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int) -> None:
             rank.end()
 
 
-def _named_in_memory() -> set[str]:
-    return {path.name for path in pathlib.Path("/dev/shm").glob("*shardfn*")}
+def _left() -> set[str]:
+    """What is in the folders where something could be left."""
+    folders = [pathlib.Path(x) for x in ("/dev/shm", tempfile.gettempdir(), pathlib.Path.home() / ".cache" / "shardfn")]
+    return {str(path) for folder in folders if folder.exists() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("world", "victims"), [(2, 1), (3, 1), (2, 2)])
-def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(world: int, victims: int) -> None:
-    before = _named_in_memory()
-    _kill(world, victims, seed=world + victims)
-    assert _named_in_memory() <= before
+_KILLED = [(2, 1, "C++"), (3, 1, "C++"), (2, 2, "C++"), (2, 1, "Python"), (3, 1, "both")]
+
+
+@pytest.mark.parametrize(("world", "victims", "engine"), _KILLED)
+def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(world: int, victims: int, engine: str) -> None:
+    before = _left()
+    _kill(world, victims, engine, seed=world + victims)
+    assert {path for path in _left() - before if "shardfn" in path} == set()
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("engine", _ENGINES)
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed: int) -> None:
-    before = _named_in_memory()
-    _kill(2 + seed % 3, 1 + seed % 2, seed)
-    assert _named_in_memory() <= before
+def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed: int, engine: str) -> None:
+    before = _left()
+    _kill(2 + seed % 3, 1 + seed % 2, engine, seed)
+    assert {path for path in _left() - before if "shardfn" in path} == set()
 
 
-def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_told() -> None:
-    ranks = _start(_on_and_on, 3, timeout=2.0)
+@pytest.mark.parametrize("engine", ["C++", "Python"])
+def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_told(engine: str) -> None:
+    ranks = _start(_on_and_on, 3, engine, timeout=2.0)
     try:
         assert all(rank.hear() == "begins" for rank in ranks)
         os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -198,8 +213,9 @@ def _leave(lanes: Lanes, say: Callable[[str], None]) -> None:
     say(str(float(into[0][-1])))
 
 
-def test_what_a_rank_has_written_is_read_after_its_end() -> None:
-    ranks = _start(_leave, 2)
+@pytest.mark.parametrize("engine", ["C++", "Python"])
+def test_what_a_rank_has_written_is_read_after_its_end(engine: str) -> None:
+    ranks = _start(_leave, 2, engine)
     try:
         assert ranks[1].hear() == "0.0"
     finally:
@@ -234,6 +250,29 @@ def _refused(reason: str) -> None:
     assert all(reason in text and "SHARDFN_CHANNEL=gloo" in text for text in said), said
 
 
+def _no_compiler(*args: Any, **kwargs: Any) -> Any:
+    raise _engine.NoCompilerError("there is no C++ compiler")
+
+
+@distributed(world=2)
+def test_a_rank_without_a_compiler_shares_memory_by_python_without_a_word() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(_engine, "build", _no_compiler)
+            patch.setattr(_memory, "engine", functools.cache(_engine.new_engine))
+            assert isinstance(_memory.engine(), _engine.PythonEngine)
+        assert _made()
+
+
+def test_a_compiler_that_fails_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        raise subprocess.CalledProcessError(1, ["c++"], stderr="cc1plus: no space left")
+
+    monkeypatch.setattr(_engine, "build", build)
+    with pytest.warns(UserWarning, match=r"(?s)share memory by Python instead:.*no space left"):
+        assert isinstance(_engine.new_engine(), _engine.PythonEngine)
+
+
 @distributed(world=2)
 def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
     assert _made()
@@ -250,13 +289,13 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
         _refused("rank 0: /proc/")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-
-            def build(*args: Any, **kwargs: Any) -> Any:
-                raise _engine.NoCompilerError("there is no C++ compiler")
-
-            patch.setattr(_engine, "build", build)
-            patch.setattr(_memory, "engine", lambda: _engine.Engine())
-        _refused("rank 1: its C++ part cannot be built: there is no C++ compiler")
+            patch.setattr(_engine, "build", _no_compiler)
+            patch.setattr(_memory, "engine", _engine.new_engine)
+            patch.setattr(platform, "machine", lambda: "aarch64")
+        _refused(
+            "rank 1: its C++ part cannot be built: there is no C++ compiler; Python cannot keep memory in order on"
+            " aarch64"
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_memory, "MOST_RANKS", 1)
         _refused("rank 0: there are 2 ranks, and memory serves 1")
@@ -383,15 +422,18 @@ def test_a_reader_without_room_for_the_pages_is_told_so() -> None:
     segment.close()
 
 
-def test_a_limit_that_forbids_its_pipe_is_the_reason() -> None:
+@pytest.mark.parametrize("made", [_Cpp, _Py])
+def test_a_limit_that_forbids_its_pipe_is_the_reason(made: type[_engine.Engine]) -> None:
     _engine.engine()
     # One more file may be open, as its source is looked at first.
-    most = len(os.listdir("/proc/self/fd"))
-    with _limited(resource.RLIMIT_NOFILE, most), pytest.raises(NotSharedError, match="cannot make the pipe"):
-        _engine.Engine()
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    with _limited(resource.RLIMIT_NOFILE, free + 1), pytest.raises(NotSharedError, match="cannot make the pipe"):
+        made()
 
 
-def test_a_limit_that_forbids_its_thread_is_the_reason() -> None:
+@pytest.mark.parametrize("made", [_Cpp, _Py])
+def test_a_limit_that_forbids_its_thread_is_the_reason(made: type[_engine.Engine]) -> None:
     _engine.engine()
     pid = os.fork()
     if pid == 0:
@@ -399,7 +441,7 @@ def test_a_limit_that_forbids_its_thread_is_the_reason() -> None:
             most = _pages() + (1 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
             for _ in range(100):  # there may be stacks that threads which have ended left
-                _engine.Engine()
+                made()
         except NotSharedError as error:
             os._exit(0 if "cannot start a thread" in str(error) else 2)
         finally:
