@@ -17,7 +17,7 @@ from shardfn.collectives._engine import CompiledEngine, Engine, PythonEngine
 from shardfn.collectives._memory import _KINDS, RINGS
 from shardfn.collectives._sharing import VARIABLE
 from shardfn.memory import ledger
-from shardfn.testing import distributed
+from shardfn.testing import assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh, one_device
 
 DTYPES = [x for x in _KINDS if x != torch.bool]
 # gloo sums no others.
@@ -224,6 +224,26 @@ def test_ranks_that_call_different_things_are_told(engine: str) -> None:
     channel.close()
     with pytest.raises(TransportError, match="has ended"):
         channel.all_gather(torch.ones(3), [3, 3])
+    mesh.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+@distributed(world=3)
+def test_steps_without_a_compiler_have_the_bits_of_gloo(engine: str) -> None:
+    mesh, runs = sf.make_mesh({"dp": 3}, device="cpu"), {}
+    batches = [odd_batch(n) for n in range(2)]
+    want = one_device(odd_loss, sf.optim.adamw(1e-2), odd_params(), batches)
+    for way in ("memory", "gloo"):
+        with pytest.MonkeyPatch.context() as patch:
+            _use(engine, mesh.rank, patch)
+            patch.setenv(VARIABLE, way)
+            for stage in (1, 3):
+                zero = sf.Zero.flat(stage=stage, persist_elements=2, bucket_bytes=64)
+                loss = sf.accumulate(odd_loss, 2)
+                runs[way, stage] = on_mesh(loss, sf.optim.adamw(1e-2), odd_params(), batches, mesh=mesh, zero=zero)
+                assert_same(runs[way, stage], want)
+    for stage in (1, 3):
+        assert_same(runs["memory", stage], runs["gloo", stage], exact=True)
     mesh.close()
 
 
