@@ -201,6 +201,53 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_told(engine
             rank.end()
 
 
+def _mean(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return (x * params["first"].sum() * params["second"]).square().mean()
+
+
+@distributed(world=2, timeout=120)
+def test_a_rank_stopped_while_others_read_its_buffer_is_named_and_nothing_is_damaged() -> None:
+    rank, n, pids = dist.get_rank(), 3 * RINGS // 4, [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    mesh, under_way, stops = sf.make_mesh(timeout=3), [], [False]
+    real = Lanes.all_gather
+
+    def all_gather(self: Lanes, *args: Any) -> _memory.Entry:
+        under_way.append((real(self, *args), self))
+        return under_way[-1][0]
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        params["first"].sum()
+        if stops[0] and rank == 1:
+            entry, lanes = under_way[-1]
+            assert lanes.state(entry, OUT) == 0, "its block is longer than the ring that others now read"
+            os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 has given up
+        return _mean(params, x)
+
+    zero = sf.Zero.flat(stage=3, persist_elements=0, prefetch_bytes=1 << 30, bucket_bytes=0)
+    step, plain = (sf.sharded_step(f, sf.optim.sgd(0.1), mesh=mesh, zero=zero) for f in (loss, _mean))
+    params, x = {"first": torch.ones(2), "second": torch.linspace(0, 1, n)}, torch.full((n,), 1.0 + rank)
+    state, _ = step(step.init(params), x)  # the first learns the order of use
+    want = [whole.full_tensor().clone() for whole in state.params.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lanes, "all_gather", all_gather)
+        stops[0] = True
+        with pytest.raises(sf.RankError) as caught:
+            step(state, x)
+        stops[0] = False
+    if rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    told = "rank 1 came to" if rank == 0 else "given up waiting for this one, rank 1"
+    assert told in str(caught.value) and "slow, stopped" in str(caught.value), str(caught.value)
+    assert all(torch.equal(x.full_tensor(), y) for x, y in zip(state.params.values(), want, strict=True))
+    again, _ = step(state, x)
+    fresh, _ = plain(plain.init(params), x)
+    fresh, _ = plain(fresh, x)
+    for name in params:
+        assert torch.equal(again.params[name].full_tensor(), fresh.params[name].full_tensor()), name
+    mesh.close()
+
+
 def _leave(lanes: Lanes, say: Callable[[str], None]) -> None:
     """All do the same; rank 0 leaves as soon as it has what it wants."""
     own, into = torch.full((RINGS // 32,), float(lanes.index)), [torch.empty(RINGS // 32) for _ in range(lanes.size)]
