@@ -10,7 +10,6 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -205,6 +204,7 @@ def _mean(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return (x * params["first"].sum() * params["second"]).square().mean()
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=120)
 def test_a_rank_stopped_while_others_read_its_buffer_is_named_and_nothing_is_damaged() -> None:
     rank, n, pids = dist.get_rank(), 3 * RINGS // 4, [0, 0]
@@ -346,6 +346,26 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_memory, "MOST_RANKS", 1)
         _refused("rank 0: there are 2 ranks, and memory serves 1")
+    assert _made()
+
+
+@distributed(world=2)
+def test_a_limit_on_one_rank_s_memory_is_the_reason_why_all_talk_by_gloo() -> None:
+    assert _made()  # with what only the first channel needs
+    for method, reason in (("__init__", "cannot make 8392704 bytes to share"), ("open", "cannot be mapped")):
+        real = getattr(Lanes, method)
+
+        def limited(self: Lanes, *args: Any, real: Callable[..., None] = real) -> None:
+            if dist.get_rank() == 1:
+                with _limited(resource.RLIMIT_AS, _pages() + (1 << 20)):
+                    real(self, *args)
+            else:
+                real(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Lanes, method, limited)
+            _refused(reason)
+            assert dist.get_rank() or str(_sharing._SAID).startswith("{'rank 1: "), _sharing._SAID
     assert _made()
 
 
@@ -499,25 +519,3 @@ def test_a_limit_that_forbids_its_thread_is_the_reason(made: type[_engine.Engine
 def test_locked_memory_is_not_needed() -> None:
     with _limited(resource.RLIMIT_MEMLOCK, 0):
         Lanes(2, 0, None).close()
-
-
-_TINY = """
-import sys, torch, torch.distributed as dist, shardfn as sf
-from shardfn.collectives import Channels
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-channel = Channels(sf.make_mesh({"dp": 2}, device="cpu")).gather(("dp",))
-assert channel.shared_bytes, "no memory is shared"
-print(channel.all_gather(torch.full((1 << 20,), 1.0 + int(sys.argv[2])), [1 << 20] * 2).result().sum().item())
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", ["ro", "size=4k"])
-def test_a_dev_shm_that_is_tiny_or_cannot_be_written_does_not_matter(options: str, tmp_path: pathlib.Path) -> None:
-    inside = f'mount -t tmpfs -o {options} none /dev/shm && exec "$@"'
-    line = ["unshare", "--mount", "sh", "-c", inside, "sh"]
-    if os.getuid() != 0 or subprocess.run([*line, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("a mount of one's own needs root")
-    line += [sys.executable, "-W", "error", "-c", _TINY, str(tmp_path / "meets")]
-    ranks = [subprocess.Popen([*line, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    assert [rank.communicate(timeout=100)[0].strip() for rank in ranks] == [str(3.0 * (1 << 20))] * 2
