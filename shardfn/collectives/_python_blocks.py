@@ -21,11 +21,10 @@ BLOCK, TAGGED = 0x626C6F636B, 0x746167676564
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KINDS += (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Op:
+class Moving:
     """One transfer of this rank: how many of its blocks have not come, or left; and who waits for it."""
 
     in_left: int = 0
@@ -43,7 +42,7 @@ class Op:
 class Sum:
     """The sum of blocks of all ranks: `pos` bytes of it are there."""
 
-    op: Op
+    op: Moving
     kind: int
     own: Tensor
     out: Tensor
@@ -54,7 +53,7 @@ class Sum:
 class Out:
     """A block that goes out; one of a sum goes only as far as that is there."""
 
-    op: Op
+    op: Moving
     at: int
     length: int
     message: int = BLOCK
@@ -68,7 +67,7 @@ class Out:
 class In:
     """A block that comes, or one row of a sum."""
 
-    op: Op | None
+    op: Moving | None
     into: int
     length: int
     total: Sum | None = None
@@ -89,7 +88,7 @@ class Peer:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Source:
+class Reading:
     """What this rank reads of one lane."""
 
     peer: int
@@ -128,7 +127,7 @@ def lines(nbytes: int) -> int:
 
 def fence() -> None:
     """What is stored before it is seen before anything is loaded after it: a lock is taken by a locked instruction."""
-    with _LOCK:
+    with threading.Lock():  # a new one, which no fork can have found taken
         pass
 
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._bell import bell, ring, silence
-from ._python_blocks import TAGGED, In, Op, Out, Sum, fence, place, segment_bytes
-from ._python_lanes import Channel
+from ._python_blocks import TAGGED, In, Moving, Out, Sum, fence, place, segment_bytes
+from ._python_lanes import OwnLanes
+from ._python_moves import drive
 from ._segment import NotSharedError
 
 _IN, _OUT = 1, 2
@@ -44,7 +45,7 @@ class PythonEngine:
             raise NotSharedError(f"Python cannot keep memory in order on {platform.machine()}")
         self._todo: collections.deque[Callable[[], object]] = collections.deque()
         self._closings: collections.deque[Callable[[], object]] = collections.deque()
-        self._channels: list[Channel] = []
+        self._channels: list[OwnLanes] = []
         # What has been given out, by number.
         self._made: dict[int, Any] = {}
         self._numbers = itertools.count(1)
@@ -84,7 +85,7 @@ class PythonEngine:
         return segment_bytes(size, ring_bytes)
 
     def _channel_new(self, size: int, me: int, ring_bytes: int, *each: Any) -> int:
-        channel = Channel(size, me, ring_bytes, *([x or 0 for x in ranks] for ranks in each))
+        channel = OwnLanes(size, me, ring_bytes, *([x or 0 for x in ranks] for ranks in each))
         self._hand(functools.partial(self._add, channel))
         return self._keep(channel)
 
@@ -99,13 +100,13 @@ class PythonEngine:
 
     def _start(self, number: int, fields: Any) -> int | None:
         """The fields are those of `Transfer`."""
-        channel: Channel = self._made[number]
+        channel: OwnLanes = self._made[number]
         if channel.error:
             return None
         size, me = channel.size, channel.me
         kind, to_all, to_all_bytes, sum_into, sum_bytes = (fields[i] for i in (0, 3, 4, 9, 10))
         out_bytes, froms, in_bytes, intos, all_bytes, alls = (_array(fields[i], size) for i in (1, 2, 5, 6, 7, 8))
-        op, total = Op(), None
+        op, total = Moving(), None
         if kind >= 0 and sum_bytes:
             total = Sum(op, kind, place(froms[me], sum_bytes), place(sum_into, sum_bytes))
         outs = [(p, Out(op, froms[p], out_bytes[p])) for p in channel.others if out_bytes[p]]
@@ -122,14 +123,14 @@ class PythonEngine:
         return self._keep(op)
 
     def _message(self, number: int, sends: int, peer: int, tag: int, at: int, nbytes: int) -> int | None:
-        channel: Channel = self._made[number]
+        channel: OwnLanes = self._made[number]
         if channel.error:
             return None
         if sends:
-            op = Op(out_left=1)
+            op = Moving(out_left=1)
             self._hand(functools.partial(channel.begin, op, [(peer, Out(op, at, nbytes, TAGGED, tag))], ()))
         else:
-            op = Op(in_left=1)
+            op = Moving(in_left=1)
             self._hand(functools.partial(channel.ask, op, peer, tag, In(op, at, nbytes)))
         return self._keep(op)
 
@@ -139,7 +140,7 @@ class PythonEngine:
     def _op_wait(self, number: int, asked: int, milliseconds: int) -> int:
         if self._is_here():
             raise RuntimeError("a finalizer waits for a transfer in the thread that moves its bytes")
-        op: Op = self._made[number]
+        op: Moving = self._made[number]
         if not _state(op, asked):
             waiter = threading.Lock()
             waiter.acquire()
@@ -155,7 +156,7 @@ class PythonEngine:
 
     def _why(self, number: int, text: Any, nbytes: int) -> int:
         """What went wrong, or for whom is waited."""
-        channel: Channel = self._made[number]
+        channel: OwnLanes = self._made[number]
         said = (channel.error or ", ".join(map(str, channel.waited_for()))).encode()[:nbytes]
         ctypes.memmove(text, said, len(said))
         return len(said)
@@ -173,11 +174,11 @@ class PythonEngine:
         return threading.current_thread() is self._thread
 
     # What follows runs in the thread alone.
-    def _add(self, channel: Channel) -> None:
+    def _add(self, channel: OwnLanes) -> None:
         self._channels.append(channel)
         self._poll = None
 
-    def _remove(self, channel: Channel) -> None:
+    def _remove(self, channel: OwnLanes) -> None:
         self._channels.remove(channel)
         self._poll = None
         channel.close()
@@ -224,7 +225,7 @@ class PythonEngine:
         self._closes = False
 
     def _drive(self) -> bool:
-        return any([channel.drive() for channel in self._channels])
+        return any([drive(channel) for channel in self._channels])
 
     def _settle(self) -> None:
         """Drives until nothing moves; what moves after that, a peer rings for."""
@@ -242,7 +243,7 @@ class PythonEngine:
             channel.judge()
 
 
-def _state(op: Op, asked: int) -> int:
+def _state(op: Moving, asked: int) -> int:
     """1: what is asked for (all has come, all has left) is so, 0: not yet, -1: it failed."""
     if op.failed:
         return -1

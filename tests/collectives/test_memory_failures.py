@@ -8,6 +8,7 @@ import pathlib
 import platform
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -158,29 +159,39 @@ def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int, engine: s
             rank.end()
 
 
-def _left() -> set[str]:
-    """What is in the folders where something could be left."""
-    folders = [pathlib.Path(x) for x in ("/dev/shm", tempfile.gettempdir(), pathlib.Path.home() / ".cache" / "shardfn")]
-    return {str(path) for folder in folders if folder.exists() for path in folder.iterdir()}
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[None]:
+    """Ranks have folders of their own for what is temporary or kept, and leave nothing there or in /dev/shm."""
+    built = pathlib.Path(_engine.CompiledEngine()._library._name)
+    kept, temporary = tmp_path / "shardfn", tmp_path / "temporary"
+    for folder in (kept, temporary):
+        folder.mkdir()
+    shutil.copy(built, kept)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what it has found before
+    before = set(pathlib.Path("/dev/shm").glob("*shardfn*"))
+    yield
+    assert list(kept.iterdir()) == [kept / built.name]
+    assert list(temporary.iterdir()) == []
+    assert set(pathlib.Path("/dev/shm").glob("*shardfn*")) <= before
 
 
 _KILLED = [(2, 1, "C++"), (3, 1, "C++"), (2, 2, "C++"), (2, 1, "Python"), (3, 1, "both")]
 
 
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(("world", "victims", "engine"), _KILLED)
 def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(world: int, victims: int, engine: str) -> None:
-    before = _left()
     _kill(world, victims, engine, seed=world + victims)
-    assert {path for path in _left() - before if "shardfn" in path} == set()
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("engine", _ENGINES)
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed: int, engine: str) -> None:
-    before = _left()
     _kill(2 + seed % 3, 1 + seed % 2, engine, seed)
-    assert {path for path in _left() - before if "shardfn" in path} == set()
 
 
 @pytest.mark.parametrize("engine", ["C++", "Python"])
