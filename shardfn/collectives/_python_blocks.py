@@ -88,7 +88,7 @@ class Peer:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Reading:
+class ReadLane:
     """What this rank reads of one lane."""
 
     peer: int

@@ -19,7 +19,7 @@ from ._python_blocks import (
     Moving,
     Out,
     Peer,
-    Reading,
+    ReadLane,
     fence,
     lines,
     place,
@@ -39,7 +39,7 @@ class OwnLanes:
         self.words, self.base = self.peers[me].words, bases[me]
         self.written = [0] * size
         self.queues: list[collections.deque[Out]] = [collections.deque() for _ in range(size)]
-        self.sources = [Reading(p, to_all) for p in range(size) for to_all in (False, True)]
+        self.sources = [ReadLane(p, to_all) for p in range(size) for to_all in (False, True)]
         self.all = range(size)
         self.others = [p for p in self.all if p != me]
         self.active: set[Moving] = set()
@@ -174,16 +174,16 @@ class OwnLanes:
                 least = min(least, self.ring - unread)
         return least
 
-    def place_of(self, s: Reading) -> int:
+    def place_of(self, s: ReadLane) -> int:
         """Where the next of its bytes is in the segment."""
         return self.head + (s.peer if s.to_all else self.me) * self.ring + s.read % self.ring
 
-    def there(self, s: Reading) -> int:
+    def there(self, s: ReadLane) -> int:
         """Bytes that wait to be read; -1 for a count that cannot be."""
         n = self.peers[s.peer].words[self.written_at(s.peer if s.to_all else self.me)] - s.read
         return n if 0 <= n <= self.ring and n % LINE == 0 else -1
 
-    def advance(self, s: Reading, n: int) -> None:
+    def advance(self, s: ReadLane, n: int) -> None:
         """Counts what has been read. A writer that waits for room is woken when half of the ring is free."""
         s.read += lines(n)
         self.words[self.read_at(s.peer, s.to_all)] = s.read

@@ -4,7 +4,7 @@ import ctypes
 
 from torch import Tensor
 
-from ._python_blocks import BLOCK, LINE, PIECE, TAGGED, In, Reading, Sum, add_rows, lines
+from ._python_blocks import BLOCK, LINE, PIECE, TAGGED, In, ReadLane, Sum, add_rows, lines
 from ._python_lanes import OwnLanes
 
 
@@ -53,7 +53,7 @@ def _push(lanes: OwnLanes, lane: int) -> bool:
     return True
 
 
-def _pull(lanes: OwnLanes, s: Reading) -> bool:
+def _pull(lanes: OwnLanes, s: ReadLane) -> bool:
     if not s.waits():
         return False
     there = lanes.there(s)
@@ -83,7 +83,7 @@ def _pull(lanes: OwnLanes, s: Reading) -> bool:
     return True
 
 
-def _begin(lanes: OwnLanes, s: Reading) -> bool:
+def _begin(lanes: OwnLanes, s: ReadLane) -> bool:
     at = lanes.place_of(s) // 8
     message, tag, length = lanes.peers[s.peer].words[at : at + 3]
     if message == TAGGED:
@@ -109,7 +109,7 @@ def _begin(lanes: OwnLanes, s: Reading) -> bool:
     return True
 
 
-def _expect(lanes: OwnLanes, s: Reading, tag: int, length: int) -> bool:
+def _expect(lanes: OwnLanes, s: ReadLane, tag: int, length: int) -> bool:
     """Decides where a tagged message goes."""
     for i, (asked, block) in enumerate(s.asked):
         if asked == tag:
@@ -125,7 +125,7 @@ def _expect(lanes: OwnLanes, s: Reading, tag: int, length: int) -> bool:
     return True
 
 
-def _deliver(lanes: OwnLanes, s: Reading) -> None:
+def _deliver(lanes: OwnLanes, s: ReadLane) -> None:
     """A tagged message is there: to whom it belongs."""
     assert s.tagged is not None
     if s.tagged.op is not None:
@@ -161,5 +161,5 @@ def _sum(lanes: OwnLanes, total: Sum) -> bool:
     return True
 
 
-def _row(lanes: OwnLanes, s: Reading, n: int) -> Tensor:
+def _row(lanes: OwnLanes, s: ReadLane, n: int) -> Tensor:
     return lanes.peers[s.peer].bytes[lanes.place_of(s) :][:n]
