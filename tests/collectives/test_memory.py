@@ -3,6 +3,7 @@
 All of it with both engines, the one in C++ and the one in Python, and with ranks that have different ones.
 """
 
+import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import Channel, Channels, TransportError, _memory
+from shardfn.collectives import _engine as _engines
 from shardfn.collectives._engine import CompiledEngine, Engine, PythonEngine
 from shardfn.collectives._memory import _KINDS, RINGS
+from shardfn.collectives._python_blocks import add_rows
 from shardfn.collectives._sharing import VARIABLE
 from shardfn.memory import ledger
 from shardfn.testing import assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh, one_device
@@ -192,6 +195,26 @@ def test_half_precision_is_rounded_as_torch_does_it(engine: str) -> None:
             assert torch.equal(got.isnan(), want.isnan())
             assert torch.equal(_bits(got[~want.isnan()]), _bits(want[~want.isnan()])), (dtype, shift)
     mesh.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+@pytest.mark.parametrize("dtype", _KINDS, ids=str)
+def test_sums_of_any_number_of_rows_are_taken_in_their_order(dtype: torch.dtype, engine: str) -> None:
+    for k in range(2, 8):
+        rows = [_drawn(rank, 3000 + 7, dtype) for rank in range(k)]
+        want = rows[0].float() if dtype in (torch.float16, torch.bfloat16) else rows[0].clone()
+        for row in rows[1:]:
+            want += row
+        for place in (None, 0, k - 1):  # where the sum goes: elsewhere, or over a row
+            given = [_bits(row.clone()) for row in rows]
+            out = torch.empty_like(given[0]) if place is None else given[place]
+            if engine == "C++":
+                at = (ctypes.c_void_p * k)(*(x.data_ptr() for x in given))
+                built = _engine(CompiledEngine, os.getpid())
+                built.plain("sum_rows", _KINDS[dtype], at, k, len(out), _engines.Address(out.data_ptr()))
+            else:
+                add_rows(_KINDS[dtype], given, out)
+            assert torch.equal(out, _bits(want.to(dtype))), (k, place)
 
 
 @both_engines
