@@ -1,4 +1,4 @@
-"""What ranks must have alike, compared once: first parameters, rows before the first step, and what that has computed."""
+"""What ranks must have alike, compared once: first values, the rows of the first step, and what that has computed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +31,8 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
     sums: list[Any] = control.gather({k: _sum(leaves[k]) for k in differing})
     raise_all(
         RankError,
-        "ranks start from different values of the same leaves, because each process draws random numbers of its own. Call"
-        " torch.manual_seed(0) on every rank before the values are made, or draw them with sf.key(0); values that are"
+        "ranks start from different values of the same leaves. Each process draws random numbers of its own: call"
+        " torch.manual_seed(0) on every rank before the values are made, or draw them with sf.key(0). Values that are"
         " read from files must come from the same files:",
         [
             f"{paths[k]}: the sum of its elements is {sums[0][k]!r} on rank 0, {sums[ranks[0]][k]!r} on rank {ranks[0]}"
