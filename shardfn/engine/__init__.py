@@ -16,6 +16,7 @@ from ._collector import uncollected as uncollected
 from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
 from ._constant import describe_function as describe_function, describe_step as describe_step
 from ._crossed import crossed as crossed
+from ._descends import check_descends as check_descends, check_leaves_descend as check_leaves_descend
 from ._eager_step import run_eager as run_eager
 from ._evaluation import evaluation as evaluation, num_rows as num_rows, one_row as one_row
 from ._evaluation import without_values as without_values
