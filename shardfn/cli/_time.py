@@ -3,7 +3,7 @@
 Work: 6 N + 12 L D T operations per token, for N weights that are multiplied (tables that are looked up do
 not count) and sequences of T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked ones
 too, as in PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311). Data-parallel transfers overlap with the
-computation: a layer takes max(computation, transfers). Sums of tensor parallelism do not overlap, so their time is added.
+computation: a layer takes max(computation, transfers). Sums of tensor parallelism do not overlap: their time is added.
 A pipeline is as slow as its slowest stage, and is idle while it fills and drains, for as long as its schedule says.
 """
 
