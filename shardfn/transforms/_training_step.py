@@ -43,6 +43,7 @@ from shardfn.engine import (
     check_has_rows,
     check_has_values,
     check_kept,
+    check_leaves_descend,
     check_phases,
     check_pure,
     check_replicas,
@@ -145,6 +146,7 @@ class ShardedStep(Transform):
         leaves, plan = drawn(self._planner, params, args)
         check_trains(plan, self._planner.trainable)
         check_phases(plan, self._optimizer)
+        check_leaves_descend(plan, self._optimizer)
         kept = first_kept(plan, self._parts, model_state, self._state_specs)
         if self.mesh.abstract or is_abstract(leaves):
             return self._abstract_state(plan)._replace(model_state=kept)
