@@ -119,7 +119,9 @@ class Reducer:
         """
         unit = self._unit_of[leaf]
         if not self._goes[unit] and leaf in self._summed and (mine := self._local.get(leaf)) is not None:
-            mine.add_(grad.to(mine.dtype))  # the way of most gradients of many microbatches: into a sum, which is this rank's own
+            mine.add_(
+                grad.to(mine.dtype)
+            )  # the way of most gradients of many microbatches: into a sum, which is this rank's own
             return
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
@@ -208,11 +210,11 @@ class Reducer:
 
     @functools.cached_property
     def _stays(self) -> list[bool]:
-        """By unit, whether it goes with the last backward alone: where there is nobody to send to, and no difference."""
+        """By unit, whether it goes with the last backward alone: nobody is sent to, and it makes no difference."""
         return [self._sums is None and not self._plan.captured and self._is_alone(u) for u in range(len(self._units))]
 
     def _is_alone(self, unit: int) -> bool:
-        """Whether a unit's sum over backwards is that of this rank's gradients as they come, and waits on the device."""
+        """Whether what is summed of a unit are this rank's gradients as they come, on the device."""
         channel, members = self._scatter[unit], [self._leaves[i] for i in self._units[unit].leaves]
         same = all(leaf.dtypes.reduce == leaf.dtypes.accum for leaf in members)
         return same and channel.size == 1 and not isinstance(channel, CodedReduce) and self._home(unit) == "device"
