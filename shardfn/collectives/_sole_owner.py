@@ -1,5 +1,7 @@
 """Whether anybody else can see a tensor's memory, so that it may be written over."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,7 @@ def is_sole_owner(x: Tensor) -> bool:
     """
     storage = x.untyped_storage()
     most = _ALONE if x._base is None else _WITH_BASE
-    if _holders(storage) > most or not storage.resizable():
-        return False
-    return x.device.type != "cpu" or not storage.is_shared()
+    return _holders(storage) <= most and sys.getrefcount(storage) <= _REFERENCES and storage.resizable()
 
 
 def may_be_added_to(x: Tensor) -> bool:
@@ -40,9 +40,12 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _count(x: Tensor) -> int:
-    return _holders(x.untyped_storage())
+def _count(x: Tensor) -> tuple[int, int]:
+    storage = x.untyped_storage()
+    # Python has one object for a storage, which is one holder, however many have it.
+    return _holders(storage), sys.getrefcount(storage)
 
 
 # How many holders these are, this question among them, depends on torch's build.
-_ALONE, _WITH_BASE = _count(torch.empty(4)), _count(torch.empty(4).detach().view(-1))
+_ALONE, _REFERENCES = _count(torch.empty(4))
+_WITH_BASE, _ = _count(torch.empty(4).detach().view(-1))
