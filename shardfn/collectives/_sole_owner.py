@@ -14,6 +14,8 @@ def is_sole_owner(x: Tensor) -> bool:
     processes) belongs to others always.
     """
     storage = x.untyped_storage()
+    if type(x) is not Tensor:  # of a capture, without memory: the tracer may have it too
+        return _holders(storage) <= _WITH_BASE
     most = _ALONE if x._base is None else _WITH_BASE
     return _holders(storage) <= most and sys.getrefcount(storage) <= _REFERENCES and storage.resizable()
 
