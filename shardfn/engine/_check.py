@@ -158,28 +158,6 @@ def check_params(params: PyTree) -> None:
     raise_all(TypeError, "params must be a tree of tensors:", no_tensors(params, "params"))
 
 
-def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
-    """Refuses parameters whose values differ between ranks (drawn without a common seed, say).
-
-    Raises:
-        RankError: lists every such leaf.
-    """
-    if control.size == 1 or not paths:
-        return
-    plain = [(path, checksum(x)) for path, x in zip(paths, leaves, strict=True)]
-    rows: list[Any] = control.gather([c for _, c in plain])
-    bad = [
-        f"{path}: checksums {[row[k] for row in rows]}"
-        for k, (path, _) in enumerate(plain)
-        if len({row[k] for row in rows}) > 1
-    ]
-    raise_all(
-        RankError,
-        "ranks pass different values for the same parameters; draw them from one seed or key on all ranks:",
-        bad,
-    )
-
-
 def default_batch(specs: PyTree, mesh: Mesh) -> P:
     """How a batch is cut by default: along "dp", and along all axes that no spec uses.
 
@@ -307,10 +285,15 @@ def _for_short(x: Tensor) -> str:
     return f"of {what} say sf.P() in sharded_step(batch={{...}}), a tree with a spec for each leaf"
 
 
+def corner(x: Draw) -> Tensor:
+    """The first elements along each dim of a leaf that is not drawn yet."""
+    return draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))
+
+
 def checksum(x: Tensor) -> int:
     """A sum over the bits of a tensor, or of a corner of one that is not drawn yet; the same wherever the bits are."""
     if isinstance(x, Draw):
-        x = draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))
+        x = corner(x)
     data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     total = 0
     for chunk in data.split(1 << 20):

@@ -20,7 +20,7 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
     ranks, channels = comms.mesh.ranks, comms.channels
     assert isinstance(channels, Channels)
     known: dict[object, list[Overlap]] = {}
-    arrivals = [_Arrival(t) for t in transits]
+    arrivals = [_IncomingBlock(t) for t in transits]
     crossings = [
         LeafCrossing(_overlaps(t, ranks[comms.mesh.rank], known), _narrower(t), _source(t), a.put, a.done)
         for t, a in zip(transits, arrivals, strict=True)
@@ -57,7 +57,7 @@ def _source(t: Transit) -> Callable[[Box], Tensor]:
     return take
 
 
-class _Arrival:
+class _IncomingBlock:
     """This rank's new block of a leaf: made when its first part comes, whole at `done`, which comes after all parts."""
 
     def __init__(self, t: Transit) -> None:

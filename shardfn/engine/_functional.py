@@ -61,7 +61,7 @@ class _Pure:
         self._model_state = ModelState(local(state.model_state))
         self._specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])
 
-    def differentiate(self) -> "tuple[_Sums, PyTree]":
+    def differentiate(self) -> "tuple[_MicrobatchSums, PyTree]":
         plan = self._plan
         sums, grads = _differentiated(
             plan, self._parts, enter(plan, self._blocks), self._args, self._by, self._model_state
@@ -77,7 +77,7 @@ class _Pure:
         ]
         return sums, tree_unflatten(plan.treedef, own)
 
-    def measure(self, out: "tuple[_Sums, PyTree]") -> tuple[Metrics, None]:
+    def measure(self, out: "tuple[_MicrobatchSums, PyTree]") -> tuple[Metrics, None]:
         sums, gradient = out
         norm = sum_squares(gradient, self._specs).double().sum().sqrt().to(sums.row[0].device)
         aux = ((name, sums.mean(k + 1)) for k, name in enumerate(sums.names))
@@ -91,7 +91,7 @@ class _Pure:
         metrics["skipped"] = ~metrics["finite"]
         return rescaled(_either(metrics["finite"], new, self._state), self._state, self._parts.loss_scale, metrics)
 
-    def update(self, out: "tuple[_Sums, PyTree]", scale: Tensor | None) -> TrainState:
+    def update(self, out: "tuple[_MicrobatchSums, PyTree]", scale: Tensor | None) -> TrainState:
         del scale
         plan, blocks, (_, gradient) = self._plan, self._blocks, out
         rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
@@ -144,7 +144,7 @@ def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
     return tree_map(either, new._replace(loss_scale=()), old._replace(loss_scale=()))
 
 
-class _Sums(NamedTuple):
+class _MicrobatchSums(NamedTuple):
     """What microbatches add up to: total, weight, then total and weight of each aux, in float64."""
 
     row: list[Tensor]
@@ -163,7 +163,7 @@ def _differentiated(
     args: tuple[Any, ...],
     scale: Tensor | None,
     model_state: ModelState,
-) -> tuple[_Sums, dict[int, Tensor]]:
+) -> tuple[_MicrobatchSums, dict[int, Tensor]]:
     """The sums over microbatches of this rank's losses and of their gradients with respect to whole leaves.
 
     The gradients come multiplied by `scale`, added up in their accumulation dtypes. `model_state` goes through the
@@ -197,7 +197,7 @@ def _differentiated(
 
     grads, row = fold(parts.loss, args[0], one, _both_added)
     last = seen[-1]
-    sums = _Sums(row, sorted(last.aux), last.weight is not None, last.total.dtype)
+    sums = _MicrobatchSums(row, sorted(last.aux), last.weight is not None, last.total.dtype)
     return sums, dict(zip(train, grads, strict=True))
 
 

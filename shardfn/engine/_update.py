@@ -188,17 +188,17 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
     Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
     """
     rule = decided_on(plan, optimizer)
-    return rule if rule.needs.phases is None else given(rule, _whole(plan), phase=plan.phase)
+    return rule if rule.needs.phases is None else given(rule, whole(plan), phase=plan.phase)
 
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
     """The optimizer, its functions of the tree asked about the plan's whole leaves: once, by whoever comes first."""
     if optimizer not in plan.rules:
-        plan.rules[optimizer] = decided(optimizer, _whole(plan))
+        plan.rules[optimizer] = decided(optimizer, whole(plan))
     return plan.rules[optimizer]
 
 
-def _whole(plan: Plan) -> PyTree:
+def whole(plan: Plan) -> PyTree:
     """The trainable leaves without data, as `GlobalTensor`s."""
 
     def like(leaf: LeafLayout) -> GlobalTensor | None:

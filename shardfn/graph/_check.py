@@ -125,7 +125,7 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
     compare_events([events[id(gm)] for gm in gms], shape)
 
 
-class Message(NamedTuple):
+class MessageEnd(NamedTuple):
     """One end of a message: who is at the other, by index along the channel's axes; the tag; and how it looks."""
 
     sends: bool
@@ -147,7 +147,7 @@ class Moment:
     wait: bool
     name: str
     where: str
-    message: Message | None = None
+    message: MessageEnd | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,12 +260,12 @@ def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int
     return tuple(rest), index
 
 
-def _message(t: Transfer) -> Message | None:
+def _message(t: Transfer) -> MessageEnd | None:
     if not is_message(t.node):
         return None
     peer, tag = t.node.args[-3:-1]
     looks = f"{dtype_name(t.dtype)} {list(t.sizes)}"
-    return Message(t.op == "send", int(peer), int(tag), looks)  # pyright: ignore[reportArgumentType]  # fx arguments
+    return MessageEnd(t.op == "send", int(peer), int(tag), looks)  # pyright: ignore[reportArgumentType]  # fx arguments
 
 
 def _told(node: Node) -> str:

@@ -73,6 +73,9 @@ class Cluster:
         between: each rank's share of the wire between nodes.
         host: each rank's share of the wire between device and host; None: moves over it take no time.
         disk: likewise between host and disk.
+
+    Raises:
+        ValueError: a node has no rank.
     """
 
     device: Device
@@ -81,6 +84,11 @@ class Cluster:
     between: Link
     host: Link | None = None
     disk: Link | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses nodes without ranks."""
+        if self.per_node < 1:
+            raise ValueError(f"Cluster(per_node={self.per_node}): 1 or more ranks in a node.")
 
     def link(self, mesh_shape: Mapping[str, int], axes: str) -> Link:
         """The wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.

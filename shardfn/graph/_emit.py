@@ -37,7 +37,7 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
         >>> emit(gm, list(gm.graph.nodes), [])(torch.zeros(1))
         (tensor([1.]),)
     """
-    writer = _Writer(gm, iter(calls), _written(gm))
+    writer = _CodeWriter(gm, iter(calls), _written(gm))
     last = _last_uses(steps)
     for i, step in enumerate(steps):
         writer.write(step, last.get(i, []))
@@ -111,7 +111,7 @@ def _last_uses(steps: Sequence[Node | Region]) -> dict[int, list[Node]]:
     return by_step
 
 
-class _Writer:
+class _CodeWriter:
     def __init__(self, gm: GraphModule, calls: Any, written: set[Any]) -> None:
         self.gm, self.calls, self.written = gm, calls, written
         self.names: dict[Node, str] = {}
