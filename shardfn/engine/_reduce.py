@@ -5,6 +5,7 @@ the rest of the backward and the whole gradient is freed at once. Transfers are 
 this rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -78,6 +79,8 @@ class Reducer:
         # The leaves whose tensor in `_local` is a sum; see `added`.
         self._summed: set[int] = set()
         self._sums = None if chunks is None else ChunkSums(chunks, self._zeros)
+        # By unit: whether it is sent with the backward that runs.
+        self._goes: list[bool] = []
         self._missing: list[int] = []
         # In the order in which they were sent, and collected in it: sums of microbatches are added in one order always.
         self._pending: list[tuple[int, Pending[Tensor]]] = []
@@ -96,7 +99,8 @@ class Reducer:
     def begin(self, *, send: bool, last: bool) -> None:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
         self._send, self._last, self._next, self.seen, self.collects = send, last, 0, [], True
-        self._missing = [len(unit.leaves) for unit in self._units]
+        self._goes = [send] * len(self._units) if last or not send else [not stays for stays in self._stays]
+        self._missing = [len(unit.leaves) if goes else 0 for unit, goes in zip(self._units, self._goes, strict=True)]
         if self._sums is not None:
             self._sums.begin()
 
@@ -109,7 +113,16 @@ class Reducer:
         self._parts.give_to(ahead)
 
     def take(self, leaf: int, grad: Tensor) -> None:
-        """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        """Takes the gradient of a leaf: the sum over its uses in this backward.
+
+        `grad` is an alias that nobody else has. It is written to only if nobody has what shares its memory, either.
+        """
+        unit = self._unit_of[leaf]
+        if not self._goes[unit] and leaf in self._summed and (mine := self._local.get(leaf)) is not None:
+            mine.add_(
+                grad.to(mine.dtype)
+            )  # the way of most gradients of many microbatches: into a sum, which is this rank's own
+            return
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
         mark(grad, "gradient_to", self._leaves[leaf].entry)
@@ -119,15 +132,14 @@ class Reducer:
                 return
         else:
             # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
-            before = self._local.pop(leaf, None)
-            if before is not None or not self._send:
+            before, goes = self._local.pop(leaf, None), self._goes[unit]
+            if before is not None or not goes:
                 grad = grad.to(self._leaves[leaf].dtypes.accum)
             grad = added(before, grad, leaf, self._summed)
-            if not self._send:
+            if not goes:
                 self._local[leaf] = grad
                 return
         self._grads[leaf] = grad
-        unit = self._unit_of[leaf]
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
             self._see(unit)
@@ -196,6 +208,17 @@ class Reducer:
         self._channels.flush()  # the optimizer may write what was sent
         return out
 
+    @functools.cached_property
+    def _stays(self) -> list[bool]:
+        """By unit, whether it goes with the last backward alone: nobody is sent to, and it makes no difference."""
+        return [self._sums is None and not self._plan.captured and self._is_alone(u) for u in range(len(self._units))]
+
+    def _is_alone(self, unit: int) -> bool:
+        """Whether what is summed of a unit are this rank's gradients as they come, on the device."""
+        channel, members = self._scatter[unit], [self._leaves[i] for i in self._units[unit].leaves]
+        same = all(leaf.dtypes.reduce == leaf.dtypes.accum for leaf in members)
+        return same and channel.size == 1 and not isinstance(channel, CodedReduce) and self._home(unit) == "device"
+
     def _home(self, unit: int) -> MemoryKind:
         """The memory in which a unit is added up: on the device if it is wanted in another form than it arrives."""
         members = [self._leaves[i] for i in self._units[unit].leaves]
@@ -229,6 +252,8 @@ class Reducer:
         while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
             unit = self._order[self._next]
             self._next += 1
+            if not self._goes[unit]:
+                continue
             mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
             self._in_flight += self._units[unit].nbytes
             if self._sums is not None:
