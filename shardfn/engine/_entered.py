@@ -1,6 +1,6 @@
 """How leaves enter a loss: what it is given in their place, and where their gradients arrive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,13 @@ from ._reduce import Reducer
 
 
 def enter(
-    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, reducer: Reducer | None
-) -> tuple[PyTree, list[Tensor]]:
-    """The parameter tree as the loss sees it, and the handles that its gradients arrive at.
+    plan: Plan,
+    blocks: Sequence[Tensor | Stored],
+    book: LeafBook,
+    reducer: Reducer | None,
+    at_end: Collection[int] = (),
+) -> tuple[PyTree, dict[int, Tensor]]:
+    """The parameter tree as the loss sees it, and by layer the handles that its gradients arrive at.
 
     They serve all microbatches of a step: whose gradient arrives, the backward that runs says.
 
@@ -26,9 +30,10 @@ def enter(
         blocks: this rank's block of each layer.
         book: gives the whole tensors of lazy leaves, and watches the others.
         reducer: what gradients go to; None = there are none.
+        at_end: the layers whose gradients are not taken as they arrive, but by who runs the backward, at its end.
     """
     entered: list[Tensor] = []
-    handles: list[Tensor] = []
+    handles: dict[int, Tensor] = {}
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         lazy = leaf.lazy or (reducer is not None and i in plan.late)
         if lazy:
@@ -42,8 +47,9 @@ def enter(
             book.watch.enter(leaf.path, handle)
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
-            handle.register_hook(_taker(reducer, i, alias(handle)))
-            handles.append(handle)
+            if i not in at_end:
+                handle.register_hook(_taker(reducer, i, alias(handle)))
+            handles[i] = handle
         entered.append(LazyLeaf.make(i, leaf.path, handle, book) if lazy else handle)
     layers = iter(entered)
     tree = [

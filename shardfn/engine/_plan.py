@@ -27,6 +27,9 @@ from ._chunks import Chunks
 from ._order import UseOrder
 from ._stages_seen import StagesSeen
 
+# Bytes of gradients that gain nothing by setting out before a backward has ended.
+TAIL_BYTES = 2 << 20
+
 
 @dataclasses.dataclass
 class Plan:
@@ -166,6 +169,16 @@ class Plan:
         last = {i: pos for pos, u in enumerate(used.phase(0)) for i in self.gather_units[u].leaves}
         when = [max(last.get(i, -1) for i in unit.leaves) for unit in self.reduce_units]
         return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
+
+    def sent_last(self) -> frozenset[int]:
+        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order."""
+        out, nbytes = set[int](), 0
+        for unit in (self.reduce_units[u] for u in reversed(self.reduce_order)):
+            nbytes += unit.nbytes
+            if out and nbytes > TAIL_BYTES:
+                break
+            out.update(unit.leaves)
+        return frozenset(out)
 
     def forget_orders(self, keep: int) -> None:
         """Drops all but the `keep` newest orders of use, besides the step's own."""
