@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.capture import alias, recorder, traced_once
+from shardfn.capture import alias, capturing, recorder, traced_once
 from shardfn.core import PyTree, Stored, tree_unflatten
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, LeafLayout, Watch, check_graph
@@ -34,6 +34,7 @@ def enter(
     """
     entered: list[Tensor] = []
     handles: dict[int, Tensor] = {}
+    aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         lazy = leaf.lazy or (reducer is not None and i in plan.late)
         if lazy:
@@ -41,7 +42,7 @@ def enter(
         else:
             assert isinstance(block, Tensor)
             as_it_is = _as_it_is(leaf, block)
-            handle = alias(block if as_it_is else block.to(leaf.dtypes.compute))
+            handle = aliased(block if as_it_is else block.to(leaf.dtypes.compute))
             if not as_it_is:
                 book.look_after(leaf.path, handle)
             book.watch.enter(leaf.path, handle)
@@ -62,9 +63,9 @@ def enter(
 def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> Watch:
     """What sees writes to the blocks that the loss is given as they are; the first time, by their bits too."""
     watch = Watch(bits=first and not plan.captured)
-    for leaf, block in zip(plan.leaves, blocks, strict=True):
-        if isinstance(block, Tensor) and _as_it_is(leaf, block) and not plan.captured:
-            watch.add(leaf.path, block, kept=True)
+    if not plan.captured:
+        pairs = zip(plan.leaves, blocks, strict=True)
+        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and _as_it_is(leaf, x)])
     return watch
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.capture import alias
 from shardfn.core import PyTree, Stored
 from shardfn.leaves import LeafBook, opened
 from shardfn.nn import DeferredGradients
@@ -89,8 +88,7 @@ class Performer:
         """Lets the leaves and the model state enter."""
         self._model_state = ModelState(model_state)
         if not self._plan.captured:
-            for path, x in named_leaves(model_state):
-                self._book.watch.add(path, x, kept=True)
+            self._book.watch.keep(named_leaves(model_state))
         self._even, self._loss_scale = even, loss_scale
         self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
 
@@ -175,10 +173,9 @@ class Performer:
     def _take(self, grads: list[Tensor | None]) -> None:
         """Takes the gradients that no hook has taken; `grads`, of all handles, is emptied."""
         # Aliases, as a hook takes: two leaves may have been given one tensor, which nobody then owns alone.
-        own = [(i, alias(x)) for i, x in zip(self._handles, grads, strict=True) if x is not None and i in self._at_end]
+        own = [(i, x.detach()) for i, x in zip(self._handles, grads, strict=True) if x is not None and i in self._at_end]
         grads.clear()
-        while own:
-            self._reducer.take(*own.pop())
+        self._reducer.take_all(own)
 
     def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
         """Around a forward whose backward is split."""

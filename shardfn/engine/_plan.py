@@ -12,6 +12,7 @@ from shardfn.core import (
     PyTree,
     Stored,
     Zero,
+    tree_unflatten,
 )
 from shardfn.leaves import (
     LeafLayout,
@@ -91,6 +92,21 @@ class Plan:
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
 
     @functools.cached_property
+    def has_stacks(self) -> bool:
+        """Whether there is a stacked leaf, which has several layers."""
+        return any(leaf.layers for leaf in self.leaves)
+
+    @functools.cached_property
+    def at_home(self) -> bool:
+        """Whether all that an update reads and writes lies in the device's memory as it is."""
+        return all(leaf.at_home for leaf in self.leaves if leaf.trainable)
+
+    @functools.cached_property
+    def shards(self) -> PyTree:
+        """The specs of the rows that are updated: a tree like the parameters, None for what is not trained."""
+        return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
+
+    @functools.cached_property
     def late(self) -> frozenset[int]:
         """The layers that an eager step leaves to come while it goes on, and that so enter its loss as lazy leaves."""
         if self.captured or self.zero.pace.refresh != "use":
@@ -103,9 +119,7 @@ class Plan:
 
     def with_whole_stacks(self) -> "Plan":
         """The same layout, with stacked leaves that travel whole."""
-        if not any(leaf.layers for leaf in self.leaves):
-            return self
-        return self._with(whole=True)
+        return self._with(whole=True) if self.has_stacks else self
 
     def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
         """The plan of steps in a phase of an optimizer that averages over the axes `over` itself."""
@@ -133,14 +147,17 @@ class Plan:
 
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
         """One tensor a leaf -> one a layer: views of those of stacked leaves."""
+        if not self.has_stacks or self.whole:
+            return list(tensors)
         out: list[Any] = []
         for leaf, x in zip(self.leaves, tensors, strict=True):
-            alone = self.whole or not leaf.layers
-            out += [x] if alone else [None] * len(leaf.layers) if x is None else layers_of(x)
+            out += [x] if not leaf.layers else [None] * len(leaf.layers) if x is None else layers_of(x)
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-        """By layer -> by leaf: layers of a stacked leaf are stacked, and let go leaf by leaf; `tensors` is emptied."""
+        """By layer -> by leaf: layers of a stacked leaf are stacked, and let go leaf by leaf; `tensors` is used up."""
+        if not self.has_stacks:
+            return tensors
         out: dict[int, Tensor | Stored] = {}
         first = 0
         for i, leaf in enumerate(self.leaves):

@@ -110,14 +110,28 @@ class Reducer:
 
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        mark(grad, "gradient_to", self._leaves[leaf].entry)
+        if self._put(leaf, grad):
+            self._send_ready()
+        # At each chance, so that messages go as they come.
+        self._collect(block=False)
+        self._hold_back()
+
+    def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
+        """Takes the gradients of several leaves, in an eager step; the list is emptied."""
+        while grads:
+            self._put(*grads.pop())
+        self._send_ready()
+
+    def _put(self, leaf: int, grad: Tensor) -> bool:
+        """Adds a gradient to what there is of its leaf; whether its unit now has all that it is to send."""
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
-        mark(grad, "gradient_to", self._leaves[leaf].entry)
         if self._sums is not None:
             self._sums.add(leaf, grad.to(self._leaves[leaf].dtypes.accum))
             if not self._send:
-                return
-        else:
+                return False
+        elif self._local or not self._send:
             # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
             before = self._local.pop(leaf, None)
             if before is not None or not self._send:
@@ -125,16 +139,14 @@ class Reducer:
             grad = added(before, grad, leaf, self._summed)
             if not self._send:
                 self._local[leaf] = grad
-                return
+                return False
         self._grads[leaf] = grad
         unit = self._unit_of[leaf]
         self._missing[unit] -= 1
-        if self._missing[unit] == 0:
-            self._see(unit)
-            self._send_ready()
-        # At each chance, so that messages go as they come.
-        self._collect(block=False)
-        self._hold_back()
+        if self._missing[unit]:
+            return False
+        self._see(unit)
+        return True
 
     def end(self) -> None:
         """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
@@ -192,7 +204,9 @@ class Reducer:
             if not alone:
                 self._parts.drop(u)
             if not self._cut[u]:
-                out.update({i: self._landed(i, out[i], self._parts.home(u)) for i in leaves})
+                home = self._parts.home(u)
+                wanted = [i for i, m in zip(leaves, members, strict=True) if m.takes_rows or m.grad_home != home]
+                out.update({i: self._landed(i, out[i], home) for i in wanted})
         self._channels.flush()  # the optimizer may write what was sent
         return out
 

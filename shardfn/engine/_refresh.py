@@ -38,6 +38,8 @@ def refresh(
         The new blocks, in the order of `blocks`.
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
+    if not plan.refresh_units:
+        return out
     layered, fresh = plan.by_layer(out), plan.by_layer(rows)
     resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].plain]
     here = [x if isinstance(x, Tensor) else None for x in layered]

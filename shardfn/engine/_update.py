@@ -103,7 +103,7 @@ def update_blocks(
 
     What is not waited for goes into `coming`, by layer; see `refresh`.
     """
-    if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
+    if not plan.at_home:
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
         return refresh(plan, channels, blocks, rows, pool_of(plan), coming), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
@@ -116,7 +116,7 @@ def update_blocks(
         tree_unflatten(plan.treedef, own),
         opt_state,
         tree_unflatten(plan.treedef, rows),
-        specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
+        specs=plan.shards,
     )
     fresh = iter(tree_leaves(new))
     return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train], None, coming), opt_state
