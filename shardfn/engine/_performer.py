@@ -173,7 +173,8 @@ class Performer:
     def _take(self, grads: list[Tensor | None]) -> None:
         """Takes the gradients that no hook has taken; `grads`, of all handles, is emptied."""
         # Aliases, as a hook takes: two leaves may have been given one tensor, which nobody then owns alone.
-        own = [(i, x.detach()) for i, x in zip(self._handles, grads, strict=True) if x is not None and i in self._at_end]
+        mine = zip(self._handles, grads, strict=True)
+        own = [(i, x.detach()) for i, x in mine if x is not None and i in self._at_end]
         grads.clear()
         self._reducer.take_all(own)
 

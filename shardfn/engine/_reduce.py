@@ -192,7 +192,7 @@ class Reducer:
                 continue
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
-            shapes = self._units[u].packing.shapes(self._scatter[u].index)
+            packing, index = self._units[u].packing, self._scatter[u].index
             alone = self._cut[u] or self._scatter[u].size == 1
             with named_range("reduce", self._leaves, leaves):
                 flat = self._parts.pop(u) if alone else self._whole_part(u)
@@ -200,7 +200,7 @@ class Reducer:
                 flat = flat.to(members[0].dtypes.accum)
                 if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
-            out.update(zip(leaves, pieces_of(shapes, flat), strict=True))
+            out.update(zip(leaves, pieces_of(packing, index, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
             if not self._cut[u]:

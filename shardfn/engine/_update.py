@@ -107,7 +107,10 @@ def update_blocks(
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
         return refresh(plan, channels, blocks, rows, pool_of(plan), coming), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
-    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    rows = list(blocks)
+    for i, (leaf, block) in enumerate(zip(plan.leaves, blocks, strict=True)):
+        if leaf.refreshed or not leaf.trainable:
+            rows[i] = own_rows(plan, leaf, block) if leaf.trainable else None
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
         # In place: by now gradients are nobody else's.
