@@ -107,6 +107,16 @@ class Plan:
         return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
 
     @functools.cached_property
+    def own_cuts(self) -> list[tuple[int, int, int] | None]:
+        """By leaf that is kept whole, dim, start and length of the rows that this rank updates; None of the others."""
+        out: list[tuple[int, int, int] | None] = []
+        for leaf in self.leaves:
+            cuts = leaf.pieces if leaf.trainable and leaf.refreshed else None
+            lo, hi = (0, 0) if cuts is None or cuts.dim is None else cuts.bounds[self.zero_rank(leaf)]
+            out.append(None if cuts is None or cuts.dim is None else (cuts.dim, lo, hi - lo))
+        return out
+
+    @functools.cached_property
     def late(self) -> frozenset[int]:
         """The layers that an eager step leaves to come while it goes on, and that so enter its loss as lazy leaves."""
         if self.captured or self.zero.pace.refresh != "use":

@@ -59,10 +59,9 @@ class Watch:
         self._witness(path, x, kept=False)
 
     def _witness(self, path: str, x: Tensor, *, kept: bool) -> None:
-        # A detached alias has the count of `x`, and once emptied holds none of its memory.
-        witness = torch.Tensor._make_subclass(torch.Tensor, x.detach())
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(witness):
-            witness.set_()  # pyright: ignore[reportCallIssue]  # empty; the version is still that of `x`
+        # A detached alias has the count of `x`, and once it is given other memory holds none of its own.
+        witness = x.detach()
+        witness.data = x.new_empty(0)
         self._seen.append(_WatchedTensor(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
 
     def check(self, where: str) -> None:
