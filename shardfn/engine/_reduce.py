@@ -117,36 +117,45 @@ class Reducer:
 
         `grad` is an alias that nobody else has. It is written to only if nobody has what shares its memory, either.
         """
-        unit = self._unit_of[leaf]
-        if not self._goes[unit] and leaf in self._summed and (mine := self._local.get(leaf)) is not None:
-            mine.add_(
-                grad.to(mine.dtype)
-            )  # the way of most gradients of many microbatches: into a sum, which is this rank's own
-            return
+        mark(grad, "gradient_to", self._leaves[leaf].entry)
+        if self._put(leaf, grad):
+            self._send_ready()
+        if self._goes[self._unit_of[leaf]]:
+            # At each chance, so that messages go as they come.
+            self._collect(block=False)
+            self._hold_back()
+
+    def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
+        """Takes the gradients of several leaves, in an eager step; the list is emptied."""
+        while grads:
+            self._put(*grads.pop())
+        self._send_ready()
+
+    def _put(self, leaf: int, grad: Tensor) -> bool:
+        """Adds a gradient to what there is of its leaf; whether its unit now has all that it is to send."""
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
-        mark(grad, "gradient_to", self._leaves[leaf].entry)
+        unit = self._unit_of[leaf]
+        goes = self._goes[unit]
         if self._sums is not None:
             self._sums.add(leaf, grad.to(self._leaves[leaf].dtypes.accum))
             if not self._send:
-                return
-        else:
+                return False
+        elif self._local or not goes:
+            before = self._local.pop(leaf, None)
             # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
-            before, goes = self._local.pop(leaf, None), self._goes[unit]
             if before is not None or not goes:
                 grad = grad.to(self._leaves[leaf].dtypes.accum)
             grad = added(before, grad, leaf, self._summed)
             if not goes:
                 self._local[leaf] = grad
-                return
+                return False
         self._grads[leaf] = grad
         self._missing[unit] -= 1
-        if self._missing[unit] == 0:
-            self._see(unit)
-            self._send_ready()
-        # At each chance, so that messages go as they come.
-        self._collect(block=False)
-        self._hold_back()
+        if self._missing[unit]:
+            return False
+        self._see(unit)
+        return True
 
     def end(self) -> None:
         """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
@@ -192,7 +201,7 @@ class Reducer:
                 continue
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
-            shapes = self._units[u].packing.shapes(self._scatter[u].index)
+            packing, index = self._units[u].packing, self._scatter[u].index
             alone = self._cut[u] or self._scatter[u].size == 1
             with named_range("reduce", self._leaves, leaves):
                 flat = self._parts.pop(u) if alone else self._whole_part(u)
@@ -200,11 +209,13 @@ class Reducer:
                 flat = flat.to(members[0].dtypes.accum)
                 if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
-            out.update(zip(leaves, pieces_of(shapes, flat), strict=True))
+            out.update(zip(leaves, pieces_of(packing, index, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
             if not self._cut[u]:
-                out.update({i: self._landed(i, out[i], self._parts.home(u)) for i in leaves})
+                home = self._parts.home(u)
+                wanted = [i for i, m in zip(leaves, members, strict=True) if m.takes_rows or m.grad_home != home]
+                out.update({i: self._landed(i, out[i], home) for i in wanted})
         self._channels.flush()  # the optimizer may write what was sent
         return out
 
