@@ -13,12 +13,12 @@ from shardfn.state import StoredSlice, loaded
 
 
 def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
-    """A share on the device, from wherever it waits."""
+    """A share, copied to the device from the memory where it waits."""
     return to_device(loaded(x), device).result()
 
 
 def pieces_of(shapes: Sequence[torch.Size], flat: Tensor | Stored) -> list[Tensor | Stored]:
-    """The pieces of the leaves that a share is of."""
+    """The pieces of single leaves in a share."""
     if isinstance(flat, Tensor):
         return list(traced_once(("pieces", *shapes), functools.partial(_views, shapes), [flat]))
     sizes = [s.numel() for s in shapes]
