@@ -1,4 +1,4 @@
-"""The transpose of storage -> compute: gradients are summed over the batch's axes and land in the optimizer's layout.
+"""The transpose of storage -> compute: sums gradients over the batch's axes, into the optimizer's layout.
 
 Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with
 the rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that
@@ -105,11 +105,11 @@ class Reducer:
             self._sums.begin()
 
     def expect(self, order: Sequence[int]) -> None:
-        """Says in which order units are sent, before any is."""
+        """Sets the order in which units are sent, before any is sent."""
         self._order, self._learns = list(order), not order
 
     def give_to(self, ahead: Ahead) -> None:
-        """From now on what is complete goes to an update that runs already."""
+        """From now on complete gradients go to an update that runs already."""
         self._parts.give_to(ahead)
 
     def take(self, leaf: int, grad: Tensor) -> None:
@@ -231,13 +231,13 @@ class Reducer:
         return same and channel.size == 1 and not isinstance(channel, CodedReduce) and self._home(unit) == "device"
 
     def _home(self, unit: int) -> MemoryKind:
-        """The memory in which a unit is added up: on the device if it is wanted in another form than it arrives."""
+        """The memory in which a unit is added up; the device, if its form must change after it arrives."""
         members = [self._leaves[i] for i in self._units[unit].leaves]
         alone = self._cut[unit] or (self._scatter[unit].size == 1 and all(m.dim is None for m in members))
         return members[0].grad_home if alone else "device"
 
     def _landed(self, i: int, x: Tensor | Stored, where: MemoryKind) -> Tensor | Stored:
-        """What the optimizer takes of a leaf that was summed whole, where it is to wait."""
+        """The part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
         if not isinstance(x, Tensor):
             return x
         leaf = self._leaves[i]
