@@ -317,7 +317,7 @@ class Reducer:
             self._finish(unit, part)
 
     def _passing(self, unit: int) -> int:
-        """Bytes of a unit that are let go when it has been sent: of one that is wanted whole, and summed in place, none.
+        """Bytes of a unit that are let go when it has been sent: none of one that is wanted whole, summed in place.
 
         The same when it is sent and when it is collected.
         """
