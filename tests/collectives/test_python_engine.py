@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,33 @@ def test_an_interrupt_of_a_wait_damages_nothing(made: type[Engine], monkeypatch:
     _exchange(ends)
     for end in ends:
         end.close()
+
+
+@made_by
+def test_what_is_written_is_kept_if_its_start_is_interrupted(
+    made: type[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = made()
+    one, other = _pair(engine, monkeypatch)
+    into, real = torch.zeros(5), engine.call
+
+    def call(name: str, *args: Any) -> Any:
+        real(name, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "call", call)
+        with pytest.raises(KeyboardInterrupt):
+            one.message(into, 1, 7, sends=False)
+    alive = weakref.ref(into)
+    del into
+    gc.collect()
+    assert alive() is not None
+    other.wait(other.message(torch.ones(5), 0, 7, sends=True), OUT)
+    for end in (one, other):
+        end.close()
+    gc.collect()
+    assert alive() is None
 
 
 @made_by
