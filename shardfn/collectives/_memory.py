@@ -138,10 +138,7 @@ class Lanes:
     def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "Entry":
         """To one rank, or from one: what the other end gives the same tag."""
         self._check()
-        made = self._engine.call(
-            "message", self._ends.channel, int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size()
-        )
-        return self._entry(made, (x,))
+        return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
     def wait(self, entry: "Entry", asked: int) -> None:
         """Waits until a transfer has come (IN), or left (OUT), or both.
@@ -188,18 +185,21 @@ class Lanes:
         outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))
         at = [[0 if x is None else ctypes.addressof(x) for x in pair] for pair in (outs, comes, all_blocks)]
         # The fields of `Transfer` in `_memory.cpp`.
-        fields = numbers([kind, *at[0], *one, *at[1], *at[2], *total])
-        made = self._engine.call("start", self._ends.channel, fields)
-        return self._entry(made, kept)
+        return self._entry(kept, "start", numbers([kind, *at[0], *one, *at[1], *at[2], *total]))
 
-    def _entry(self, op: int | None, kept: Blocks) -> "Entry":
-        if op is None:
-            raise TransportError(self.why())
+    def _entry(self, kept: Blocks, name: str, *args: Any) -> "Entry":
         entries = self._ends.entries
         while entries and entries[0].ended(self._engine):
             entries.popleft()
-        entry = Entry(op, kept)
+        # Before it starts: an interrupt from the keyboard must not free what is written then.
+        entry = Entry(kept)
         entries.append(entry)
+        op: int | None = self._engine.call(name, self._ends.channel, *args)
+        if op is None:
+            with contextlib.suppress(ValueError):  # the channel has been closed meanwhile
+                entries.remove(entry)
+            raise TransportError(self.why())
+        entry.op = Address(op)
         return entry
 
     def _check(self) -> None:
@@ -208,24 +208,28 @@ class Lanes:
 
 
 class Entry:
-    """A transfer under way. It keeps alive what is read and written until nothing touches it."""
+    """A transfer under way. It keeps alive what is read and written until nothing touches it.
 
-    def __init__(self, op: int, kept: Blocks) -> None:
-        self._op: Address | None = Address(op)
+    Attributes:
+        op: the engine's; None before it has started, and when nothing touches its memory any more.
+    """
+
+    def __init__(self, kept: Blocks) -> None:
+        self.op: Address | None = None
         self._kept: Blocks = kept
         self._state, self._waiting = 0, 0
 
     def state(self, made: Engine, asked: int) -> int:
         """1: what is asked for is so, 0: not yet, -1: it failed."""
-        return self._state if self._op is None else made.plain("op_state", self._op, asked)
+        return self._state if self.op is None else made.plain("op_state", self.op, asked)
 
     def wait(self, made: Engine, asked: int) -> int:
         """The state, after a while at most."""
-        if self._op is None:
+        if self.op is None:
             return self._state
         self._waiting += 1
         try:
-            return made.call("op_wait", self._op, asked, _SLICE)
+            return made.call("op_wait", self.op, asked, _SLICE)
         finally:
             self._waiting -= 1
             self.ended(made)
@@ -233,8 +237,8 @@ class Entry:
     def ended(self, made: Engine) -> bool:
         """Whether nothing touches its memory any more; then lets go of it."""
         state = self.state(made, IN | OUT)
-        if state and self._op is not None and not self._waiting:
-            self._state, op, self._op, self._kept = state, self._op, None, ()
+        if state and self.op is not None and not self._waiting:
+            self._state, op, self.op, self._kept = state, self.op, None, ()
             made.plain("op_free", op)
         return state != 0
 

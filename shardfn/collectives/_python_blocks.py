@@ -131,11 +131,19 @@ def fence() -> None:
         pass
 
 
-def add_rows(kind: int, rows: list[Tensor], out: Tensor) -> None:
-    """The sum of rows in their order; 16-bit floats are summed in 32 bits and rounded once. `out` may be a row."""
+def add_rows(kind: int, rows: list[Tensor], out: Tensor, scratch: Tensor) -> None:
+    """The sum of rows in their order; 16-bit floats are summed in 32 bits and rounded once. `out` may be a row.
+
+    `scratch` has room for twice the bytes of a row, and is written.
+    """
     dtype = KINDS[kind]
-    first, *others = (row.view(dtype) for row in rows)
-    total = first.to(WIDE.get(dtype, dtype), copy=True)
+    first, second, *others = (row.view(dtype) for row in rows)
+    if not others:
+        torch.add(first, second, out=out.view(dtype))
+        return
+    wide = WIDE.get(dtype, dtype)
+    total = scratch[: len(first) * wide.itemsize].view(wide)
+    torch.add(first.to(wide), second, out=total)
     for row in others:
         total.add_(row)
     out.view(dtype).copy_(total)

@@ -5,6 +5,7 @@ keyboard might come in the middle of that. So they hand over what is to be done 
 ring, and wait for what they want.
 """
 
+import atexit
 import collections
 import ctypes
 import functools
@@ -25,8 +26,11 @@ from ._python_moves import drive
 from ._segment import NotSharedError
 
 _IN, _OUT = 1, 2
+# Seconds that its thread may take to end with the program.
+_PATIENCE = 5.0
 # Processors that keep the order of stores, and that of loads, without being asked.
 _ORDERED = ("x86_64", "AMD64")
+_ALL: list["PythonEngine"] = []
 
 
 class PythonEngine:
@@ -50,7 +54,7 @@ class PythonEngine:
         self._made: dict[int, Any] = {}
         self._numbers = itertools.count(1)
         self._poll: Any = None
-        self._closes = False
+        self._closes = self._stops = False
         self._bell, self.bell = bell()
         self._thread = threading.Thread(target=self._run, name="shardfn lanes", daemon=True)
         before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())  # signals are the main thread's
@@ -64,6 +68,7 @@ class PythonEngine:
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _ALL.append(self)
 
     def call(self, name: str, *args: Any) -> Any:
         """Calls a function on the engine."""
@@ -81,6 +86,12 @@ class PythonEngine:
         ring(self.bell)
         return True
 
+    def stop(self) -> None:
+        """Ends the thread, with the program: an interpreter that ends aborts a thread that is amid a sum of torch's."""
+        self._stops = True
+        ring(self.bell)
+        self._thread.join(_PATIENCE)
+
     def _segment_bytes(self, size: int, ring_bytes: int) -> int:
         return segment_bytes(size, ring_bytes)
 
@@ -92,7 +103,7 @@ class PythonEngine:
     def _channel_close(self, number: int) -> None:
         """After it nothing touches the memory of any transfer."""
         channel = self._made.pop(number)
-        if self._is_here():
+        if self._is_here() or not self._thread.is_alive():
             return self._remove(channel)
         done = threading.Event()
         self._hand(lambda: (self._remove(channel), done.set()))
@@ -184,7 +195,7 @@ class PythonEngine:
         channel.close()
 
     def _run(self) -> None:
-        while True:
+        while not self._stops:
             try:
                 self._turn()
             except Exception as error:  # a defect, or no memory: who waits is told
@@ -199,6 +210,8 @@ class PythonEngine:
             channel.say(False)  # nobody need ring as long as this looks
         self._obey()
         self._settle()
+        if self._stops:
+            return
         poll = self._poll = self._poll or self._watched()
         ended = {fd for fd, _ in poll.poll()} - {self._bell}
         for channel in self._channels if ended else ():
@@ -230,17 +243,26 @@ class PythonEngine:
     def _settle(self) -> None:
         """Drives until nothing moves; what moves after that, a peer rings for."""
         while True:
-            while self._drive():
+            while self._drive() and not self._stops:
                 self._obey()
             for channel in self._channels:
                 channel.say(True)
             fence()
             for channel in self._channels:
                 channel.look()
+            if self._stops:
+                return
             if not self._drive():
                 break
         for channel in self._channels:
             channel.judge()
+
+
+# Registered when this is imported, so that it runs after all that waits for transfers at the end.
+@atexit.register
+def _stop_all() -> None:
+    for engine in _ALL:
+        engine.stop()
 
 
 def _state(op: Moving, asked: int) -> int:

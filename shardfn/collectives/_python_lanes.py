@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ._bell import ring
 from ._python_blocks import (
     LINE,
+    PIECE,
     TAGGED,
     In,
     Moving,
@@ -42,6 +44,7 @@ class OwnLanes:
         self.sources = [ReadLane(p, to_all) for p in range(size) for to_all in (False, True)]
         self.all = range(size)
         self.others = [p for p in self.all if p != me]
+        self.scratch = torch.empty(2 * PIECE, dtype=torch.uint8)
         self.active: set[Moving] = set()
         self.error = ""
 

@@ -149,7 +149,7 @@ def _sum(lanes: OwnLanes, total: Sum) -> bool:
     if n <= 0:
         return False
     rows = [total.own[total.pos :][:n] if p == lanes.me else _row(lanes, lanes.sources[2 * p], n) for p in lanes.all]
-    add_rows(total.kind, rows, total.out[total.pos :][:n])
+    add_rows(total.kind, rows, total.out[total.pos :][:n], lanes.scratch)
     total.pos += n
     for s in sources:
         lanes.advance(s, n)
