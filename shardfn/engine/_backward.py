@@ -89,15 +89,16 @@ def run_backward(
         loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
-    late = LateLeaves(plan, blocks, _by_layer(plan, coming), gatherer.whole)
-    source = late.whole if plan.late else gatherer.whole
+    late = LateLeaves(plan, blocks, _by_layer(plan, coming), gatherer.whole) if plan.late else None
+    source = gatherer.whole if late is None else late.whole
     performer = Performer(plan, comms, course, len(batches), gatherer, LeafBook(source, plan.layers, watch), ahead)
     with _told(gatherer, comms), torch.enable_grad():
         performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:
             with course.named(action):
                 performer.perform(action)
-        late.settle()
+        if late is not None:
+            late.settle()
         return performer.finish(blocks, model_state)
 
 

@@ -243,7 +243,10 @@ def agree_on_step(
     """
     control.begin(what)
     lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
-    return control.agree("what to run", "\n".join(lines), constant, batch[1], known)
+    agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known)
+    # All have chosen the same channel: that is among the lines.
+    control.share()
+    return agreed
 
 
 def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:

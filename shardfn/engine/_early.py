@@ -37,6 +37,7 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     if (
         decided
         and plan.reduce_order
+        and not plan.at_home
         and optimizer.needs.granularity == "element"
         and _knows_its_measures(optimizer, state)
     ):

@@ -12,6 +12,7 @@ from shardfn.core import (
     PyTree,
     Stored,
     Zero,
+    tree_unflatten,
 )
 from shardfn.leaves import (
     LeafLayout,
@@ -26,6 +27,9 @@ from shardfn.state import layers_of, piled
 from ._chunks import Chunks
 from ._order import UseOrder
 from ._stages_seen import StagesSeen
+
+# Bytes of gradients that gain nothing by setting out before a backward has ended.
+TAIL_BYTES = 2 << 20
 
 
 @dataclasses.dataclass
@@ -88,6 +92,31 @@ class Plan:
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
 
     @functools.cached_property
+    def has_stacks(self) -> bool:
+        """Whether there is a stacked leaf, which has several layers."""
+        return any(leaf.layers for leaf in self.leaves)
+
+    @functools.cached_property
+    def at_home(self) -> bool:
+        """Whether all that an update reads and writes lies in the device's memory as it is."""
+        return all(leaf.at_home for leaf in self.leaves if leaf.trainable)
+
+    @functools.cached_property
+    def shards(self) -> PyTree:
+        """The specs of the rows that are updated: a tree like the parameters, None for what is not trained."""
+        return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
+
+    @functools.cached_property
+    def own_cuts(self) -> list[tuple[int, int, int] | None]:
+        """By leaf that is kept whole, dim, start and length of the rows that this rank updates; None of the others."""
+        out: list[tuple[int, int, int] | None] = []
+        for leaf in self.leaves:
+            cuts = leaf.pieces if leaf.trainable and leaf.refreshed else None
+            lo, hi = (0, 0) if cuts is None or cuts.dim is None else cuts.bounds[self.zero_rank(leaf)]
+            out.append(None if cuts is None or cuts.dim is None else (cuts.dim, lo, hi - lo))
+        return out
+
+    @functools.cached_property
     def late(self) -> frozenset[int]:
         """The layers whose gather after the update may run into the next step, where they are lazy leaves."""
         if self.captured or self.zero.pace.refresh != "use":
@@ -100,9 +129,7 @@ class Plan:
 
     def with_whole_stacks(self) -> "Plan":
         """The same layout, with stacked leaves that travel whole."""
-        if not any(leaf.layers for leaf in self.leaves):
-            return self
-        return self._with(whole=True)
+        return self._with(whole=True) if self.has_stacks else self
 
     def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
         """The plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
@@ -130,14 +157,17 @@ class Plan:
 
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
         """From one tensor per leaf to one per layer, which are views of stacked leaves."""
+        if not self.has_stacks or self.whole:
+            return list(tensors)
         out: list[Any] = []
         for leaf, x in zip(self.leaves, tensors, strict=True):
-            alone = self.whole or not leaf.layers
-            out += [x] if alone else [None] * len(leaf.layers) if x is None else layers_of(x)
+            out += [x] if not leaf.layers else [None] * len(leaf.layers) if x is None else layers_of(x)
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-        """From one tensor per layer to one per leaf, by stacking. Empties `tensors` leaf by leaf."""
+        """From one tensor per layer to one per leaf, by stacking. Uses up `tensors`, leaf by leaf."""
+        if not self.has_stacks:
+            return tensors
         out: dict[int, Tensor | Stored] = {}
         first = 0
         for i, leaf in enumerate(self.leaves):
@@ -166,6 +196,16 @@ class Plan:
         last = {i: pos for pos, u in enumerate(used.phase(0)) for i in self.gather_units[u].leaves}
         when = [max(last.get(i, -1) for i in unit.leaves) for unit in self.reduce_units]
         return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
+
+    def sent_last(self) -> frozenset[int]:
+        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order."""
+        out, nbytes = set[int](), 0
+        for unit in (self.reduce_units[u] for u in reversed(self.reduce_order)):
+            nbytes += unit.nbytes
+            if out and nbytes > TAIL_BYTES:
+                break
+            out.update(unit.leaves)
+        return frozenset(out)
 
     def forget_orders(self, keep: int) -> None:
         """Drops all but the `keep` newest orders of use, besides the step's own."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardfn.capture import capturing
 from shardfn.collectives import AnyChannels, Arrival
 from shardfn.core import Pending, Stored
 from shardfn.leaves import Unit
@@ -38,6 +39,8 @@ def refresh(
         The new blocks, in the order of `blocks`.
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
+    if not plan.refresh_units:
+        return out
     layered, fresh = plan.by_layer(out), plan.by_layer(rows)
     resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].plain]
     here = [x if isinstance(x, Tensor) else None for x in layered]
@@ -68,7 +71,7 @@ def _land(unit: Unit, blocks: Sequence[Tensor | None], landed: bool, arrived: Te
     if landed:
         return
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(into)):
-        unit.packing.unpack_into(arrived, into)
+        (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, into)
 
 
 def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:

@@ -103,11 +103,12 @@ def update_blocks(
 
     What is not waited for goes into `coming`, by layer; see `refresh`.
     """
-    if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
+    if not plan.at_home:
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
         return refresh(plan, channels, blocks, rows, pool_of(plan), coming), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
-    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    rows = [b if cut is None else _narrowed(b, cut) for b, cut in zip(blocks, plan.own_cuts, strict=True)]
+    rows = rows if all(train) else [x if t else None for x, t in zip(rows, train, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
         # In place: by now gradients are nobody else's.
@@ -116,7 +117,7 @@ def update_blocks(
         tree_unflatten(plan.treedef, own),
         opt_state,
         tree_unflatten(plan.treedef, rows),
-        specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
+        specs=plan.shards,
     )
     fresh = iter(tree_leaves(new))
     return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train], None, coming), opt_state
@@ -216,6 +217,11 @@ def wrap(plan: Plan, blocks: Sequence[Tensor | Stored], coming: Mapping[int, Arr
         late = [coming[i] for i in layers] if coming and layers[0] in coming else ()
         out.append(GlobalTensor(block, leaf.shape, leaf.param, plan.mesh, leaf.home, late))
     return tree_unflatten(plan.treedef, out)
+
+
+def _narrowed(block: Tensor | Stored, cut: tuple[int, int, int]) -> Tensor:
+    assert isinstance(block, Tensor)
+    return block.narrow(*cut).contiguous()
 
 
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:

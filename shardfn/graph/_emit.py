@@ -49,7 +49,7 @@ def name_line(error: BaseException) -> None:
 
     Example:
         >>> def fails(x):
-        ...     return (x.view(3),)
+        ...     return (x.view(1, 3),)
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(fails, tracing_mode="fake")(torch.zeros(3))
         >>> next(n for n in gm.graph.nodes if n.op == "call_function").meta["where"] = "model.py:7 in forward"
@@ -88,6 +88,21 @@ def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return x.view(shape)
     except RuntimeError:
         return x.reshape(shape)
+
+
+def _shows_the_same(node: Node) -> bool:
+    """Whether a node is a view of all of a tensor as it is: the tensor will do."""
+    of = node.args[0] if node.target in _LOOKS else None
+    if not isinstance(of, Node):
+        return False
+    x, y = (n.meta.get("val") for n in (of, node))
+    alike = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape
+    return alike and x.stride() == y.stride() and _is_passed_on(node)
+
+
+def _is_passed_on(node: Node) -> bool:
+    """Whether only ops of the graph see a value: what is returned is a tensor of its own."""
+    return all(user.op != "output" for user in node.users)
 
 
 def _reads(step: Node | Region) -> Sequence[Node]:
@@ -157,7 +172,7 @@ class _CodeWriter:
         self._line(f"{''.join(self._name(node) + ', ' for node in region.outputs)}= {call}(given)")
 
     def _call(self, node: Node, dead: list[Node]) -> None:
-        text = f"{self._op(node)}({self._arguments(node)})"
+        text = self.names[node.args[0]] if _shows_the_same(node) else f"{self._op(node)}({self._arguments(node)})"
         where = "; ".join(told for told in (node.meta.get("where"), part_of(node)) if told)
         unused = [n for n in dead if n is node]
         self._line(("" if unused else f"{self._name(node)} = ") + text + (f"  # {where}" if where else ""))
