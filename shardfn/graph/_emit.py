@@ -90,14 +90,15 @@ def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return x.reshape(shape)
 
 
-def _shows_the_same(node: Node) -> bool:
-    """Whether a node is a view of all of a tensor as it is: the tensor will do."""
+def _same_as(node: Node) -> Node | None:
+    """The node of which this one is a view of all as it is, so that it will do; else None."""
     of = node.args[0] if node.target in _LOOKS else None
-    if not isinstance(of, Node):
-        return False
+    if not isinstance(of, Node) or not _is_passed_on(node):
+        return None
     x, y = (n.meta.get("val") for n in (of, node))
-    alike = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape
-    return alike and x.stride() == y.stride() and _is_passed_on(node)
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return None
+    return of if x.shape == y.shape and x.stride() == y.stride() else None
 
 
 def _is_passed_on(node: Node) -> bool:
@@ -172,7 +173,8 @@ class _CodeWriter:
         self._line(f"{''.join(self._name(node) + ', ' for node in region.outputs)}= {call}(given)")
 
     def _call(self, node: Node, dead: list[Node]) -> None:
-        text = self.names[node.args[0]] if _shows_the_same(node) else f"{self._op(node)}({self._arguments(node)})"
+        of = _same_as(node)
+        text = f"{self._op(node)}({self._arguments(node)})" if of is None else self.names[of]
         where = "; ".join(told for told in (node.meta.get("where"), part_of(node)) if told)
         unused = [n for n in dead if n is node]
         self._line(("" if unused else f"{self._name(node)} = ") + text + (f"  # {where}" if where else ""))

@@ -17,7 +17,7 @@ A view reads no memory; it is tied to the memory's values only through its reade
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,7 +26,7 @@ from ._moves import is_fetch
 from ._op import by_identity
 from ._ops import PSUM_SCATTER, SENT, WAIT, known_op, op_of
 from ._transfers import is_gather, is_message, is_start, is_wait, start_of
-from ._values import storage_of, tensors_of, written_by
+from ._values import tensors_of, written_by
 
 # Orders that no memory carries, as memories of their own.
 _GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR, _MESSAGE = -1, -2, -3, -4, -5, -6, -7
@@ -51,17 +51,23 @@ class Memory:
         self.sizes: list[int] = []
         self._number: dict[object, int] = {}
         self._raw: dict[Node, tuple[int, ...]] = {}
+        # By node its abstract value, and the memories of that; passes over one draft share it.
+        self._known: dict[Node, tuple[Any, Sequence[tuple[int, Any]]]] = gm.meta.get("draft", {})
         # As they are now: a pass may edit the graph and still ask.
         self.inputs: dict[Node, list[Node]] = {n: n.all_input_nodes for n in self.order}
+        acts = {n: _acts(n.target) if n.op == "call_function" else _NEVER for n in self.order}
+        self._waits: dict[Node, Node] = {}
         for node in self.order:
             self._raw[node] = self._numbers(node)
-            if is_wait(node) or (node.target is operator.getitem and is_wait_input(node)):
+            if acts[node].waits:
+                self._waits[node] = start_of(node)
                 self._tie(node)
-        self._shown = {n: _once(map(self.find, raw)) if raw else () for n, raw in self._raw.items()}
+            elif node.target is operator.getitem and is_wait_input(node):
+                self._tie(node)
+        self._shown = {n: self._found(raw) for n, raw in self._raw.items()}
         # From here on all memories that are the same have been united.
-        self._view = {n: self._is_view(n) for n in self.order}
-        self._waits = {n: start_of(n) for n in self.order if is_wait(n)}
-        self._writes = {n: self._of(written) for n in self.order if (written := written_by(n))}
+        self._view = {n: acts[n].may_view and self._is_view(n) for n in self.order}
+        self._writes = {n: self._of(written_by(n)) for n in self.order if acts[n].writes}
         self.mutated = {m for memories in self._writes.values() for m in memories}
         self.given = {m for n in self.order if n.op == "placeholder" for m in self._shown[n]}
 
@@ -124,28 +130,43 @@ class Memory:
             return self._shown[nodes[0]]
         return _once(m for n in nodes for m in self._shown[n])
 
+    def _found(self, memories: tuple[int, ...]) -> tuple[int, ...]:
+        """What stands for these memories, each once."""
+        if len(memories) == 1:
+            return memories if self._parent[memories[0]] == memories[0] else (self.find(memories[0]),)
+        return _once(map(self.find, memories))
+
     def _numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
         # By the memory of the abstract value, of which aliases share one, as tensors do.
         if "val" in node.meta:
-            return tuple(self._new(storage_of(t), t.untyped_storage().nbytes()) for t in tensors_of(node))
+            return tuple([self._new(key, storage) for key, storage in self._storages(node)])
         if node.op != "call_function":
-            return (self._new((node.op, node.target), 0),)
+            return (self._new((node.op, node.target)),)
         if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
             return ()
         # An op that nobody described may return its arguments.
-        own = self._new(node, 0)
+        own = self._new(node)
         for m in [m for n in self.inputs[node] for m in self._raw[n]]:
             self.unite(own, m)
         return (own,)
 
-    def _new(self, key: object, nbytes: int) -> int:
-        if key not in self._number:
-            self._number[key] = len(self._parent)
-            self._parent.append(len(self._parent))
-            self.sizes.append(nbytes)
-        return self._number[key]
+    def _storages(self, node: Node) -> Sequence[tuple[int, Any]]:
+        """The memories of the node's abstract value, as numbers and as what torch has: of a draft, asked for once."""
+        val, known = node.meta["val"], self._known.get(node)
+        if known is None or known[0] is not val:
+            storages = [t.untyped_storage() for t in tensors_of(node)]
+            known = self._known[node] = (val, [(x._cdata, x) for x in storages])
+        return known[1]
+
+    def _new(self, key: object, storage: Any = None) -> int:
+        found = self._number.get(key)
+        if found is None:
+            found = self._number[key] = len(self._parent)
+            self._parent.append(found)
+            self.sizes.append(0 if storage is None else storage.nbytes())
+        return found
 
     def _tie(self, node: Node) -> None:
         """Unites the memory of a wait with that of its transfer, which abstract values may not show."""
@@ -160,18 +181,29 @@ class Memory:
     def _is_view(self, node: Node) -> bool:
         if node.target is operator.getitem:
             return True
-        mine = self._shown[node]
-        if not mine or node.op != "call_function" or not _may_view(node.target):
-            return False
-        inputs = self.inputs[node]
-        return all(any(m in self._shown[n] for n in inputs) for m in mine)
+        mine, shown = self._shown[node], self._shown
+        if len(mine) == 1:
+            return any([mine[0] in shown[n] for n in self.inputs[node]])
+        return bool(mine) and {m for n in self.inputs[node] for m in shown[n]}.issuperset(mine)
+
+
+class _Acts(NamedTuple):
+    """What an op may do: waits, gives another look at memory, overwrites some."""
+
+    waits: bool
+    may_view: bool
+    writes: bool
+
+
+_NEVER = _Acts(waits=False, may_view=False, writes=False)
 
 
 @by_identity
-def _may_view(target: Any) -> bool:
+def _acts(target: Any) -> _Acts:
     op = known_op(target)
-    acts = op.channel or op.move is not None or op.waits
-    return isinstance(target, torch._ops.OpOverload) and not acts and not target._schema.is_mutable
+    moves = op.channel or op.move is not None or op.waits
+    looks = isinstance(target, torch._ops.OpOverload) and not moves and not target._schema.is_mutable
+    return _Acts(op.waits, looks or target is operator.getitem, bool(op.writes))
 
 
 def _once(memories: Iterable[int]) -> tuple[int, ...]:
@@ -227,7 +259,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
             readers.setdefault(m, []).append(node)
         # It may read what it writes.
         before.pop(node, None)
-        out[node] = sorted(before, key=memory.position.__getitem__)
+        out[node] = sorted(before, key=memory.position.__getitem__) if len(before) > 1 else list(before)
     return out
 
 
