@@ -165,11 +165,7 @@ class Plan:
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-<<<<<<< HEAD
         """From one tensor per layer to one per leaf, by stacking. Uses up `tensors`, leaf by leaf."""
-=======
-        """From one tensor per leaf to one per layer, by stacking. Empties `tensors` leaf by leaf."""
->>>>>>> main
         if not self.has_stacks:
             return tensors
         out: dict[int, Tensor | Stored] = {}
