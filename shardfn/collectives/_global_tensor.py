@@ -144,9 +144,10 @@ class GlobalTensor:
 
     def donate(self) -> Tensor | Stored:
         """The block as it is kept, after which this leaf cannot be touched."""
-        held = self.held
-        self._local = None
-        return held
+        if self._coming:
+            self._settle()
+        held, self._local = self._local, None
+        return self.memory if held is None else held
 
     def _settle(self) -> None:
         """Waits for what is still being written to the block."""

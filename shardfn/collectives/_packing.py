@@ -101,7 +101,7 @@ class Stretch(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """Where a piece lies in a rank's part of a message: its shape, its strides, where it begins."""
 
     shape: torch.Size
@@ -197,18 +197,18 @@ class Packing:
         start = own.storage_offset()
         return [own.as_strided(shape, strides, start + at) for shape, strides, at in self._places(rank)]
 
-    def _places(self, rank: int) -> "list[Place]":
+    def _places(self, rank: int) -> "list[Spot]":
         if rank not in self._known_places:
             shapes = self.shapes(rank)
             starts = itertools.accumulate((s.numel() for s in shapes), initial=0)
             self._known_places[rank] = [
-                Place(shape, torch.empty(shape, device="meta").stride(), at)
+                Spot(shape, torch.empty(shape, device="meta").stride(), at)
                 for shape, at in zip(shapes, starts, strict=False)
             ]
         return self._known_places[rank]
 
     @functools.cached_property
-    def _known_places(self) -> "dict[int, list[Place]]":
+    def _known_places(self) -> "dict[int, list[Spot]]":
         """What `_places` has found."""
         return {}
 

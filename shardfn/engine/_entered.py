@@ -34,6 +34,7 @@ def enter(
     """
     entered: list[Tensor] = []
     handles: dict[int, Tensor] = {}
+    plain: list[tuple[str, Tensor]] = []
     aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         lazy = leaf.lazy or (reducer is not None and i in plan.late)
@@ -45,13 +46,16 @@ def enter(
             handle = aliased(block if as_it_is else block.to(leaf.dtypes.compute))
             if not as_it_is:
                 book.look_after(leaf.path, handle)
-            book.watch.enter(leaf.path, handle)
+            plain.append((leaf.path, handle))
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
             if i not in at_end:
                 handle.register_hook(_taker(reducer, i, alias(handle)))
             handles[i] = handle
         entered.append(LazyLeaf.make(i, leaf.path, handle, book) if lazy else handle)
+    book.watch.enter(plain)
+    if not plan.has_stacks:
+        return tree_unflatten(plan.treedef, entered), handles
     layers = iter(entered)
     tree = [
         LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)
@@ -87,7 +91,7 @@ def check_capture(
 
 def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
     """Whether the loss sees the memory of the state itself."""
-    return not leaf.lazy and block.dtype == leaf.dtypes.compute
+    return block.dtype == leaf.dtypes.compute and not leaf.lazy
 
 
 def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:

@@ -266,7 +266,7 @@ class Reducer:
             if not self._goes[unit]:
                 continue
             mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
-            self._in_flight += self._units[unit].nbytes
+            self._in_flight += self._passing(unit)
             if self._sums is not None:
                 with named_range("reduce", self._leaves, self._units[unit].leaves):
                     self._pending.append((unit, self._start_nodes(unit, self._sums, [i for _, i in mine])))
@@ -329,7 +329,7 @@ class Reducer:
             unit, pending = self._pending.pop(0)
             with named_range("reduce", self._leaves, self._units[unit].leaves):
                 part = pending.result()
-            self._in_flight -= self._units[unit].nbytes
+            self._in_flight -= self._passing(unit)
             if self._in_one(unit):
                 self._whole[unit] = (part, None)
                 # A half each, so that a norm counts every element once.
@@ -337,6 +337,13 @@ class Reducer:
                 self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index], last=True)
                 continue
             self._finish(unit, part)
+
+    def _passing(self, unit: int) -> int:
+        """Bytes of a unit that are let go when it has been sent: none of one that is wanted whole, summed in place.
+
+        The same when it is sent and when it is collected.
+        """
+        return self._units[unit].nbytes if self._cut[unit] or not self._last else 0
 
     def _hold_back(self) -> None:
         """Waits while too many bytes are under way, so that whole gradients do not pile up where the network is slow.

@@ -15,7 +15,6 @@ from shardfn.core import (
     Stored,
     tree_flatten,
     tree_leaves,
-    tree_structure,
     tree_unflatten,
 )
 from shardfn.leaves import LeafLayout
@@ -211,10 +210,14 @@ def whole(plan: Plan) -> PyTree:
 
 def wrap(plan: Plan, blocks: Sequence[Tensor | Stored], coming: Mapping[int, Arrival] = MappingProxyType({})) -> PyTree:
     """This rank's blocks as a tree of global tensors, of which some layers may still be coming."""
+    if not coming:
+        pairs = zip(blocks, plan.leaves, strict=True)
+        whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home) for x, leaf in pairs]
+        return tree_unflatten(plan.treedef, whole)
     out, first = list[GlobalTensor](), 0
     for block, leaf in zip(blocks, plan.leaves, strict=True):
         layers = range(first, first := first + (len(leaf.layers) or 1))
-        late = [coming[i] for i in layers] if coming and layers[0] in coming else ()
+        late = [coming[i] for i in layers] if layers[0] in coming else ()
         out.append(GlobalTensor(block, leaf.shape, leaf.param, plan.mesh, leaf.home, late))
     return tree_unflatten(plan.treedef, out)
 
@@ -233,7 +236,8 @@ def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
 def _like(tree: PyTree, old: PyTree) -> PyTree:
     """The blocks of an updated optimizer state, as global tensors like those of the old state."""
     leaves, treedef = tree_flatten(tree)
-    if treedef != tree_structure(old):
-        raise ValueError(f"the optimizer changed the structure of its state from {tree_structure(old)} to {treedef}.")
-    pairs = zip(leaves, tree_leaves(old), strict=True)
+    before, structure = tree_flatten(old)
+    if treedef != structure:
+        raise ValueError(f"the optimizer changed the structure of its state from {structure} to {treedef}.")
+    pairs = zip(leaves, before, strict=True)
     return tree_unflatten(treedef, [m.with_block(x) for x, m in pairs])
