@@ -165,7 +165,7 @@ class Plan:
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-        """From one tensor per leaf to one per layer, by stacking. Empties `tensors` leaf by leaf."""
+        """From one tensor per layer to one per leaf, by stacking. Uses up `tensors`, leaf by leaf."""
         if not self.has_stacks:
             return tensors
         out: dict[int, Tensor | Stored] = {}
