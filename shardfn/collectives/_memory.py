@@ -275,7 +275,8 @@ class _Holdings:
         return self._views[-1].ctypes.data, self._fds[-1], self._fds[-2]
 
     def close(self) -> None:
-        if self._process != os.getpid():  # a fork holds copies, and must not speak for the rank
+        # A fork holds copies, and must not speak for the rank.
+        if self._process != os.getpid() or self._engine.defers(self.close):
             return
         channel, self.channel = self.channel, None
         if channel is not None:

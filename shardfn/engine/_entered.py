@@ -1,4 +1,4 @@
-"""How leaves enter a loss: what it is given in their place, and where their gradients arrive."""
+"""How leaves enter a loss: the tensors that it is given in their place, and the handles that collect gradients."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -23,13 +23,13 @@ def enter(
 ) -> tuple[PyTree, dict[int, Tensor]]:
     """The parameter tree as the loss sees it, and by layer the handles that its gradients arrive at.
 
-    They serve all microbatches of a step: whose gradient arrives, the backward that runs says.
+    Both serve all microbatches of a step; a gradient that arrives is of the backward that runs.
 
     Args:
         plan: the layout.
         blocks: this rank's block of each layer.
-        book: gives the whole tensors of lazy leaves, and watches the others.
-        reducer: what gradients go to; None = there are none.
+        book: gives the whole tensors of lazy leaves, and detects writes to the others.
+        reducer: collects gradients; None if there are none.
         at_end: the layers whose gradients are not taken as they arrive, but by who runs the backward, at its end.
     """
     entered: list[Tensor] = []
@@ -90,7 +90,7 @@ def check_capture(
 
 
 def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
-    """Whether the loss sees the state's own memory."""
+    """Whether the loss sees the memory of the state itself."""
     return block.dtype == leaf.dtypes.compute and not leaf.lazy
 
 
@@ -105,7 +105,7 @@ def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
 
 
 def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
-    """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
+    """A hook that hands a gradient to the reducer, and leaves autograd a tensor of its shape that costs no memory."""
 
     def take(grad: Tensor | None) -> Tensor | None:
         # It was taken before; or it is the loss's own, which differentiates something itself.

@@ -93,7 +93,7 @@ class Performer:
         self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
 
     def perform(self, action: Action) -> None:
-        """The next action of the schedule."""
+        """Runs the next action of the schedule."""
         self._course.receive(action)
         if action.kind == "forward":
             with named_range("forward"):
@@ -179,7 +179,7 @@ class Performer:
         self._reducer.take_all(own)
 
     def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward whose backward is split."""
+        """A context for a forward whose backward is split, which records its products."""
         if action[1:] not in self._split:
             return contextlib.nullcontext()
         deferred = self._deferred[action[1:]] = DeferredGradients([*self._handles.values()], opened)
@@ -198,7 +198,7 @@ class Performer:
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
     def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
-        """What the microbatches add up to, and what all ranks learn from the first step of a plan.
+        """The sums over the microbatches; in the first step of a plan, ranks also agree on what it has found.
 
         Raises:
             NoGradientError: no microbatch of any rank gives a leaf a gradient.

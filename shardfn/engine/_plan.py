@@ -1,4 +1,4 @@
-"""The plan: everything that follows from a step's annotations and the shapes of a parameter tree, computed once."""
+"""The plan of a step: all that follows from its annotations and the shapes of a parameter tree, computed once."""
 
 import dataclasses
 import functools
@@ -38,8 +38,8 @@ class Plan:
 
     Attributes:
         leaves: where each leaf lives.
-        layers: what enters the loss and travels: the leaves, and in the place of a stacked leaf each of its layers.
-            Units count these.
+        layers: what enters the loss and is sent: the leaves, but for a stacked leaf each of its layers. Units count
+            these.
         treedef: the structure of the parameter tree.
         zero: the rule.
         mesh: the mesh.
@@ -51,10 +51,10 @@ class Plan:
         compared: whether the ranks' losses have been compared where the batch is not cut.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
-        phase: what the optimizer does in the steps that the plan is for; None where it has no phases.
-        left_axes: the axes of the batch over which gradients are not summed, but left to the optimizer.
+        phase: the optimizer's phase in the steps of this plan; None if it has no phases.
+        left_axes: the axes of the batch over which the optimizer, and not the step, averages gradients.
         rules: by optimizer, the same decided on these leaves; shared by all plans of one layout.
-        stages: what steps of a pipeline have found of its stages.
+        stages: what steps of a pipeline have learnt of its stages.
     """
 
     leaves: list[LeafLayout]
@@ -88,7 +88,7 @@ class Plan:
 
     @functools.cached_property
     def chunks(self) -> Chunks | None:
-        """Of a step with canonical sums, the chunks of this rank."""
+        """The chunks of this rank, in a step with canonical sums."""
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class Plan:
 
     @functools.cached_property
     def late(self) -> frozenset[int]:
-        """The layers that an eager step leaves to come while it goes on, and that so enter its loss as lazy leaves."""
+        """The layers whose gather after the update may run into the next step, where they are lazy leaves."""
         if self.captured or self.zero.pace.refresh != "use":
             return frozenset()
         return frozenset(i for unit in self.refresh_units for i in unit.leaves if self.layers[i].plain)
@@ -132,7 +132,7 @@ class Plan:
         return self._with(whole=True) if self.has_stacks else self
 
     def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
-        """The plan of steps in a phase of an optimizer that averages over the axes `over` itself."""
+        """The plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
         if phase not in self._phases:
             left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
             leaves = [leaf.left_to(left) for leaf in self.leaves] if left else self.leaves
@@ -152,11 +152,11 @@ class Plan:
 
     @property
     def num_left(self) -> int:
-        """How many ranks' gradients the optimizer averages itself."""
+        """The number of ranks whose gradients the optimizer averages itself."""
         return self.mesh.axis_size(self.left_axes)
 
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
-        """One tensor a leaf -> one a layer: views of those of stacked leaves."""
+        """From one tensor per leaf to one per layer, which are views of stacked leaves."""
         if not self.has_stacks or self.whole:
             return list(tensors)
         out: list[Any] = []
@@ -165,7 +165,7 @@ class Plan:
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-        """By layer -> by leaf: layers of a stacked leaf are stacked, and let go leaf by leaf; `tensors` is used up."""
+        """From one tensor per leaf to one per layer, by stacking. Empties `tensors` leaf by leaf."""
         if not self.has_stacks:
             return tensors
         out: dict[int, Tensor | Stored] = {}
@@ -183,12 +183,12 @@ class Plan:
         return self.use_orders.setdefault(key, UseOrder())
 
     def guessed_order(self, used: UseOrder) -> list[int]:
-        """In which order gradients may become ready in a first backward, the same on all ranks: against that of use.
+        """A guess, equal on all ranks, of the order in which gradients become ready: that of use, reversed.
 
         Where nothing is sent, and while a step is captured, no order need be agreed on: it is empty.
 
         Args:
-            used: in which order leaves were gathered in the forward.
+            used: the order in which leaves were gathered in the forward.
         """
         axes = {leaf.reduce_axes for leaf in self.layers if leaf.trainable}
         if self.captured or all(self.mesh.axis_size(a) == 1 for a in axes):
@@ -236,16 +236,16 @@ class Plan:
 
     @functools.cached_property
     def sharing_axes(self) -> tuple[str, ...]:
-        """The axes along which leaves or gradients travel: ranks along others share none, and may do other things."""
+        """The axes along which leaves or gradients are sent; ranks along others may run other actions."""
         used = {a for leaf in self.layers for a in (*leaf.zero_axes, *leaf.reduce_axes, *leaf.extra_axes)}
         return tuple(a for a in self.mesh.axis_names if a in used or a in self.batch_axes)
 
     def zero_rank(self, leaf: LeafLayout) -> int:
-        """This rank's index among those that share a leaf's rows."""
+        """This rank's index among the ranks that share the rows of a leaf."""
         return self.mesh.axis_index(leaf.zero_axes)
 
     def describe(self) -> str:
-        """One line a fact; equal on all ranks that run the same plan."""
+        """One line per fact, equal on all ranks that run the same plan."""
         # Each rank may have a disk of its own.
         rule = ", ".join(f"{k}={v!r}" for k, v in self.zero.as_flat().items() if k != "directory")
         lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]

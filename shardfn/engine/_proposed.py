@@ -27,7 +27,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.graph import Cluster, Form, HeldBytes, Proposer, arithmetic, looped, node_flops
+from shardfn.graph import Cluster, Form, HeldBytes, Proposal, Proposer, arithmetic, looped, node_flops
 
 from ._accumulated import microbatches
 from ._leaf_views import LeafView
@@ -111,20 +111,50 @@ class SpecSearch:
         Raises:
             ValueError: the leaves do not fit, whatever is cut; names the biggest, the limit, and what would fit.
         """
-        leaves, treedef = tree_flatten(self.of.params)
-        views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
-        scanned: list[bool] = []
+        treedef = tree_flatten(self.of.params)[1]
         shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
         with bind_mesh(Mesh(shape, torch.device("cpu"), abstract=True)):
-            for k, axis in enumerate(self.axes):
-                call = self._call(k, views)
-                gm = call.captured()
-                nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-                scanned = scanned or list(map(_scanned, nodes[: len(leaves)]))
-                forms = self._along(k, gm, nodes, call.trained(nodes))
-                views = [_cut(v, form, axis) for v, form in zip(views, forms, strict=True)]
-        specs = [self._spec(i, v.spec, along) for i, (v, along) in enumerate(zip(views, scanned, strict=True))]
+            found = self._within()
+        specs = [self._spec(i, *x) for i, x in enumerate(zip(found.specs, found.scanned, strict=True))]
         return tree_unflatten(treedef, specs)
+
+    def _within(self) -> "_CutLeaves":
+        """Within the limit, if that can be.
+
+        Earlier axes leave whole what later ones may cut; where these cannot, earlier ones cut more, and at last all.
+        """
+        limit = self._limit()
+        found = self._cuts(limit, 1.0)
+        for all_cut in (False, True) if len(self.axes) > 1 else ():
+            if found.held > limit:
+                found = self._cuts(limit, 0.0 if all_cut else limit / found.held)
+        if found.held > limit and self.limit is not None:
+            self._refuse(found.held)
+        return found
+
+    def _limit(self) -> float:
+        if self.limit is not None:
+            return self.limit
+        return _SHARE * sum(self._totals()) / math.prod(self.mesh.shape[a] for a in self.axes)
+
+    def _cuts(self, limit: float, room: float) -> "_CutLeaves":
+        """Along one axis after another, where those before the last leave a rank `room` of what later ones may cut."""
+        leaves = tree_leaves(self.of.params)
+        views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
+        scanned: list[bool] = []
+        held, later = 0.0, math.prod(self.mesh.shape[a] for a in self.axes)
+        for k, axis in enumerate(self.axes):
+            call = self._call(k, views)
+            gm = call.captured()
+            nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+            scanned = scanned or list(map(_scanned, nodes[: len(leaves)]))
+            later //= self.mesh.shape[axis]
+            # What later axes cut is not held by a rank.
+            most = limit if axis == self.axes[-1] else room * limit * later
+            found = self._along(k, gm, nodes, call.trained(nodes), most)
+            held = found.held
+            views = [_cut(v, found.forms[n], axis) for v, n in zip(views, nodes[: len(leaves)], strict=True)]
+        return _CutLeaves([v.spec for v in views], scanned, held)
 
     def _call(self, k: int, views: Sequence[LeafView]) -> LossCall:
         """The call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
@@ -132,21 +162,16 @@ class SpecSearch:
         before = functools.partial(Partitioned(of.loss, names).along, names[:k], views)
         return LossCall.of(before, of.params, of.args, views, names[k:])
 
-    def _along(self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool]) -> list[Form]:
-        """Of each leaf the form along axis `k`, in a graph of blocks along those before."""
+    def _along(
+        self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool], limit: float
+    ) -> Proposal:
+        """The forms of leaves along axis `k`, in a graph of blocks along those before: within a limit, or the least."""
         nodes, of = inputs[: len(self.kept)], self.of
-        num, later = self.mesh.shape[self.axes[k]], math.prod(self.mesh.shape[a] for a in self.axes[k + 1 :])
         kept = {n: self._held(i) for i, n in enumerate(nodes)}
         rows = {n for n, most in zip(nodes, of.rows, strict=True) if most is not None}
-        proposer = Proposer(gm.graph, num, kept, trained, constants_of(gm), rows=rows, work_price=self._price(k, gm))
-        total = [kept[n].fixed + kept[n].per_element * n.meta["val"].numel() for n in nodes]
-        least = proposer.least_held()
-        # What later axes cut is not held by a rank.
-        limit = max(_SHARE * sum(total) / num, least) if self.limit is None else self.limit * later
-        if least > limit and later == 1:
-            self._refuse(total, least)
-        forms = proposer.best(max(limit, least)).forms
-        return [forms[n] for n in nodes]
+        num, price = self.mesh.shape[self.axes[k]], self._price(k, gm)
+        proposer = Proposer(gm.graph, num, kept, trained, constants_of(gm), rows=rows, work_price=price)
+        return proposer.best(max(limit, proposer.least_held()))
 
     def _price(self, k: int, gm: GraphModule) -> float:
         """The bytes that axis `k` sends in the time of a floating-point operation."""
@@ -168,14 +193,22 @@ class SpecSearch:
         share = most / len(tree_leaves(self.of.params)[i])
         return HeldBytes(share * kept.per_element, share * kept.fixed)
 
-    def _refuse(self, total: Sequence[float], least: float) -> None:
+    def _totals(self) -> list[float]:
+        """Of each leaf the bytes that are kept of it, before any of these axes cuts it."""
+        held = map(self._held, range(len(self.kept)))
+        leaves = tree_leaves(self.of.params)
+        return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
+
+    def _refuse(self, least: float) -> None:
+        total = self._totals()
         sizes = sorted(zip(total, tree_paths(self.of.params, "params"), strict=True), reverse=True)[:_TOLD]
         biggest = "; ".join(f"{path}, {int(size)} bytes" for size, path in sizes)
+        most = math.ceil(least)
         names, num = " and ".join(map(repr, self.axes)), math.prod(self.mesh.shape[a] for a in self.axes)
         raise ValueError(
             f"propose_specs(memory={int(self.limit or 0)}): parameters and optimizer states are {int(sum(total))}"
-            f" bytes, of which a rank of the {num} along {names} holds at least {int(least)}, with each leaf cut where"
-            f" that leaves least. The biggest leaves: {biggest}. Pass memory={int(least)} or more, use a longer axis"
+            f" bytes, of which a rank of the {num} along {names} holds at least {most}, with each leaf cut where"
+            f" that leaves least. The biggest leaves: {biggest}. Pass memory={most} or more, use a longer axis"
             f" {names}, or let ZeRO cut the states along another axis."
         )
 
@@ -187,6 +220,15 @@ class SpecSearch:
             num = len(tree_leaves(self.of.params)[i])
             scanned = scanned and -(-num // most) == self.of.num_stages
         return Sharding(spec, stacked=True) if scanned else spec
+
+
+@dataclasses.dataclass(frozen=True)
+class _CutLeaves:
+    """Of each leaf its spec along the axes and whether a scan takes it apart; and what the rank with the most holds."""
+
+    specs: Sequence[P]
+    scanned: Sequence[bool]
+    held: float
 
 
 def _cut(view: LeafView, form: Form, axis: str) -> LeafView:

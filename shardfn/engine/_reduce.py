@@ -1,10 +1,11 @@
-"""The transpose of storage -> compute: gradients are summed over the batch's axes and land in the optimizer's layout.
+"""The transpose of storage -> compute: sums gradients over the batch's axes, into the optimizer's layout.
 
 Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with
 the rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that
 this rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -78,6 +79,8 @@ class Reducer:
         # The leaves whose tensor in `_local` is a sum; see `added`.
         self._summed: set[int] = set()
         self._sums = None if chunks is None else ChunkSums(chunks, self._zeros)
+        # By unit: whether it is sent with the backward that runs.
+        self._goes: list[bool] = []
         self._missing: list[int] = []
         # In the order in which they were sent, and collected in it: sums of microbatches are added in one order always.
         self._pending: list[tuple[int, Pending[Tensor]]] = []
@@ -96,26 +99,31 @@ class Reducer:
     def begin(self, *, send: bool, last: bool) -> None:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
         self._send, self._last, self._next, self.seen, self.collects = send, last, 0, [], True
-        self._missing = [len(unit.leaves) for unit in self._units]
+        self._goes = [send] * len(self._units) if last or not send else [not stays for stays in self._stays]
+        self._missing = [len(unit.leaves) if goes else 0 for unit, goes in zip(self._units, self._goes, strict=True)]
         if self._sums is not None:
             self._sums.begin()
 
     def expect(self, order: Sequence[int]) -> None:
-        """Says in which order units are sent, before any is."""
+        """Sets the order in which units are sent, before any is sent."""
         self._order, self._learns = list(order), not order
 
     def give_to(self, ahead: Ahead) -> None:
-        """From now on what is complete goes to an update that runs already."""
+        """From now on complete gradients go to an update that runs already."""
         self._parts.give_to(ahead)
 
     def take(self, leaf: int, grad: Tensor) -> None:
-        """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        """Takes the gradient of a leaf: the sum over its uses in this backward.
+
+        `grad` is an alias that nobody else has. It is written to only if nobody has what shares its memory, either.
+        """
         mark(grad, "gradient_to", self._leaves[leaf].entry)
         if self._put(leaf, grad):
             self._send_ready()
-        # At each chance, so that messages go as they come.
-        self._collect(block=False)
-        self._hold_back()
+        if self._goes[self._unit_of[leaf]]:
+            # At each chance, so that messages go as they come.
+            self._collect(block=False)
+            self._hold_back()
 
     def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
         """Takes the gradients of several leaves, in an eager step; the list is emptied."""
@@ -127,21 +135,22 @@ class Reducer:
         """Adds a gradient to what there is of its leaf; whether its unit now has all that it is to send."""
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
+        unit = self._unit_of[leaf]
+        goes = self._goes[unit]
         if self._sums is not None:
             self._sums.add(leaf, grad.to(self._leaves[leaf].dtypes.accum))
             if not self._send:
                 return False
-        elif self._local or not self._send:
-            # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
+        elif self._local or not goes:
             before = self._local.pop(leaf, None)
-            if before is not None or not self._send:
+            # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
+            if before is not None or not goes:
                 grad = grad.to(self._leaves[leaf].dtypes.accum)
             grad = added(before, grad, leaf, self._summed)
-            if not self._send:
+            if not goes:
                 self._local[leaf] = grad
                 return False
         self._grads[leaf] = grad
-        unit = self._unit_of[leaf]
         self._missing[unit] -= 1
         if self._missing[unit]:
             return False
@@ -210,14 +219,25 @@ class Reducer:
         self._channels.flush()  # the optimizer may write what was sent
         return out
 
+    @functools.cached_property
+    def _stays(self) -> list[bool]:
+        """By unit, whether it goes with the last backward alone: nobody is sent to, and it makes no difference."""
+        return [self._sums is None and not self._plan.captured and self._is_alone(u) for u in range(len(self._units))]
+
+    def _is_alone(self, unit: int) -> bool:
+        """Whether what is summed of a unit are this rank's gradients as they come, on the device."""
+        channel, members = self._scatter[unit], [self._leaves[i] for i in self._units[unit].leaves]
+        same = all(leaf.dtypes.reduce == leaf.dtypes.accum for leaf in members)
+        return same and channel.size == 1 and not isinstance(channel, CodedReduce) and self._home(unit) == "device"
+
     def _home(self, unit: int) -> MemoryKind:
-        """The memory in which a unit is added up: on the device if it is wanted in another form than it arrives."""
+        """The memory in which a unit is added up; the device, if its form must change after it arrives."""
         members = [self._leaves[i] for i in self._units[unit].leaves]
         alone = self._cut[unit] or (self._scatter[unit].size == 1 and all(m.dim is None for m in members))
         return members[0].grad_home if alone else "device"
 
     def _landed(self, i: int, x: Tensor | Stored, where: MemoryKind) -> Tensor | Stored:
-        """What the optimizer takes of a leaf that was summed whole, where it is to wait."""
+        """The part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
         if not isinstance(x, Tensor):
             return x
         leaf = self._leaves[i]
@@ -243,6 +263,8 @@ class Reducer:
         while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
             unit = self._order[self._next]
             self._next += 1
+            if not self._goes[unit]:
+                continue
             mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
             self._in_flight += self._passing(unit)
             if self._sums is not None:

@@ -1,4 +1,4 @@
-"""After the update: resident parameters are made whole again from the rows that each rank updated."""
+"""After the update: gathers resident parameters again from the rows that each rank has updated."""
 
 import functools
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def refresh(
         blocks: the parameters before the update; resident ones are overwritten.
         rows: this rank's updated part of each trainable leaf (the block itself where it is not cut).
         pool: the disk, for leaves that are kept there.
-        coming: takes, by layer, what is not waited for of resident parameters; None = everything is waited for.
+        coming: filled, by layer, with the transfers of resident parameters that are not waited for; None: wait for all.
 
     Returns:
         The new blocks, in the order of `blocks`.
@@ -66,7 +66,7 @@ def refresh(
 
 
 def _land(unit: Unit, blocks: Sequence[Tensor | None], landed: bool, arrived: Tensor) -> None:
-    """Puts what has come into the blocks; for a loss that runs meanwhile that is no write to them."""
+    """Copies what has arrived into the blocks, without counting as a write for a loss that runs meanwhile."""
     into = [block for block in blocks if block is not None]
     if landed:
         return
@@ -143,7 +143,7 @@ def _start(
     *,
     idle: bool = True,
 ) -> tuple[Pending[Tensor], bool]:
-    """The transfer of one unit, and whether it lands in the parameter itself; `idle`: this thread will wait for it."""
+    """Starts one unit's transfer; also whether it writes to the parameter itself. `idle`: this thread will wait."""
     first, packing = plan.layers[unit.leaves[0]], unit.packing
     channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]

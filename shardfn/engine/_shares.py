@@ -14,12 +14,12 @@ from shardfn.state import StoredSlice, loaded
 
 
 def brought(x: Tensor | Stored, device: torch.device) -> Tensor:
-    """A share on the device, from wherever it waits."""
+    """A share, copied to the device from the memory where it waits."""
     return to_device(loaded(x), device).result()
 
 
 def pieces_of(packing: Packing, rank: int, flat: Tensor | Stored) -> list[Tensor | Stored]:
-    """The pieces of the leaves that a rank's share is of."""
+    """The pieces of single leaves in a rank's share."""
     if isinstance(flat, Tensor) and not capturing():
         return list(packing.split(flat, rank))
     shapes = packing.shapes(rank)

@@ -1,4 +1,4 @@
-"""The update: the optimizer on this rank's rows, then resident parameters made whole again."""
+"""The update: runs the optimizer on this rank's rows, and then gathers resident parameters again."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -49,9 +49,9 @@ def update(
         parts: the optimizer, and whether `state` is consumed.
         state: the current state.
         grads: by leaf, what the optimizer takes of the gradient; consumed.
-        model_state: what the loss has left of it.
+        model_state: the model state that the loss has returned.
         scale: what gradients are multiplied by first; None for nothing.
-        ahead: what has stepped some of the leaves already.
+        ahead: an update that has stepped some of the leaves already.
     """
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
@@ -66,7 +66,7 @@ def update(
 
 
 def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
-    """What of a state an update writes to."""
+    """The parts of a state that an update writes to."""
     return state.params, state.opt_state, state.model_state
 
 
@@ -78,7 +78,7 @@ def next_state(
     kept: Sequence[Tensor],
     coming: Mapping[int, Arrival] | None = None,
 ) -> TrainState:
-    """The state after `state`, of this rank's new blocks, what is still coming of them, optimizer and model state."""
+    """The state after `state`, from this rank's new blocks and transfers to them, optimizer state and model state."""
     return state._replace(
         params=wrap(plan, blocks, coming or {}),
         opt_state=_like(opt_state, state.opt_state),
@@ -172,7 +172,7 @@ def whole_update(
 
 
 def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
-    """A parameter's rows in the update; those that are made whole again afterwards are written to memory."""
+    """A parameter's rows in the update; rows that are gathered afterwards are written to memory."""
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
@@ -188,17 +188,17 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
     Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
     """
     rule = decided_on(plan, optimizer)
-    return rule if rule.needs.phases is None else given(rule, _whole(plan), phase=plan.phase)
+    return rule if rule.needs.phases is None else given(rule, whole(plan), phase=plan.phase)
 
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
-    """The optimizer, its functions of the tree asked about the plan's whole leaves: once, by whoever comes first."""
+    """The optimizer, with its functions of the tree evaluated on the plan's whole leaves; cached in the plan."""
     if optimizer not in plan.rules:
-        plan.rules[optimizer] = decided(optimizer, _whole(plan))
+        plan.rules[optimizer] = decided(optimizer, whole(plan))
     return plan.rules[optimizer]
 
 
-def _whole(plan: Plan) -> PyTree:
+def whole(plan: Plan) -> PyTree:
     """The trainable leaves without data, as `GlobalTensor`s."""
 
     def like(leaf: LeafLayout) -> GlobalTensor | None:
@@ -234,7 +234,7 @@ def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
 
 
 def _like(tree: PyTree, old: PyTree) -> PyTree:
-    """Local tensors of an updated optimizer state, wrapped as the old state's leaves were."""
+    """The blocks of an updated optimizer state, as global tensors like those of the old state."""
     leaves, treedef = tree_flatten(tree)
     before, structure = tree_flatten(old)
     if treedef != structure:

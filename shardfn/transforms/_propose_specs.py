@@ -44,7 +44,7 @@ def propose_specs(
             whole program along its axis; layouts that are better for both together only are not found.
         optimizer: whose states count, where they have the shape of their leaf as cut with it; None: none.
         memory: bytes that a rank may hold of parameters and the optimizer's states; gradients and activations come on
-            top. None: an even share and a quarter more, or what the leaves need at least.
+            top. None: an even share of all ranks along `axes` and a quarter more, or what the leaves need at least.
         cluster: whose rates give work a price, by name or as a value: a product that all ranks compute alike costs what
             the axis's wire sends meanwhile, one that is cut the rank's share of that. Transfers and arithmetic count as
             if they did not overlap, and latencies are not counted. None: work costs nothing.
@@ -54,7 +54,9 @@ def propose_specs(
 
     Raises:
         ValueError: the leaves do not fit, whatever is cut; the mesh has no such axis; the loss is partitioned already,
-            or its stages lie along the axis; or see `partition`.
+            or its stages lie along the axis; no device is called so, or it does not compute in the dtype of most of the
+            work; or see `partition`.
+        TypeError: the cluster is neither a name nor a value.
 
     Example:
         >>> import torch
@@ -76,6 +78,11 @@ def propose_specs(
             " each once."
         )
     on = named_cluster(cluster) if isinstance(cluster, str) else cluster
+    if on is not None and not isinstance(on, Cluster):
+        raise TypeError(
+            f"propose_specs(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name)"
+            " make, or a name of sf.graph.DEVICES."
+        )
     of = Unplaced.of(loss, params, batch, mesh.shape)
     if of.stages in names:
         raise ValueError(

@@ -8,6 +8,7 @@ import torch
 
 from shardfn.capture import capture
 from shardfn.graph import HeldBytes, Proposer, prepare
+from shardfn.graph._forms import WHOLE, cut
 
 from .test_partition_search import SIZE, drawn_loss
 
@@ -57,3 +58,25 @@ def test_equal_layers_are_searched_as_two_and_cost_what_all_do():
     of_all = dict(zip(all_nodes, (found.forms[n] for n in nodes), strict=True))
     assert found.sent == pytest.approx(long.proposal(long.forms_of(of_all)).sent, rel=1e-6)
     assert found.sent > 0
+
+
+def test_work_is_priced_by_the_operations_of_the_rank_with_the_most():
+    def loss(x, up, down):
+        return [((x + 1) @ up).relu().matmul(down).square().sum()]
+
+    rows, width, inner = 8, 6, 31
+    price = 1e-4  # so little that no other plan is better
+    shapes = [(rows, width), (width, inner), (inner, width)]
+    product = 2 * rows * width * inner
+
+    def work(num, forms):
+        free, priced = (proposer(loss, shapes, num, work_price=p) for p in (0.0, price))
+        costs = [found.proposal([WHOLE, *forms]).sent for found, _ in (free, priced)]
+        return (costs[1] - costs[0]) / price
+
+    # All leaves have gradients here, and each product's backward is one for each operand.
+    assert work(2, [WHOLE, WHOLE]) == pytest.approx(6 * product)
+    # Of 31 columns two ranks have 16 and 15, and three have 11, 11 and 9.
+    for num, most in ((2, 16), (3, 11)):
+        megatron = [cut(1, inner, num), cut(0, inner, num)]
+        assert work(num, megatron) == pytest.approx(6 * product * most / inner)

@@ -1,6 +1,9 @@
 """`propose_specs`: no dearer than Megatron's layout, within the limit, and right; its errors."""
 
 import functools
+import math
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch.nn.functional import cross_entropy
 import shardfn as sf
 from shardfn import P, Sharding, optim
 from shardfn.core import tree_flatten, tree_leaves
+from shardfn.graph import Cluster, Device, Link
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 
@@ -138,3 +142,128 @@ def test_an_axis_that_is_missing():
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes=("tp", "sp"))
     with pytest.raises(ValueError, match="give it the loss itself, without partition"):
         sf.propose_specs(sf.partition(mlp), MLP, ABSTRACT, torch.ones(8, 64))
+
+
+SQUARE = sf.make_mesh({"tp": 2, "sp": 2}, abstract=True)
+
+
+def residual(p, x):
+    return (x + ((x + p["shift"]) @ p["up"]).relu() @ p["down"]).square().mean()
+
+
+def uneven(width, inner):
+    return {"shift": torch.ones(width), "up": torch.ones(width, inner), "down": torch.ones(inner, width)}
+
+
+def share_of_largest(params, specs, mesh):
+    """What the rank with the most holds, as a multiple of an even share."""
+    even = sum(x.numel() for x in params.values()) / mesh.size
+    blocks = 0
+    for name, x in params.items():
+        spec = specs[name]
+        names = [spec.dim_axes(d) if d < len(spec) else () for d in range(x.ndim)]
+        blocks += math.prod(
+            functools.reduce(lambda n, a: -(-n // mesh.shape[a]), axes, n)
+            for n, axes in zip(x.shape, names, strict=True)
+        )
+    return blocks / even
+
+
+def test_by_default_a_rank_holds_an_even_share_and_a_quarter_more_of_all_ranks_along_all_axes():
+    params = uneven(5, 7)
+    found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 5), axes=("tp", "sp"))
+    assert share_of_largest(params, found, SQUARE) <= 1.25
+
+
+@pytest.mark.parametrize("multiple", [1.25, 1.5, 1.75, 2.0])
+def test_what_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):
+    params = uneven(13, 31)
+    even = sum(4 * x.numel() for x in params.values()) / 4
+    found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 13), axes=("tp", "sp"), memory=multiple * even)
+    assert share_of_largest(params, found, SQUARE) <= multiple
+
+
+def test_what_does_not_fit_along_two_axes_names_whole_leaves_and_a_limit_that_suffices():
+    params = uneven(5, 7)
+    how: Any = {"axes": ("tp", "sp")}
+    with pytest.raises(ValueError, match=r"are 300 bytes.*params\['up'\], 140 bytes.*memory=\d+") as refused:
+        sf.propose_specs(residual, params, SQUARE, torch.ones(8, 5), **how, memory=75)
+    enough = int(re.findall(r"memory=(\d+)", str(refused.value))[-1])
+    found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 5), **how, memory=enough)
+    assert 4 * share_of_largest(params, found, SQUARE) * 75 / 4 <= enough
+
+
+# Where work has a price: two products of 2 B D F operations each; the first has a gradient of its weight alone, the
+# second of both operands. That makes five such products, of which cut leaves spare a rank one half. What they send is
+# a sum of [B, D] in the forward: of two ranks each sends B D elements. Between, the layouts cost the same.
+ROWS, WIDTH, INNER = 8, 16, 64
+WIDE = {"up": torch.ones(WIDTH, INNER), "down": torch.ones(INNER, WIDTH)}
+WHOLE, CUT = {"up": P(), "down": P()}, {"up": P(None, "tp"), "down": P("tp")}
+PRODUCT = 2 * ROWS * WIDTH * INNER
+RATE = 1e9
+
+
+def box(wire: float, between: float | None = None, per_node: int = 2, **rates: float) -> Cluster:
+    """Devices whose wires carry so many bytes a second, and compute at `RATE`."""
+    device = Device("box", 1 << 30, rates or {"float32": RATE}, 1e9)
+    return Cluster(device, per_node, Link(wire, 0.0), Link(wire if between is None else between, 0.0))
+
+
+def priced(cluster, dtype=torch.float32, mesh=ABSTRACT):
+    params = {name: x.to(dtype) for name, x in WIDE.items()}
+    return sf.propose_specs(mlp, params, mesh, torch.ones(ROWS, WIDTH, dtype=dtype), memory=1e9, cluster=cluster)
+
+
+def even_wire(rate=RATE, itemsize=4):
+    """Bytes a second at which cutting costs what it spares, by hand."""
+    return ROWS * WIDTH * itemsize / (2.5 * PRODUCT / rate)
+
+
+def test_without_a_cluster_what_fits_is_whole():
+    assert priced(None) == WHOLE
+
+
+def test_work_costs_its_operations_by_the_rate():
+    assert priced(box(0.99 * even_wire())) == WHOLE
+    assert priced(box(1.01 * even_wire())) == CUT
+
+
+def test_of_ranks_on_several_nodes_the_slow_wire_counts():
+    fast, slow = 2 * even_wire(), 0.5 * even_wire()
+    assert priced(box(fast, slow, per_node=2)) == CUT
+    assert priced(box(fast, slow, per_node=1)) == WHOLE
+    # Along the inner axis of two nodes ranks are neighbours.
+    inner = sf.make_mesh({"dp": 2, "tp": 2}, abstract=True)
+    outer = sf.make_mesh({"tp": 2, "dp": 2}, abstract=True)
+    assert priced(box(fast, slow, per_node=2), mesh=inner) == CUT
+    # Along the outer one two of each node share the wire between nodes, each with a half of it.
+    assert priced(box(fast, slow, per_node=2), mesh=outer) == WHOLE
+
+
+def test_the_rate_is_that_of_the_dtype():
+    rates: Any = {"float32": RATE, "bfloat16": 10 * RATE}
+    wire = 2 * even_wire()
+    assert priced(box(wire, **rates)) == CUT
+    assert priced(box(wire, **rates), torch.bfloat16) == WHOLE
+    assert priced(box(1.01 * even_wire(10 * RATE, 2), **rates), torch.bfloat16) == CUT
+    with pytest.raises(ValueError, match="box does not compute in float64; it does in float32, bfloat16"):
+        priced(box(wire, **rates), torch.float64)
+
+
+def test_a_limit_holds_whatever_work_costs():
+    params = {**WIDE, "up": torch.ones(WIDTH, INNER)}
+    limit = sum(4 * x.numel() for x in params.values()) / 2
+    found = sf.propose_specs(mlp, params, ABSTRACT, torch.ones(ROWS, WIDTH), memory=limit, cluster=box(1.0))
+    assert found == CUT
+
+
+def test_a_cluster_that_is_none():
+    with pytest.raises(ValueError, match=r"device 'h10' is not known. *Did you mean 'h100'"):
+        priced("h10")
+    with (
+        sys.modules["shape_checks"].unchecked(),
+        pytest.raises(TypeError, match=r"propose_specs\(cluster=Device.*\): a Cluster, as sf.graph"),
+    ):
+        priced(box(1e9).device)
+    with pytest.raises(ValueError, match=r"Cluster\(per_node=0\): 1 or more"):
+        box(1e9, per_node=0)
