@@ -198,8 +198,13 @@ class Plan:
         return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
 
     def sent_last(self) -> frozenset[int]:
-        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order."""
+        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order.
+
+        None where gradients leave the device, which has room for few, or an update waits for them.
+        """
         out, nbytes = set[int](), 0
+        if not self.at_home:
+            return frozenset()
         for unit in (self.reduce_units[u] for u in reversed(self.reduce_order)):
             nbytes += unit.nbytes
             if out and nbytes > TAIL_BYTES:
