@@ -3,8 +3,8 @@
 from ._schedule import (
     Action as Action,
     Actions as Actions,
-    Entry as Entry,
     Kind as Kind,
+    ListedAction as ListedAction,
     Neighbours as Neighbours,
     StageAction as StageAction,
     PipelineSchedule as PipelineSchedule,
