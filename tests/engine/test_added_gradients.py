@@ -350,7 +350,7 @@ def test_sums_of_a_stacks_layers_lie_side_by_side() -> None:
 
 
 def test_rows_of_one_tensor_are_joined_as_they_lie() -> None:
-    whole = torch.arange(12.0).view(3, 2, 2)
+    whole = torch.arange(12.0).view(3, 2, 2).clone()
     assert piled(list(whole)) is whole
     others = [[whole[0], whole[2], whole[1]], [whole[0], whole[1]], [whole[0], whole[1], whole[2].t()], [whole[0]] * 3]
     others += [list(whole[:, 0]), list(whole.transpose(0, 2)), [whole[0], whole[1], whole[2].clone()]]
