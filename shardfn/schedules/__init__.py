@@ -4,8 +4,6 @@ from ._schedule import (
     Action as Action,
     Actions as Actions,
     Kind as Kind,
-    ListedAction as ListedAction,
-    Neighbours as Neighbours,
     StageAction as StageAction,
     PipelineSchedule as PipelineSchedule,
 )
