@@ -115,12 +115,27 @@ def torch_tp(rank: int, world: int, size: Size) -> Step:
 def shardfn_tp(rank: int, world: int, size: Size, *, sequence: int = 0, jit: str = "") -> Step:
     """`models.gpt` along "tp", on the whole batch; with `sequence` tokens are cut between blocks."""
     del rank
+    from shardfn.models import gpt
+
+    return _along_tp(functools.partial(gpt.loss, size.config, axis="tp", sequence=bool(sequence)), world, size, jit)
+
+
+def shardfn_partition(rank: int, world: int, size: Size, *, sequence: int = 0, jit: str = "") -> Step:
+    """`sf.partition` of the loss for one device, with the specs of `shardfn_tp`, on the whole batch."""
+    del rank
+    from _model import loss
+
+    import shardfn as sf
+
+    return _along_tp(sf.partition(loss(size), axes="tp", sequence=bool(sequence)), world, size, jit)
+
+
+def _along_tp(loss: Callable[..., Any], world: int, size: Size, jit: str) -> Step:
     from _model import params
 
     import shardfn as sf
     from shardfn.models import gpt
 
-    loss = functools.partial(gpt.loss, size.config, axis="tp", sequence=bool(sequence))
     specs, mesh = gpt.specs(size.config, tp="tp"), sf.make_mesh({"tp": world})
     f = sf.jit(loss, backend=jit) if jit else loss
     take = sf.sharded_step(f, adamw(), mesh=mesh, specs=specs, batch=sf.P())
@@ -200,6 +215,7 @@ PEERS: dict[str, Build] = {
     "fsdp2_compile_whole": functools.partial(fsdp2_compile, whole=True),
     "torch_tp": torch_tp,
     "shardfn_tp": shardfn_tp,
+    "shardfn_partition": shardfn_partition,
     **{f"shardfn{s}": functools.partial(shardfn, stage=s) for s in range(4)},
     **{f"deepspeed{s}": functools.partial(deepspeed, stage=s) for s in range(4)},
 }

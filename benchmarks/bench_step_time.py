@@ -17,6 +17,7 @@ from _report import publish, table
 from slow_link import Link
 
 Times = dict[str, list[float]]
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def main() -> None:
@@ -39,9 +40,16 @@ def measure(
         link: where the ranks live; None is the loopback.
         whole: every rank gets all rows of a batch, not its share.
     """
-    clock = getattr(args, "clock", "wall")
-    groups = {name: _group(name, args.world, size, link, whole, clock) for name in peers}
-    times: Times = {name: [] for name in peers}
+    times, losses = measure_clocks(peers, args, size=size, link=link, whole=whole)
+    return times[getattr(args, "clock", "wall")], losses
+
+
+def measure_clocks(
+    peers: list[str], args: argparse.Namespace, *, size: Size = FULL, link: Link | None = None, whole: bool = False
+) -> tuple[dict[str, Times], dict[str, float]]:
+    """As `measure`, by each of `CLOCKS` of the same rounds."""
+    groups = {name: _group(name, args.world, size, link, whole) for name in peers}
+    times: dict[str, Times] = {clock: {name: [] for name in peers} for clock in CLOCKS}
     losses: dict[str, float] = {}
     for group in groups.values():
         group.ask(args.warmup)
@@ -49,33 +57,34 @@ def measure(
         for name in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
             answers = groups[name].ask(args.steps)
             losses[name] = statistics.mean(loss for _, loss in answers)
-            times[name].append(max(seconds for seconds, _ in answers))
+            for clock, of_peers in times.items():
+                of_peers[name].append(max(seconds[clock] for seconds, _ in answers))
     for group in groups.values():
         group.close()
     return times, losses
 
 
-def _group(peer: str, world: int, size: Size, link: Link | None, whole: bool, clock: str) -> Group:
+def _group(peer: str, world: int, size: Size, link: Link | None, whole: bool) -> Group:
     name, _, checkout = peer.partition("@")
-    return Group(serve, world, (name, size, whole, clock), link=link, checkout=checkout).ready()
+    return Group(serve, world, (name, size, whole), link=link, checkout=checkout).ready()
 
 
 def serve(
-    rank: int, world: int, name: str, size: Size = FULL, whole: bool = False, clock: str = "wall"
-) -> Callable[[int], tuple[float, float]]:
-    """Builds one peer; its answer to k is (seconds per step, last loss) of k steps."""
+    rank: int, world: int, name: str, size: Size = FULL, whole: bool = False
+) -> Callable[[int], tuple[dict[str, float], float]]:
+    """Builds one peer; its answer to k is (seconds per step by each clock, last loss) of k steps."""
     import torch.distributed as dist
     from _peers import build
 
-    now = time.process_time if clock == "processor" else time.perf_counter
     step, data = build(name)(rank, world, size), batches(size, *((0, 1) if whole else (rank, world)))
 
-    def answer(steps: int) -> tuple[float, float]:
+    def answer(steps: int) -> tuple[dict[str, float], float]:
         rows = [next(data) for _ in range(steps)]
         dist.barrier()
-        start = now()
+        start = {clock: now() for clock, now in CLOCKS.items()}
         losses = [step(tokens) for tokens in rows]
-        return (now() - start) / steps, float(losses[-1])
+        taken = {clock: (now() - start[clock]) / steps for clock, now in CLOCKS.items()}
+        return taken, float(losses[-1])
 
     return answer
 

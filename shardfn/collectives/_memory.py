@@ -70,6 +70,7 @@ class Lanes:
         size: the number of ranks.
         index: this one's.
         timeout: seconds that a wait may take; None is for ever.
+        ring: bytes of a ring, a multiple of 4096; the default is for what a step sends.
 
     Attributes:
         offer: what the others need.
@@ -79,14 +80,14 @@ class Lanes:
         NotSharedError: this process cannot offer memory.
     """
 
-    def __init__(self, size: int, index: int, timeout: float | None) -> None:
+    def __init__(self, size: int, index: int, timeout: float | None, ring: int | None = None) -> None:
         if not hasattr(os, "pidfd_open"):
             raise NotSharedError("this system cannot watch processes (pidfd_open)")
         if size > MOST_RANKS:
             raise NotSharedError(f"there are {size} ranks, and memory serves {MOST_RANKS}")
         self._engine = engine()
         self.size, self.index, self._timeout = size, index, timeout
-        self._ring = max(_LEAST_RING, RINGS // size // 4096 * 4096)
+        self._ring = ring or max(_LEAST_RING, RINGS // size // 4096 * 4096)
         self.nbytes: int = self._engine.plain("segment_bytes", size, self._ring)
         self._ends = _Holdings(self._engine, self.nbytes)
         self.offer = LanesOffer(self._ends.segment.offer, self._engine.bell)
@@ -274,7 +275,8 @@ class _Holdings:
         return self._views[-1].ctypes.data, self._fds[-1], self._fds[-2]
 
     def close(self) -> None:
-        if self._process != os.getpid():  # a fork holds copies, and must not speak for the rank
+        # A fork holds copies, and must not speak for the rank.
+        if self._process != os.getpid() or self._engine.defers(self.close):
             return
         channel, self.channel = self.channel, None
         if channel is not None:

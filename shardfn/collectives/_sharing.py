@@ -53,7 +53,7 @@ def chosen_channel() -> str:
     return "" if way == DEFAULT else f"{VARIABLE}={way}"
 
 
-def shared_lanes(group: Any, timeout: datetime.timedelta | None) -> Lanes | None:
+def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | None = None) -> Lanes | None:
     """The way through memory of a gloo group, or None and, where it was to be expected, a warning that says why.
 
     Where memory is not wished for it does nothing. Else it is collective over the group; all of it get lanes, or none.
@@ -62,7 +62,7 @@ def shared_lanes(group: Any, timeout: datetime.timedelta | None) -> Lanes | None
         return None
     lanes, why = None, ""
     try:
-        lanes = Lanes(group.size(), group.rank(), None if timeout is None else timeout.total_seconds())
+        lanes = Lanes(group.size(), group.rank(), None if timeout is None else timeout.total_seconds(), ring)
     except NotSharedError as error:
         why = str(error)
     told = _gathered((_machine(), lanes and lanes.offer, why), group)

@@ -1,4 +1,4 @@
-"""What happens when in a step: plan, gathers, reductions, update, schedule, agreement; eager, traced and pure."""
+"""The engine of a step: plan, gathers, reductions, update, schedule, agreement; eager, captured and pure."""
 
 from ._abstract import abstract_leaves as abstract_leaves, is_abstract as is_abstract
 from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbatches as num_microbatches

@@ -1,4 +1,4 @@
-"""What `accumulate` makes: a loss over microbatches, and the fold over them."""
+"""The loss that `accumulate` returns, a mean over microbatches, and the fold over these."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ class Accumulated(Transform):
     num_microbatches: int
 
     def __call__(self, params: PyTree, batch: PyTree, *args: Any) -> Any:
-        """The loss of the whole batch (the graph of all microbatches is alive at once)."""
+        """The loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
         outs = [self.inner(params, micro, *args) for micro in split_batch(batch, self.num_microbatches)]
         return _mean(outs)
 
 
 def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
-    """The loss of one microbatch, and the microbatches; nested `accumulate`s are flattened."""
+    """The loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list."""
     batches = [batch]
     while isinstance(loss, Accumulated):
         batches = [micro for b in batches for micro in split_batch(b, loss.num_microbatches)]
@@ -40,9 +40,9 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
 
 
 def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
-    """`one(inner, microbatch)` of each microbatch, added up one after another: of two at a time both are alive.
+    """Adds up `one(inner, microbatch)` over the microbatches, one after another; at most two results exist at a time.
 
-    For functions that make forward and backward in one; a step runs them apart, by its schedule.
+    For functions that run forward and backward in one call. A step runs these separately, by its schedule.
     """
     inner, batches = microbatches(loss, batch)
     total = one(inner, batches[0])
@@ -52,14 +52,14 @@ def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Cal
 
 
 def of_whole_batch(loss: Loss) -> Loss:
-    """The loss, of a batch that is not cut in microbatches."""
+    """The inner loss, for a batch that is not cut into microbatches."""
     while isinstance(loss, Accumulated):
         loss = loss.inner
     return loss
 
 
 def num_microbatches(loss: Loss) -> int:
-    """Into how many microbatches a loss cuts its batch."""
+    """The number of microbatches into which a loss cuts its batch."""
     num = 1
     while isinstance(loss, Accumulated):
         num, loss = num * loss.num_microbatches, loss.inner
@@ -83,7 +83,7 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
 
 
 def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
-    """A batch in `n` parts: of a leaf that is `cut` a piece along dim 0 each, equal if `n` divides it; else all of it.
+    """Cuts a batch into `n` parts. A leaf that is `cut` is cut along dim 0; other leaves are whole in each part.
 
     Args:
         batch: a tree of tensors.

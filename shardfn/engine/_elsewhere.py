@@ -1,4 +1,4 @@
-"""What stands in the place of a stack whose layers are on several ranks, where a loss is not to use it."""
+"""Stands for a stack whose layers are on several ranks, in code outside of the layers, which must not use it."""
 
 import functools
 from typing import Any
@@ -12,10 +12,10 @@ _FIELDS = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "layou
 
 
 class ElsewhereTensor(torch.Tensor):
-    """This rank's rows of a stack, outside of its layers: of their shape and dtype, and without a value.
+    """This rank's rows of a stack, for code outside of its layers: with their shape and dtype, and without values.
 
     Raises:
-        ValueError: something is computed of it. It would be of this rank's layers alone.
+        ValueError: something is computed from it. The result would be of this rank's layers alone.
     """
 
     @staticmethod

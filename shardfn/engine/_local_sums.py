@@ -28,6 +28,10 @@ class LocalSums:
         self._made: set[int] = set()
         self._stacks: dict[int, Tensor] = {}
 
+    def __bool__(self) -> bool:
+        """Whether anything has been added up."""
+        return bool(self._at or self._made)
+
     def add(self, leaf: int, grad: Tensor, *, stays: bool) -> None:
         """Adds a gradient.
 

@@ -1,6 +1,6 @@
-"""What a captured graph does to memory, and what may therefore change places.
+"""Which memory the nodes of a graph read and write, and which nodes may therefore change places.
 
-Nodes are vertices of a partial order; any order of the graph that keeps it computes the same bits:
+Nodes have a partial order, made of the rules below. Any order of the graph that keeps it computes the same bits:
 
     data             a user comes after what it uses
     read after write, write after read, write after write: of one memory, through whatever alias
@@ -17,7 +17,7 @@ A view reads no memory; it is tied to the memory's values only through its reade
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,7 +26,7 @@ from ._moves import is_fetch
 from ._op import by_identity
 from ._ops import PSUM_SCATTER, SENT, WAIT, known_op, op_of
 from ._transfers import is_gather, is_message, is_start, is_wait, start_of
-from ._values import storage_of, tensors_of, written_by
+from ._values import tensors_of, written_by
 
 # Orders that no memory carries, as memories of their own.
 _GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR, _MESSAGE = -1, -2, -3, -4, -5, -6, -7
@@ -51,17 +51,23 @@ class Memory:
         self.sizes: list[int] = []
         self._number: dict[object, int] = {}
         self._raw: dict[Node, tuple[int, ...]] = {}
+        # By node its abstract value, and the memories of that; passes over one draft share it.
+        self._known: dict[Node, tuple[Any, Sequence[tuple[int, Any]]]] = gm.meta.get("draft", {})
         # As they are now: a pass may edit the graph and still ask.
         self.inputs: dict[Node, list[Node]] = {n: n.all_input_nodes for n in self.order}
+        acts = {n: _acts(n.target) if n.op == "call_function" else _NEVER for n in self.order}
+        self._waits: dict[Node, Node] = {}
         for node in self.order:
             self._raw[node] = self._numbers(node)
-            if is_wait(node) or (node.target is operator.getitem and is_wait_input(node)):
+            if acts[node].waits:
+                self._waits[node] = start_of(node)
                 self._tie(node)
-        self._shown = {n: _once(map(self.find, raw)) if raw else () for n, raw in self._raw.items()}
+            elif node.target is operator.getitem and is_wait_input(node):
+                self._tie(node)
+        self._shown = {n: self._found(raw) for n, raw in self._raw.items()}
         # From here on all memories that are the same have been united.
-        self._view = {n: self._is_view(n) for n in self.order}
-        self._waits = {n: start_of(n) for n in self.order if is_wait(n)}
-        self._writes = {n: self._of(written) for n in self.order if (written := written_by(n))}
+        self._view = {n: acts[n].may_view and self._is_view(n) for n in self.order}
+        self._writes = {n: self._of(written_by(n)) for n in self.order if acts[n].writes}
         self.mutated = {m for memories in self._writes.values() for m in memories}
         self.given = {m for n in self.order if n.op == "placeholder" for m in self._shown[n]}
 
@@ -70,7 +76,7 @@ class Memory:
         return self._shown[node]
 
     def is_view(self, node: Node) -> bool:
-        """Whether the node only gives another look at memory that exists, taking a tuple apart included."""
+        """Whether the node is a view of existing memory, or takes a value out of a tuple."""
         return self._view[node]
 
     def mutates(self, node: Node) -> tuple[int, ...]:
@@ -78,27 +84,27 @@ class Memory:
         return self._writes.get(node, ())
 
     def reads(self, node: Node) -> tuple[int, ...]:
-        """The memories whose contents the node needs; a wait reads until then what its transfer does."""
+        """The memories whose contents the node needs; for a wait, also those that its transfer reads."""
         if self._view[node]:
             return ()
         start = self._waits.get(node)
         return self._of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
 
     def writes(self, node: Node) -> tuple[int, ...]:
-        """The memories that the node overwrites; a wait completes where its transfer lands."""
+        """The memories that the node overwrites. A wait also writes the memory into which its transfer writes."""
         start = self._waits.get(node)
         if start is None:
             return self.mutates(node)
         return _once((*self._of(self.inputs[node]), *self.mutates(start)))
 
     def find(self, memory: int) -> int:
-        """The memory that stands for all that were found to be the same one."""
+        """The number that stands for all memories that were found to be the same."""
         while self._parent[memory] != memory:
             self._parent[memory] = memory = self._parent[self._parent[memory]]
         return memory
 
     def unite(self, one: int, other: int) -> int:
-        """Makes two memories one from now on; what `shown` said before is not revised."""
+        """Records that two memories are the same. Earlier results of `shown` are not changed."""
         one, other = sorted((self.find(one), self.find(other)))
         self._parent[other] = one
         self.sizes[one] = max(self.sizes[one], self.sizes[other])
@@ -106,7 +112,7 @@ class Memory:
 
     @functools.cached_property
     def far(self) -> set[Node]:
-        """The gathers whose values are gathered further: the first of two hops."""
+        """The gathers whose results are gathered again: the first of two hops."""
         behind: dict[Node, set[Node]] = {}
         out: set[Node] = set()
         for node in self.order:
@@ -124,31 +130,46 @@ class Memory:
             return self._shown[nodes[0]]
         return _once(m for n in nodes for m in self._shown[n])
 
+    def _found(self, memories: tuple[int, ...]) -> tuple[int, ...]:
+        """What stands for these memories, each once."""
+        if len(memories) == 1:
+            return memories if self._parent[memories[0]] == memories[0] else (self.find(memories[0]),)
+        return _once(map(self.find, memories))
+
     def _numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
         # By the memory of the abstract value, of which aliases share one, as tensors do.
         if "val" in node.meta:
-            return tuple(self._new(storage_of(t), t.untyped_storage().nbytes()) for t in tensors_of(node))
+            return tuple([self._new(key, storage) for key, storage in self._storages(node)])
         if node.op != "call_function":
-            return (self._new((node.op, node.target), 0),)
+            return (self._new((node.op, node.target)),)
         if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
             return ()
         # An op that nobody described may return its arguments.
-        own = self._new(node, 0)
+        own = self._new(node)
         for m in [m for n in self.inputs[node] for m in self._raw[n]]:
             self.unite(own, m)
         return (own,)
 
-    def _new(self, key: object, nbytes: int) -> int:
-        if key not in self._number:
-            self._number[key] = len(self._parent)
-            self._parent.append(len(self._parent))
-            self.sizes.append(nbytes)
-        return self._number[key]
+    def _storages(self, node: Node) -> Sequence[tuple[int, Any]]:
+        """The memories of the node's abstract value, as numbers and as what torch has: of a draft, asked for once."""
+        val, known = node.meta["val"], self._known.get(node)
+        if known is None or known[0] is not val:
+            storages = [t.untyped_storage() for t in tensors_of(node)]
+            known = self._known[node] = (val, [(x._cdata, x) for x in storages])
+        return known[1]
+
+    def _new(self, key: object, storage: Any = None) -> int:
+        found = self._number.get(key)
+        if found is None:
+            found = self._number[key] = len(self._parent)
+            self._parent.append(found)
+            self.sizes.append(0 if storage is None else storage.nbytes())
+        return found
 
     def _tie(self, node: Node) -> None:
-        """At run time a wait returns memory that its abstract value may not show."""
+        """Unites the memory of a wait with that of its transfer, which abstract values may not show."""
         start = start_of(node)
         others = list(node.all_input_nodes)
         if start.target is PSUM_SCATTER and len(start.args[1]) == 1:  # pyright: ignore[reportArgumentType]
@@ -160,22 +181,33 @@ class Memory:
     def _is_view(self, node: Node) -> bool:
         if node.target is operator.getitem:
             return True
-        mine = self._shown[node]
-        if not mine or node.op != "call_function" or not _may_view(node.target):
-            return False
-        inputs = self.inputs[node]
-        return all(any(m in self._shown[n] for n in inputs) for m in mine)
+        mine, shown = self._shown[node], self._shown
+        if len(mine) == 1:
+            return any([mine[0] in shown[n] for n in self.inputs[node]])
+        return bool(mine) and {m for n in self.inputs[node] for m in shown[n]}.issuperset(mine)
+
+
+class _Acts(NamedTuple):
+    """What an op may do: waits, gives another look at memory, overwrites some."""
+
+    waits: bool
+    may_view: bool
+    writes: bool
+
+
+_NEVER = _Acts(waits=False, may_view=False, writes=False)
 
 
 @by_identity
-def _may_view(target: Any) -> bool:
+def _acts(target: Any) -> _Acts:
     op = known_op(target)
-    acts = op.channel or op.move is not None or op.waits
-    return isinstance(target, torch._ops.OpOverload) and not acts and not target._schema.is_mutable
+    moves = op.channel or op.move is not None or op.waits
+    looks = isinstance(target, torch._ops.OpOverload) and not moves and not target._schema.is_mutable
+    return _Acts(op.waits, looks or target is operator.getitem, bool(op.writes))
 
 
 def _once(memories: Iterable[int]) -> tuple[int, ...]:
-    """Each memory once, in the order in which they come."""
+    """The memories without repetitions, in order."""
     return tuple(dict.fromkeys(memories))
 
 
@@ -185,7 +217,7 @@ def is_wait_input(node: Node) -> bool:
 
 
 def keeps_its_place(node: Node) -> bool:
-    """Whether a node is there for what it does: it writes, transfers, draws at random or acts outside the graph."""
+    """Whether a node has an effect: it writes, transfers, draws at random or acts outside the graph."""
     if is_fetch(node):
         return False  # this rank's own affair, and repeatable
     return bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns(node)) or node.op == "placeholder"
@@ -227,17 +259,17 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
             readers.setdefault(m, []).append(node)
         # It may read what it writes.
         before.pop(node, None)
-        out[node] = sorted(before, key=memory.position.__getitem__)
+        out[node] = sorted(before, key=memory.position.__getitem__) if len(before) > 1 else list(before)
     return out
 
 
 def is_stop(node: Node) -> bool:
-    """Whether the program may end at the node, or does there what nobody knows."""
+    """Whether the program may end at the node, or the node has an unknown effect."""
     return _EFFECT in _turns(node)
 
 
 def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
-    """The same order read backward: for each node those that must come after it."""
+    """The same order in reverse: for each node, the nodes that must come after it."""
     out: dict[Node, list[Node]] = {n: [] for n in before}
     for node, earlier in before.items():
         for n in earlier:
@@ -246,7 +278,7 @@ def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
 
 
 def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[Node]:
-    """The order nearest to `wish`: each node where it is wished, or earlier if one that needs it comes earlier.
+    """The legal order nearest to `wish`: each node at its place there, or earlier if one that needs it is earlier.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -288,9 +320,9 @@ def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: se
 
 
 def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: Memory) -> dict[Node, int]:
-    """For each node the index in `order` after which it could run, if what only brings its inputs were moved for it.
+    """For each node, the index in `order` after which it could run if nodes that only bring its inputs were moved, too.
 
-    That is copies, views, fetches, and the first hops of gathers in two.
+    These are copies, views, fetches, and the first hops of gathers in two hops.
     """
     at = {n: i for i, n in enumerate(order)}
     free: dict[Node, int] = {}
@@ -304,7 +336,7 @@ def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: M
 
 
 def is_copy(node: Node) -> bool:
-    """Whether the node only copies, casts, packs or encodes, which may be done where it is sent or arrives."""
+    """Whether the node only copies, casts, packs or encodes, so that it may run next to the transfer of its value."""
     return op_of(node).copies
 
 

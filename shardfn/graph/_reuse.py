@@ -1,7 +1,7 @@
-"""A second gather of a leaf that is still here is dropped, and a second fetch."""
+"""Drops a second gather, or a second fetch, of a leaf whose gathered value still exists."""
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch.fx import GraphModule, Node
 
@@ -51,9 +51,9 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
         raise ValueError(f"reuse_gathers(budget={budget}): a budget of bytes must not be negative.")
     memory = Memory(gm)
     # Apart, since what is not gathered may have other sizes on other ranks, which must gather alike.
-    lone = _lone_fetches(memory)
-    stands = _Recent(memory, budget, lambda n: n.target is ALL_GATHER).stands
-    stands |= _Recent(memory, budget, lone.__contains__).stands
+    lone, number = _lone_fetches(memory), value_numbers(memory)
+    stands = _Recent(memory, number, budget, lambda n: n.target is ALL_GATHER).stands
+    stands |= _Recent(memory, number, budget, lone.__contains__).stands
     dropped = {n for w in stands for n in (w, *w.all_input_nodes)}
     out, new = reordered(gm, memory.order)
     for again, first in stands.items():
@@ -69,15 +69,14 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
 
 
 class _Recent:
-    """Gathered values in the order of their last use; those beyond the budget are let go.
+    """Gathered values in the order of their last use; those beyond the budget are dropped.
 
     Attributes:
-        stands: for each wait that is dropped the wait whose value stands for it.
+        stands: for each wait that is dropped, the wait whose value replaces it.
     """
 
-    def __init__(self, memory: Memory, budget: int, which: Callable[[Node], bool]) -> None:
-        self._memory, self._budget = memory, budget
-        self._number = value_numbers(memory)
+    def __init__(self, memory: Memory, number: Mapping[Node, int], budget: int, which: Callable[[Node], bool]) -> None:
+        self._memory, self._number, self._budget = memory, number, budget
         self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._total = 0
         self._first: dict[int, Node] = {}
