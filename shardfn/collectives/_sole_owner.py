@@ -12,6 +12,11 @@ def is_sole_owner(x: Tensor) -> bool:
     Who asks has made both, an alias (`x.detach()`) say, and has given them to nobody: who holds a tensor itself is not
     counted, but only what shares its memory. Memory that is not torch's own (of numpy, of another library, of several
     processes) belongs to others always.
+
+    Example:
+        >>> x = torch.ones(4)
+        >>> is_sole_owner(x.view(2, 2)), is_sole_owner(x.view(2, 2).detach())
+        (True, False)
     """
     storage = x.untyped_storage()
     if type(x) is not Tensor:  # of a capture, without memory: the tracer may have it too
@@ -21,7 +26,12 @@ def is_sole_owner(x: Tensor) -> bool:
 
 
 def may_be_added_to(x: Tensor) -> bool:
-    """Whether `x.add_(y)` is `x + y` in the memory of `x`, which nobody else sees; for tensors as `is_sole_owner`."""
+    """Whether `x.add_(y)` is `x + y` in the memory of `x`, which nobody else sees; for tensors as `is_sole_owner`.
+
+    Example:
+        >>> may_be_added_to(torch.ones(2, 3).t()), may_be_added_to(torch.ones(1).expand(3))
+        (True, False)
+    """
     # A subclass may hold others' tensors, of which its own memory says nothing.
     plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
     return plain and (x.is_contiguous() or _is_dense(x)) and is_sole_owner(x)

@@ -103,11 +103,12 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     """
     if n == 1:
         return [batch]
-    pairs = zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
-    bad = [f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n]
-    if bad:
-        raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {', '.join(bad)}; use a divisor.")
-    return cut_rows(batch, n, [_cuts(x) for x in tree_leaves(batch)])
+    leaves = tree_leaves(batch)
+    if any(_cuts(x) and x.shape[0] % n for x in leaves):  # paths for errors alone: they take longer than the cut
+        pairs = zip(tree_paths(batch, "batch"), leaves, strict=True)
+        bad = ", ".join(f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n)
+        raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {bad}; use a divisor.")
+    return cut_rows(batch, n, [_cuts(x) for x in leaves])
 
 
 def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
@@ -119,10 +120,8 @@ def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
         cut: by leaf, in flattening order.
     """
     leaves, treedef = tree_flatten(batch)
-    rows = list(zip(leaves, cut, strict=True))
-    return [
-        tree_unflatten(treedef, [x.chunk(n)[i] if is_cut and x.shape[0] else x for x, is_cut in rows]) for i in range(n)
-    ]
+    columns = [x.chunk(n) if is_cut and x.shape[0] else [x] * n for x, is_cut in zip(leaves, cut, strict=True)]
+    return [tree_unflatten(treedef, [column[i] for column in columns]) for i in range(n)]
 
 
 def _cuts(x: Any) -> bool:

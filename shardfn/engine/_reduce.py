@@ -16,10 +16,11 @@ from shardfn.capture import capturing, mark, traced_once
 from shardfn.collectives import AnyChannels, CodedReduce, dealt, is_sole_owner, psum, reduce_channel
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
-from shardfn.state import Ahead, Parts, added, closed
+from shardfn.state import Ahead, Parts, closed
 
 from ._canonical import ChunkSums
 from ._chunks import Chunks
+from ._local_sums import LocalSums
 from ._plan import Plan
 from ._pools import pool_of
 from ._profiled import named_range
@@ -72,12 +73,9 @@ class Reducer:
         self._late_axes = late_axes
         self._late = {u for u, x in enumerate(units) if not {*late_axes}.issubset(leaves[x.leaves[0]].own_axes)}
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
-        # By leaf: sums of backwards that did not send, which stay between backwards; and gradients of this one that
-        # have not been sent.
-        self._local: dict[int, Tensor] = {}
+        self._local = LocalSums(plan)
+        # By leaf: gradients of this backward that have not been sent.
         self._grads: dict[int, Tensor] = {}
-        # The leaves whose tensor in `_local` is a sum; see `added`.
-        self._summed: set[int] = set()
         self._sums = None if chunks is None else ChunkSums(chunks, self._zeros)
         # By unit: whether it is sent with the backward that runs.
         self._goes: list[bool] = []
@@ -141,15 +139,11 @@ class Reducer:
             self._sums.add(leaf, grad.to(self._leaves[leaf].dtypes.accum))
             if not self._send:
                 return False
-        elif self._local or not goes:
-            before = self._local.pop(leaf, None)
-            # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
-            if before is not None or not goes:
-                grad = grad.to(self._leaves[leaf].dtypes.accum)
-            grad = added(before, grad, leaf, self._summed)
-            if not goes:
-                self._local[leaf] = grad
-                return False
+        elif not goes:
+            self._local.add(leaf, grad, stays=self._stays[unit])
+            return False
+        elif self._local:
+            grad = self._local.total(leaf, grad, stays=self._stays[unit])
         self._grads[leaf] = grad
         self._missing[unit] -= 1
         if self._missing[unit]:
@@ -207,7 +201,8 @@ class Reducer:
                 flat = self._parts.pop(u) if alone else self._whole_part(u)
             if isinstance(flat, Tensor):
                 flat = flat.to(members[0].dtypes.accum)
-                if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
+                here = self._scatter[u].size == 1 and self._parts.home(u) == "device"
+                if here and not (all(map(self._local.has_made, leaves)) or is_sole_owner(flat)):
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
             out.update(zip(leaves, pieces_of(packing, index, flat), strict=True))
             if not alone:
@@ -250,7 +245,7 @@ class Reducer:
             self._order.append(unit)
 
     def _absent(self, leaf: int) -> Tensor:
-        local = self._local.pop(leaf, None)
+        local = self._local.pop(leaf)
         if local is not None:
             return local
         return self._zeros(leaf, self._leaves[leaf].dtypes.reduce)

@@ -3,9 +3,7 @@
 from ._schedule import (
     Action as Action,
     Actions as Actions,
-    Entry as Entry,
     Kind as Kind,
-    Neighbours as Neighbours,
     StageAction as StageAction,
     PipelineSchedule as PipelineSchedule,
 )

@@ -40,7 +40,7 @@ class StageAction(NamedTuple):
     stage: int
 
 
-class Entry(NamedTuple):
+class ListedAction(NamedTuple):
     """An action by where it stands: the place in a rank's list."""
 
     rank: int
@@ -57,8 +57,8 @@ class Neighbours(NamedTuple):
     """
 
     place: StageAction
-    before: Entry | None
-    after: Entry | None
+    before: ListedAction | None
+    after: ListedAction | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class PipelineSchedule:
         Example:
             >>> by_hand = PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0")))
             >>> by_hand.neighbours(1)[Action("backward", 0)].after
-            Entry(rank=0, position=1)
+            ListedAction(rank=0, position=1)
         """
         if rank not in self._known:
             self._known[rank] = {action: self._neighbours(rank, action) for action in self.ranks[rank]}
@@ -148,11 +148,11 @@ class PipelineSchedule:
     def _neighbours(self, rank: int, action: Action) -> Neighbours:
         place, step = self.place(rank, action), 1 if action.kind == "forward" else -1
 
-        def entry(stage: int) -> Entry | None:
+        def entry(stage: int) -> ListedAction | None:
             if action.kind == "weights" or not 0 <= stage < self.num_stages:
                 return None
             where, its = self.at(place._replace(stage=stage))
-            return Entry(where, self.position(where, its))
+            return ListedAction(where, self.position(where, its))
 
         return Neighbours(place, entry(place.stage - step), entry(place.stage + step))
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, Sharding, Zero, optim
+from shardfn.engine._local_sums import LocalSums
 from shardfn.engine._reduce import Reducer
-from shardfn.state import _parts
+from shardfn.state import _parts, piled
 from shardfn.testing import distributed
 
 # Of a loss: `loss(params, batch)`, and a list to which it may add what a user keeps, whose values must stay.
@@ -209,8 +210,18 @@ def _out_of_place() -> Iterator[None]:
         del key, summed
         return part if before is None else before + part
 
+    def add(self: LocalSums, leaf: int, grad: Tensor, *, stays: bool) -> None:
+        del stays
+        self._at[leaf] = added(self._at.get(leaf), grad.to(self._leaves[leaf].dtypes.accum), leaf, set())
+
+    def total(self: LocalSums, leaf: int, grad: Tensor, *, stays: bool) -> Tensor:
+        del stays
+        before = self._at.pop(leaf, None)
+        return grad if before is None else before + grad.to(before.dtype)
+
     alone = mock.patch.object(Reducer, "_is_alone", lambda *args: False)
-    with alone, mock.patch("shardfn.engine._reduce.added", added), mock.patch.object(_parts, "added", added):
+    sums = mock.patch.multiple(LocalSums, add=add, total=total)
+    with alone, sums, mock.patch.object(_parts, "added", added):
         yield
 
 
@@ -320,3 +331,30 @@ def test_sums_of_what_came_in_messages_are_those_out_of_place() -> None:
         with _out_of_place():
             want = run(stage)
         assert all(map(torch.equal, got, want)), stage
+
+
+def test_sums_of_a_stacks_layers_lie_side_by_side() -> None:
+    mesh = sf.make_mesh({"dp": 1}, device="cpu")
+    params = {"w": torch.randn(3, 2, 2), "b": torch.randn(2)}
+    step = sf.sharded_step(
+        sf.accumulate(lambda p, x: sum((x @ w).square().mean() for w in p["w"]) + (x @ p["b"]).mean(), 2),
+        optim.sgd(0.1),
+        mesh=mesh,
+        specs={"w": Sharding(P(), stacked=True), "b": P()},
+    )
+    state, joined = step.init(params), list[Any]()
+    with mock.patch("shardfn.engine._plan.piled", lambda parts: joined.append((parts, piled(parts))) or joined[-1][1]):
+        state, _ = step(state, torch.randn(4, 2))
+    ((rows, whole),) = joined
+    assert whole.shape == (3, 2, 2) and all(x._base is whole for x in rows)
+
+
+def test_rows_of_one_tensor_are_joined_as_they_lie() -> None:
+    whole = torch.arange(12.0).view(3, 2, 2).clone()
+    assert piled(list(whole)) is whole
+    others = [[whole[0], whole[2], whole[1]], [whole[0], whole[1]], [whole[0], whole[1], whole[2].t()], [whole[0]] * 3]
+    others += [list(whole[:, 0]), list(whole.transpose(0, 2)), [whole[0], whole[1], whole[2].clone()]]
+    for rows in others:
+        made = piled(rows)
+        assert isinstance(made, Tensor) and torch.equal(made, torch.stack(rows))
+        assert made.untyped_storage()._cdata != whole.untyped_storage()._cdata
