@@ -160,6 +160,10 @@ class Control:
             for rounds in (self._rounds, *self._along.values()):
                 rounds.share(self._timeout)
 
+    def shared(self) -> list[tuple[Rounds, int]]:
+        """The rounds, and the bytes of memory that this rank has set aside for each."""
+        return [(rounds, rounds.shared_bytes) for rounds in (self._rounds, *self._along.values())]
+
     def begin(self, call: str) -> None:
         """Says what this rank is about to do, for those that may wait for it in vain."""
         self._call, self._met = call, False

@@ -117,30 +117,30 @@ class Lanes:
         """Ends the channel; what is under way fails, here and on the other ranks."""
         self._closing()
 
-    def all_gather(self, own: Tensor, blocks: Blocks) -> "Entry":
+    def all_gather(self, own: Tensor, blocks: Blocks) -> "LaneOp":
         """Sends a block to all, and takes theirs."""
         return self._start((own, *blocks), to_all=own, alls=blocks)
 
-    def all_to_all(self, parts: Blocks, into: Blocks) -> "Entry":
+    def all_to_all(self, parts: Blocks, into: Blocks) -> "LaneOp":
         """Sends each rank its part, and takes theirs; the own one is copied."""
         into[self.index].copy_(parts[self.index])
         return self._start((*parts, *into), out=parts, come=into)
 
-    def reduce_scatter(self, parts: Blocks, out: Tensor) -> "Entry":
+    def reduce_scatter(self, parts: Blocks, out: Tensor) -> "LaneOp":
         """Sends each rank its part, and sums the own ones in the order of ranks."""
         return self._start((*parts, out), out=parts, sums=out)
 
-    def all_reduce(self, parts: Blocks) -> "Entry":
+    def all_reduce(self, parts: Blocks) -> "LaneOp":
         """Sums parts over all ranks, in place: each rank its own, which goes to all as it is summed."""
         mine = parts[self.index]
         return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
 
-    def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "Entry":
+    def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "LaneOp":
         """To one rank, or from one: what the other end gives the same tag."""
         self._check()
         return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
-    def wait(self, entry: "Entry", asked: int) -> None:
+    def wait(self, entry: "LaneOp", asked: int) -> None:
         """Waits until a transfer has come (IN), or left (OUT), or both.
 
         Raises:
@@ -155,7 +155,7 @@ class Lanes:
         if state < 0:
             raise TransportError(self.why())
 
-    def state(self, entry: "Entry", asked: int) -> int:
+    def state(self, entry: "LaneOp", asked: int) -> int:
         """1: what is asked for is so, 0: not yet, -1: it failed."""
         return entry.state(self._engine, asked)
 
@@ -176,7 +176,7 @@ class Lanes:
         alls: Blocks | None = None,
         to_all: Tensor | None = None,
         sums: Tensor | None = None,
-    ) -> "Entry":
+    ) -> "LaneOp":
         self._check()
         if sums is not None and sums.dtype not in _KINDS:
             raise TypeError(f"sums of {sums.dtype} are not known; of {', '.join(map(str, _KINDS))} they are.")
@@ -187,12 +187,12 @@ class Lanes:
         # The fields of `Transfer` in `_memory.cpp`.
         return self._entry(kept, "start", numbers([kind, *at[0], *one, *at[1], *at[2], *total]))
 
-    def _entry(self, kept: Blocks, name: str, *args: Any) -> "Entry":
+    def _entry(self, kept: Blocks, name: str, *args: Any) -> "LaneOp":
         entries = self._ends.entries
         while entries and entries[0].ended(self._engine):
             entries.popleft()
         # Before it starts: an interrupt from the keyboard must not free what is written then.
-        entry = Entry(kept)
+        entry = LaneOp(kept)
         entries.append(entry)
         op: int | None = self._engine.call(name, self._ends.channel, *args)
         if op is None:
@@ -207,7 +207,7 @@ class Lanes:
             raise TransportError("this communicator has ended; a transfer was asked of it.")
 
 
-class Entry:
+class LaneOp:
     """A transfer under way. It keeps alive what is read and written until nothing touches it.
 
     Attributes:
@@ -260,7 +260,7 @@ class _Holdings:
         self._fds: list[int] = []
         self.own: int = self._views[0].ctypes.data
         self.channel: Address | None = None
-        self.entries: collections.deque[Entry] = collections.deque()
+        self.entries: collections.deque[LaneOp] = collections.deque()
 
     def peer(self, offer: LanesOffer) -> tuple[int, int, int]:
         """Where another rank's segment is, the pipe that wakes it, and what tells that it has ended."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ._memory import Entry, Lanes
+from ._memory import LaneOp, Lanes
 from ._segment import NotSharedError
 
 # The variable by which a user chooses, and what is chosen where it is not set.
@@ -23,7 +23,7 @@ _SAID: set[str] = set()
 class MemoryWork:
     """What torch's `Work` is, of a transfer through memory."""
 
-    def __init__(self, lanes: Lanes, entry: Entry, asked: int) -> None:
+    def __init__(self, lanes: Lanes, entry: LaneOp, asked: int) -> None:
         self._lanes, self._entry, self._asked = lanes, entry, asked
 
     def wait(self) -> None:

@@ -1,13 +1,13 @@
 """The loss that `accumulate` returns, a mean over microbatches, and the fold over these."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 
 from ._levels import Transform
 from ._loss import Loss, WeightedMean
@@ -17,23 +17,52 @@ Sum = TypeVar("Sum")
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated(Transform):
-    """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time."""
+    """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time.
+
+    Attributes:
+        inner: the loss.
+        num_microbatches: how many there are.
+        has_state: whether it is called with a model state before the batch, and returns it; a step carries its own.
+    """
 
     transform: ClassVar[str] = "accumulate"
 
     inner: Loss
     num_microbatches: int
+    has_state: bool = False
 
-    def __call__(self, params: PyTree, batch: PyTree, *args: Any) -> Any:
+    def __call__(self, params: PyTree, *args: Any) -> Any:
         """The loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
-        outs = [self.inner(params, micro, *args) for micro in split_batch(batch, self.num_microbatches)]
+        if self.has_state:
+            return self._carried(params, *args)
+        batch, *rest = args
+        outs = [self.inner(params, micro, *rest) for micro in split_batch(batch, self.num_microbatches)]
         return _mean(outs)
+
+    def _carried(self, params: PyTree, state: PyTree, batch: PyTree, *args: Any) -> Any:
+        """With a model state, that goes from microbatch to microbatch as a constant."""
+        outs: list[Any] = []
+        for micro in split_batch(batch, self.num_microbatches):
+            *out, state = self.inner(params, state, micro, *args)
+            state = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
+            outs.append(out[0] if len(out) == 1 else tuple(out))
+        mean = _mean(outs)
+        return (*mean, state) if isinstance(outs[0], tuple) and not isinstance(mean, WeightedMean) else (mean, state)
 
 
 def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
-    """The loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list."""
+    """The loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list.
+
+    Raises:
+        ValueError: it takes a model state before the batch.
+    """
     batches = [batch]
     while isinstance(loss, Accumulated):
+        if loss.has_state:
+            raise ValueError(
+                "a loss of accumulate(..., has_state=True) takes a model state, and is differentiated by"
+                " sharded_step(..., has_state=True)."
+            )
         batches = [micro for b in batches for micro in split_batch(b, loss.num_microbatches)]
         loss = loss.inner
     return loss, batches
@@ -105,6 +134,27 @@ def _mean(outs: list[Any]) -> Any:
     if isinstance(first, WeightedMean):
         return WeightedMean(sum(o.total for o in outs), sum(o.weight for o in outs))  # type: ignore[arg-type]
     if isinstance(first, tuple):
+        _check_aux(first)
         loss = _mean([o[0] for o in outs])
         return loss, {k: _mean([o[1][k] for o in outs]) for k in first[1]}
     return torch.stack([torch.as_tensor(o) for o in outs]).mean()
+
+
+def _check_aux(out: tuple[Any, ...]) -> None:
+    """Refuses what is no `(loss, aux)` whose values can be averaged over microbatches.
+
+    Raises:
+        ValueError: lists the values that cannot.
+    """
+    _, *rest = out
+    if len(rest) != 1 or not isinstance(rest[0], Mapping):
+        told = [f"a loss, {', '.join(type(x).__name__ for x in rest)}"]
+    else:
+        plain = {k: torch.as_tensor(x) for k, x in rest[0].items() if not isinstance(x, WeightedMean)}
+        told = [f"{k!r} of shape {tuple(x.shape)}" for k, x in plain.items() if x.ndim]
+    raise_all(
+        ValueError,
+        "accumulate averages what microbatches return: a loss, or (loss, aux) with a dict of 0-d values; if what comes"
+        " last is a model state, write accumulate(loss, n, has_state=True). Got:",
+        told,
+    )

@@ -88,8 +88,8 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     for axes in plan.psum_axes:
         comms.mesh.group(axes)
     if isinstance(comms.channels, Channels):  # others are of captures
-        for channel, nbytes in comms.channels.shared():
-            record_owner(channel, "host", nbytes)
+        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared()]:
+            record_owner(owner, "host", nbytes)
 
 
 def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:

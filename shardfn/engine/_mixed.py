@@ -24,6 +24,7 @@ class Mixed(Transform):
         inner: the loss.
         policy: the precision.
         loss_scale: what the loss is multiplied by while a step differentiates it; None = nothing.
+        has_state: whether it is called with a model state before the batch, which is not cast; a step carries its own.
     """
 
     transform: ClassVar[str] = "mixed_precision"
@@ -31,6 +32,7 @@ class Mixed(Transform):
     inner: Loss
     policy: Policy
     loss_scale: LossScale | None = None
+    has_state: bool = False
     _dtypes: dict[Any, list[torch.dtype]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -41,10 +43,11 @@ class Mixed(Transform):
         dtypes = self._computed(params, leaves, treedef)
         # A leaf that a step gathers comes in the compute dtype already; to cast it would be to use it.
         cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
+        state, args = args[: self.has_state], args[self.has_state :]
         batch = tree_map(self._cast, args[:1])
         naming = naming_exceptions(self.policy, lambda: zip(tree_paths(params, "params"), dtypes, strict=True))
         with computing_in(self.policy.compute), naming:
-            return self._output(self.inner(tree_unflatten(treedef, cast), *batch, *args[1:], **kwargs))
+            return self._output(self.inner(tree_unflatten(treedef, cast), *state, *batch, *args[1:], **kwargs))
 
     def _computed(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
         key = treedef, *(x.dtype for x in leaves)

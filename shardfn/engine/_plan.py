@@ -165,7 +165,7 @@ class Plan:
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-        """From one tensor per leaf to one per layer, by stacking. Empties `tensors` leaf by leaf."""
+        """From one tensor per layer to one per leaf, by stacking. Uses up `tensors`, leaf by leaf."""
         if not self.has_stacks:
             return tensors
         out: dict[int, Tensor | Stored] = {}
@@ -198,8 +198,13 @@ class Plan:
         return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
 
     def sent_last(self) -> frozenset[int]:
-        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order."""
+        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order.
+
+        None where gradients leave the device, which has room for few, or an update waits for them.
+        """
         out, nbytes = set[int](), 0
+        if not self.at_home:
+            return frozenset()
         for unit in (self.reduce_units[u] for u in reversed(self.reduce_order)):
             nbytes += unit.nbytes
             if out and nbytes > TAIL_BYTES:

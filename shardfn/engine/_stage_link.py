@@ -1,4 +1,4 @@
-"""What goes from stage to stage: activations, and their gradients the other way. A send never waits."""
+"""Messages between stages: activations, and their gradients in the other direction. A send never waits."""
 
 import collections
 from collections.abc import Callable
@@ -16,7 +16,7 @@ AHEAD = 2
 
 
 class _Unanswered(NamedTuple):
-    """A message that may not have left: for which action of which rank it is, by its place in that rank's list."""
+    """A message that may still be sent: the receiving rank, and the index of its action in that rank's list."""
 
     rank: int
     position: int
@@ -24,11 +24,11 @@ class _Unanswered(NamedTuple):
 
 
 class StageLink:
-    """What goes to and comes from other stages. Each message has a tag of its own within a step.
+    """Sends and receives between stages. Each message has its own tag within a step.
 
-    A send is ended when its receiver has answered: when something has come from the same rank that this sends after it
-    has taken the message. So what was sent may be let go then, and nobody waits for it; those without an answer are
-    ended with the step.
+    A send ends when its receiver has answered, that is, when a message has come from that rank which it sends after it
+    has taken this one. Then what was sent may be dropped, and nobody has to wait. Sends without an answer end with the
+    step.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StageLink:
         self._here: dict[StageAction, list[Tensor]] = {}
 
     def receive(self, action: Action) -> list[Tensor]:
-        """What an action waits for; nothing if that is nothing."""
+        """The message that an action waits for; empty if it waits for none."""
         place, before, _ = self._of[action]
         if before is None:
             return []
@@ -59,7 +59,7 @@ class StageLink:
         return got
 
     def send(self, action: Action, tensors: list[Tensor]) -> None:
-        """Hands on what an action has made. They must not be written any more."""
+        """Sends the tensors that an action has made, which must not be written afterwards."""
         place, _, after = self._of[action]
         assert after is not None
         to = StageAction(place.kind, place.microbatch, place.stage + (1 if place.kind == "forward" else -1))
@@ -92,7 +92,7 @@ class StageLink:
         return before is not None and before.rank != self._rank
 
     def _ask(self, ahead: int) -> None:
-        """Lets so many receives be under way, in the order in which they are needed."""
+        """Starts receives in the order in which they are needed, up to this number at a time."""
         while self._next and len(self._coming) < ahead:
             action = self._next.popleft()
             place, before, _ = self._of[action]

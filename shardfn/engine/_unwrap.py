@@ -34,8 +34,9 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
         has_state: whether it takes a model state, and returns one, which goes past all of these.
 
     Raises:
-        ValueError: the loss is jitted twice, or has two policies.
+        ValueError: the loss is jitted twice, or has two policies; or what is around it says that it has a state.
     """
+    check_told(loss, has_state=has_state)
     around, inner = taken_over(loss)
     if has_state:
         inner = with_state() if (with_state := getattr(inner, "with_state", None)) else past_the_batch(inner)
@@ -51,3 +52,27 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     for num in [x.num_microbatches for x in reversed(around) if x.transform == "accumulate"]:
         inner = Accumulated(inner, num)
     return Unwrapped(inner, jitted, mixed)
+
+
+def check_told(loss: Callable[..., Any], *, has_state: bool) -> None:
+    """Refuses a loss whose transforms were told of a model state, where what runs it was not.
+
+    Raises:
+        ValueError: they were.
+    """
+    if not has_state and any(getattr(x, "has_state", False) for x in taken_over(loss)[0]):
+        raise ValueError("the loss takes a model state, and the step was built without; pass has_state=True to both.")
+
+
+def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> None:
+    """Refuses to put a transform that knows of a model state around one that does not, or the other way round.
+
+    Raises:
+        ValueError: it would be.
+    """
+    for x in taken_over(loss)[0]:
+        if hasattr(x, "has_state") and x.has_state != has_state:
+            raise ValueError(
+                f"{outer}(..., has_state={has_state}) of {x.transform}(..., has_state={x.has_state}): a loss has a"
+                " model state or none; say the same to both."
+            )

@@ -58,7 +58,7 @@ def name_line(error: BaseException) -> None:
         ... except RuntimeError as error:
         ...     name_line(error)
         ...     error.__notes__
-        ['in a captured step, at model.py:7 in forward: v1 = g0(v0, [3])']
+        ['in a captured step, at model.py:7 in forward: v1 = g0(v0, [1, 3])']
     """
     at, text = error.__traceback__, ""
     while at is not None:

@@ -4,7 +4,8 @@
 real op takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole
 tensor is saved as (leaf, view geometry), and gathered again when the backward asks for it.
 
-A stacked leaf enters as a lazy leaf of lazy leaves: taking a layer by its index, or iterating, opens nothing.
+A stacked leaf enters as a lazy leaf of lazy leaves: taking a layer by its index, or iterating, opens nothing. A slice
+of its layers is a stack again.
 """
 
 import contextlib
@@ -176,11 +177,20 @@ class LazyLeaf(torch.Tensor):
     @staticmethod
     def stack(path: str, layers: Sequence[Tensor], book: LeafBook) -> "LazyLeaf":
         """The stack of `layers`, lazy leaves or tensors of one shape."""
+        return LazyLeaf._stack(path, layers, weakref.proxy(book))
+
+    @staticmethod
+    def _stack(path: str, layers: Sequence[Tensor], book: Any) -> "LazyLeaf":
         handles = [x.handle if type(x) is LazyLeaf else x for x in layers]
         leaf = _linked(*handles, stacked=True)
-        leaf._path, leaf._layers, leaf._book = path, tuple(layers), weakref.proxy(book)
+        leaf._path, leaf._layers, leaf._book = path, tuple(layers), book
         leaf.handle = handles[0]
         return leaf
+
+    def _part(self, which: slice) -> "LazyLeaf | None":
+        """The stack of some layers; None of no layers."""
+        layers = self._layers[which]
+        return LazyLeaf._stack(self._path, layers, self._book) if layers else None
 
     def with_handle(self, handle: Tensor) -> "LazyLeaf":
         """The same leaf, whose gradient arrives at another handle."""
@@ -210,6 +220,8 @@ class LazyLeaf(torch.Tensor):
             return args[0].handle.requires_grad
         if func in _TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
             taken = _taken(func, args[0]._layers, *args[1:], **(kwargs or {}))
+            if isinstance(taken, slice):
+                taken = args[0]._part(taken)
             if taken is not None:
                 return taken
         _refuse_writes(func, args)
@@ -270,13 +282,19 @@ _METADATA = {
 }
 
 
-_TAKING: Any = {_TENSOR.__getitem__, _TENSOR.__iter__, _TENSOR.unbind, torch.unbind, _TENSOR.select, torch.select}
+_NARROWING = _TENSOR.narrow, torch.narrow
+_TAKING: Any = {
+    *(_TENSOR.__getitem__, _TENSOR.__iter__, _TENSOR.unbind, torch.unbind, _TENSOR.select, torch.select),
+    *_NARROWING,
+}
 
 
 def _taken(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-    """What takes layers from a stack without opening it; None if that is not what is asked."""
+    """What takes layers from a stack without opening it, several of them as a slice; None if that is not asked."""
     if func is _TENSOR.__getitem__:
         first, *rest = args[0] if type(args[0]) is tuple and args[0] else (args[0],)
+        if isinstance(first, slice) and not rest and first.step in (None, 1):
+            return first if all(isinstance(x, int | None) for x in (first.start, first.stop)) else None
         if not isinstance(first, numbers.Integral) or isinstance(first, bool):
             return None
         layer = layers[int(first)]
@@ -286,9 +304,20 @@ def _taken(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> 
     dim = args[0] if args else kwargs.get("dim", 0)
     if dim != 0:
         return None
+    if func in _NARROWING:
+        return _narrowed(len(layers), **dict(zip(("dim", "start", "length"), args, strict=False)), **kwargs)
     if func in (_TENSOR.unbind, torch.unbind):
         return layers
     return layers[args[1] if len(args) > 1 else kwargs["index"]]
+
+
+def _narrowed(num: int, *, dim: int, start: Any, length: Any) -> slice | None:
+    """The layers of a `narrow` along dim 0; None if torch is to refuse it."""
+    del dim
+    if not isinstance(start, int) or not isinstance(length, int):
+        return None
+    start += num if start < 0 else 0
+    return slice(start, start + length) if 0 <= start and 0 <= length and start + length <= num else None
 
 
 class _Joined(torch.autograd.Function):

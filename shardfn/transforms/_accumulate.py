@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from shardfn.engine import Accumulated, check_order
+from shardfn.engine import Accumulated, check_order, check_state
 
 
-def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
+def accumulate(loss: Callable[..., Any], num_microbatches: int, *, has_state: bool = False) -> Accumulated:
     """Cuts the batch in microbatches along dim 0 and averages: `mean_i loss(params, batch_i)`.
 
     For a loss that is a mean over rows this equals `loss(params, batch)`, and its gradient too. It saves activation
@@ -17,10 +17,13 @@ def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
     Args:
         loss: `loss(params, batch, ...)`.
         num_microbatches: the number of pieces; must divide the rows.
+        has_state: for calls outside of a step: the loss is `loss(params, model_state, batch, ...)` and returns the
+            model state last, which each microbatch passes on to the next one as a constant, as in a step. A step with
+            `has_state` carries it in any case.
 
     Raises:
-        ValueError: `num_microbatches` is not positive; `loss` is sharded already; or (when called) the number does not
-            divide a leaf's rows.
+        ValueError: `num_microbatches` is not positive; `loss` is sharded already, or was told otherwise of a model
+            state; or (when called) the number does not divide a leaf's rows, or what `loss` returns cannot be averaged.
 
     Example:
         >>> import torch
@@ -31,4 +34,5 @@ def accumulate(loss: Callable[..., Any], num_microbatches: int) -> Accumulated:
     check_order("accumulate", loss)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"accumulate needs a positive number of microbatches, got {num_microbatches!r}.")
-    return Accumulated(loss, num_microbatches)
+    check_state("accumulate", loss, has_state=has_state)
+    return Accumulated(loss, num_microbatches, has_state)

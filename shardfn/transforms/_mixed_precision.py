@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from shardfn.core import Policy
-from shardfn.engine import Mixed, check_order
+from shardfn.engine import Mixed, check_order, check_state
 from shardfn.optim import LossScale
 
 
-def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossScale | None = None) -> Mixed:
+def mixed_precision(
+    loss: Callable[..., Any], policy: Policy, loss_scale: LossScale | None = None, *, has_state: bool = False
+) -> Mixed:
     """Computes `loss` in a policy's precision: `cast(loss(cast(params), cast(batch)))`.
 
     Called directly, the result casts parameters and floating-point leaves of the batch to `policy.compute`, and the
@@ -29,11 +31,14 @@ def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossSc
         policy: the precision.
         loss_scale: from `optim.static_loss_scale` or `optim.dynamic_loss_scale`. A step that computes in float16 needs
             one.
+        has_state: for calls outside of a step: the loss is `loss(params, model_state, batch, ...)` and returns the
+            model state last, which is not cast, as in a step. A step with `has_state` carries it in any case.
 
     Raises:
         TypeError: `policy` is none.
-        ValueError: `loss` has a policy already; or scaled gradients would be summed in float16, where dividing them by
-            the scale loses small ones again; (when called) an exception of the policy matches no leaf.
+        ValueError: `loss` has a policy already, or was told otherwise of a model state; or scaled gradients would be
+            summed in float16, where dividing them by the scale loses small ones again; (when called) an exception of
+            the policy matches no leaf.
 
     Example:
         >>> from shardfn.core import Policy
@@ -56,4 +61,5 @@ def mixed_precision(loss: Callable[..., Any], policy: Policy, loss_scale: LossSc
             "Policy(accum=torch.float16) with a loss scale: gradients are divided by the scale in the dtype they are"
             " added up in, where they would become 0 again; use accum=torch.float32."
         )
-    return Mixed(loss, policy, loss_scale)
+    check_state("mixed_precision", loss, has_state=has_state)
+    return Mixed(loss, policy, loss_scale, has_state)

@@ -28,6 +28,7 @@ from shardfn.engine import (
     check_descends,
     check_loss,
     check_specs,
+    check_told,
     default_batch,
     stage_axes,
     step_parts,
@@ -130,6 +131,7 @@ def sharded_step(
     """
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
     _check_flags(flags, trainable)
+    check_told(loss, has_state=has_state)
     check_loss(loss, key=key is not None, has_state=has_state)
     update = as_transformation(optimizer)
     check_descends(update)

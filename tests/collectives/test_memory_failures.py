@@ -227,7 +227,7 @@ def test_a_rank_stopped_while_others_read_its_buffer_is_named_and_nothing_is_dam
     mesh, under_way, stops = sf.make_mesh(timeout=3), [], [False]
     real = Lanes.all_gather
 
-    def all_gather(self: Lanes, *args: Any) -> _memory.Entry:
+    def all_gather(self: Lanes, *args: Any) -> _memory.LaneOp:
         under_way.append((real(self, *args), self))
         return under_way[-1][0]
 

@@ -269,3 +269,77 @@ def test_leaves_of_another_mesh_are_refused() -> None:
     f = sf.sharded(lambda p: p, specs=P("dp"))
     with pytest.raises(ValueError, match=r"(?s)on another mesh.*sf.reshard.*is on Mesh\(dp=2"):
         f(x)
+
+
+def _counting(p: dict, s: dict, batch: Tensor) -> Any:
+    value = torch.tanh((batch - s["mean"].to(batch.dtype)) @ p["w"]).square().mean()
+    mean = 0.5 * s["mean"] + 0.5 * batch.float().mean(0)
+    return value, {"size": value.detach().float()}, {"mean": mean, "seen": s["seen"] + len(batch)}
+
+
+POLICY = sf.Policy.bf16()
+WRAPPED: dict[str, tuple[Any, Any]] = {
+    "accumulate": (lambda f: sf.accumulate(f, 2), lambda f: sf.accumulate(f, 2, has_state=True)),
+    "nested": (
+        lambda f: sf.accumulate(sf.accumulate(f, 2), 3),
+        lambda f: sf.accumulate(sf.accumulate(f, 2, has_state=True), 3, has_state=True),
+    ),
+    "mixed_precision": (
+        lambda f: sf.mixed_precision(f, POLICY),
+        lambda f: sf.mixed_precision(f, POLICY, has_state=True),
+    ),
+    "both": (
+        lambda f: sf.mixed_precision(sf.accumulate(f, 2), POLICY),
+        lambda f: sf.mixed_precision(sf.accumulate(f, 2, has_state=True), POLICY, has_state=True),
+    ),
+    "the other way round": (
+        lambda f: sf.accumulate(sf.mixed_precision(f, POLICY), 2),
+        lambda f: sf.accumulate(sf.mixed_precision(f, POLICY, has_state=True), 2, has_state=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WRAPPED))
+def test_outside_of_a_step_it_is_the_step_s(name: str) -> None:
+    in_step, alone = (f(_counting) for f in WRAPPED[name])
+    # Rows of the state that the microbatches divide, and a count.
+    first = {"mean": torch.linspace(-1.0, 1.0, 6), "seen": torch.tensor(0)}
+    params = {"w": torch.linspace(-1.0, 1.0, 42).view(6, 7)}
+    batch = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    loss, aux, state = alone(params, first, batch)
+    # Whoever says it to the transforms may do so in a step, too.
+    for wrapped in (in_step, alone):
+        step = sf.sharded_step(wrapped, optim.sgd(0.1), has_state=True, has_aux=True)
+        after, metrics = step(step.init(params, model_state=first), batch)
+        # A precision around the mean rounds it to bfloat16; a step takes the mean of what is cast already.
+        rtol = 2**-8 if name == "both" else 0
+        torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=rtol, atol=0)
+        torch.testing.assert_close(metrics["size"], aux["size"], rtol=0, atol=0)
+        for key, x in state.items():
+            torch.testing.assert_close(after.model_state[key].full_tensor(), x, rtol=0, atol=0)
+    assert state["seen"] == 12 and state["mean"].dtype == torch.float32
+
+
+def test_a_state_that_nobody_was_told_of_is_refused() -> None:
+    first = {"mean": torch.zeros(6), "seen": torch.tensor(0)}
+    params, batch = {"w": torch.ones(6, 7)}, torch.ones(12, 6)
+
+    def loss(p: dict, s: dict, x: Tensor) -> Any:
+        value, _, s = _counting(p, {"mean": torch.zeros(6), "seen": s["seen"]}, x)
+        return value, s
+
+    with pytest.raises(
+        ValueError, match=r"(?s)averages what microbatches return.*has_state=True.*'mean' of shape \(6,\)"
+    ):
+        sf.accumulate(loss, 2)(params, first, batch)
+    with pytest.raises(ValueError, match=r"(?s)averages what microbatches return.*has_state=True.*a loss, dict, dict"):
+        sf.accumulate(_counting, 1)(params, first, batch)
+    told = sf.accumulate(loss, 2, has_state=True)
+    with pytest.raises(ValueError, match="the step was built without; pass has_state=True to both"):
+        sf.sharded_step(told, optim.sgd(0.1))
+    with pytest.raises(ValueError, match=r"takes a model state, and is differentiated by\s+sharded_step"):
+        sf.value_and_grad(told)(params, first, batch)
+    with pytest.raises(ValueError, match=r"has_state=False\) of accumulate\(..., has_state=True\): a loss has a model"):
+        sf.mixed_precision(told, POLICY)
+    with pytest.raises(ValueError, match=r"has_state=True\) of mixed_precision\(..., has_state=False\)"):
+        sf.accumulate(sf.mixed_precision(loss, POLICY), 2, has_state=True)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, Pace, Travel, Zero, optim
-from shardfn.collectives import Rounds, chosen_channel
+from shardfn.collectives import Control, Rounds, chosen_channel, notice_of
 from shardfn.core import RankError
+from shardfn.engine import comms_of
 from shardfn.testing import distributed
 
 SHAPES = {"a": (2, 6, 5), "b": (2, 6, 5), "c": (2, 5, 5)}
@@ -178,3 +179,17 @@ def test_a_function_over_sharded_leaves_agrees_once_besides_the_end_of_its_phase
         for _ in range(2):
             f(params, x)
         assert _rounds_a_step(lambda p, x, f=f: (f(p, x), None), params, x)[1] == rounds
+
+
+@distributed(world=[2, 3])
+def test_rounds_go_through_memory_once_ranks_have_agreed(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world}, device="cpu")
+    step = sf.sharded_step(_squares, optim.sgd(0.1), mesh=mesh, zero=2)
+    state = step.init({name: x for name, x in _params().items() if name != "c"})
+    state, _ = step(state, torch.ones(6, 6, dtype=torch.float64))
+    control, notice = comms_of(mesh).control, notice_of(mesh)
+    assert isinstance(control, Control) and [n > 0 for _, n in control.shared()] == [not chosen_channel()]
+    notice.mine = 7 if mesh.rank == 1 else 0
+    for values in ([5] * world, [-3, (1 << 62) - 1, 0][:world]):
+        assert control.exchange(values[mesh.rank]) == values
+    assert notice.told == 7

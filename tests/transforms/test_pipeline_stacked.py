@@ -8,9 +8,9 @@ import torch
 
 import shardfn as sf
 from shardfn import P, Sharding, Zero, optim
-from shardfn.testing import distributed
+from shardfn.testing import assert_parity, distributed
 
-from .test_pipeline import ODD, B, _batches, _block, _first, _last, _loss, _params, _parity
+from .test_pipeline import ODD, B, _batches, _block, _first, _last, _loss, _params, _parity, _plain
 
 
 def _stacked(params: Any) -> Any:
@@ -79,12 +79,15 @@ def test_a_captured_step_has_the_bits_of_the_eager_one(stage: int) -> None:
             assert torch.equal(a, b)
 
 
-def test_each_layer_is_gathered_by_itself() -> None:
+@pytest.mark.parametrize("per_stage", [None, (3, 2), (2, 3)])
+def test_each_layer_is_gathered_by_itself(per_stage: tuple[int, ...] | None) -> None:
     whole = sf.make_mesh({"pp": 2, "dp": 2}, abstract=True)
-    params, seen = _params(6), {}
+    params, seen = _params(6 if per_stage is None else 5), {}
+    if per_stage is not None:
+        params = {**params, "blocks": sf.pad_layers(params["blocks"], per_stage)}
     for name, specs in (("stack", P("pp")), ("layers", Sharding(P("pp"), stacked=True))):
         step = sf.sharded_step(
-            sf.jit(_loss(m=2), bucket=None, prefetch=None),
+            sf.jit(_loss(m=2, layers_per_stage=per_stage), bucket=None, prefetch=None),
             optim.adamw(1e-2),
             mesh=whole,
             specs={"blocks": specs, "embed": P(), "scale": P(), "unused": P()},
@@ -113,3 +116,28 @@ def test_what_cannot_be_cut_by_layers_is_refused() -> None:
     step = sf.sharded_step(_loss(m=2), optim.sgd(0.1), mesh=three, specs=cut, batch=P())
     with pytest.raises(ValueError, match=r"leaves no layer to the last of 4 ranks; leave out stacked=True"):
         step.lower(_params(5), _batches(1)[0])
+
+
+@pytest.mark.parametrize("per_stage", [(1, 4), (3, 2)])
+@distributed(world=4)
+def test_unequal_numbers_of_layers(per_stage: tuple[int, ...]) -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+    params = _params(5)
+    params = {**params, "blocks": sf.pad_layers(params["blocks"], per_stage)}
+
+    def plain(p: Any, batch: Any) -> Any:
+        return _plain()({**p, "blocks": sf.unpad_layers(p["blocks"], per_stage)}, batch)
+
+    lamb = optim.chain(optim.clip_by_global_norm(0.05), optim.lamb(1e-2, weight_decay=0.1))
+    for stage, schedule, accumulate in ((0, "1f1b", "each"), (3, "1f1b", "each"), (2, "zb-h1", "once")):
+        assert_parity(
+            _loss(m=3, schedule=schedule, layers_per_stage=per_stage),
+            lamb,
+            params,
+            _batches(),
+            mesh=mesh,
+            specs=_stacked(params),
+            batch=P("dp"),
+            zero=Zero.flat(stage=stage, accumulate=accumulate, **ODD),
+            reference=plain,
+        )
