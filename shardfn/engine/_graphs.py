@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from shardfn.capture import quiet
 from shardfn.collectives import bind_channels, record, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten
 from shardfn.graph import (
@@ -111,12 +112,13 @@ class Graphs:
             The scheduled program, and its schedule, given or chosen.
         """
         start = time.perf_counter()
-        program: Any = capture()
-        # This rank's own number stands for all ranks'.
-        program.check(lambda told: [told])
-        self._check_types(program)
-        choice = self._jitted.choose(program.gm)
-        gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
+        with quiet():
+            program: Any = capture()
+            # This rank's own number stands for all ranks'.
+            program.check(lambda told: [told])
+            self._check_types(program)
+            choice = self._jitted.choose(program.gm)
+            gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
         self._jitted.count(hit=False, seconds=time.perf_counter() - start)
         return dataclasses.replace(program, gm=gm), choice or self._jitted.schedule
 

@@ -96,6 +96,49 @@ def tied_params() -> dict[str, Any]:
     return p | {"blocks": {k: p["blocks"][k] for k in ("w", "gain")}, "bias": torch.linspace(-1, 1, 7).double()}
 
 
+def partly(p: dict, batch: dict) -> Tensor:
+    """Scans over some layers, of some leaves in each way of taking a part, and in ways that are no slices of layers."""
+    h, w = batch["x"] @ p["in"], p["blocks"]["w"]
+    assert w[1:3].shape == (2, 7, 7) and w.narrow(0, 3, 2).shape == (2, 7, 7) and len(w[-9:9]) == LAYERS
+    for part in (w[1:3], w[-2:], w.narrow(0, 3, 2), torch.narrow(w, dim=0, start=-2, length=1), w[1:4][1:][:1], w[::2]):
+        h, _ = sf.scan(lambda h, w: (torch.tanh(h @ w), None), h, part)
+    h = h + p["blocks"]["gain"].narrow(1, 0, 7)[0:1].sum() + w[0:2, 1].sum() + w[2:2].sum()
+    return ((h @ p["out"] - batch["y"]) ** 2).mean()
+
+
+@distributed(world=2)
+def test_parts_of_a_stack() -> None:
+    mesh, batches = sf.make_mesh({"dp": 2}), [batch(n) for n in range(2)]
+    start = {k: v for k, v in tied_params().items() if k != "bias"}
+    want = one_device(partly, optim.adamw(1e-2), start, batches)
+    for stage in (0, 3):
+        options: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero.flat(stage=stage, **ODD), "specs": SPECS}
+        eager = on_mesh(partly, optim.adamw(1e-2), start, batches, **options)
+        assert_same(eager, want)
+        assert_same(
+            on_mesh(sf.jit(partly, backend="graph"), optim.adamw(1e-2), start, batches, **options), eager, exact=True
+        )
+
+
+def test_a_part_of_a_stack_gathers_its_layers_alone() -> None:
+    def some(p: dict, x: Tensor) -> Tensor:
+        return sf.scan(lambda h, w: (torch.tanh(h @ w), None), x, p["w"].narrow(0, 1, 2))[0].square().mean()
+
+    mesh = sf.make_mesh({"dp": 2}, abstract=True)
+    step = sf.sharded_step(
+        sf.jit(some, bucket=None, prefetch=None, reuse=None),
+        optim.sgd(0.1),
+        mesh=mesh,
+        specs={"w": STACKED},
+        zero=sf.Zero.flat(stage=3, persist_elements=0, bucket_bytes=0, prefetch_bytes=0),
+    )
+    lowered = step.lower({"w": torch.ones(5, 8, 8)}, torch.ones(2, 8))
+    analysis = lowered.memory_analysis()
+    assert analysis.max_by_kind["gathered"] < 5 * 8 * 8 * 4, str(analysis)
+    # Two layers in the forward, and the second again in the backward: x has no gradient.
+    assert lowered.cost_analysis().transfers["all_gather", "dp"] == (3, 3 * 8 * 8 * 4 // 2)
+
+
 def whole(p: dict, batch: dict) -> Tensor:
     """Remat around the scan, and around the layer too."""
     return sf.remat(rematted)(p, batch)
