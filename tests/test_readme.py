@@ -128,6 +128,8 @@ def test_the_training_program_has_the_options_that_are_named() -> None:
 @pytest.mark.parametrize("page", ["README.md", *DOCS])
 @distributed(world=[1, 2])
 def test_python_runs_on_ranks(world: int, page: str) -> None:
+    # Processes of a user draw random numbers each on its own; a page whose ranks need the same ones has to seed them.
+    torch.manual_seed(1 + (torch.distributed.get_rank() if world > 1 else 0))
     names: dict[str, object] = {"__name__": "page"}
     for number, (code, printed) in enumerate(_printing(page)):
         out = io.StringIO()

@@ -1,4 +1,4 @@
-"""The command line: text to public calls. `plan`: what a run needs. `checkpoint`: what one has left."""
+"""The command line. `plan` says what a run needs, `checkpoint` inspects files of a run, `env` describes the machine."""
 
 from ._main import main as main
 from ._models import PRESETS as PRESETS, Preset as Preset, parse_model as parse_model

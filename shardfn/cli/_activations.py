@@ -1,11 +1,11 @@
-"""Activations: what the forward keeps for the backward, by formula.
+"""Activations, which the forward stores for the backward: their bytes by formula.
 
 A block keeps, for each token, the inputs of its products, norms and attention. In units of the element size:
 4 D (two norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu.
 The scores are not kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of
 Korthikanti et al. 2022, arXiv 2205.05198, less their dropout masks, which add 2 D bytes where dropout is on.
-Tensor parallelism over t ranks divides all but the 4 D and the masks. A rank of a pipeline holds its own blocks', of as
-many microbatches as its schedule has open at a time; the last one has the logits.
+Tensor parallelism over t ranks divides all but the 4 D and the masks. A rank of a pipeline stores those of its blocks,
+for each microbatch that its schedule has open; the last rank has the logits as well.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ class Activations:
     """Bytes on one rank.
 
     Attributes:
-        saved: kept from the forwards of the microbatches that are open at a time: of one, without a pipeline.
-        temporaries: the most that an operation has in flight besides: the loss over the vocabulary, or one block.
+        saved: stored for the backward, of all microbatches that are open at a time; without a pipeline that is one.
+        temporaries: the most that is in memory besides: by the loss over the vocabulary, or by one block.
     """
 
     saved: int
@@ -33,7 +33,7 @@ class Activations:
 def activation_bytes(setup: Setup) -> Activations:
     """Activations on the rank that has the most.
 
-    With remat a block keeps its input alone and one block at a time is whole again, in its backward.
+    With remat a block stores its input alone, and the activations of one block at a time exist, in its backward.
 
     Example:
         >>> from shardfn.cli import parse_model

@@ -1,4 +1,4 @@
-"""What to change about a run, in words: each advice is a plan that was made, with its figures."""
+"""Advice on a run, in words. Each piece of advice is a plan with one setting changed, and comes with its figures."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _NEAR = 0.9
 
 
 def advice(made: JobPlan) -> tuple[str, ...]:
-    """What would make a run fit, or be faster by at least a tenth; nothing where nothing does."""
+    """Changes that make a run fit, or make it faster by at least a tenth; empty if there are none."""
     return _to_fit(made) if not made.fits else _to_be_faster(made)
 
 
@@ -30,7 +30,7 @@ def _to_fit(made: JobPlan) -> tuple[str, ...]:
 
 
 def _smaller(s: Setup) -> Iterator[tuple[list[str], Setup]]:
-    """Settings of less memory, those that cost least first."""
+    """Settings that take less memory, the cheapest change first."""
     for stage in range(s.zero.stage, 4):
         for k in dict.fromkeys((s.accumulate, s.batch)):
             for remat in (s.remat,) if s.remat else (False, True):

@@ -59,7 +59,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_recipe_alone(args: argparse.Namespace) -> None:
-    """Refuses settings of a run beside a recipe, which has its own.
+    """Refuses options that set up a run beside `--recipe`, which has its own settings.
 
     Raises:
         ValueError: lists them.

@@ -1,4 +1,4 @@
-"""`shardfn checkpoint`: what one holds, whether it is intact, what two differ in; weights out of one, and into one."""
+"""`shardfn checkpoint`: what a checkpoint holds, whether it is intact, how two differ; exports and imports weights."""
 
 import argparse
 
@@ -43,7 +43,7 @@ def checkpoint_command(args: argparse.Namespace) -> int:
 
     Raises:
         OSError: there is no such checkpoint, or it is damaged.
-        ValueError: it is of a newer version, or there are no parameters in it.
+        ValueError: it was written by a newer version, or it holds no parameters.
         ImportError: it has a URL, and the package for its protocol is missing.
     """
     if args.what == "export":

@@ -1,4 +1,4 @@
-"""`shardfn env`: what this machine has of what shardfn uses, and what does not work. For a report, or a first look."""
+"""`shardfn env`: which of the things that shardfn uses this machine has, and what does not work without the others."""
 
 import importlib.metadata
 import os
@@ -35,9 +35,9 @@ class Fact(NamedTuple):
     """A line of `shardfn env`.
 
     Attributes:
-        what: is looked at.
-        found: what there is.
-        lacks: what does not work for want of it; empty if nothing.
+        what: the name of what was looked for.
+        found: what was found.
+        lacks: what does not work without it; empty if it was found.
     """
 
     what: str
@@ -46,12 +46,12 @@ class Fact(NamedTuple):
 
 
 def facts() -> list[Fact]:
-    """What this machine has. Builds a line of C++ to see whether that works; starts no process group."""
+    """Looks at this machine. Builds a line of C++ to see whether that works; starts no process group."""
     return [*_software(), *_hardware(), *_transports()]
 
 
 def env_text() -> str:
-    """The facts as text, what is lacking last."""
+    """The facts as text; those that lack something come last."""
     rows = facts()
     width = max(len(x.what) for x in rows)
     lines = [f"{x.what:<{width}}  {x.found}" for x in rows]
@@ -75,7 +75,7 @@ def _software() -> Iterator[Fact]:
 
 
 def _compiler(compiler: str | None) -> Fact:
-    lacks = "kernels in C++ and the channel through memory; torch and gloo do without, more slowly"
+    lacks = "kernels in C++ and the channel through memory in C++; torch and Python do without, more slowly"
     if compiler is None:
         return Fact("C++ compiler", "-", lacks)
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout

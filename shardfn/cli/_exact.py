@@ -1,4 +1,4 @@
-"""The second source: the step itself, captured for ranks that do not exist; its graph says memory and traffic."""
+"""Exact figures of a plan: the step is captured for ranks that do not exist, and its graph gives memory and traffic."""
 
 import dataclasses
 import functools
@@ -19,16 +19,16 @@ _KINDS = {"gathered": "gathered window"}
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """What the captured step says of one rank.
+    """Figures of one rank, from the captured step.
 
     Attributes:
         memory: bytes alive at the peak, by kind.
         peak: their sum.
         traffic: (axes, collective, bytes sent a step).
-        flops: operations of the rank.
-        seconds: the step on the cluster, op by op, at the device's full rates.
+        flops: floating-point operations of the rank.
+        seconds: time of the step on the cluster, summed over ops at the device's full rates.
         mfu: operations / seconds / the device's rate.
-        notes: what the reader must know to believe it.
+        notes: assumptions that the reader must know.
     """
 
     memory: Mapping[str, int]
@@ -76,7 +76,7 @@ def _step(setup: Setup):
 
 
 def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
-    """Parameters and batch without data."""
+    """The parameters and the batch, as tensors without data."""
     dtype = getattr(torch, setup.bytes_of.dtype)
     with deferred():
         draws = gpt.init(setup.config, key(0))

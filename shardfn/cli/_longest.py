@@ -1,7 +1,7 @@
-"""The longest sequence that a device's memory takes, and the settings for it.
+"""The longest sequence that fits in a device's memory, and the settings for it.
 
-Bytes at the peak of a step on a rank with t tokens, beside parameters and optimizer state (and, on several ranks, what
-is gathered): the largest of three moments, for elements of s bytes and a loss that computes in float32,
+The peak of a step on a rank with t tokens, in bytes and without parameters, optimizer state and (on several ranks)
+gathered leaves, is the largest of three, for elements of s bytes and a loss that computes in float32:
 
     the loss in tiles of n tokens   max(2 n V + V D, n V + 2 V D) 4 + (2 + kept) t D s
     the loss whole                  12 t V + (2 + kept) t D s
@@ -11,7 +11,7 @@ is gathered): the largest of three moments, for elements of s bytes and a loss t
       the first one's               + t D s + all gradients but the embedding's
     the update                      all gradients + the largest leaf
 
-where kept is L, the inputs of the blocks, and 0 where they wait elsewhere. The factors were read off steps of
+where kept is L, for the inputs of L blocks, or 0 if these are stored on the host. The factors were read off steps of
 `models.gpt` in Llama's style with as many key heads as heads; with fewer it is less.
 `benchmarks/bench_longest_sequence.py` compares them with what is counted. Messages of attention between ranks are not
 in them.
@@ -40,9 +40,9 @@ class LongSettings:
     """How a step keeps its activations small; blocks are always computed again in the backward.
 
     Attributes:
-        loss_tile: tokens whose logits are there at a time; None is all.
+        loss_tile: tokens whose logits are in memory at a time; None means all.
         tiled_mlp: whether the MLP runs in tiles of `MLP_WIDTH` tokens.
-        offload: whether the inputs of the blocks wait on the host.
+        offload: whether the inputs of the blocks are stored on the host.
     """
 
     loss_tile: int | None = None
@@ -51,7 +51,7 @@ class LongSettings:
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
-        """Which of them are in use."""
+        """Which of the three techniques are in use."""
         return self.loss_tile is not None, self.tiled_mlp, self.offload
 
     def __str__(self) -> str:
@@ -64,11 +64,11 @@ class LongSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LongestSequence:
-    """The longest sequence of some settings.
+    """The longest sequence that fits with some settings.
 
     Attributes:
-        settings: what is in use.
-        tokens: of the whole sequence; 0 if not even one token fits.
+        settings: those settings.
+        tokens: of the whole sequence, over all ranks; 0 if not even one token fits.
         peak: bytes at the peak of a rank's step.
     """
 
@@ -81,8 +81,8 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
     """The longest sequence for each kind of settings, longest last; all ranks of the mesh cut one sequence.
 
     Args:
-        setup: the run; its `seq`, `remat` and `accumulate` are not asked.
-        limit: bytes that a rank's tensors may take; default the device's memory less what is not the program's.
+        setup: the run; its `seq`, `remat` and `accumulate` are ignored.
+        limit: bytes that a rank's tensors may take; default the device's memory less a reserve.
 
     Raises:
         ValueError: a mesh with tp or pp, or more sequences than one a step.
@@ -111,7 +111,7 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
 
 
 def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
-    """Bytes at the peak of a rank's step over a sequence of so many tokens, of which it has its part."""
+    """Bytes at the peak of a rank's step, for a sequence of `tokens` tokens that is cut over the ranks."""
     c, size, states = setup.config, setup.bytes_of.params, model_states(setup)
     ranks = setup.axis("dp")
     t, layer = -(-tokens // ranks), c.vocab_size * c.d_model
@@ -129,7 +129,7 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
 
 
 def _candidates() -> Iterator[LongSettings]:
-    """Each with one thing more than the one before, and the loss in tiles of all sizes."""
+    """Settings to try, each kind with one technique more than the kind before, and all sizes of tiles of the loss."""
     yield LongSettings()
     for tiled_mlp, offload in ((False, False), (True, False), (True, True)):
         for n in LOSS_TILES:
@@ -137,7 +137,7 @@ def _candidates() -> Iterator[LongSettings]:
 
 
 def _most(setup: Setup, settings: LongSettings, room: int) -> int:
-    """The most tokens that fit; bytes grow with tokens."""
+    """The largest number of tokens that fits; bytes grow with tokens."""
     end = setup.config.max_len if setup.config.position == "learned" else _END
     low, high = 0, end + 1
     while high - low > 1:
@@ -147,6 +147,6 @@ def _most(setup: Setup, settings: LongSettings, room: int) -> int:
 
 
 def _block_grads(c: gpt.Config) -> int:
-    """Parameters of one block."""
+    """The number of parameters of one block."""
     one, two = (gpt.num_params(dataclasses.replace(c, num_layers=n)) for n in (1, 2))
     return two - one

@@ -22,7 +22,7 @@ class Preset:
 
     Attributes:
         config: its shape.
-        source: where the shape was published, and what was chosen here where the source is silent.
+        source: where the shape was published, and which values were chosen here because the source does not give them.
     """
 
     config: gpt.Config
@@ -62,7 +62,7 @@ def parse_model(text: str) -> gpt.Config:
 
 
 def _of_config_json(path: pathlib.Path, rest: str) -> gpt.Config:
-    """The model of a `config.json` of transformers. How rotary positions are scaled changes nothing of a plan."""
+    """The model of a `config.json` of transformers. Scaling of rotary positions changes no plan, and is ignored."""
     try:
         told = json.loads((path if path.suffix == ".json" else path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -98,7 +98,7 @@ def _value(word: str) -> Any:
 
 
 def _problem(name: str, value: Any) -> list[str]:
-    """Whether the value is of the field's type; its range is the config's to check."""
+    """What is wrong with the type of a field's value, empty if nothing; the config checks its range."""
     if name in _WORDS or (name in _OPTIONAL and value is None):
         return []
     if name in _SWITCHES:

@@ -1,7 +1,7 @@
-"""What a pipeline adds to a plan: the layers of a rank, the microbatches that it holds, the time that it is idle.
+"""Pipelines in a plan: the layers of a rank, the microbatches whose activations it holds, and its idle time.
 
-Read off the schedule itself. A pipeline fills and drains once, however many microbatches go through it; so a schedule
-of many is that of a few, and a middle in which nothing is idle.
+Computed from the schedule. A pipeline fills and drains once, however many microbatches go through it; so the schedule
+of a few microbatches gives the idle time of many.
 """
 
 import functools
@@ -19,10 +19,10 @@ class Pipeline(NamedTuple):
 
     Attributes:
         num_chunks: pieces of the model on each rank.
-        held: by rank, chunks of microbatches whose activations it holds at most.
-        idle: how long a rank is idle in a step, in times that a microbatch takes on it.
-        sends: messages of one microbatch that the busiest rank sends.
-        hops: transfers between the first stage and the last, there and back.
+        held: for each rank, the largest number of chunks whose activations it holds at a time.
+        idle: the idle time of a rank in a step, in units of the time that one microbatch takes on it.
+        sends: messages that the busiest rank sends for one microbatch.
+        hops: transfers on the way from the first stage to the last and back.
     """
 
     num_chunks: int
@@ -33,7 +33,7 @@ class Pipeline(NamedTuple):
 
 
 def pipeline(setup: Setup) -> Pipeline:
-    """The pipeline of a run; of one rank, if its mesh has no "pp".
+    """The pipeline of a run; a pipeline of one rank if its mesh has no "pp".
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -65,7 +65,7 @@ def pipeline_problems(setup: Setup) -> list[str]:
 
 
 def stage_layers(setup: Setup) -> int:
-    """The layers of the rank that has the most."""
+    """The number of layers of the rank that has the most."""
     chunks = pipeline(setup).num_chunks
     return chunks * -(-setup.config.num_layers // (chunks * setup.axis("pp")))
 
@@ -95,7 +95,7 @@ def _pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
 
 
 def bubble(setup: Setup) -> float:
-    """The idle time of a step by its busy time, of equal stages: (p - 1) / m for GPipe and 1F1B.
+    """The idle time of a step divided by its busy time, for equal stages: (p - 1) / m for GPipe and 1F1B.
 
     Example:
         >>> from shardfn.cli import parse_model

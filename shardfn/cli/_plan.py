@@ -1,4 +1,4 @@
-"""A plan: does a run fit, what fills the memory, what fills the time."""
+"""A plan: whether a run fits, what takes memory, and what takes time."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ class JobPlan:
 
     Attributes:
         setup: the run.
-        num_params: N.
+        num_params: parameter count, N.
         states: model states on the fullest rank.
         memory: bytes at the peak by kind, on the fullest rank.
         limit: bytes that the program may use on a device.
         cost: the step's time.
-        notes: what the reader must know to believe it.
+        notes: assumptions that the reader must know.
     """
 
     setup: Setup
@@ -51,7 +51,7 @@ class JobPlan:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, in words; if not, which kind to cut."""
+        """Whether the run fits, in words; if not, which kind of memory to reduce."""
         if self.fits:
             return f"fits: {gib(self.peak)} of {gib(self.limit)} GiB"
         biggest = max(self.memory, key=lambda kind: self.memory[kind])
@@ -65,7 +65,7 @@ def plan(setup: Setup) -> JobPlan:
     """The plan of a run.
 
     Peak = parameters + gradients + optimizer state + gathered window + activations + temporaries. The temporaries are
-    the larger of what the loss or a block has in flight and what the optimizer's update has.
+    those of the loss, of a block or of the optimizer's update, whichever are larger.
 
     Raises:
         ValueError: lists every setting that is out of range.
@@ -96,7 +96,7 @@ _num_params = functools.lru_cache(maxsize=64)(gpt.num_params)
 
 
 def problems(s: Setup) -> list[str]:
-    """What is wrong with a run's settings."""
+    """The problems of a run's settings, as texts; empty if there are none."""
     out = []
     for name in ("batch", "seq", "accumulate"):
         if getattr(s, name) < 1:

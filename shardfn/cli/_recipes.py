@@ -34,7 +34,7 @@ class Recipe:
     Attributes:
         setup: its settings.
         published: what its authors report, by the figure's name.
-        source: who and where; and what was chosen here where they are silent.
+        source: authors and paper; and which settings were chosen here because they do not give them.
     """
 
     setup: Setup
@@ -77,7 +77,7 @@ def recipe_json(name: str) -> dict[str, Any]:
 
 
 def _rate(p: JobPlan) -> float:
-    """Operations a second of a device, those of a recomputed forward included."""
+    """Operations per second and device, with those of a recomputed forward."""
     return p.cost.model_flops * (4 / 3 if p.setup.remat else 1) / p.cost.seconds / p.setup.world
 
 

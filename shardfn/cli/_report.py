@@ -1,4 +1,4 @@
-"""A plan in words: tables in Markdown, or one JSON object."""
+"""Reports: plans and searches as tables in Markdown, or as one JSON object."""
 
 import dataclasses
 import json
@@ -64,17 +64,17 @@ def longest_text(setup: Setup, found: Sequence[LongestSequence]) -> str:
 
 
 def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:
-    """The same as one object."""
+    """The longest sequences as JSON's types."""
     return {"longest": [dataclasses.asdict(x) for x in found]}
 
 
 def advice_text(told: Sequence[str]) -> str:
-    """Advice as the last part of a report; nothing where there is none."""
+    """Advice as the last part of a report; empty if there is none."""
     return "\n## Advice\n\n" + "\n".join(f"- {line}" for line in told) + "\n" if told else ""
 
 
 def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
-    """Memory by kind."""
+    """The table of memory by kind."""
     measured = exact.memory if exact else {}
     kinds = [*p.memory, *(kind for kind in measured if kind not in p.memory)]
     rows = [
@@ -90,7 +90,7 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
 
 
 def found_text(found: Found, number: int = 10) -> str:
-    """The best plans of a search, and why others fail."""
+    """The best plans of a search, and why the others fail, as Markdown."""
     best = [_row(i + 1, p) for i, p in enumerate(found.best[:number])]
     failed = [(*_names(p), gib(p.peak), gib(p.peak - p.limit), _largest(p)) for p in found.failed]
     names = ("mesh", "stage", "accumulate", "remat")
@@ -152,7 +152,7 @@ def found_json(found: Found, number: int = 10) -> dict[str, Any]:
 
 
 def dump(value: dict[str, Any]) -> str:
-    """JSON text."""
+    """The value as JSON text."""
     return json.dumps(value, indent=2) + "\n"
 
 

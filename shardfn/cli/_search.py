@@ -1,4 +1,4 @@
-"""The search: of all ways to run a global batch on a mesh's ranks, those that fit, fastest first. Deterministic."""
+"""The search: all ways to run a global batch on a number of ranks that fit, fastest first. Deterministic."""
 
 import dataclasses
 import itertools
@@ -18,9 +18,9 @@ class Found:
 
     Attributes:
         best: plans that fit, fastest first; of equally fast ones the smaller first.
-        failed: of each (tp, pp, stage) or (tp, pp, stage, remat) none of whose plans fits, the smallest plan.
+        failed: for each (tp, pp, stage) or (tp, pp, stage, remat) with no plan that fits, its smallest plan.
         tried: how many plans were made.
-        skipped: why whole families were not tried.
+        skipped: reasons why some combinations were not tried.
     """
 
     best: tuple[JobPlan, ...]
@@ -32,7 +32,7 @@ class Found:
 def search(setup: Setup) -> Found:
     """Tries every ZeRO stage, accumulation, remat and, if the mesh names tp or pp, every split of its ranks among them.
 
-    Along pp it tries the schedules of `SEARCHED` for as many microbatches as they take.
+    Along pp it tries the schedules of `SEARCHED`, with each number of microbatches that they accept.
 
     The global batch (batch x dp of `setup`), sequence, precision, device and the number of ranks stay as they are.
 
@@ -56,7 +56,7 @@ def search(setup: Setup) -> Found:
 
 
 def _failed(plans: list[JobPlan], fitting: list[JobPlan]) -> tuple[JobPlan, ...]:
-    """The smallest plan of each family that does not fit; one for both settings of remat where neither fits."""
+    """The smallest plan of each combination in which none fits; one for both settings of remat if neither fits."""
     good, good_stages = {_family(p) for p in fitting}, {_family(p)[:3] for p in fitting}
     smallest: dict[tuple[int, ...], JobPlan] = {}
     for p in sorted(plans, key=lambda p: (p.peak, _order(p))):
@@ -67,7 +67,7 @@ def _failed(plans: list[JobPlan], fitting: list[JobPlan]) -> tuple[JobPlan, ...]
 
 
 def _merged(skipped: list[tuple[str, str]]) -> tuple[str, ...]:
-    """One line a reason."""
+    """The reasons, each once."""
     reasons: dict[str, list[str]] = {}
     for mesh, reason in skipped:
         reasons.setdefault(reason, []).append(mesh)

@@ -1,4 +1,4 @@
-"""Model states: what parameters, gradients and optimizer state take on the fullest rank.
+"""Model states: the bytes of parameters, gradients and optimizer state on the rank that has the most.
 
 Counted piece by piece from the layout that `sharded_step` makes, so padding, leaves that stay whole and tensor
 parallelism are in it. For N parameters over n ranks it comes to (Rajbhandari et al. 2019, arXiv 1910.02054, section 5)
@@ -28,7 +28,7 @@ class Precision:
         params: bytes of the parameter.
         grads: bytes of its gradient.
         optimizer: bytes of its optimizer state.
-        about: what the optimizer state is.
+        about: what the optimizer state consists of.
     """
 
     dtype: str
@@ -47,21 +47,21 @@ PRECISIONS: Mapping[str, Precision] = {
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A run that is asked about.
+    """The settings of a run.
 
     Attributes:
-        model: what the user called it.
+        model: the name that the user gave.
         config: its shape.
         mesh: axis name -> size.
         cluster: the machines.
         zero: the ZeRO rule.
         precision: a key of `PRECISIONS`.
-        batch: sequences a rank and step.
-        seq: tokens a sequence.
-        accumulate: microbatches a step.
+        batch: sequences per rank and step.
+        seq: tokens per sequence.
+        accumulate: microbatches per step.
         remat: whether blocks are computed again in the backward.
         efficiency: the fraction of the device's peak that its matrix products reach.
-        schedule: of the pipeline, if the mesh has one; its microbatches are those of `accumulate`.
+        schedule: the pipeline's, if the mesh has an axis "pp"; it has `accumulate` microbatches.
     """
 
     model: str
@@ -79,12 +79,12 @@ class Setup:
 
     @property
     def bytes_of(self) -> Precision:
-        """The row of `PRECISIONS`."""
+        """The row of `PRECISIONS` of this run."""
         return PRECISIONS[self.precision]
 
     @property
     def micro(self) -> int:
-        """Sequences a rank and microbatch."""
+        """Sequences per rank and microbatch."""
         return self.batch // self.accumulate
 
     @property
@@ -94,30 +94,30 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens a step, over all ranks."""
+        """Tokens per step, over all ranks."""
         return self.axis("dp") * self.batch * self.seq
 
     def axis(self, name: str) -> int:
-        """Ranks along an axis; 1 if the mesh has none of that name."""
+        """The number of ranks along an axis; 1 if the mesh does not have it."""
         return self.mesh.get(name, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """Bytes of model states on the fullest rank, and what moves them.
+    """Bytes of model states on the rank that has the most, and bytes of their transfers.
 
     Attributes:
         params: parameters between steps.
         grads: gradients at the end of the backward.
         optimizer: the optimizer's state.
-        window: whole parameters alive at once while they are gathered on use.
-        reducing: whole gradients alive at once on their way to the ranks that keep them.
-        gathered: bytes of this rank's blocks that are gathered on use, in all.
-        refreshed: bytes of blocks that are made whole after the update.
+        window: whole parameters that are in memory at once, gathered for use.
+        reducing: whole gradients that are in memory at once before each rank keeps only its rows.
+        gathered: bytes of this rank's blocks that are gathered for use.
+        refreshed: bytes of this rank's blocks that are gathered after the update.
         scattered: bytes of gradients of which each rank keeps rows.
         summed: bytes of gradients that are summed whole.
-        shared: bytes of the gradients of leaves outside the stack of blocks, which all ranks of a pipeline have.
-        messages: of gathered, refreshed, scattered and summed, the number of transfers that carry it once.
+        shared: bytes of the gradients of the leaves outside the blocks, which all ranks of a pipeline have.
+        messages: for each of gathered, refreshed, scattered and summed, the number of transfers that send it once.
     """
 
     params: int
@@ -196,7 +196,7 @@ def _states(
 
 
 def _rows(leaf: LeafLayout) -> int:
-    """Elements of the first ZeRO rank's part: blocks are cut so that it is the largest."""
+    """The elements of the first ZeRO rank's part, which is the largest."""
     if leaf.dim is None:
         return leaf.block.numel()
     lo, hi = leaf.pieces.bounds[0]
@@ -206,9 +206,9 @@ def _rows(leaf: LeafLayout) -> int:
 def _layout(
     config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
-    """The layout of every leaf: before the blocks, of them, after them.
+    """The layout of every leaf: first those before the blocks, then those of the blocks, then those after them.
 
-    Equal leaves share one, since it costs a call a rank, and blocks are all alike.
+    Leaves of equal shape and spec share a layout, which takes time to compute.
     """
     axes = mesh.axes("dp")
 
@@ -224,7 +224,7 @@ def _layout(
 
 @functools.lru_cache(maxsize=64)
 def _leaves(config: gpt.Config) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
-    """Shape and compute spec of the leaves of a model of one block: before it, of it, after it."""
+    """The shape and compute spec of the leaves of a model with one block: those before it, in it, and after it."""
     with deferred():
         params = gpt.init(config, key(0))
     paths = tree_paths(params, "params")

@@ -1,4 +1,4 @@
-"""Published configurations, planned: the tables of the documentation are this program's output."""
+"""The tables of the documentation: plans of published configurations."""
 
 import math
 from collections.abc import Mapping

@@ -1,10 +1,10 @@
 """Time and traffic of one step, by formula.
 
-Work: 6 N + 12 L D T floating-point operations a token, N the weights that are multiplied (tables that are looked up do
-not count) and T the sequence; with remat the blocks' forward runs twice. Attention is counted whole, as PaLM's appendix
-B does (Chowdhery et al. 2022, arXiv 2204.02311). The data-parallel wire runs beside the computation, layer by layer: a
-layer takes max(computation, transfers). Tensor parallelism's sums stand in the computation's way and are added. A
-pipeline is as slow as its slowest stage, and idle while it fills and drains, as long as its schedule says.
+Work: 6 N + 12 L D T operations per token, for N weights that are multiplied (tables that are looked up do
+not count) and sequences of T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked ones
+too, as in PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311). Data-parallel transfers overlap with the
+computation: a layer takes max(computation, transfers). Sums of tensor parallelism do not overlap: their time is added.
+A pipeline is as slow as its slowest stage, and is idle while it fills and drains, for as long as its schedule says.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ class PlannedTransfer:
     """One kind of traffic.
 
     Attributes:
-        axis: along which axis of the mesh.
-        what: what travels.
+        axis: the axis of the mesh that it goes along.
+        what: what is sent.
         nbytes: bytes that each rank sends in a step.
         messages: transfers in a step.
-        bandwidth: bytes a second of the wire.
-        seconds: time on the wire, were nothing else on it.
+        bandwidth: of the link, in bytes per second.
+        seconds: time on the link if nothing else uses it.
     """
 
     axis: str
@@ -45,10 +45,10 @@ class Cost:
         transfers: the traffic.
         compute: forward and backward alone, at the assumed efficiency.
         exposed: waiting for data-parallel transfers that the computation does not hide.
-        tensor: tensor parallelism's sums.
-        pipeline: waiting while a pipeline fills and drains, for stages with more to do, and for what stages send.
-        update: the optimizer, at the memory's bandwidth.
-        model_flops: the model's operations a step over all ranks, without what remat repeats.
+        tensor: sums of tensor parallelism.
+        pipeline: waiting while a pipeline fills and drains, for slower stages, and for messages between stages.
+        update: the optimizer, limited by the memory's bandwidth.
+        model_flops: operations of the model per step, over all ranks, without those that remat repeats.
         mfu: model_flops / (time x ranks x the device's peak).
         tokens_per_second: over all ranks.
     """
@@ -65,12 +65,12 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The step."""
+        """The time of the step."""
         return self.compute + self.exposed + self.tensor + self.pipeline + self.update
 
     @property
     def dominates(self) -> str:
-        """The largest part of the step."""
+        """The name of the largest part of the step."""
         parts = {
             "computation": self.compute,
             "waiting for data-parallel transfers": self.exposed,
@@ -120,7 +120,7 @@ def step_cost(setup: Setup) -> Cost:
 
 
 def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
-    """What travels along dp in a step: gathers on use, gradients, and parameters made whole after the update."""
+    """The transfers along dp in a step: gathers for use, gradients, and gathers of parameters after the update."""
     k = setup.accumulate
     reduces = k if setup.zero.pace.accumulate == "each" else 1
     rows = (
@@ -136,7 +136,7 @@ def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
 
 
 def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
-    """What travels along tp: two sums of the residual stream a block in the forward, two in the backward."""
+    """The transfers along tp: two sums of the residual stream per block in the forward, and two in the backward."""
     c, k = setup.config, setup.accumulate
     sums = (6 if setup.remat else 4) * stage_layers(setup) * k
     size = setup.micro * setup.seq * c.d_model * setup.bytes_of.params
@@ -145,7 +145,7 @@ def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
 
 
 def pipeline_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
-    """What travels along pp: the residual stream between stages, and the gradients of what all of them have."""
+    """The transfers along pp: the residual stream between stages, and gradients of the leaves that all stages have."""
     line, size = pipeline(setup), setup.micro * setup.seq * setup.config.d_model * setup.bytes_of.params
     if not line.sends:
         return ()
@@ -165,7 +165,7 @@ def _transfer(setup: Setup, axis: str, what: str, nbytes: float, messages: int) 
 
 
 def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) -> float:
-    """Waiting beyond the computation: by layer in each pass, the first gather, the last gradient, the refresh."""
+    """Waiting for transfers: of layers with longer transfers, the first gather, the last gradient, the refresh."""
     layers = stage_layers(setup)
     forward = compute / (4 if setup.remat else 3)
     wire = {t.what: t.seconds for t in data}
@@ -178,12 +178,12 @@ def _exposed(setup: Setup, compute: float, data: tuple[PlannedTransfer, ...]) ->
 
 
 def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> float:
-    """What the slowest stage adds to the mean one's work, and what its rank waits.
+    """The extra time of the slowest stage compared with the mean, plus the idle time of its rank.
 
     Args:
         setup: the run.
-        busy: seconds of the mean rank.
-        sent: along pp.
+        busy: seconds that a mean rank computes.
+        sent: the transfers along pp.
     """
     if not sent:
         return 0.0
@@ -195,7 +195,7 @@ def _waiting(setup: Setup, busy: float, sent: tuple[PlannedTransfer, ...]) -> fl
 
 
 def _imbalance(setup: Setup) -> float:
-    """The work of the slowest stage by that of the mean one; the output layer is on the last."""
+    """The work of the slowest stage divided by the mean; the last stage has the output layer."""
     layer = _block_flops_per_token(setup.config, setup.seq) / setup.config.num_layers * (4 / 3 if setup.remat else 1)
     whole, last = layer * setup.config.num_layers, 6.0 * setup.config.vocab_size * setup.config.d_model
     p = setup.axis("pp")
@@ -205,7 +205,7 @@ def _imbalance(setup: Setup) -> float:
 
 
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:
-    """Forward and backward of all blocks: 6 a weight, and attention's 12 D T a block."""
+    """Operations per token of all blocks, forward and backward: 6 per weight, and 12 D T per block for attention."""
     kv = c.kv_heads * c.head_dim
     weights = 2 * c.d_model * (c.d_model + kv) + (2 if c.mlp == "gelu" else 3) * c.d_model * c.ff_dim
     return c.num_layers * (6.0 * weights + 12.0 * c.d_model * seq)

@@ -34,6 +34,7 @@ from ._traffic import counting_nothing as counting_nothing
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels
 from ._sole_owner import is_sole_owner as is_sole_owner
+from ._sole_owner import may_be_added_to as may_be_added_to
 from ._sharing import chosen_channel as chosen_channel
 from ._failure import TransportError as TransportError, close as close
 from ._arrival import Arrival as Arrival

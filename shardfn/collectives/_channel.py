@@ -20,7 +20,7 @@ from torch import Tensor
 from shardfn.core import Mesh, Pending
 
 from ._failure import EndedGroup, TransportError, close
-from ._memory import IN, OUT, Entry
+from ._memory import IN, OUT, LaneOp
 from ._packing import dealt
 from ._sharing import MemoryWork, shared_lanes
 from ._sole_owner import is_sole_owner
@@ -274,7 +274,7 @@ class Channel:
         self._sends.append((MemoryWork(self._lanes, entry, OUT), own))
         return _when([MemoryWork(self._lanes, entry, IN)], lambda: out)
 
-    def _shared(self, entry: Entry, finish: Callable[[], Tensor]) -> Pending[Tensor]:
+    def _shared(self, entry: LaneOp, finish: Callable[[], Tensor]) -> Pending[Tensor]:
         assert self._lanes is not None
         return _when([MemoryWork(self._lanes, entry, IN | OUT)], finish)
 

@@ -76,7 +76,7 @@ class Control:
         self._mesh = mesh
         self._rounds = Rounds(self._group, mesh.rank, _failure_of(self), notice_of(mesh))
         self._along: dict[tuple[str, ...], Rounds] = {}
-        self.lost = False
+        self.lost = self._shares = False
         self.wake: Callable[[], None] = lambda: None
         # What this rank does: the last thing that it wanted to agree on, and whether all ranks came to it.
         self._call, self._met = "the first agreement", False
@@ -106,6 +106,8 @@ class Control:
         if names not in self._along:
             group = self._mesh.new_group(names, backend="gloo") if names else None
             self._along[names] = Rounds(group, self.rank, _failure_of(self))
+            if self._shares:
+                self._along[names].share(self._timeout)
         return self._along[names]
 
     def agree(
@@ -150,6 +152,17 @@ class Control:
         even = len({sizes for *_, sizes, _ in rows}) == 1
         at_even, at_uneven = (all(flags) for flags in zip(*(known for *_, known in rows), strict=True))
         return Agreed(even, (at_even, at_uneven))
+
+    def share(self) -> None:
+        """Lets rounds of ranks of one host go through memory from now on. Collective, after an agreement."""
+        if not self._shares:
+            self._shares = True
+            for rounds in (self._rounds, *self._along.values()):
+                rounds.share(self._timeout)
+
+    def shared(self) -> list[tuple[Rounds, int]]:
+        """The rounds, and the bytes of memory that this rank has set aside for each."""
+        return [(rounds, rounds.shared_bytes) for rounds in (self._rounds, *self._along.values())]
 
     def begin(self, call: str) -> None:
         """Says what this rank is about to do, for those that may wait for it in vain."""

@@ -114,16 +114,9 @@ class GlobalTensor:
             RankError: what other ranks have updated of it has not come; a rank has failed since.
         """
         if self._coming:
-            try:
-                for arrival in self._coming:
-                    arrival.wait()
-            except TransportError as error:
-                raise RankError(
-                    f"this leaf of shape {tuple(self.shape)} is not whole: what other ranks have updated of it did not"
-                    f" come ({error}). Go on from the last checkpoint."
-                ) from error
-            self._coming = ()
-        return self.memory
+            self._settle()
+        held = self._local
+        return self.memory if held is None else held
 
     @property
     def memory(self) -> Tensor | Stored:
@@ -151,9 +144,22 @@ class GlobalTensor:
 
     def donate(self) -> Tensor | Stored:
         """The block as it is kept, after which this leaf cannot be touched."""
-        held = self.held
-        self._local = None
-        return held
+        if self._coming:
+            self._settle()
+        held, self._local = self._local, None
+        return self.memory if held is None else held
+
+    def _settle(self) -> None:
+        """Waits for what is still being written to the block."""
+        try:
+            for arrival in self._coming:
+                arrival.wait()
+        except TransportError as error:
+            raise RankError(
+                f"this leaf of shape {tuple(self.shape)} is not whole: what other ranks have updated of it did not"
+                f" come ({error}). Go on from the last checkpoint."
+            ) from error
+        self._coming = ()
 
     @property
     def dtype(self) -> torch.dtype:

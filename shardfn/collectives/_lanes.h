@@ -78,23 +78,26 @@ struct Channel {
         Lane& lane = out[l];
         if (lane.queue.empty() || (l != me && peers[l].gone)) return false;
         Out& o = lane.queue.front();
-        const int64_t space = room(l), at = lane.written % ring;
+        const int64_t space = room(l);
         if (space < 0) return fail("a reader of this rank's memory has counted what cannot be"), true;
         if (space < LINE) return false;
-        uint8_t* into = base + head + l * ring + at;
+        int64_t put = 0;  // a head and the first bytes are published together: the reader is woken once
         if (!o.begun) {
             const Head first{o.message, o.tag, (uint64_t)o.len, {}};
-            std::memcpy(into, &first, LINE);
-            lane.written += LINE;
+            std::memcpy(base + head + l * ring + lane.written % ring, &first, LINE);
+            put = LINE;
             o.begun = true;
-        } else {
-            const int64_t ready = (o.summed ? o.op->pos : o.len) - o.pos;
-            const int64_t n = least(least(ready, space), least(PIECE, ring - at));
-            if (n <= 0) return false;
-            std::memcpy(into, o.from + o.pos, n);
-            o.pos += n;
-            lane.written += lines(n);
         }
+        const int64_t at = (lane.written + put) % ring;
+        const int64_t ready = (o.summed ? o.op->pos : o.len) - o.pos;
+        const int64_t n = least(least(ready, space - put), least(PIECE, ring - at));
+        if (n <= 0 && !put) return false;
+        if (n > 0) {
+            std::memcpy(base + head + l * ring + at, o.from + o.pos, n);
+            o.pos += n;
+            put += lines(n);
+        }
+        lane.written += put;
         store(base + written_at(l), lane.written);
         for (int64_t p = 0; p < size; ++p)
             if (p != me && (l == me || l == p) && !peers[p].gone) tell(p);

@@ -70,6 +70,7 @@ class Lanes:
         size: the number of ranks.
         index: this one's.
         timeout: seconds that a wait may take; None is for ever.
+        ring: bytes of a ring, a multiple of 4096; the default is for what a step sends.
 
     Attributes:
         offer: what the others need.
@@ -79,14 +80,14 @@ class Lanes:
         NotSharedError: this process cannot offer memory.
     """
 
-    def __init__(self, size: int, index: int, timeout: float | None) -> None:
+    def __init__(self, size: int, index: int, timeout: float | None, ring: int | None = None) -> None:
         if not hasattr(os, "pidfd_open"):
             raise NotSharedError("this system cannot watch processes (pidfd_open)")
         if size > MOST_RANKS:
             raise NotSharedError(f"there are {size} ranks, and memory serves {MOST_RANKS}")
         self._engine = engine()
         self.size, self.index, self._timeout = size, index, timeout
-        self._ring = max(_LEAST_RING, RINGS // size // 4096 * 4096)
+        self._ring = ring or max(_LEAST_RING, RINGS // size // 4096 * 4096)
         self.nbytes: int = self._engine.plain("segment_bytes", size, self._ring)
         self._ends = _Holdings(self._engine, self.nbytes)
         self.offer = LanesOffer(self._ends.segment.offer, self._engine.bell)
@@ -116,33 +117,30 @@ class Lanes:
         """Ends the channel; what is under way fails, here and on the other ranks."""
         self._closing()
 
-    def all_gather(self, own: Tensor, blocks: Blocks) -> "Entry":
+    def all_gather(self, own: Tensor, blocks: Blocks) -> "LaneOp":
         """Sends a block to all, and takes theirs."""
         return self._start((own, *blocks), to_all=own, alls=blocks)
 
-    def all_to_all(self, parts: Blocks, into: Blocks) -> "Entry":
+    def all_to_all(self, parts: Blocks, into: Blocks) -> "LaneOp":
         """Sends each rank its part, and takes theirs; the own one is copied."""
         into[self.index].copy_(parts[self.index])
         return self._start((*parts, *into), out=parts, come=into)
 
-    def reduce_scatter(self, parts: Blocks, out: Tensor) -> "Entry":
+    def reduce_scatter(self, parts: Blocks, out: Tensor) -> "LaneOp":
         """Sends each rank its part, and sums the own ones in the order of ranks."""
         return self._start((*parts, out), out=parts, sums=out)
 
-    def all_reduce(self, parts: Blocks) -> "Entry":
+    def all_reduce(self, parts: Blocks) -> "LaneOp":
         """Sums parts over all ranks, in place: each rank its own, which goes to all as it is summed."""
         mine = parts[self.index]
         return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
 
-    def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "Entry":
+    def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "LaneOp":
         """To one rank, or from one: what the other end gives the same tag."""
         self._check()
-        made = self._engine.call(
-            "message", self._ends.channel, int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size()
-        )
-        return self._entry(made, (x,))
+        return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
-    def wait(self, entry: "Entry", asked: int) -> None:
+    def wait(self, entry: "LaneOp", asked: int) -> None:
         """Waits until a transfer has come (IN), or left (OUT), or both.
 
         Raises:
@@ -157,7 +155,7 @@ class Lanes:
         if state < 0:
             raise TransportError(self.why())
 
-    def state(self, entry: "Entry", asked: int) -> int:
+    def state(self, entry: "LaneOp", asked: int) -> int:
         """1: what is asked for is so, 0: not yet, -1: it failed."""
         return entry.state(self._engine, asked)
 
@@ -178,7 +176,7 @@ class Lanes:
         alls: Blocks | None = None,
         to_all: Tensor | None = None,
         sums: Tensor | None = None,
-    ) -> "Entry":
+    ) -> "LaneOp":
         self._check()
         if sums is not None and sums.dtype not in _KINDS:
             raise TypeError(f"sums of {sums.dtype} are not known; of {', '.join(map(str, _KINDS))} they are.")
@@ -187,18 +185,21 @@ class Lanes:
         outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))
         at = [[0 if x is None else ctypes.addressof(x) for x in pair] for pair in (outs, comes, all_blocks)]
         # The fields of `Transfer` in `_memory.cpp`.
-        fields = numbers([kind, *at[0], *one, *at[1], *at[2], *total])
-        made = self._engine.call("start", self._ends.channel, fields)
-        return self._entry(made, kept)
+        return self._entry(kept, "start", numbers([kind, *at[0], *one, *at[1], *at[2], *total]))
 
-    def _entry(self, op: int | None, kept: Blocks) -> "Entry":
-        if op is None:
-            raise TransportError(self.why())
+    def _entry(self, kept: Blocks, name: str, *args: Any) -> "LaneOp":
         entries = self._ends.entries
         while entries and entries[0].ended(self._engine):
             entries.popleft()
-        entry = Entry(op, kept)
+        # Before it starts: an interrupt from the keyboard must not free what is written then.
+        entry = LaneOp(kept)
         entries.append(entry)
+        op: int | None = self._engine.call(name, self._ends.channel, *args)
+        if op is None:
+            with contextlib.suppress(ValueError):  # the channel has been closed meanwhile
+                entries.remove(entry)
+            raise TransportError(self.why())
+        entry.op = Address(op)
         return entry
 
     def _check(self) -> None:
@@ -206,25 +207,29 @@ class Lanes:
             raise TransportError("this communicator has ended; a transfer was asked of it.")
 
 
-class Entry:
-    """A transfer under way. It keeps alive what is read and written until nothing touches it."""
+class LaneOp:
+    """A transfer under way. It keeps alive what is read and written until nothing touches it.
 
-    def __init__(self, op: int, kept: Blocks) -> None:
-        self._op: Address | None = Address(op)
+    Attributes:
+        op: the engine's; None before it has started, and when nothing touches its memory any more.
+    """
+
+    def __init__(self, kept: Blocks) -> None:
+        self.op: Address | None = None
         self._kept: Blocks = kept
         self._state, self._waiting = 0, 0
 
     def state(self, made: Engine, asked: int) -> int:
         """1: what is asked for is so, 0: not yet, -1: it failed."""
-        return self._state if self._op is None else made.plain("op_state", self._op, asked)
+        return self._state if self.op is None else made.plain("op_state", self.op, asked)
 
     def wait(self, made: Engine, asked: int) -> int:
         """The state, after a while at most."""
-        if self._op is None:
+        if self.op is None:
             return self._state
         self._waiting += 1
         try:
-            return made.call("op_wait", self._op, asked, _SLICE)
+            return made.call("op_wait", self.op, asked, _SLICE)
         finally:
             self._waiting -= 1
             self.ended(made)
@@ -232,8 +237,8 @@ class Entry:
     def ended(self, made: Engine) -> bool:
         """Whether nothing touches its memory any more; then lets go of it."""
         state = self.state(made, IN | OUT)
-        if state and self._op is not None and not self._waiting:
-            self._state, op, self._op, self._kept = state, self._op, None, ()
+        if state and self.op is not None and not self._waiting:
+            self._state, op, self.op, self._kept = state, self.op, None, ()
             made.plain("op_free", op)
         return state != 0
 
@@ -255,7 +260,7 @@ class _Holdings:
         self._fds: list[int] = []
         self.own: int = self._views[0].ctypes.data
         self.channel: Address | None = None
-        self.entries: collections.deque[Entry] = collections.deque()
+        self.entries: collections.deque[LaneOp] = collections.deque()
 
     def peer(self, offer: LanesOffer) -> tuple[int, int, int]:
         """Where another rank's segment is, the pipe that wakes it, and what tells that it has ended."""
@@ -274,7 +279,8 @@ class _Holdings:
         return self._views[-1].ctypes.data, self._fds[-1], self._fds[-2]
 
     def close(self) -> None:
-        if self._process != os.getpid():  # a fork holds copies, and must not speak for the rank
+        # A fork holds copies, and must not speak for the rank.
+        if self._process != os.getpid() or self._engine.defers(self.close):
             return
         channel, self.channel = self.channel, None
         if channel is not None:

@@ -101,6 +101,14 @@ class Stretch(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class Spot(NamedTuple):
+    """Where a piece lies in a rank's part of a message: its shape, its strides, where it begins."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+
+
 class Packing:
     """Leaves that travel in one message. A value: it holds no tensor.
 
@@ -175,6 +183,41 @@ class Packing:
             for leaf, whole, piece in zip(self.leaves, wholes, pieces, strict=True):
                 leaf.by_rank(whole, run).copy_(piece)
 
+    def put(self, message: Tensor, wholes: Sequence[Tensor]) -> None:
+        """`unpack_into`, in few ops: for tensors that neither autograd nor a capture sees."""
+        if not self._is_grid or not all([x.is_contiguous() for x in wholes]):
+            self.unpack_into(message, wholes)
+            return
+        num = len(self.sizes)
+        columns = message.view(num, -1).split_with_sizes([*self.runs[0].sizes], dim=1)
+        torch._foreach_copy_([x.view(num, -1) for x in wholes], list(columns))
+
+    def split(self, own: Tensor, rank: int) -> list[Tensor]:
+        """One rank's pieces, as views of its part of a message, which is contiguous: by one op each."""
+        start = own.storage_offset()
+        return [own.as_strided(shape, strides, start + at) for shape, strides, at in self._places(rank)]
+
+    def _places(self, rank: int) -> "list[Spot]":
+        if rank not in self._known_places:
+            shapes = self.shapes(rank)
+            starts = itertools.accumulate((s.numel() for s in shapes), initial=0)
+            self._known_places[rank] = [
+                Spot(shape, torch.empty(shape, device="meta").stride(), at)
+                for shape, at in zip(shapes, starts, strict=False)
+            ]
+        return self._known_places[rank]
+
+    @functools.cached_property
+    def _known_places(self) -> "dict[int, list[Spot]]":
+        """What `_places` has found."""
+        return {}
+
+    @functools.cached_property
+    def _is_grid(self) -> bool:
+        """Whether all leaves are cut along dim 0, into pieces of one size each."""
+        alike = len(self.runs) == 1 and self.runs[0].num == len(self.sizes)
+        return alike and all(leaf.dim == 0 and leaf.sizes[0] for leaf in self.leaves)
+
     def lay(self, wholes: Sequence[Tensor]) -> Tensor:
         """Wholes as a message, 1-D. A single one that is contiguous, and cut along dim 0 or not at all, is not copied.
 
@@ -193,11 +236,17 @@ class Packing:
         """`lay`, each element written once, to its place: for tensors that neither autograd nor a capture sees."""
         if len(wholes) == 1 and self.leaves[0].dim in (None, 0):
             return self.lay(wholes)
+        # By `cat`, which makes no view of a place; what it would have to copy first is copied to its place instead.
+        as_they_are = all([x.is_contiguous() for x in wholes])
         if not self.cut:
+            if as_they_are:
+                return torch.cat([x.view(-1) for x in wholes])
             out = wholes[0].new_empty(sum(x.numel() for x in wholes))
             places = out.split_with_sizes([x.numel() for x in wholes])
             torch._foreach_copy_([p.view(x.shape) for p, x in zip(places, wholes, strict=True)], list(wholes))
             return out
+        if as_they_are and self._is_grid:
+            return torch.cat([x.view(len(self.sizes), -1) for x in wholes], dim=1).view(-1)
         out = wholes[0].new_empty(sum(self.sizes))
         for run, pieces in self._by_run(out):
             torch._foreach_copy_(pieces, [leaf.by_rank(x, run) for leaf, x in zip(self.leaves, wholes, strict=True)])

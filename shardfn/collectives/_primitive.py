@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardfn import kernels
@@ -91,7 +93,14 @@ def bind(x: Tensor, call: Call) -> Tensor:
     """Applies `call` to `x`, differentiably. A tensor subclass may intercept it by `__torch_function__`."""
     if has_torch_function_unary(x):
         return handle_torch_function(bind, (x,), x, call)
+    if call.name == "psum" and not x.requires_grad and not recording() and not _transforming():
+        return PRIMITIVES["psum"].impl(x, call)  # as a step's own sums: a Function costs more than they do
     return _Collective.apply(x, call)
+
+
+def _transforming() -> bool:
+    """Whether a tensor may be more than it seems: inside torch.func or forward-mode AD."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def start(x: Tensor, call: Call) -> Wait:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ._memory import Entry, Lanes
+from ._memory import LaneOp, Lanes
 from ._segment import NotSharedError
 
 # The variable by which a user chooses, and what is chosen where it is not set.
@@ -23,7 +23,7 @@ _SAID: set[str] = set()
 class MemoryWork:
     """What torch's `Work` is, of a transfer through memory."""
 
-    def __init__(self, lanes: Lanes, entry: Entry, asked: int) -> None:
+    def __init__(self, lanes: Lanes, entry: LaneOp, asked: int) -> None:
         self._lanes, self._entry, self._asked = lanes, entry, asked
 
     def wait(self) -> None:
@@ -53,7 +53,7 @@ def chosen_channel() -> str:
     return "" if way == DEFAULT else f"{VARIABLE}={way}"
 
 
-def shared_lanes(group: Any, timeout: datetime.timedelta | None) -> Lanes | None:
+def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | None = None) -> Lanes | None:
     """The way through memory of a gloo group, or None and, where it was to be expected, a warning that says why.
 
     Where memory is not wished for it does nothing. Else it is collective over the group; all of it get lanes, or none.
@@ -62,7 +62,7 @@ def shared_lanes(group: Any, timeout: datetime.timedelta | None) -> Lanes | None
         return None
     lanes, why = None, ""
     try:
-        lanes = Lanes(group.size(), group.rank(), None if timeout is None else timeout.total_seconds())
+        lanes = Lanes(group.size(), group.rank(), None if timeout is None else timeout.total_seconds(), ring)
     except NotSharedError as error:
         why = str(error)
     told = _gathered((_machine(), lanes and lanes.offer, why), group)

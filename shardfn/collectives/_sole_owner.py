@@ -1,23 +1,63 @@
 """Whether anybody else can see a tensor's memory, so that it may be written over."""
 
+import sys
+
 import torch
 from torch import Tensor
 
 
-def is_sole_owner(flat: Tensor) -> bool:
-    """Whether a fresh `x.view(-1)`, and the `x` it keeps alive, are all that hold their memory."""
-    return _holders(flat) <= _SOLE
+def is_sole_owner(x: Tensor) -> bool:
+    """Whether nothing but `x`, and the tensor that it is a view of, holds its memory.
+
+    Who asks has made both, an alias (`x.detach()`) say, and has given them to nobody: who holds a tensor itself is not
+    counted, but only what shares its memory. Memory that is not torch's own (of numpy, of another library, of several
+    processes) belongs to others always.
+
+    Example:
+        >>> x = torch.ones(4)
+        >>> is_sole_owner(x.view(2, 2)), is_sole_owner(x.view(2, 2).detach())
+        (True, False)
+    """
+    storage = x.untyped_storage()
+    if type(x) is not Tensor:  # of a capture, without memory: the tracer may have it too
+        return _holders(storage) <= _WITH_BASE
+    most = _ALONE if x._base is None else _WITH_BASE
+    return _holders(storage) <= most and sys.getrefcount(storage) <= _REFERENCES and storage.resizable()
 
 
-def _holders(flat: Tensor) -> int:
-    storage = flat.untyped_storage()
+def may_be_added_to(x: Tensor) -> bool:
+    """Whether `x.add_(y)` is `x + y` in the memory of `x`, which nobody else sees; for tensors as `is_sole_owner`.
+
+    Example:
+        >>> may_be_added_to(torch.ones(2, 3).t()), may_be_added_to(torch.ones(1).expand(3))
+        (True, False)
+    """
+    # A subclass may hold others' tensors, of which its own memory says nothing.
+    plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
+    return plain and (x.is_contiguous() or _is_dense(x)) and is_sole_owner(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether no two elements lie in one place, and none lies between them."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _count_sole() -> int:
-    view = torch.empty(4).detach().view(-1)
-    return _holders(view)
+def _count(x: Tensor) -> tuple[int, int]:
+    storage = x.untyped_storage()
+    # Python has one object for a storage, which is one holder, however many have it.
+    return _holders(storage), sys.getrefcount(storage)
 
 
-# How many holders that makes depends on torch's build.
-_SOLE = _count_sole()
+# How many holders these are, this question among them, depends on torch's build.
+_ALONE, _REFERENCES = _count(torch.empty(4))
+_WITH_BASE, _ = _count(torch.empty(4).detach().view(-1))

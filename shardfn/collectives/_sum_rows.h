@@ -28,20 +28,23 @@ INLINE uint32_t float_to_bits(float x) {
     return bits;
 }
 
-// Each says what an element is in memory, what it is summed in, and the ways between.
+// Each says what an element is in memory, what it is summed in, and the ways between; LIGHT if those take little.
 template <class T> struct Plain {
+    static constexpr bool LIGHT = true;
     typedef T Kept;
     typedef T Wide;
     static INLINE T widen(T x) { return x; }
     static INLINE T narrow(T x) { return x; }
 };
 struct Bool {
+    static constexpr bool LIGHT = true;
     typedef uint8_t Kept;
     typedef uint32_t Wide;
     static INLINE uint32_t widen(uint8_t x) { return x; }
     static INLINE uint8_t narrow(uint32_t x) { return x != 0; }
 };
 struct Bfloat {
+    static constexpr bool LIGHT = true;
     typedef uint16_t Kept;
     typedef float Wide;
     static INLINE float widen(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
@@ -52,6 +55,7 @@ struct Bfloat {
     }
 };
 struct Half {
+    static constexpr bool LIGHT = false;
     typedef uint16_t Kept;
     typedef float Wide;
     static INLINE float widen(uint16_t x) {
@@ -71,16 +75,37 @@ struct Half {
     }
 };
 
+// Of K rows, in registers. `out` may be one of them: an element is written when it has been read.
+template <class E, int K> INLINE void add_few(const uint8_t* const* rows, int64_t n, uint8_t* out) {
+    typedef typename E::Kept Kept;
+    typedef typename E::Wide Wide;
+    const Kept *a = (const Kept*)rows[0], *b = (const Kept*)rows[1];
+    const Kept *c = (const Kept*)rows[K > 2 ? 2 : 0], *d = (const Kept*)rows[K > 3 ? 3 : 0];
+    Kept* into = (Kept*)out;
+#pragma GCC ivdep
+    for (int64_t j = 0; j < n; ++j) {
+        Wide total = (Wide)(E::widen(a[j]) + E::widen(b[j]));
+        if (K > 2) total = (Wide)(total + E::widen(c[j]));
+        if (K > 3) total = (Wide)(total + E::widen(d[j]));
+        into[j] = E::narrow(total);
+    }
+}
+
 template <class E> INLINE void add_rows(const uint8_t* const* rows, int64_t k, int64_t bytes, uint8_t* out) {
     typedef typename E::Kept Kept;
     typedef typename E::Wide Wide;
-    Wide total[LANES];
     const int64_t n = bytes / (int64_t)sizeof(Kept);
+    if (E::LIGHT && k == 2) return add_few<E, 2>(rows, n, out);
+    if (E::LIGHT && k == 3) return add_few<E, 3>(rows, n, out);
+    if (E::LIGHT && k == 4) return add_few<E, 4>(rows, n, out);
+    Wide total[LANES];
     for (int64_t lo = 0; lo < n; lo += LANES) {
         const int64_t num = n - lo < LANES ? n - lo : LANES;
         const Kept* row = (const Kept*)rows[0] + lo;
         for (int64_t j = 0; j < num; ++j) total[j] = E::widen(row[j]);
         for (int64_t i = 1; i < k; ++i) {
+            // Row by row: else the compiler joins several turns, and then does one element after the other.
+            asm volatile("" ::: "memory");
             row = (const Kept*)rows[i] + lo;
             for (int64_t j = 0; j < num; ++j) total[j] = (Wide)(total[j] + E::widen(row[j]));
         }

@@ -148,6 +148,9 @@ class TracedControl:
     def begin(self, call: str) -> None:
         """Nobody waits."""
 
+    def share(self) -> None:
+        """Nothing is sent."""
+
 
 # What the engine takes: the wire, or its stand-in while the step is captured.
 AnyChannel = Channel | TracedChannel

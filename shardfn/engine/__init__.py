@@ -1,4 +1,4 @@
-"""What happens when in a step: plan, gathers, reductions, update, schedule, agreement; eager, traced and pure."""
+"""The engine of a step: plan, gathers, reductions, update, schedule, agreement; eager, captured and pure."""
 
 from ._abstract import abstract_leaves as abstract_leaves, is_abstract as is_abstract
 from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbatches as num_microbatches
@@ -8,7 +8,7 @@ from ._callable import check_loss as check_loss, function_name as function_name
 from ._bound import bind as bind
 from ._captured import CapturedSteps as CapturedSteps
 from ._canonical import describe_rows as describe_rows
-from ._check import agree_on_step as agree_on_step, check_params as check_params, check_replicas as check_replicas
+from ._check import agree_on_step as agree_on_step, check_params as check_params
 from ._chunks import Chunks as Chunks, tree_sum as tree_sum
 from ._check import check_cuts as check_cuts, check_specs as check_specs, default_batch as default_batch
 from ._check import describe_batch as describe_batch, is_spec as is_spec, told_before as told_before
@@ -16,6 +16,7 @@ from ._collector import uncollected as uncollected
 from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
 from ._constant import describe_function as describe_function, describe_step as describe_step
 from ._crossed import crossed as crossed
+from ._descends import check_descends as check_descends, check_leaves_descend as check_leaves_descend
 from ._eager_step import run_eager as run_eager
 from ._evaluation import evaluation as evaluation, num_rows as num_rows, one_row as one_row
 from ._evaluation import without_values as without_values
@@ -31,6 +32,7 @@ from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMea
 from ._mixed import Mixed as Mixed, check_scaled as check_scaled, with_masters as with_masters
 from ._model_state import check_alike as check_alike, check_kept as check_kept
 from ._model_state import shapes_of as shapes_of
+from ._compared import check_replicas as check_replicas
 from ._compared import compare_first_batch as compare_first_batch, compare_first_step as compare_first_step
 from ._moved import moved as moved, moved_purely as moved_purely
 from ._partition_capture import in_section as in_section

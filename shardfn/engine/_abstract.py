@@ -10,12 +10,12 @@ from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
 
 def is_abstract(leaves: list[Any]) -> bool:
-    """Whether any of these tensors has no data, or none is made any more."""
+    """Whether any of these tensors has no data, or torch's fake mode is on, in which no tensor has."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
 
 
 def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
-    """The tree with tensors without data; those on "meta" are taken to be on `device`."""
+    """The tree, with its tensors replaced by tensors without data. Those on "meta" count as being on `device`."""
     leaves, treedef = tree_flatten(tree)
     return tree_unflatten(treedef, fakes(leaves, device))

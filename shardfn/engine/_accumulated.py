@@ -1,4 +1,4 @@
-"""What `accumulate` makes: a loss over microbatches, and the fold over them."""
+"""The loss that `accumulate` returns, a mean over microbatches, and the fold over these."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class Accumulated(Transform):
     has_state: bool = False
 
     def __call__(self, params: PyTree, *args: Any) -> Any:
-        """The loss of the whole batch (the graph of all microbatches is alive at once)."""
+        """The loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
         if self.has_state:
             return self._carried(params, *args)
         batch, *rest = args
@@ -51,7 +51,7 @@ class Accumulated(Transform):
 
 
 def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
-    """The loss of one microbatch, and the microbatches; nested `accumulate`s are flattened.
+    """The loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list.
 
     Raises:
         ValueError: it takes a model state before the batch.
@@ -69,9 +69,9 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
 
 
 def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
-    """`one(inner, microbatch)` of each microbatch, added up one after another: of two at a time both are alive.
+    """Adds up `one(inner, microbatch)` over the microbatches, one after another; at most two results exist at a time.
 
-    For functions that make forward and backward in one; a step runs them apart, by its schedule.
+    For functions that run forward and backward in one call. A step runs these separately, by its schedule.
     """
     inner, batches = microbatches(loss, batch)
     total = one(inner, batches[0])
@@ -81,14 +81,14 @@ def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Cal
 
 
 def of_whole_batch(loss: Loss) -> Loss:
-    """The loss, of a batch that is not cut in microbatches."""
+    """The inner loss, for a batch that is not cut into microbatches."""
     while isinstance(loss, Accumulated):
         loss = loss.inner
     return loss
 
 
 def num_microbatches(loss: Loss) -> int:
-    """Into how many microbatches a loss cuts its batch."""
+    """The number of microbatches into which a loss cuts its batch."""
     num = 1
     while isinstance(loss, Accumulated):
         num, loss = num * loss.num_microbatches, loss.inner
@@ -103,15 +103,16 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     """
     if n == 1:
         return [batch]
-    pairs = zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
-    bad = [f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n]
-    if bad:
-        raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {', '.join(bad)}; use a divisor.")
-    return cut_rows(batch, n, [_cuts(x) for x in tree_leaves(batch)])
+    leaves = tree_leaves(batch)
+    if any(_cuts(x) and x.shape[0] % n for x in leaves):  # paths for errors alone: they take longer than the cut
+        pairs = zip(tree_paths(batch, "batch"), leaves, strict=True)
+        bad = ", ".join(f"{p} has {x.shape[0]} rows" for p, x in pairs if _cuts(x) and x.shape[0] % n)
+        raise ValueError(f"accumulate({n}) cannot cut the batch evenly: {bad}; use a divisor.")
+    return cut_rows(batch, n, [_cuts(x) for x in leaves])
 
 
 def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
-    """A batch in `n` parts: of a leaf that is `cut` a piece along dim 0 each, equal if `n` divides it; else all of it.
+    """Cuts a batch into `n` parts. A leaf that is `cut` is cut along dim 0; other leaves are whole in each part.
 
     Args:
         batch: a tree of tensors.
@@ -119,10 +120,8 @@ def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
         cut: by leaf, in flattening order.
     """
     leaves, treedef = tree_flatten(batch)
-    rows = list(zip(leaves, cut, strict=True))
-    return [
-        tree_unflatten(treedef, [x.chunk(n)[i] if is_cut and x.shape[0] else x for x, is_cut in rows]) for i in range(n)
-    ]
+    columns = [x.chunk(n) if is_cut and x.shape[0] else [x] * n for x, is_cut in zip(leaves, cut, strict=True)]
+    return [tree_unflatten(treedef, [column[i] for column in columns]) for i in range(n)]
 
 
 def _cuts(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the ranks compare of a step, or of a sharded function, before the first transfer of a call: how it was built."""
+"""Before the first transfer of a call, the ranks compare how a step, or a sharded function, was built."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +16,13 @@ from ._plan import Plan
 
 
 class Agreement:
-    """How something was built, as text that is hashed once for each plan, and compared in each call.
+    """How a step or function was built, as text that is hashed once per plan, and compared in each call.
 
-    All calls but those of pure functions are collective, and agree each time, since the hash travels with what they
-    exchange anyway. A pure function may not, and agrees before its first call with a plan alone.
+    Every call is collective and agrees, since the hash is part of a message that ranks exchange anyway. Only pure
+    functions exchange no such message; they agree before their first call with each plan.
 
     Args:
-        lines: what is the same on all ranks that run one plan, besides the plan itself.
+        lines: facts that must be equal on all ranks that run one plan, besides the plan itself.
     """
 
     def __init__(self, lines: Callable[[Plan], Sequence[str]]) -> None:
@@ -32,7 +32,7 @@ class Agreement:
         self._agreed: set[tuple[int, str]] = set()
 
     def agree(self, comms: Comms, what: str, plan: Plan) -> None:
-        """Compares how it was built; what the optimizer's functions of the tree say, too, and that they do.
+        """Compares how it was built, and the results of the optimizer's functions of the tree (masks, labels).
 
         Raises:
             RankError: ranks disagree, or run another call.
@@ -43,7 +43,7 @@ class Agreement:
         agree_on_step(comms.control, what, constant=constant)
 
     def agree_once(self, plan: Plan, what: str) -> None:
-        """Compares how it was built before the first of calls that are pure functions, and agree on no more."""
+        """Compares how it was built, before the first of several calls of a pure function."""
         mesh = plan.mesh
         if mesh.size == 1 or mesh.abstract or capturing() or (id(plan), what) in self._agreed:
             return
@@ -54,7 +54,7 @@ class Agreement:
         self._agreed.add((id(plan), what))
 
     def constant(self, plan: Plan, opt_state: PyTree = None) -> Constant:
-        """What calls with this plan have in common, hashed once; with a state of the optimizer, how it is made, too."""
+        """The hashed description that all calls with this plan share; with an optimizer state, also how it is made."""
         treedef = None if opt_state is None else tree_structure(opt_state)
         key = id(plan), treedef
         if key not in self._constants:

@@ -74,9 +74,9 @@ def run_backward(
         args: this rank's batch, and a key if the loss takes one.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
         model_state: a tree of this rank's blocks, for a loss that takes one.
-        loss_scale: what the gradients come multiplied by; None = nothing.
-        ahead: an update that takes gradients as they are complete; it is stopped if they must be divided by a weight.
-        coming: by leaf, what is still being written to its block; see `GlobalTensor.coming`.
+        loss_scale: the factor of the gradients; None means 1.
+        ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
+        coming: by leaf, transfers that still write to its block; see `GlobalTensor.coming`.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
     watch, blocks = watch_of(plan, blocks, first=not plan.compared), plan.by_layer(blocks)
@@ -89,15 +89,16 @@ def run_backward(
         loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
-    late = LateLeaves(plan, blocks, _by_layer(plan, coming), gatherer.whole)
-    source = late.whole if plan.late else gatherer.whole
+    late = LateLeaves(plan, blocks, _by_layer(plan, coming), gatherer.whole) if plan.late else None
+    source = gatherer.whole if late is None else late.whole
     performer = Performer(plan, comms, course, len(batches), gatherer, LeafBook(source, plan.layers, watch), ahead)
     with _told(gatherer, comms), torch.enable_grad():
         performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:
             with course.named(action):
                 performer.perform(action)
-        late.settle()
+        if late is not None:
+            late.settle()
         return performer.finish(blocks, model_state)
 
 
@@ -116,7 +117,7 @@ def _course(
 
 
 def _by_layer(plan: Plan, coming: Sequence[Sequence[Arrival]]) -> list[Arrival | None]:
-    """By leaf -> by layer."""
+    """From a dict by leaf to one by layer."""
     out: list[Arrival | None] = []
     for leaf, arrivals in zip(plan.leaves, coming, strict=bool(coming)):
         out += arrivals or [None] * (len(leaf.layers) or 1)
@@ -124,7 +125,7 @@ def _by_layer(plan: Plan, coming: Sequence[Sequence[Arrival]]) -> list[Arrival |
 
 
 def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
-    """The axes along which ranks do other things at the same time."""
+    """The axes along which ranks run different actions at the same time."""
     staged = pipelined_in(parts.loss)
     if parts.table is None or staged is None:
         return ()
@@ -150,7 +151,7 @@ def _gatherer(
 
 @contextlib.contextmanager
 def _told(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
-    """Where connections cannot be closed: tells the other ranks of an error in their next round, before raising it."""
+    """If connections cannot be closed, tells the other ranks of an error in their next round, before raising it."""
     try:
         yield
     except Exception as error:

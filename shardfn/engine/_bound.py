@@ -50,7 +50,7 @@ def _bound(f: Any, views: LeafViews) -> Any:
 
 
 def _bound_stages(of: Pipelined, views: LeafViews) -> Pipelined:
-    """The loss, whose partitioned functions are bound; itself where there are none."""
+    """The loss with its partitioned functions bound; the same loss if there are none."""
     found: list[Partitioned] = []
 
     def change(f: Any, pick: Pick) -> Any:

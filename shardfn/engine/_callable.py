@@ -1,4 +1,4 @@
-"""What is passed as a loss and cannot be one: found when the step is built, before anything is sent."""
+"""Refuses what cannot be a loss when the step is built, before anything is sent."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ def check_function(who: str, f: Any) -> None:
     """Refuses what is no function of parameters.
 
     Args:
-        who: what takes it, such as "jit".
+        who: the function that it was passed to, such as "jit".
         f: what was passed.
 
     Raises:
@@ -48,7 +48,7 @@ def function_name(f: Any) -> str:
 
 
 def module_name(x: Any) -> str | None:
-    """The class of a module, or of what is a class of modules itself; None of anything else."""
+    """The class name of a module, or of a class of modules; None for anything else."""
     if isinstance(x, type):
         return x.__name__ if issubclass(x, nn.Module) else None
     return type(x).__name__ if isinstance(x, nn.Module) else None
@@ -99,7 +99,7 @@ def _remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -
 
 
 def _innermost(f: Any) -> Any:
-    """What transforms of this package are around; a decorator from elsewhere may call with other arguments."""
+    """The function inside this package's transforms. Other decorators stay, as they may change arguments."""
     while True:
         if hasattr(type(f), "transform") and hasattr(f, "inner"):
             f = f.inner

@@ -11,9 +11,10 @@ microbatches, so what a chunk comes to has the same bits whoever runs it. Chunks
                      \          /
                          0-7
 
-A rank adds up the nodes that lie whole in its range (of the second of the three: 2-3 and 4), and sends each rank its
-part of them; who owns a part adds the rest. Where ranks are a power of two, each sends one node, as many bytes as ever.
-Ranks with fewer chunks than others run their last one again, and drop what it gives: collectives of the loss take all.
+A rank adds up the nodes that lie entirely in its range (for the second of the three ranks: 2-3 and 4), and sends each
+rank a part of them; the owner of a part adds the rest. If the number of ranks is a power of two, each sends one node,
+as many bytes as usual. Ranks with fewer chunks than others run their last chunk again and drop its gradients, because
+all ranks must take part in collectives of the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +38,8 @@ from ._step import StepParts
 class ChunkSums:
     """The gradients of this rank's chunks, added up along the tree, leaf by leaf.
 
-    Backwards run in the order of chunks: `begin`, then `add` at most once a leaf. A leaf that a chunk gives no gradient
-    counts zeros. `take` gives the nodes of a leaf after the last one, and lets them go.
+    Backwards run in the order of chunks: `begin`, then `add` at most once per leaf. A leaf without a gradient counts as
+    zeros. After the last chunk, `take` returns the nodes of a leaf, and drops them.
 
     Args:
         chunks: of this rank.
@@ -53,11 +54,11 @@ class ChunkSums:
         self._next = chunks.bounds[0] - 1
 
     def begin(self) -> None:
-        """The backward of the next chunk begins."""
+        """Begins the backward of the next chunk."""
         self._next += 1
 
     def add(self, leaf: int, grad: Tensor) -> None:
-        """A leaf's gradient of the chunk whose backward runs; that of a chunk which was run before is dropped."""
+        """Adds a leaf's gradient of the current chunk; dropped if the chunk was run before."""
         stack, (_, stop) = self._nodes.setdefault(leaf, []), self.chunks.bounds
         if self._next < stop:
             self._fill(leaf, stack, self._next)
@@ -90,7 +91,7 @@ class ChunkSums:
 
 
 class JoinedNodes(Pending[Tensor]):
-    """One rank's part of the sum over all chunks, of what all ranks' nodes arrive as.
+    """This rank's part of the sum over all chunks, joined from the nodes of all ranks as they arrive.
 
     Args:
         arriving: by number of a node among its rank's, the parts that all ranks have for this one, in rank order.
@@ -158,7 +159,7 @@ def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[
 
 
 def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
-    """Whether a leaf has other rows for other chunks, for each of a batch."""
+    """For each leaf of a batch, whether chunks have different rows of it."""
     specs = broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
     return [bool(spec.dim_axes(0)) for spec in specs]
 
@@ -177,7 +178,7 @@ def _told(chunks: Chunks) -> str:
 
 
 def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> None:
-    """Refuses what a step with canonical sums does not do.
+    """Refuses what cannot be combined with canonical sums.
 
     Raises:
         ValueError: lists all of it.
@@ -222,7 +223,7 @@ def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]
 
 
 def summed_squares(parts: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
-    """The sum of squares of all ranks' parts, in float64: with integers, whose sum has no order. Collective."""
+    """The sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective."""
     top = torch.stack([largest(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
     top = pmax(top, axes)
     limbs = [exact_limbs(x, top) for x in parts] or [torch.zeros(2, dtype=torch.int64, device=top.device)]

@@ -1,4 +1,4 @@
-"""Captured steps at run time: donation as in eager steps, and what comes back as a state."""
+"""Runs captured steps: with donation as in eager steps, and with results that become a state."""
 
 import functools
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class CapturedSteps:
         self._graphs, self._parts, self._policy = Graphs(jitted), parts, policy_in(parts.loss)
 
     def call(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
-        """One step, whose graphs are those of its arguments' signature, for even batches and for uneven ones."""
+        """One step, by the graph of its arguments' signature; there is one for even batches and one for uneven ones."""
         # A state of the optimizer may come with another structure or in other memory under the same plan.
         rest = *signature(plan, args), _layouts(state)
         keys = (*rest, True), (*rest, False)
@@ -55,7 +55,7 @@ class CapturedSteps:
         return StepCall(run, (self._graphs.knows(keys[0]), self._graphs.knows(keys[1])))
 
     def cache_info(self) -> CacheInfo:
-        """What is remembered."""
+        """The counters of the cache of graphs."""
         return self._graphs.cache_info()
 
     def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[StepProgram, Schedule | Choice]:
@@ -103,7 +103,7 @@ class CapturedSteps:
 
 
 def _layouts(state: TrainState) -> Any:
-    """What a graph takes for granted of the state."""
+    """What a graph relies on in the layout of a state."""
     leaves, treedef = tree_flatten((state.opt_state, state.model_state))
     held: list[Tensor | Stored] = [x.held for x in (*tree_leaves(state.params), *leaves)]
     kinds = [x.memory_kind for x in leaves if isinstance(x, GlobalTensor)]

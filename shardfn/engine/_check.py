@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of a step, found before anything is sent."""
+"""Checks of the arguments of a step, made before anything is sent."""
 
 import contextlib
 import math
@@ -41,7 +41,7 @@ def _is_entry(x: Any) -> bool:
 
 
 def _as_spec(x: Any) -> str:
-    """What to write in place of something that is no spec."""
+    """The remedy for something that is no spec: what to write instead."""
     if type(x).__name__ in ("Shard", "Replicate", "Partial"):
         return "A P has an entry for each dim, the mesh axis that cuts it: Shard(0) on the axis 'dp' is P('dp')."
     return f"Did you mean P({', '.join(map(repr, x)) if isinstance(x, tuple | list) else repr(x)})?"
@@ -116,7 +116,7 @@ def _axis_for_zero(specs: PyTree, mesh: Mesh) -> str:
 
 
 def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
-    """Refuses a rule for how leaves travel, or when, that applies to none of them, unless there is but one rank.
+    """Refuses options for how or when leaves are sent that apply to no leaf, unless there is only one rank.
 
     Raises:
         ValueError: names each such option.
@@ -156,28 +156,6 @@ def check_params(params: PyTree) -> None:
         TypeError: lists every such leaf.
     """
     raise_all(TypeError, "params must be a tree of tensors:", no_tensors(params, "params"))
-
-
-def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
-    """Refuses parameters whose values differ between ranks (drawn without a common seed, say).
-
-    Raises:
-        RankError: lists every such leaf.
-    """
-    if control.size == 1 or not paths:
-        return
-    plain = [(path, checksum(x)) for path, x in zip(paths, leaves, strict=True)]
-    rows: list[Any] = control.gather([c for _, c in plain])
-    bad = [
-        f"{path}: checksums {[row[k] for row in rows]}"
-        for k, (path, _) in enumerate(plain)
-        if len({row[k] for row in rows}) > 1
-    ]
-    raise_all(
-        RankError,
-        "ranks pass different values for the same parameters; draw them from one seed or key on all ranks:",
-        bad,
-    )
 
 
 def default_batch(specs: PyTree, mesh: Mesh) -> P:
@@ -230,7 +208,7 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
 
 @contextlib.contextmanager
 def told_before(control: AnyControl) -> Iterator[None]:
-    """Raises an error of the preparations on all ranks, not on this one alone: the others wait in `agree_on_step`."""
+    """Tells the other ranks, which wait in `agree_on_step`, of an error while this rank prepares a call."""
     try:
         yield
     except Exception as error:
@@ -254,10 +232,10 @@ def agree_on_step(
         what: the call, in words.
         batch: what `describe_batch` said.
         constant: what the call is made of, and the same for all calls.
-        known: whether this rank has what the call learns at first; see `Agreed`.
+        known: whether this rank already has what a first call learns; see `Agreed`.
 
     Returns:
-        Whether all ranks pass batches of the same shapes, and have what the call learns at first.
+        Whether all ranks pass batches of the same shapes, and whether all have what a first call learns.
 
     Raises:
         RankError: they differ in the call, the step's number, the batch's structure, or in how the step was built; or a
@@ -265,7 +243,10 @@ def agree_on_step(
     """
     control.begin(what)
     lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
-    return control.agree("what to run", "\n".join(lines), constant, batch[1], known)
+    agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known)
+    # All have chosen the same channel: that is among the lines.
+    control.share()
+    return agreed
 
 
 def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple[int, ...]]:
@@ -307,10 +288,15 @@ def _for_short(x: Tensor) -> str:
     return f"of {what} say sf.P() in sharded_step(batch={{...}}), a tree with a spec for each leaf"
 
 
+def corner(x: Draw) -> Tensor:
+    """The first elements along each dim of a leaf that is not drawn yet."""
+    return draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))
+
+
 def checksum(x: Tensor) -> int:
     """A sum over the bits of a tensor, or of a corner of one that is not drawn yet; the same wherever the bits are."""
     if isinstance(x, Draw):
-        x = draw_block(x, tuple(slice(0, min(4, n)) for n in x.shape))
+        x = corner(x)
     data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     total = 0
     for chunk in data.split(1 << 20):

@@ -1,4 +1,4 @@
-"""Which chunks of the global batch a rank runs, and the tree by which they are added up; see `_canonical`."""
+"""The chunks of the global batch that a rank runs, and the tree by which they are added up; see `_canonical`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Chunks(NamedTuple):
 
     @staticmethod
     def of(total: int, mesh: Mesh, axes: tuple[str, ...]) -> "Chunks":
-        """Those of this rank of a mesh whose `axes` cut the batch."""
+        """The chunks of this rank, on a mesh whose `axes` cut the batch."""
         return Chunks(total, mesh.axis_size(axes), mesh.axis_index(axes))
 
     @property
@@ -36,7 +36,7 @@ class Chunks(NamedTuple):
 
     @property
     def most(self) -> int:
-        """How many chunks some rank has, and so every rank runs."""
+        """The largest number of chunks that a rank has; every rank runs as many."""
         return max(stop - start for start, stop in map(self._bounds, range(self.ranks)))
 
     @property
@@ -46,7 +46,7 @@ class Chunks(NamedTuple):
         return stop - start
 
     def nodes(self, rank: int) -> list[tuple[int, int]]:
-        """What a rank sends, in order: the largest nodes of the tree that lie in its range.
+        """The nodes that a rank sends, in order: the largest nodes of the tree within its range.
 
         Example:
             >>> [Chunks(8, 3, 0).nodes(r) for r in range(3)]
@@ -65,7 +65,7 @@ class Chunks(NamedTuple):
 
 
 def tree_sum(nodes: Sequence[Node]) -> list[Node]:
-    """Adds up nodes that stand in order, as far as the tree goes."""
+    """Adds up neighbouring nodes as far as the tree allows."""
     stack: list[Node] = []
     for node in nodes:
         push(stack, node)

@@ -1,8 +1,8 @@
-"""Python's collector of cycles, kept out of steps: it would run in the middle of them, at times over the whole heap.
+"""Keeps Python's garbage collector out of steps, in which it would run at any time, at times over the whole heap.
 
-While a step runs nothing is collected; what is allocated is counted on, so the collector comes at the first allocation
-after the step, once, and in its own order of generations. So garbage does not grow from step to step. Within a step it
-is bounded: where one action of the schedule ends and another begins, `catch_up` collects what is young, if it is much.
+While a step runs nothing is collected, but allocations are counted. So the collector runs once at the first allocation
+after the step, with the generation that is due, and garbage does not grow from step to step. Within a step it is
+bounded: between two actions of the schedule `catch_up` collects young objects if there are many.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ MOST = 50_000
 
 
 class _Paused:
-    """By which thread's step the collector is paused; None if by none. The program itself may have stopped it, too."""
+    """The thread whose step has paused the collector; None if there is none. The program may also have stopped it."""
 
     by: int | None = None
 
@@ -47,7 +47,7 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """Inside a step, the collector runs as it would outside: for what takes long and makes much, such as a capture."""
+    """Lets the collector run inside a step: for long work that makes many objects, such as a capture."""
     if _Paused.by != threading.get_ident():
         yield
         return
@@ -61,6 +61,6 @@ def collected() -> Iterator[None]:
 
 
 def catch_up() -> None:
-    """Collects what is young, if it is more than `MOST` objects that a step has kept from the collector."""
+    """Collects young objects if a step has kept more than `MOST` of them from the collector."""
     if _Paused.by == threading.get_ident() and gc.get_count()[0] > MOST:
         gc.collect(1)

@@ -20,11 +20,11 @@ class Comms:
         mesh: the mesh.
         channels: asynchronous traffic.
         control: agreement between ranks.
-        mark: is told which part of the step begins: "forward", "backward" or "update"; only a capture takes note.
-        name: is told which action of a pipeline begins, in words; "" after the last. As of `mark`.
-        broken: set when a step failed half-way: transfers may be left over, so the next step makes new ones.
-        meets: whether a rank whose loss raises goes on to the ranks' next round to say so, since the backend has no way
-            to close a connection.
+        mark: called with the part of the step that begins: "forward", "backward", "update"; only captures use it.
+        name: called with the pipeline's action that begins, in words; "" after the last. Only captures use it.
+        broken: set when a step has failed: transfers may be left over, so the next step makes new communicators.
+        meets: whether a rank whose loss raises tells the others in their next round, because the backend cannot close
+            a connection.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ def comms_of(mesh: Mesh) -> Comms:
 
 
 def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> None:
-    """Makes what a step will ask for. Later is too late: making is collective, and a rank may have failed by then.
+    """Makes all channels that a step will use. That is collective, so it is done before a rank can fail.
 
     Args:
         comms: the communicators.
@@ -88,12 +88,12 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     for axes in plan.psum_axes:
         comms.mesh.group(axes)
     if isinstance(comms.channels, Channels):  # others are of captures
-        for channel, nbytes in comms.channels.shared():
-            record_owner(channel, "host", nbytes)
+        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared()]:
+            record_owner(owner, "host", nbytes)
 
 
 def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
-    """The rounds in which ranks agree on an order of use: of those that share leaves, along which others may differ.
+    """The rounds in which the ranks that share leaves agree on an order of use; other ranks may have another order.
 
     Where connections cannot be closed a failure is told in them, so that all ranks of the mesh take part.
     """
@@ -107,7 +107,7 @@ def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
 
 @contextlib.contextmanager
 def losing_no_peer(comms: Comms) -> Iterator[None]:
-    """Tells the others of an error at once, and turns one that another rank has told of into a `RankError`.
+    """Tells other ranks of an error at once, and turns an error that another rank has told of into a `RankError`.
 
     After any error, communicators are made anew. One that only this rank may have is left word of; then everything that
     another rank may wait at is closed, which wakes it: see `Control.failure`. An agreed error is known already.
@@ -134,21 +134,21 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """What an error says, and where it was raised."""
+    """The text of an error, and the line where it was raised."""
     where = traceback.extract_tb(error.__traceback__)
     line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
     return "; ".join([f"{type(error).__name__}: {error}{line}", *getattr(error, "__notes__", ())])
 
 
 def _live(comms: Comms) -> tuple[Channels, Control]:
-    """The communicators of a step that runs; only a capture has others."""
+    """The communicators of running steps; a capture has others."""
     channels, control = comms.channels, comms.control
     assert isinstance(channels, Channels) and isinstance(control, Control)
     return channels, control
 
 
 def _close(comms: Comms) -> None:
-    """Ends everything that a rank may wait at in a step; the program's own groups stay as they are."""
+    """Closes everything at which a rank may wait in a step, but not the program's own groups."""
     channels, control = _live(comms)
     control.close()
     channels.close()

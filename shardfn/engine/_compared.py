@@ -1,16 +1,52 @@
-"""What ranks must have alike, compared once: the rows before the first step, and after it what it has computed."""
+"""What ranks must have alike, compared once: first values, the rows of the first step, and what that has computed."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyControl
-from shardfn.core import P, PyTree, RankError, raise_all, tree_leaves, tree_paths
+from shardfn.core import Draw, P, PyTree, RankError, raise_all, tree_leaves, tree_paths
 from shardfn.state import TrainState
 
-from ._check import check_same_loss, checksum
+from ._check import check_same_loss, checksum, corner
 from ._model_state import check_same_state
 from ._plan import Plan
+
+
+def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
+    """Refuses first values that differ between ranks (drawn without a common seed, say). Collective.
+
+    Raises:
+        RankError: lists every such leaf, with its sum on rank 0 and on the first rank that has another one.
+    """
+    if control.size == 1 or not paths:
+        return
+    rows: list[Any] = control.gather([checksum(x) for x in leaves])
+    others = {k: [r for r, row in enumerate(rows) if row[k] != rows[0][k]] for k in range(len(paths))}
+    differing = {k: ranks for k, ranks in others.items() if ranks}
+    if not differing:
+        return
+    sums: list[Any] = control.gather({k: _sum(leaves[k]) for k in differing})
+    raise_all(
+        RankError,
+        "ranks start from different values of the same leaves. Each process draws random numbers of its own: call"
+        " torch.manual_seed(0) on every rank before the values are made, or draw them with sf.key(0). Values that are"
+        " read from files must come from the same files:",
+        [
+            f"{paths[k]}: the sum of its elements is {sums[0][k]!r} on rank 0, {sums[ranks[0]][k]!r} on rank {ranks[0]}"
+            + f"; {len(ranks)} of {len(rows)} ranks differ from rank 0" * (len(rows) > 2)
+            for k, ranks in differing.items()
+        ],
+    )
+
+
+def _sum(x: Tensor) -> float | complex:
+    """Of all elements, or of a corner of a leaf that is not drawn yet, in double precision, some at a time."""
+    x = corner(x) if isinstance(x, Draw) else x
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    return sum(part.to(dtype).sum().item() for part in x.detach().reshape(-1).split(1 << 20))
 
 
 def compare_first_step(plan: Plan, new: TrainState, metrics: dict[str, Tensor], control: AnyControl) -> None:

@@ -1,4 +1,4 @@
-"""What a step, or a sharded function, is made of, in lines: what decides what its ranks send, and stays as it is.
+"""Describes a step, or a sharded function, in lines: all that determines what ranks send and does not change.
 
 Ranks compare it, hashed, in the exchange with which a call begins. So steps that differ never meet in a transfer, and
 the lines in which they differ are what the error says.
@@ -15,12 +15,12 @@ from ._unwrap import Unwrapped
 
 
 def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> list[str]:
-    """The loss's transforms, how the step is captured, and the optimizer's rules and numbers, a line a fact."""
+    """One line per fact: the loss's transforms, how the step is captured, the optimizer's rules and numbers."""
     return [*describe_function(loss, "loss"), *describe(optimizer, "optimizer")]
 
 
 def describe_function(loss: Unwrapped, name: str) -> list[str]:
-    """A function's transforms, and how it is captured, a line a fact.
+    """One line per fact: a function's transforms, and how it is captured.
 
     Of the function that they are around nothing is said: each rank may have one of its own, whose leaves and gradients
     are agreed on as it runs.

@@ -1,4 +1,4 @@
-"""How a microbatch runs on a rank, as the engine sees it: what a forward ends in, and what a backward starts from."""
+"""The interface by which the engine runs a microbatch on a rank: `Course`, for whole losses and for stages."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,11 +16,11 @@ Seed = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Ends(NamedTuple):
-    """What a backward starts from, and what it is to give besides the gradients of leaves.
+    """What a backward starts from, and the further inputs whose gradients it computes.
 
     Attributes:
         outputs: tensors to differentiate.
-        cotangents: theirs.
+        cotangents: the cotangents of these.
         inputs: tensors whose gradients are wanted.
     """
 
@@ -50,15 +50,15 @@ class Course(Protocol):
         ...
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
-        """The loss of a microbatch, or None where another stage has it."""
+        """Runs the forward of an action; returns the loss, or None if another stage has it."""
         ...
 
     def ends(self, action: Action, seed: Seed) -> Ends:
-        """What the backward of a microbatch starts from; it is let go."""
+        """What the backward of a microbatch starts from; the course drops it."""
         ...
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
-        """Takes the gradients of the inputs that `ends` has named."""
+        """Sends the gradients of the inputs that `ends` named to the previous stage."""
         ...
 
     def close(self) -> None:
@@ -66,15 +66,15 @@ class Course(Protocol):
         ...
 
     def values(self, seen: list[Value]) -> list[Value]:
-        """What all microbatches come to, on all ranks, from those that this rank has seen."""
+        """The values of all microbatches, on all ranks, from those that this rank has seen."""
         ...
 
     def kept(self, model_state: PyTree) -> PyTree:
-        """The model state after all microbatches, on all ranks, from what is left of it on this one."""
+        """The model state after all microbatches, on all ranks, from the part that this rank has changed."""
         ...
 
     def named(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Notes on an error that leaves it in which action of which stage it was raised."""
+        """Adds to an error that passes through it the action and the stage in which it was raised."""
         ...
 
 

@@ -14,13 +14,13 @@ from ._transit import Transit
 
 
 def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
-    """The leaves as asked. Collective over the mesh of `comms`, which has all ranks of both meshes of each."""
+    """Moves leaves to other meshes. Collective over the mesh of `comms`, which has the ranks of all these meshes."""
     if not transits:
         return []
     ranks, channels = comms.mesh.ranks, comms.channels
     assert isinstance(channels, Channels)
     known: dict[object, list[Overlap]] = {}
-    arrivals = [_Arrival(t) for t in transits]
+    arrivals = [_IncomingBlock(t) for t in transits]
     crossings = [
         LeafCrossing(_overlaps(t, ranks[comms.mesh.rank], known), _narrower(t), _source(t), a.put, a.done)
         for t, a in zip(transits, arrivals, strict=True)
@@ -30,7 +30,7 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
 
 
 def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
-    """Those of a leaf, which many leaves have in common."""
+    """The overlaps of blocks of a leaf; cached, as many leaves have the same."""
     # One call has one target mesh, and keeps its leaves, and so their meshes, alive.
     key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec
     if key not in known:
@@ -39,12 +39,12 @@ def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list
 
 
 def _narrower(t: Transit) -> torch.dtype:
-    """The dtype in which a leaf travels, as on a route."""
+    """The dtype in which a leaf is sent: the narrower one, as on a route."""
     return t.dst.dtype if t.dst.dtype.itemsize <= t.src.dtype.itemsize else t.src.dtype
 
 
 def _source(t: Transit) -> Callable[[Box], Tensor]:
-    """What this rank holds of a leaf, box by box; of what is on disk only the rows that are asked for are read."""
+    """Gives parts of this rank's block of a leaf, box by box; of a block on disk only these rows are read."""
     held = t.x.held
 
     def take(box: Box) -> Tensor:
@@ -57,8 +57,8 @@ def _source(t: Transit) -> Callable[[Box], Tensor]:
     return take
 
 
-class _Arrival:
-    """This rank's new block of a leaf: made when its first part comes, whole at `done`, which comes after all parts."""
+class _IncomingBlock:
+    """This rank's new block of a leaf. It is made when its first part arrives; `done` is called after all parts."""
 
     def __init__(self, t: Transit) -> None:
         self._t = t
@@ -66,12 +66,12 @@ class _Arrival:
         self._held: Tensor | Stored | None = None
 
     def put(self, box: Box, piece: Tensor) -> None:
-        """A part of it."""
+        """Puts a part into it."""
         t = self._t
         self._made()[_within(box, t.x.shape, t.dst.spec, t.mesh)].copy_(piece)
 
     def done(self) -> None:
-        """It is whole: to its memory."""
+        """Moves the complete block to its memory kind."""
         # This rank sends only.
         if not self._t.mesh.is_member:
             return

@@ -1,4 +1,4 @@
-"""The step as it runs eagerly: each part at once, on real tensors and real transfers."""
+"""Runs a step eagerly: each part at once, on real tensors and real transfers."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,7 @@
-"""Which leaves are stepped while the backward goes on.
+"""Chooses the leaves that are updated while the backward goes on.
 
-Those whose state is on disk, for there the update takes long; whose rule looks at their own gradient only; and whose
-new values can be kept beside the old ones at little cost in memory: on disk, or where the gradient was on the host.
+These are leaves whose state is on disk, where the update takes long; whose rule needs only their own gradient; and
+whose new values can be kept beside the old ones at little cost in memory: on disk, or in the gradient's memory.
 """
 
 import collections
@@ -22,13 +22,13 @@ from ._update import whole_update
 
 @contextlib.contextmanager
 def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, decided: bool) -> Iterator[Ahead | None]:
-    """An update of what can be stepped beside the backward; None if there is nothing.
+    """An update of the leaves that can be updated beside the backward; None if there are none.
 
     Args:
         plan: the layout. The order in which gradients come is known after the first step.
         optimizer: the rule.
         state: the current state; looked at only.
-        decided: whether it is known beforehand that the step will be made, along the gradients as they are.
+        decided: whether it is known beforehand that the step is not skipped, and that gradients are not rescaled.
     """
     ahead = None
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
@@ -37,6 +37,7 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     if (
         decided
         and plan.reduce_order
+        and not plan.at_home
         and optimizer.needs.granularity == "element"
         and _knows_its_measures(optimizer, state)
     ):
@@ -86,7 +87,7 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
 
 
 def _units(plan: Plan, *, measures: bool) -> list[int]:
-    """The units whose leaves can be stepped early, in the order in which they are complete.
+    """The units whose leaves can be updated early, in the order in which their gradients are complete.
 
     Args:
         plan: the layout.
@@ -126,7 +127,7 @@ def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool
 
 
 def _where(plan: Plan) -> list[Rows]:
-    """For each layer of a plan, its place in its leaf."""
+    """For each layer of a plan, its index in its leaf."""
     return [
         rows
         for i, leaf in enumerate(plan.leaves)

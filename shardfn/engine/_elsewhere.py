@@ -1,5 +1,6 @@
-"""What stands in the place of a stack whose layers are on several ranks, where a loss is not to use it."""
+"""Stands for a stack whose layers are on several ranks, in code outside of the layers, which must not use it."""
 
+import functools
 from typing import Any
 
 import torch
@@ -11,18 +12,17 @@ _FIELDS = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "layou
 
 
 class ElsewhereTensor(torch.Tensor):
-    """This rank's rows of a stack, outside of its layers: of their shape and dtype, and without a value.
+    """This rank's rows of a stack, for code outside of its layers: with their shape and dtype, and without values.
 
     Raises:
-        ValueError: something is computed of it. It would be of this rank's layers alone.
+        ValueError: something is computed from it. The result would be of this rank's layers alone.
     """
 
     @staticmethod
     def of(x: Tensor) -> "ElsewhereTensor":
-        """One like this rank's block of a stacked leaf."""
-        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            ElsewhereTensor, tuple(x.shape), dtype=x.dtype, device=x.device
-        )
+        """One like this rank's block of a stacked leaf; for all that look like it the same, as it says no more."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _like(tuple(x.shape), x.dtype, x.device)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,3 +43,10 @@ class ElsewhereTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Nothing comes here but by a way that asks no subclass."""
         return cls.__torch_function__(func, types, args, kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> ElsewhereTensor:
+    return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        ElsewhereTensor, shape, dtype=dtype, device=device
+    )

@@ -1,11 +1,11 @@
-"""How leaves enter a loss: what it is given in their place, and where their gradients arrive."""
+"""How leaves enter a loss: the tensors that it is given in their place, and the handles that collect gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from shardfn.capture import alias, recorder, traced_once
+from shardfn.capture import alias, capturing, recorder, traced_once
 from shardfn.core import PyTree, Stored, tree_unflatten
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, LeafLayout, Watch, check_graph
@@ -15,20 +15,27 @@ from ._reduce import Reducer
 
 
 def enter(
-    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, reducer: Reducer | None
-) -> tuple[PyTree, list[Tensor]]:
-    """The parameter tree as the loss sees it, and the handles that its gradients arrive at.
+    plan: Plan,
+    blocks: Sequence[Tensor | Stored],
+    book: LeafBook,
+    reducer: Reducer | None,
+    at_end: Collection[int] = (),
+) -> tuple[PyTree, dict[int, Tensor]]:
+    """The parameter tree as the loss sees it, and by layer the handles that its gradients arrive at.
 
-    They serve all microbatches of a step: whose gradient arrives, the backward that runs says.
+    Both serve all microbatches of a step; a gradient that arrives is of the backward that runs.
 
     Args:
         plan: the layout.
         blocks: this rank's block of each layer.
-        book: gives the whole tensors of lazy leaves, and watches the others.
-        reducer: what gradients go to; None = there are none.
+        book: gives the whole tensors of lazy leaves, and detects writes to the others.
+        reducer: collects gradients; None if there are none.
+        at_end: the layers whose gradients are not taken as they arrive, but by who runs the backward, at its end.
     """
     entered: list[Tensor] = []
-    handles: list[Tensor] = []
+    handles: dict[int, Tensor] = {}
+    plain: list[tuple[str, Tensor]] = []
+    aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         lazy = leaf.lazy or (reducer is not None and i in plan.late)
         if lazy:
@@ -36,15 +43,19 @@ def enter(
         else:
             assert isinstance(block, Tensor)
             as_it_is = _as_it_is(leaf, block)
-            handle = alias(block if as_it_is else block.to(leaf.dtypes.compute))
+            handle = aliased(block if as_it_is else block.to(leaf.dtypes.compute))
             if not as_it_is:
                 book.look_after(leaf.path, handle)
-            book.watch.enter(leaf.path, handle)
+            plain.append((leaf.path, handle))
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
-            handle.register_hook(_taker(reducer, i, alias(handle)))
-            handles.append(handle)
+            if i not in at_end:
+                handle.register_hook(_taker(reducer, i, alias(handle)))
+            handles[i] = handle
         entered.append(LazyLeaf.make(i, leaf.path, handle, book) if lazy else handle)
+    book.watch.enter(plain)
+    if not plan.has_stacks:
+        return tree_unflatten(plan.treedef, entered), handles
     layers = iter(entered)
     tree = [
         LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)
@@ -56,9 +67,9 @@ def enter(
 def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> Watch:
     """What sees writes to the blocks that the loss is given as they are; the first time, by their bits too."""
     watch = Watch(bits=first and not plan.captured)
-    for leaf, block in zip(plan.leaves, blocks, strict=True):
-        if isinstance(block, Tensor) and _as_it_is(leaf, block) and not plan.captured:
-            watch.add(leaf.path, block, kept=True)
+    if not plan.captured:
+        pairs = zip(plan.leaves, blocks, strict=True)
+        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and _as_it_is(leaf, x)])
     return watch
 
 
@@ -79,8 +90,8 @@ def check_capture(
 
 
 def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
-    """Whether the loss sees the state's own memory."""
-    return not leaf.lazy and block.dtype == leaf.dtypes.compute
+    """Whether the loss sees the memory of the state itself."""
+    return block.dtype == leaf.dtypes.compute and not leaf.lazy
 
 
 def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
@@ -94,7 +105,7 @@ def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
 
 
 def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
-    """A hook that takes a gradient away and leaves autograd something of its shape that costs no memory."""
+    """A hook that hands a gradient to the reducer, and leaves autograd a tensor of its shape that costs no memory."""
 
     def take(grad: Tensor | None) -> Tensor | None:
         # It was taken before; or it is the loss's own, which differentiates something itself.

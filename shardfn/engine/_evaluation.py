@@ -1,4 +1,4 @@
-"""What an evaluation sums up of one batch: of each metric its total and its weight.
+"""What an evaluation adds up over batches: the total and the weight of each metric.
 
 A metric that is no `WeightedMean` is a mean over rows, and its weight is their number.
 """

@@ -1,7 +1,7 @@
-"""The first state of a step, made in one way: drawn, or as shapes; at once, or leaf by leaf.
+"""Makes the first state of a step: with values or as shapes, all at once or leaf by leaf.
 
-Where leaves are not kept on the device each is sent home before the next is drawn. A state that is resumed is the one
-as shapes, filled from the disk.
+If leaves are not kept on the device, each is moved to its memory before the next is drawn. A resumed state is one that
+is made as shapes and then filled from the disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,13 +43,13 @@ Draw = Callable[[int], Tensor]
 def first_state(
     plan: Plan, optimizer: GradientTransformation, draw: Draw, key: Tensor | None, loss_scale: PyTree
 ) -> TrainState:
-    """The state before the first step; of what is not at home in memory, only one leaf is there at a time.
+    """The state before the first step. Of leaves that are kept on disk, only one is in memory at a time.
 
     The mesh must be bound.
 
     Args:
         plan: the layout.
-        optimizer: the rule; where leaves are not kept on the device, its `init` must treat each leaf for itself.
+        optimizer: the rule; if leaves are not kept on the device, its `init` must treat each leaf independently.
         draw: gives a leaf.
         key: from which each step's key is folded; None = there is none.
         loss_scale: the state of the loss scale.
@@ -73,7 +73,7 @@ def abstract_state(
 
 
 def first_params(plan: Plan, draw: Draw) -> PyTree:
-    """Parameters alone, each at home before the next is drawn."""
+    """Parameters alone, each moved to its memory before the next is drawn."""
     pool = pool_of(plan)
     with torch.no_grad():
         return wrap(plan, [closed(draw(i).to(x.dtypes.param), x.ways.kept, pool) for i, x in enumerate(plan.leaves)])
@@ -87,7 +87,7 @@ def abstract_params(plan: Plan) -> PyTree:
 
 
 def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list[Any], Plan]:
-    """The leaves of a first tree of parameters, perhaps not drawn yet, and their plan.
+    """The leaves of a first tree of parameters, which need not be drawn yet, and their plan.
 
     Args:
         planner: the annotations.
@@ -104,7 +104,7 @@ def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list
 
 
 def own_blocks(plan: Plan, leaves: list[Any]) -> Draw:
-    """Gives this rank's block of each of these leaves, once: a leaf is let go when its block is given."""
+    """A function that returns this rank's block of each leaf, once; it drops the leaf then."""
     mesh = plan.mesh
 
     def draw(i: int) -> Tensor:
@@ -132,7 +132,7 @@ def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale:
 
 
 def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor | Stored]:
-    """Blocks that are without data, or stay where they are, as parameters are kept."""
+    """Blocks in the form in which parameters are kept, if they have no data or need not move."""
     return [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, blocks, strict=True)]
 
 
@@ -163,9 +163,9 @@ def _one_by_one(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tu
 
 
 class _OneByOne:
-    """An optimizer's first state, put together from those of single leaves: `add` each once, then `state`.
+    """An optimizer's first state, joined from the states of single leaves: `add` each once, then `state`.
 
-    What the state looks like is known from the start, as the rule says it of all leaves without data.
+    The structure of the state is known from the start, from the rule's `init` of all leaves without data.
     """
 
     def __init__(self, plan: Plan, optimizer: GradientTransformation) -> None:
@@ -180,7 +180,7 @@ class _OneByOne:
         self._found: dict[Any, Tensor | Stored] = self._named(self._optimizer.init(none))
 
     def add(self, leaf: int, rows: Tensor) -> None:
-        """Makes the state of one leaf and sends it home."""
+        """Makes the state of one leaf, and moves it to its memory."""
         only: list[Tensor | None] = [None] * len(self._plan.leaves)
         only[leaf] = rows
         found = self._named(self._optimizer.init(tree_unflatten(self._plan.treedef, only)))
@@ -211,7 +211,7 @@ class _OneByOne:
 
 
 def _wrapped(plan: Plan, like: PyTree, leaves: Sequence[Any], owners: Sequence[int | None]) -> PyTree:
-    """A state of the optimizer of these leaves; `owners` says which trainable leaf each belongs to, if one."""
+    """An optimizer state with these leaves; `owners` has the trainable leaf that each belongs to, or None."""
     train = [leaf for leaf in plan.leaves if leaf.trainable]
     of = [None if k is None else train[k] for k in owners]
     return tree_unflatten(tree_flatten(like)[1], [_global(plan, x, leaf) for x, leaf in zip(leaves, of, strict=True)])
@@ -226,7 +226,7 @@ def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
 
 
 def _no_rows(plan: Plan, i: int) -> Tensor:
-    """Rows of a leaf as the optimizer gets them, without data."""
+    """The rows of a leaf that the optimizer gets, without data."""
     leaf = plan.leaves[i]
     shape: Sequence[int] = leaf.block if leaf.dim is None else leaf.pieces.shapes[plan.zero_rank(leaf)]
     return torch.empty(shape, dtype=leaf.dtypes.master, device=plan.mesh.device)

@@ -1,4 +1,4 @@
-"""The step as a pure function of tensors: what runs inside `torch.func.vmap`, `grad`, `jvp` and the others.
+"""The step as a pure function of tensors, for `torch.func.vmap`, `grad`, `jvp` and the others.
 
 It is the slow reference of the step. Nothing is donated, written in place, read back to Python or agreed on beforehand;
 parameters enter through the differentiable collectives, whose transposes sum the gradients, and the optimizer's pure
@@ -42,16 +42,16 @@ def pure_step(
     Args:
         plan: the layout.
         state: the current state, which stays as it is.
-        parts: what the step is made of; one that overflows a loss scale gives the values of the state it was given.
+        parts: what the step is made of; if a loss scale overflows, the new state has the values of the old one.
         args: this rank's batch, and a key if the loss takes one.
     """
     return one_step(_Pure(parts, plan.with_whole_stacks(), state, args))
 
 
 class _Pure:
-    """An `Executor` of differentiable functions: both outcomes of `choose` are computed, and neither is written over.
+    """An `Executor` of differentiable functions: it computes both outcomes of `choose`, and writes nothing in place.
 
-    Its microbatches are folded in one order, whatever the schedule: torch.func makes a forward and its backward in one.
+    It folds microbatches in one order under any schedule, as torch.func runs a forward and its backward in one call.
     """
 
     def __init__(self, parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> None:
@@ -61,7 +61,7 @@ class _Pure:
         self._model_state = ModelState(local(state.model_state))
         self._specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])
 
-    def differentiate(self) -> "tuple[_Sums, PyTree]":
+    def differentiate(self) -> "tuple[_MicrobatchSums, PyTree]":
         plan = self._plan
         sums, grads = _differentiated(
             plan, self._parts, enter(plan, self._blocks), self._args, self._by, self._model_state
@@ -77,7 +77,7 @@ class _Pure:
         ]
         return sums, tree_unflatten(plan.treedef, own)
 
-    def measure(self, out: "tuple[_Sums, PyTree]") -> tuple[Metrics, None]:
+    def measure(self, out: "tuple[_MicrobatchSums, PyTree]") -> tuple[Metrics, None]:
         sums, gradient = out
         norm = sum_squares(gradient, self._specs).double().sum().sqrt().to(sums.row[0].device)
         aux = ((name, sums.mean(k + 1)) for k, name in enumerate(sums.names))
@@ -91,7 +91,7 @@ class _Pure:
         metrics["skipped"] = ~metrics["finite"]
         return rescaled(_either(metrics["finite"], new, self._state), self._state, self._parts.loss_scale, metrics)
 
-    def update(self, out: "tuple[_Sums, PyTree]", scale: Tensor | None) -> TrainState:
+    def update(self, out: "tuple[_MicrobatchSums, PyTree]", scale: Tensor | None) -> TrainState:
         del scale
         plan, blocks, (_, gradient) = self._plan, self._blocks, out
         rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
@@ -134,7 +134,7 @@ def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[An
 
 
 def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
-    """The one or the other, value by value."""
+    """The values of one state or of the other, by a 0-d condition."""
 
     def either(a: Any, b: Any) -> Any:
         if isinstance(a, GlobalTensor):
@@ -144,8 +144,8 @@ def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
     return tree_map(either, new._replace(loss_scale=()), old._replace(loss_scale=()))
 
 
-class _Sums(NamedTuple):
-    """What microbatches add up to: total, weight, then total and weight of each aux, in float64."""
+class _MicrobatchSums(NamedTuple):
+    """The sums over microbatches: total, weight, then total and weight of each aux, in float64."""
 
     row: list[Tensor]
     names: list[str]
@@ -163,11 +163,11 @@ def _differentiated(
     args: tuple[Any, ...],
     scale: Tensor | None,
     model_state: ModelState,
-) -> tuple[_Sums, dict[int, Tensor]]:
+) -> tuple[_MicrobatchSums, dict[int, Tensor]]:
     """The sums over microbatches of this rank's losses and of their gradients with respect to whole leaves.
 
-    The gradients come multiplied by `scale`, added up in their accumulation dtypes. `model_state` goes through the
-    microbatches.
+    The gradients are multiplied by `scale`, and added up in their accumulation dtypes. Each microbatch takes the
+    `model_state` that the one before has left.
     """
     train = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     accum = [plan.leaves[i].dtypes.accum for i in train]
@@ -197,7 +197,7 @@ def _differentiated(
 
     grads, row = fold(parts.loss, args[0], one, _both_added)
     last = seen[-1]
-    sums = _Sums(row, sorted(last.aux), last.weight is not None, last.total.dtype)
+    sums = _MicrobatchSums(row, sorted(last.aux), last.weight is not None, last.total.dtype)
     return sums, dict(zip(train, grads, strict=True))
 
 
@@ -221,7 +221,7 @@ def _evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) 
 
 
 def _level(x: Tensor) -> int:
-    """The transform of torch.func that a tensor is of; those around it do not count."""
+    """The level of the innermost torch.func transform that a tensor belongs to."""
     return maybe_get_level(x)
 
 

@@ -1,9 +1,9 @@
 """Storage -> compute for leaves that are sharded at rest: gather late, free early, prefetch along the agreed order.
 
-What is issued, and when, is a function of the position in the agreed order alone; so all ranks issue the same
-transfers in the same order whatever their own data makes them do.
+Which transfers start, and when, depends only on the position in the agreed order. So all ranks start the same
+transfers in the same order, whatever branches their own data leads them to.
 
-Where a leaf comes in two hops, what the first has brought is kept for the step: parameters do not change in it.
+If a leaf is gathered in two hops, the result of the first hop is kept for the whole step, as parameters do not change.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Gatherer:
         order: the agreed order of use; extended in place.
         window: bytes of whole leaves that may be alive ahead of their use.
         device: where leaves are wanted.
-        keep: whether what has crossed the far axes is kept, for other gathers of it.
+        keep: whether the result of the first hop is kept, for later gathers of the leaf.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class Gatherer:
         self._read_ahead()
 
     def whole(self, leaf: int) -> Tensor:
-        """The whole leaf; waits for it, and issues what is used next."""
+        """The whole leaf. Waits for it, and starts the gathers of leaves that are used next."""
         unit, slot = self._slot[leaf]
         with named_range("gather", self._leaves, self._units[unit].leaves, leaf):
             return self._need(unit).leaf(slot)
 
     def end_phase(self, *, ask: bool, says: int = DONE) -> bool:
-        """Issues what the phase still owes to other ranks and serves those that ask for more.
+        """Starts the gathers of the agreed order that this rank did not use, and serves ranks that need more.
 
         Args:
-            ask: whether to ask the other ranks if all is well even where no leaf is gathered: before waiting for them.
-            says: what this rank says of itself: `DONE` or `IDLE`.
+            ask: whether to exchange a message even if no leaf is gathered, to hear of errors before waiting.
+            says: what this rank tells the others: `DONE` or `IDLE`.
 
         Returns:
             Whether all ranks have said `IDLE`; the same on all of them.
@@ -186,7 +186,7 @@ class Gatherer:
         self._pos += 1
 
     def _read_ahead(self) -> None:
-        """Begins to read from the disk what this rank will be asked for; unlike transfers, as it likes."""
+        """Begins to read pieces from disk that will be needed. Unlike transfers, ranks need not do so alike."""
         if not self._on_disk:
             return
         # Further than is issued, as a disk is slower; what has been read waits on the host.
@@ -197,7 +197,7 @@ class Gatherer:
                 self._reads[unit] = self._pieces(unit)
 
     def _bring_ahead(self) -> None:
-        """Lets units set out across the far axes before they are needed; like transfers, by position alone."""
+        """Starts first hops, across the far axes, before they are needed; like all transfers, by position alone."""
         if self._hops.issubset(self._brought):
             return
         for unit in self._order.window(self._phase, self._pos, self._sizes, FAR_AHEAD * self._window):
@@ -206,7 +206,7 @@ class Gatherer:
                     self._brought[unit] = self._bring(unit)
 
     def _pieces(self, unit: int) -> list[Piece]:
-        """This rank's pieces of the leaves of a unit; those that are elsewhere, on their way."""
+        """This rank's pieces of the leaves of a unit; those in other memories are being fetched."""
         out: list[Piece] = []
         for i in self._units[unit].leaves:
             block = self._blocks[i]
@@ -231,7 +231,7 @@ class Gatherer:
         return self._asked[1]
 
     def _ask(self, want: int) -> list[int]:
-        """One round of asking: gathers what any rank wants. What each has said: units, or what is below 0."""
+        """One round of requests: gathers what any rank needs. Returns each rank's: a unit, or a code below 0."""
         wants = self._rounds.exchange(want)
         if FAILED in wants:
             _raise_failed(self._rounds, wants)
@@ -247,7 +247,7 @@ class Gatherer:
         return wants
 
     def _drop(self, whole: GatheredUnit) -> None:
-        """Lets go of a unit; one that was never used must still arrive, since other ranks may wait for its transfer."""
+        """Drops a unit. One that was never used must still arrive, since other ranks may wait for its transfer."""
         if not whole.arrived:
             self._unused.append(whole)
 
@@ -265,7 +265,7 @@ class Gatherer:
         )
 
     def _secondary(self, unit: int) -> Tensor:
-        """What the first hop brings of a unit."""
+        """The result of a unit's first hop."""
         brought = self._brought.pop(unit, None)
         brought = self._bring(unit) if brought is None else brought
         piece = brought.result() if isinstance(brought, Pending) else brought

@@ -1,4 +1,4 @@
-"""One unit of leaves between the issue of its transfer and its last use."""
+"""One unit of leaves between the start of its transfer and its last use."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,9 +17,9 @@ Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
 
 
 class GatheredUnit:
-    """The leaves of one unit, in flight or here.
+    """The leaves of one unit, being gathered or complete.
 
-    Made where its transfer is issued. A unit that is dropped must still `arrive`, as other ranks may wait for it.
+    Made when its transfer starts. Also a unit that is dropped must `arrive`, as other ranks may wait for it.
 
     Args:
         leaves: of the unit.
@@ -59,7 +59,7 @@ class GatheredUnit:
             self._pending = start(own)
 
     def move_if_ready(self) -> None:
-        """Lets what has come from the disk go on to the device."""
+        """Starts the copy to the device of pieces that have been read from disk."""
         if isinstance(self._pending, Fetch):
             self._pending.move_if_ready()
 
@@ -94,7 +94,7 @@ def start_gather(
 
 
 def arrived(pieces: Sequence[Piece]) -> list[Tensor]:
-    """The pieces on the device; all set out before the first is waited for."""
+    """The pieces on the device. All copies start before the first is waited for."""
     for piece in pieces:
         if isinstance(piece, Fetch):
             piece.move()

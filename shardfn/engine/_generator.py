@@ -1,4 +1,4 @@
-"""What is said of a loss that draws from torch's generator, which knows neither of ranks nor of rows."""
+"""Warnings for a loss that draws from torch's generator, whose numbers depend neither on ranks nor on rows."""
 
 import contextlib
 import warnings
@@ -14,8 +14,8 @@ from shardfn.capture import draws
 def warning_of_draws(device: torch.device) -> Iterator[None]:
     """Around a loss: warns if it has drawn from the generator of the CPU or of the device.
 
-    Ranks that are seeded alike then draw the same for different rows, others what no one device draws; and what is
-    computed again is drawn anew.
+    Ranks with equal seeds then draw the same numbers for different rows; with other seeds the result is not that of one
+    device. And recomputation draws new numbers.
     """
     before = _states(device)
     yield

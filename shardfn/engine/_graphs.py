@@ -1,4 +1,4 @@
-"""The captured programs of one function at run time: one graph a signature, the same collectives on all ranks."""
+"""The captured programs of one function: one graph per signature, with the same collectives on all ranks."""
 
 import dataclasses
 import time
@@ -39,25 +39,25 @@ class Program:
 
     Attributes:
         gm: the graph.
-        outcome: what it returns, in words; the same on all ranks.
+        outcome: a description of its results, which must be equal on all ranks.
     """
 
     gm: GraphModule
     outcome: str
 
     def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Refuses a program that captures well and means nothing; `exchange` gives each rank's number to all."""
+        """Refuses a program that can be captured but is of no use; `exchange` gives all ranks each rank's number."""
 
 
 class Ready(NamedTuple):
-    """A program that runs: what runs it, and the transfers that the loss and the metrics make."""
+    """A program that is ready to run, and the transfers of its loss and metrics, for the traffic counter."""
 
     program: Any
     run: Compiled
     of_the_loss: list[Transfer]
 
     def __call__(self, comms: Comms, pool: AnyPool | None, flat: Sequence[Tensor]) -> tuple[Any, ...]:
-        """What the graph returns."""
+        """Runs the graph, and returns its results."""
         for move in self.of_the_loss:
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels), bind_pool(pool):
@@ -77,22 +77,22 @@ class Graphs:
         self._known: dict[Any, Ready] = {}
 
     def knows(self, key: Any) -> bool:
-        """Whether this rank has the graph of a signature: a part of what ranks agree on before a call."""
+        """Whether this rank has the graph of a signature. Ranks tell each other before a call."""
         return key in self._known
 
     def ready(
         self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree, *, everywhere: bool
     ) -> Ready:
-        """The graph of a signature. Where it is not known everywhere all ranks make it, which is collective.
+        """The graph of a signature. If some rank does not have it, all ranks capture it, which is collective.
 
         Args:
             comms: the communicators.
-            key: the signature, as `signature` begins it.
+            key: the signature; `signature` makes its first part.
             capture: makes the program.
             name: what to call it in the log.
             batch: whose shapes the log shows.
-            everywhere: whether all ranks know the graph of theirs: one may while another does not, as batches may
-                differ, and so may strides.
+            everywhere: whether each rank has the graph of its own signature. Some may have it and others not, as shapes
+                of batches and strides may differ.
         """
         if everywhere:
             self._jitted.count(hit=True)
@@ -106,10 +106,10 @@ class Graphs:
         return self._jitted.cache_info()._replace(currsize=len(self._known))
 
     def lower(self, capture: Callable[[], _Made]) -> tuple[_Made, Schedule | Choice]:
-        """Captures and schedules a program for its shapes, alone: other ranks are taken to do the same.
+        """Captures and schedules a program for its shapes, on this rank alone; other ranks are assumed to do the same.
 
         Returns:
-            The scheduled program; and what scheduled it, as it was given or chosen.
+            The scheduled program, and its schedule, given or chosen.
         """
         start = time.perf_counter()
         with quiet():
@@ -173,14 +173,14 @@ class Graphs:
 
 
 def signature(plan: Plan, args: PyTree) -> Any:
-    """What a graph is made for: the layout, what comes with the state, and what is ambient."""
+    """The first part of a signature: the layout, the kind of state, and ambient settings."""
     leaves, treedef = tree_flatten(args)
     # The plan by id: the planner keeps it. Strides too, as they are written into a graph's views.
     return id(plan), ambient(), treedef, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in leaves)
 
 
 def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tuple[str, Events]]) -> _Made:
-    """What `make` makes, if all ranks succeed and none would wait for ever; else all raise.
+    """The result of `make`, if all ranks succeed and their programs finish; else all ranks raise.
 
     Raises:
         RankError: another rank failed, or ranks would run different collectives, or wait for one another.

@@ -1,4 +1,4 @@
-"""What a sharded function takes besides its first argument, and what it gives: blocks by specs, all else as it is."""
+"""The interface of a sharded function: its arguments beyond the first and its result, cut by specs or passed on."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Argument(NamedTuple):
         path: where it is among the arguments.
         given: what the caller passed.
         spec: of a sharded leaf, how it is cut; None of the others.
-        donated: whether its memory is the function's.
+        donated: whether the function may overwrite its memory.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Argument(NamedTuple):
 
     @property
     def seen(self) -> Any:
-        """What the function sees: this rank's block, or what was given."""
+        """The value that the function sees: this rank's block, or what was passed."""
         return self.given.local if self.spec is not None else self.given
 
 
@@ -65,9 +65,9 @@ class Interface:
 
     Attributes:
         mesh: the mesh.
-        in_specs: a prefix tree of `P` for each argument beyond the first; None = it is no sharded tree.
+        in_specs: a prefix tree of `P` for each argument beyond the first; None: it is not sharded.
         out_specs: a prefix tree for the result; None = this rank's own value.
-        donate: positions, among all arguments, of those whose memory is the function's.
+        donate: positions, among all arguments, of those whose memory the function may overwrite.
     """
 
     mesh: Mesh
@@ -76,7 +76,7 @@ class Interface:
     donate: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Refuses what fits no call.
+        """Refuses specs and donations that fit no call.
 
         Raises:
             ValueError: a spec names no axis of the mesh, or is none; or what is donated is no sharded argument.
@@ -126,7 +126,7 @@ class Interface:
         return out
 
     def abstract(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments as shapes; sharded ones may be whole tensors, of which this rank's blocks are taken."""
+        """The arguments without data. Sharded ones may be whole tensors, which are cut to this rank's blocks."""
 
         def without_data(x: Any, spec: P | None) -> Any:
             if isinstance(x, GlobalTensor):
@@ -267,7 +267,7 @@ def _cut_otherwise(x: GlobalTensor, spec: P, path: str, name: str) -> str:
 
 
 def _joined(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> torch.Size | str:
-    """The shape of the whole that these blocks, one a rank, are; a text if they are none."""
+    """The shape of the tensor that these blocks, one per rank, are cut from; or a text that says why there is none."""
     places = all_coords(mesh.shape)
     sizes = list(blocks[mesh.rank])
     for dim in range(len(spec)):

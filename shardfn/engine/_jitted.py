@@ -1,4 +1,4 @@
-"""What `jit` makes: a function that is captured, scheduled and compiled for each signature."""
+"""The function that `jit` returns: it is captured, scheduled and compiled for each signature."""
 
 import contextlib
 import dataclasses
@@ -64,8 +64,8 @@ class Jitted(Transform):
     Attributes:
         inner: the function.
         backend: "inductor", "graph", or None for the best there is.
-        schedule: what the passes over the graph may do; with a cluster, what is said of it.
-        cluster: what the cost model takes the step to run on when it chooses the schedule; None leaves it as it is.
+        schedule: what the passes over the graph may do; with a cluster, the fields that are given.
+        cluster: the machines for which the cost model chooses the schedule; None: nothing is chosen.
         memory: bytes that the device may hold; default the cluster's.
         given: the fields of the schedule that are not chosen.
         check_types: whether a step in which a collective is missing, or stands twice, is refused.
@@ -127,12 +127,12 @@ class Jitted(Transform):
         return choice
 
     def chooses_by(self) -> str:
-        """What ranks must have in common to run one choice: whether there is one, and what it leaves alone."""
+        """What ranks must agree on to run one choice: whether there is one, and which fields are given."""
         given = {k: v for k, v in sorted(self.given.items()) if k != "passes"}
         return "by the schedule given" if self.cluster is None else f"by cluster=, with {given or 'nothing'} given"
 
     def scheduled(self, gm: GraphModule, schedule: Schedule | None = None) -> GraphModule:
-        """The graph as the passes leave it for the back end that will run it; by `schedule`, if one was chosen."""
+        """The graph after the passes, for the back end that will run it; by `schedule` if one was chosen."""
         with quiet():
             out = (schedule or self.schedule)(gm, fuses=self.backend != "graph")
         if self.cluster is not None:
@@ -202,7 +202,7 @@ def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
 
 
 def slot_of(x: Any) -> Any:
-    """What stands for a leaf of a result until the graph has run: where a tensor goes, or the leaf itself."""
+    """A placeholder for a leaf of a result: a `ResultSlot` for a tensor, else the leaf itself."""
     if isinstance(x, GlobalTensor):
         return ResultSlot(x)
     return ResultSlot(None) if isinstance(x, Tensor) else x
@@ -214,7 +214,7 @@ def sent_by_the_loss(gm: GraphModule) -> list[Transfer]:
 
 
 def ambient() -> Any:
-    """What besides its arguments decides what a function computes: autocast."""
+    """The settings besides arguments that a function's result depends on: autocast."""
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
 
@@ -239,7 +239,7 @@ def report(name: str, root: str, tree: PyTree, known: int) -> None:
 
 
 def leaf_signature(x: Any) -> Any:
-    """What a graph takes for granted of an argument's leaf."""
+    """What a graph relies on in a leaf of an argument."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):

@@ -1,4 +1,4 @@
-"""Resident parameters that enter a loss late: what other ranks have updated is waited for where the loss uses it.
+"""Resident parameters that a loss waits for late: other ranks' updated parts are awaited where a leaf is used.
 
 `Pace(refresh="use")`. The gather after an update writes to the blocks of the new state, which anybody may have; so what
 is under way goes with the state (`GlobalTensor.coming`). In a loss these leaves are lazy leaves, always, whether or not
@@ -69,7 +69,7 @@ class LateLeaves:
 
 
 class _LastRefresh(NamedTuple):
-    """What of a state is still wanted, and the channels that it and this rank's part of it go by."""
+    """The transfers of a state that are still under way, and the channels that they use."""
 
     arrivals: "weakref.WeakSet[Arrival]"
     channels: "weakref.ref[AnyChannels]"
@@ -80,7 +80,7 @@ _UNDER_WAY: "weakref.WeakKeyDictionary[Mesh, _LastRefresh]" = weakref.WeakKeyDic
 
 
 def note_under_way(mesh: Mesh, channels: AnyChannels, arrivals: Iterable[Arrival]) -> None:
-    """Takes note of what a step leaves under way: an orderly end of the mesh waits for it."""
+    """Records the transfers that a step leaves under way, so that an orderly end of the mesh waits for them."""
     of = _UNDER_WAY[mesh] = _LastRefresh(weakref.WeakSet(arrivals), weakref.ref(channels))
 
     def settle(why: str) -> None:
@@ -93,7 +93,7 @@ def note_under_way(mesh: Mesh, channels: AnyChannels, arrivals: Iterable[Arrival
 
 
 def rescue(mesh: Mesh) -> None:
-    """Before connections are closed after an error: what is under way of the state gets a moment to come, and to leave.
+    """Waits a moment for transfers of the state before connections are closed after an error.
 
     All ranks have started it, so it comes unless one of them has died or was stopped. The state is whole then, and may
     be used by those who have caught the error.
@@ -116,6 +116,6 @@ def _has_sent(channels: AnyChannels) -> bool:
 
 @atexit.register
 def _at_exit() -> None:
-    """A rank that has ended its program still owes others its part."""
+    """Sends the parts that this rank still owes to others when its program ends."""
     for of in list(_UNDER_WAY.values()):
         _pass_by(of, LAST_MOMENT)

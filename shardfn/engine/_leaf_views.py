@@ -1,4 +1,4 @@
-"""What a function inside a step sees of parameters: which block of which whole each tensor is that it is called with.
+"""Identifies the parameters that a function inside a step is called with: which block of which whole tensor each is.
 
 The loss sees the leaves of the tree that the step has met. The function of a pipeline's layer sees one row of each leaf
 of the stack; so do others that are called with a part of the tree. `pick` is that part.
@@ -39,7 +39,7 @@ class LeafView:
         return LeafView(tuple(leaf.shape), leaf.compute, tuple(block))
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The shape of what there is of it where it is whole along some axes, and as it is cut along others.
+        """The shape of the block that is whole along some axes, and cut along all others.
 
         Raises:
             ValueError: a dim is cut along another axis, too, after one of these.
@@ -67,13 +67,13 @@ Pick = Callable[[PyTree], Sequence[PyTree]]
 
 
 def every_leaf(tree: PyTree) -> Sequence[PyTree]:
-    """What a loss is called with: the tree."""
+    """The leaves that a loss is called with: all of the tree."""
     return [tree]
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafViews:
-    """What a function may be called with, of each tree that a step has met.
+    """The trees of leaves that a function may be called with, of each tree that a step has met.
 
     Attributes:
         planner: of the step.
@@ -87,7 +87,7 @@ class LeafViews:
     )
 
     def seen_as(self, treedef: Any, blocks: Sequence[Tensor]) -> Sequence[LeafView]:
-        """What the tensors of a call are.
+        """The leaves that the tensors of a call are blocks of.
 
         Args:
             treedef: the structure of the first argument.

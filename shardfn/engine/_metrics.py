@@ -1,4 +1,4 @@
-"""What a step measures: the global loss, the norm of the averaged gradient, and the loss's aux."""
+"""The metrics of a step: the global loss, the norm of the averaged gradient, and the loss's aux."""
 
 from collections.abc import Iterable
 
@@ -18,9 +18,9 @@ from ._step import Metrics
 
 
 def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple[Metrics, Tensor | None]:
-    """The metrics of a step, the same on all ranks; and what gradients are still to be multiplied by (None: nothing).
+    """The metrics of a step, equal on all ranks; and the factor that gradients still lack, or None.
 
-    The gradients come multiplied by `loss_scale`.
+    The gradients passed in are multiplied by `loss_scale`.
 
     Raises:
         ValueError: an aux has the name of one of the step's own metrics.
@@ -108,7 +108,7 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
 
 
 def _sums(of: Parts, units: list[int]) -> Tensor:
-    """The sum of squares of each share; what is on disk is loaded one after another."""
+    """The sum of squares of each share; shares on disk are loaded one after another."""
     parts = [x for u in units if not of.is_taken(u) and isinstance(x := of[u], Tensor)]
     if len(parts) < len(units):
         found = [(of.square(u), u) for u in units]

@@ -1,4 +1,4 @@
-"""What `mixed_precision` makes: a loss in another precision, and what the step takes over."""
+"""The loss that `mixed_precision` returns: in another precision, with the policy that a step then applies."""
 
 import dataclasses
 from typing import Any, ClassVar

@@ -2,8 +2,8 @@
 
     loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)
 
-What stands around a loss (`jit`, `accumulate`, `mixed_precision`) passes a batch and knows nothing of it. So it goes
-past them: each forward finds the state that the forward before it has left.
+The transforms around a loss (`jit`, `accumulate`, `mixed_precision`) pass only a batch. So the state bypasses them:
+each forward finds the state that the previous forward has left.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Tensor]]:
 class ModelState:
     """The model state of one step on its way through the forwards, in their order.
 
-    `through` is around each forward; between two, `now` is what the first has left. It never writes to what it was
-    made of.
+    `through` is around each forward; between two, `now` is what the first has left. It never writes to the blocks that
+    it was made of.
 
     Args:
         blocks: a tree of this rank's blocks.
@@ -70,6 +70,8 @@ class ModelState:
         before = self.now
         with _MODEL_STATE.bound(self):
             yield
+        if self.now is before:  # as of a loss that takes none
+            return
         _check_alike(before, self.now)
         if not transforming():  # a constant of the next forward
             # Else the graph of each forward would hang on that of the one before.
@@ -234,7 +236,7 @@ def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
 
 
 def _summary(x: Tensor) -> tuple[float, float]:
-    """A sum that tells permutations apart, and the size of what went into it."""
+    """A sum that differs between permutations of elements, and the sum of their magnitudes."""
     flat = x.detach().reshape(-1).to(torch.float64)
     weights = 1 + torch.arange(flat.numel(), device=flat.device, dtype=torch.float64).cos() / 2
     return float((flat * weights).sum()), float((flat.abs() * weights).sum())

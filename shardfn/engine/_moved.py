@@ -1,4 +1,4 @@
-"""Leaves that stay on their mesh, along their routes: `moved`, and `moved_purely` for torch to record."""
+"""Moves leaves along their routes on one mesh: `moved`, and `moved_purely`, which autograd can differentiate."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from ._transit import Transit
 
 
 def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
-    """The leaves as asked, mesh by mesh; several are under way. Collective over each mesh."""
+    """The leaves in their new placements, mesh by mesh, several at a time. Collective over each mesh."""
     out: dict[int, GlobalTensor] = {}
     # In the order of the leaves, so on all ranks in one order.
     for mesh in {id(t.mesh): t.mesh for t in transits}.values():
@@ -25,7 +25,7 @@ def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
 
 
 def moved_purely(transits: Sequence[Transit]) -> list[GlobalTensor]:
-    """The leaves as asked, by functions that torch differentiates and records."""
+    """The leaves in their new placements, by functions that torch can differentiate and capture."""
 
     def one(t: Transit) -> GlobalTensor:
         if t.stays or not t.mesh.is_member:
@@ -69,7 +69,7 @@ def _sent(
 
 
 def _copy(held: Tensor | Stored, at: Placement) -> Tensor | Stored:
-    """The block in memory of its own: of two leaves that share it, one may be donated."""
+    """A copy of the block: if two leaves shared memory, donating one would destroy the other."""
     if not isinstance(held, Tensor):
         return held
     with on_host() if at.memory_kind == "host" else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""What is said of leaves that are no tensors: which they are, and how to make tensors of them."""
+"""Messages about leaves that are no tensors: which they are, and how to make tensors of them."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _INDICES = re.compile(r"(\[\d+\])+$")
 def no_tensors(tree: PyTree, name: str) -> list[str]:
     """A line for each leaf of a tree, called `name`, that is no tensor, with the remedy.
 
-    Lists are trees here: of numbers in one, however deep, the list is told, with the first of them.
+    Lists are trees here. For a list of numbers, however deep, there is one line, with the first number.
 
     Example:
         >>> no_tensors({"x": [[1, 2], [3, 4]]}, "batch")

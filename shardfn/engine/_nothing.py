@@ -1,4 +1,4 @@
-"""What would go through a step and train nothing, or be computed of nothing: said at the first step, or before."""
+"""Refuses steps that would train nothing, or have no rows or values, at `init` or at the first step."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def check_has_rows(batch: PyTree, *, even: bool) -> None:
 
 
 def check_has_values(batch: PyTree, device: Any) -> None:
-    """Refuses a batch of shapes alone, which can be lowered and not run.
+    """Refuses a batch of tensors without data, which can be lowered and not run.
 
     Args:
         batch: this rank's rows.

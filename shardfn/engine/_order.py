@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class Turn(NamedTuple):
-    """What changes at one position: units to let go, units to issue."""
+    """What happens at one position: units to drop, units to gather."""
 
     drop: list[int]
     issue: list[int]
 
     @staticmethod
     def between(held: Collection[int], ahead: Collection[int]) -> "Turn":
-        """From the units that are held to those that shall be."""
+        """The turn that leads from the units held now to those wanted."""
         return Turn([u for u in held if u not in ahead], [u for u in ahead if u not in held])
 
 
@@ -38,12 +38,12 @@ class UseOrder:
         return self.phases[index]
 
     def extend(self, phase: int, units: list[int]) -> None:
-        """Adds what a phase used beyond the agreed order; schedules made before are void."""
+        """Adds the units that a phase used beyond the agreed order; earlier results of `schedule` are dropped."""
         self.phase(phase).extend(units)
         self._moves = []
 
     def schedule(self, sizes: list[int], limit: int) -> "list[list[Turn]]":
-        """For each position of each phase, what a step that starts with nothing drops and issues there."""
+        """For each position of each phase, the units that a step drops and gathers there."""
         if not self._moves:
             held: dict[int, None] = {}
             for phase, units in enumerate(self.phases):

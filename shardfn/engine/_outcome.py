@@ -1,4 +1,4 @@
-"""What the microbatches of a step add up to, before the update."""
+"""The sums over the microbatches of a step, before the update."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ WEIGHTED = "a WeightedMean"
 
 @dataclasses.dataclass
 class Outcome:
-    """What is left: sums over this rank's microbatches, gradients summed over ranks, the last model state."""
+    """The sums over this rank's microbatches, the gradients summed over ranks, and the last model state."""
 
     total: Tensor
     weight: Tensor | None
@@ -44,7 +44,7 @@ def outcome_of(values: list[Value], num: int, reducer: Reducer, plan: Plan, mode
 
 
 def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
-    """Compares, in the first step of a plan, what the losses of the ranks return: their sums must mean the same."""
+    """Compares in the first step of a plan what kinds of values the losses of the ranks return."""
     if plan.outcome is None:
         plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
         comms.control.agree("what the loss returns", plan.outcome)

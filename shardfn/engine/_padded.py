@@ -1,4 +1,4 @@
-"""Stacks with unused rows, so that stages of unequal numbers of layers are equal blocks."""
+"""Stacks with unused rows, by which stages with unequal numbers of layers have blocks of equal size."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from shardfn.core import PyTree, raise_all, tree_map
 
 
 def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
-    """A stack with unused rows, zeros, so that stages have as many rows as the most of their layers."""
+    """Adds unused rows of zeros to a stack, so that each stage has as many rows as the longest one has layers."""
     most = max(per_stage)
 
     def pad(x: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
 
 
 def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
-    """The layers of a stack that `padded` has made."""
+    """The inverse of `padded`: the layers, without unused rows."""
     used = used_rows(per_stage)
     return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
 
@@ -37,7 +37,7 @@ def used_rows(per_stage: Sequence[int]) -> list[int]:
 
 
 def refilled(stack: PyTree, layers: PyTree, used: Sequence[int]) -> PyTree:
-    """A stack with unused rows, whose used ones are new."""
+    """A stack with unused rows, whose used rows are replaced."""
 
     def fill(old: Tensor, new: Tensor) -> Tensor:
         return old.index_copy(0, torch.tensor(used, device=old.device), new)

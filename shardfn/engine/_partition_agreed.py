@@ -1,4 +1,4 @@
-"""The plan along one of several axes, on which the ranks along the others agree without a message."""
+"""Plans along one of several axes, such that ranks along the other axes agree without a message."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Several axes of a partitioned loss: the program along one is what the next one captures.
+"""Partitioning along several axes: the capture for one axis runs the program along the axes before it.
 
 The program along the first axis runs on leaves that are whole along the second, while that one's capture looks on. What
 it sends is then an operation of that graph, `sent_along`, with a rule of its own: it leaves dims alone that the first

@@ -1,4 +1,4 @@
-"""What a capture of a loss that is to be partitioned notes, and what it refuses: all that its graph does not hold.
+"""Captures of losses that are to be partitioned: notes on, or refusal of, all that a graph does not hold.
 
 A graph of a forward has operations. What else the loss does with its values, where autograd sees it, must be noted
 beside them, or be an error: sections that are recomputed or offloaded, parts under `no_grad`; functions with a backward

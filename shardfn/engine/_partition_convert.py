@@ -1,4 +1,4 @@
-"""A value of a partitioned program, from one form to another: the primitives of the table."""
+"""Converts a value of a partitioned program from one form to another, by the primitives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

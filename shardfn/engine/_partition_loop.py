@@ -1,4 +1,4 @@
-"""A scan in a loss that is captured to be partitioned: its body stands in the graph once."""
+"""Scans in losses that are captured to be partitioned: the graph has the body once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -95,7 +95,7 @@ class _BoundBody:
         return outs
 
     def erase(self) -> None:
-        """Takes what the last run has written out of the graph again."""
+        """Removes from the graph what the last run has written."""
         for step in reversed(self.steps):
             self._notes.tracer.graph.erase_node(step.node)
 

@@ -1,4 +1,4 @@
-"""What `partition` makes: a loss that is written for one device along some axes, run on blocks.
+"""The loss that `partition` returns: written for one device along some axes, and run on blocks.
 
 It is bound by what shards it, a step or `sharded`, to the compute specs of its leaves. Called with blocks, it captures
 the forward of the loss once a signature, with the shapes that the leaves have as wholes along the axis, plans it by the
@@ -90,7 +90,7 @@ class Partitioned(Transform):
         return "\n\n".join(f"{title}, {text}" if title else text for title, text in texts)
 
     def programs(self) -> list[PartitionProgram]:
-        """What was made, a program a signature."""
+        """The programs that were made, one per signature."""
         return [x.program for x in self._programs.values()]
 
 

@@ -64,6 +64,8 @@ class Performer:
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
         self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
         self._split = split_backwards(course.actions)
+        # Of a backward in two parts each gives gradients when it has them.
+        self._at_end = frozenset[int]() if self._split else plan.sent_last()
         # By microbatch and chunk, from the forward to the W: what the backward puts off.
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         # By number in the list: before the last forward an update that runs ahead begins to read, and with the last end
@@ -86,13 +88,12 @@ class Performer:
         """Lets the leaves and the model state enter."""
         self._model_state = ModelState(model_state)
         if not self._plan.captured:
-            for path, x in named_leaves(model_state):
-                self._book.watch.add(path, x, kept=True)
+            self._book.watch.keep(named_leaves(model_state))
         self._even, self._loss_scale = even, loss_scale
-        self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer)
+        self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
 
     def perform(self, action: Action) -> None:
-        """The next action of the schedule."""
+        """Runs the next action of the schedule."""
         self._course.receive(action)
         if action.kind == "forward":
             with named_range("forward"):
@@ -156,7 +157,7 @@ class Performer:
 
     def _differentiate(self, action: Action) -> None:
         ends, deferred = self._course.ends(action, self._seed), self._deferred.get(action[1:])
-        wanted, num = [*self._handles, *ends.inputs], len(self._handles)
+        wanted, num = [*self._handles.values(), *ends.inputs], len(self._handles)
         grads: list[Tensor | None] = [None] * len(wanted)
         if not wanted or not ends.outputs:
             pass
@@ -166,12 +167,22 @@ class Performer:
             with naming_used_up(), taking_early(ends.outputs[0]):
                 grads[:] = torch.autograd.grad(ends.outputs, wanted, ends.cotangents, allow_unused=True)
         self._course.send_back(action, grads[num:])
+        del grads[num:]
+        self._take(grads)
+
+    def _take(self, grads: list[Tensor | None]) -> None:
+        """Takes the gradients that no hook has taken; `grads`, of all handles, is emptied."""
+        # Aliases, as a hook takes: two leaves may have been given one tensor, which nobody then owns alone.
+        mine = zip(self._handles, grads, strict=True)
+        own = [(i, x.detach()) for i, x in mine if x is not None and i in self._at_end]
+        grads.clear()
+        self._reducer.take_all(own)
 
     def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward whose backward is split."""
+        """A context for a forward whose backward is split, which records its products."""
         if action[1:] not in self._split:
             return contextlib.nullcontext()
-        deferred = self._deferred[action[1:]] = DeferredGradients(self._handles, opened)
+        deferred = self._deferred[action[1:]] = DeferredGradients([*self._handles.values()], opened)
         return deferred.recorded()
 
     def _ends(self, action: Action) -> bool:
@@ -187,7 +198,7 @@ class Performer:
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
     def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
-        """What the microbatches add up to, and what all ranks learn from the first step of a plan.
+        """The sums over the microbatches; in the first step of a plan, ranks also agree on what it has found.
 
         Raises:
             NoGradientError: no microbatch of any rank gives a leaf a gradient.

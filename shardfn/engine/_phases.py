@@ -1,7 +1,7 @@
-"""Optimizers that average for themselves: which gradients their next step takes.
+"""Optimizers that average gradients themselves, and the plan of their next step.
 
-Such a rule says the axes it averages `over`, and its state says in which `Phase` it is. In a local phase gradients are
-not summed over those axes: the plan of the step differs in what is reduced, and in nothing else.
+Such a rule names the axes over which it averages, and its state says in which `Phase` it is. In a local phase gradients
+are not summed over those axes: the plan of the step differs in what is reduced, and in nothing else.
 """
 
 from torch import Tensor
@@ -89,7 +89,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
 
 
 def _idle(plan: Plan, over: set[str]) -> list[str]:
-    """Axes of the optimizer's along which it would average nothing, or what is averaged already."""
+    """The optimizer's axes along which there is nothing to average, or gradients are averaged already."""
     batch = tuple(a for a in plan.batch_axes if plan.mesh.axis_size(a) > 1)
     out = [f"the batch is not cut along {a!r}, so that all ranks there have one gradient" for a in over - set(batch)]
     if batch and not over:

@@ -1,8 +1,8 @@
-"""What `pipeline` and `pipeline_module` make: losses whose layers may lie on several ranks, and how they are cut.
+"""The losses that `pipeline` and `pipeline_module` return, whose layers may lie on several ranks.
 
 A stack is layers stacked along dim 0. With several chunks a rank has a piece of each of several stacks. In a schedule
-that goes down the ranks and up again the layers of every second stack come in reverse: the last one first. So what the
-plain loss computes does not depend on the number of ranks, and every rank has a block of each stack.
+that passes through the ranks forwards and then backwards, every second stack has its layers in reverse order. So what
+the plain loss computes does not depend on the number of ranks, and every rank has a block of each stack.
 """
 
 import abc
@@ -43,7 +43,7 @@ Change = Callable[[Callable[..., Any], Pick], Callable[..., Any]]
 
 
 class Place(NamedTuple):
-    """Where in the model a rank's chunk is.
+    """The place of a rank's chunk in the model.
 
     Attributes:
         chunk: which stack its layers are of.
@@ -69,9 +69,9 @@ class Pipelined(Transform):
         axis: the axis along which stages lie.
         schedule: from the numbers of ranks and microbatches to what each rank does in a step.
         num_chunks: how many stacks there are.
-        turns: whether the stages go down the ranks and up again.
-        per_stage: how many layers each rank has of a stack with unused rows, as many a rank as the most of them; None =
-            every row is a layer, cut evenly.
+        turns: whether the stages pass through the ranks forwards and then backwards.
+        per_stage: how many layers each rank has of a stack with unused rows; None: every row is a layer, and the stack
+            is cut evenly.
         has_state: whether its functions take and return parts of a model state, inside `ModelState.through`.
     """
 
@@ -87,35 +87,35 @@ class Pipelined(Transform):
 
     @abc.abstractmethod
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
-        """What the first layer is given."""
+        """The input of the first layer."""
 
     @property
     @abc.abstractmethod
     def begins(self) -> tuple[str, Callable[..., Any]]:
-        """What `enter` runs, and how its user calls it."""
+        """The function that `enter` runs, and its name for users."""
 
     @abc.abstractmethod
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
-        """What a stage hands on, or, the last one, the loss.
+        """Runs a stage: returns what it passes on, or, for the last stage, the loss.
 
         Args:
             params: with this rank's blocks of the stacks.
             batch: the microbatch.
-            given: what the stage before has handed on.
+            given: what the previous stage has passed on.
             place: which stage.
             key: the loss's, or none.
         """
 
     @abc.abstractmethod
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
-        """What the layers of this rank's block make of `h`, at any stage."""
+        """Runs the layers of this rank's block on `h`, at any stage."""
 
     @abc.abstractmethod
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The loss, from what the last layer has made."""
+        """The loss, from the output of the last layer."""
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The loss: stage after stage, of which all ranks wait for each. A step runs stages side by side instead."""
+        """The loss, stage after stage, while all other ranks wait. A step runs stages at the same time instead."""
         h = self.enter(params, batch, *key)
         if axis_size(self.axis) == 1:
             lengths = [[_length(self.filled(s))] for s in self.stacks(params)]
@@ -155,11 +155,11 @@ class Pipelined(Transform):
         return unpadded(stack, self.per_stage)
 
     def tied(self, params: PyTree) -> PyTree:
-        """What the layers of this rank depend on."""
+        """The parameters that the layers of this rank depend on."""
         return self.stacks(params)
 
     def without_stacks(self, params: PyTree) -> PyTree:
-        """The parameters for what runs outside of the layers: where these are on several ranks, they are no values."""
+        """The parameters for code outside of the layers, in which stacks on several ranks have no values."""
         if axis_size(self.axis) == 1:
             return params
         own = {id(x) for x in tree_leaves(self.stacks(params))}
@@ -185,16 +185,16 @@ class Pipelined(Transform):
         return self, ()
 
     def with_functions(self, change: Change) -> "Pipelined":
-        """With `change(function, pick)` in the place of each function that is called with a part of the parameters."""
+        """The loss with each function of a part of the parameters replaced by `change(function, pick)`."""
         del change
         return self
 
     def with_state(self) -> "Pipelined":
-        """The loss of a step with a model state, which its functions then take parts of."""
+        """The loss for a step with a model state, of which each function takes a part."""
         return dataclasses.replace(self, has_state=True)
 
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
-        """A model state in which all ranks have what the layers of a stage have left; `here`: on this rank."""
+        """The model state with the layers' part from the ranks that ran them; `here` is this rank's."""
         del stage, here
         return state  # of a stack each rank has its own rows
 
@@ -207,7 +207,7 @@ class Pipelined(Transform):
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
-        """What the layers of all ranks make of `h`, on all ranks; a rank computes where its stages are."""
+        """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
         num, rank, stacks = axis_size(self.axis), axis_index(self.axis), self.stacks(params)
         rows = [list(self.per_stage or _rows_of_all(s, self.axis)) for s in stacks]
         firsts = [self.firsts(rows, r) for r in range(num)]
@@ -227,7 +227,7 @@ class Pipelined(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Enclosed(Pipelined):
-    """Layers between two functions: `last(params, h, batch)`, of the h that layers make of `first(params, batch)`.
+    """Layers between two functions, `first(params, batch)` and `last(params, h, batch)`.
 
     Attributes:
         first: `first(params, batch[, key]) -> h`.
@@ -256,7 +256,7 @@ class Enclosed(Pipelined):
         return self.leave(params, h, batch, *key) if place.ends else h
 
     def with_functions(self, change: Change) -> Pipelined:
-        """With others in the place of `first` and `last`."""
+        """The loss with other functions for `first` and `last`."""
         return dataclasses.replace(self, first=change(self.first, every_leaf), last=change(self.last, every_leaf))
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
@@ -293,7 +293,7 @@ class PipelinedLayers(Enclosed):
     def through(
         self, stacks: tuple[PyTree, ...], place: Place, h: PyTree, key: tuple[Tensor, ...]
     ) -> tuple[PyTree, PyTree]:
-        """What the layers of this rank's block of a stack make of `h`, and of their model state.
+        """Runs the layers of this rank's block of a stack on `h` and on their model state.
 
         Args:
             stacks: the block, and with `has_state` that of the model state.
@@ -322,7 +322,7 @@ class PipelinedLayers(Enclosed):
         return h, tree_map(lambda *rows: torch.stack(rows), *new) if self.has_state else None
 
     def with_functions(self, change: Change) -> Pipelined:
-        """With others in the place of `first`, `block` and `last`."""
+        """The loss with other functions for `first`, `block` and `last`."""
         return dataclasses.replace(super().with_functions(change), block=change(self.block, self.rows))
 
     def rows(self, tree: PyTree) -> list[PyTree]:
@@ -350,7 +350,7 @@ def stage_axes(loss: Loss) -> tuple[str, ...]:
 
 
 def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSchedule | None:
-    """What each rank does in a step of a pipelined loss; None where there are no stages on different ranks.
+    """What each rank does in a step of a pipelined loss; None if all stages are on one rank.
 
     Raises:
         ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
@@ -407,7 +407,7 @@ def _tie(stacks: PyTree) -> Tensor | None:
 
 
 def from_one(x: Tensor, here: bool, axis: str, tie: Tensor | None = None) -> Tensor:
-    """What one rank has, on all of them; `tie` is what autograd follows on the others."""
+    """One rank's values, on all ranks; on the others autograd follows `tie`."""
     if not here:
         never = torch.zeros((), dtype=torch.bool, device=x.device)
         follows = tie is not None and x.is_floating_point()

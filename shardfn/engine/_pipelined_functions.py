@@ -1,4 +1,4 @@
-"""What `pipeline` makes of a list of functions: a loss of stages whose leaves differ."""
+"""The loss that `pipeline` returns for a list of functions: stages whose leaves differ."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from ._stage_state import PipelineState, apart, current_state, put_part
 
 
 class LeavesOf(NamedTuple):
-    """What one function of a list is called with.
+    """Picks the leaves that one function of the list is called with.
 
     Attributes:
         of: the loss.
@@ -32,13 +32,13 @@ class LeavesOf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedFunctions(Enclosed):
-    """A loss of unlike layers, each a function of leaves of its own; stages are runs of them, cut evenly.
+    """A loss of layers that differ, each a function of its own leaves; stages are even parts of the list.
 
     There is no stack that could be cut along the axis: each rank has all leaves, as ZeRO keeps them along other axes,
     and uses those of its own functions. So they are leaves like those of `first`, summed once along the axis.
 
     Attributes:
-        functions: `f(p, h[, key]) -> h`, one a layer.
+        functions: `f(p, h[, key]) -> h`, one per layer.
     """
 
     functions: tuple[Callable[..., PyTree], ...]

@@ -1,4 +1,4 @@
-"""What `pipeline_module` makes: a loss of a module, whose layers may lie on several ranks."""
+"""The loss that `pipeline_module` returns: of a module whose layers may lie on several ranks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class PipelinedModule(Pipelined):
         return self._run(params, batch, LayerSpan(0, 0, None, False), key)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
-        """The loss, as far as this stage goes."""
+        """The loss, up to the end of this stage."""
         num = self._num_rows(params)
         if not num and not place.ends:
             return given
@@ -66,7 +66,7 @@ class PipelinedModule(Pipelined):
         return h if not num else self._run(params, batch, LayerSpan(place.row, num, h, False), key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
-        """The loss behind its layers."""
+        """The part of the loss after the layers."""
         return self._run(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
 
     def _num_rows(self, params: PyTree) -> int:

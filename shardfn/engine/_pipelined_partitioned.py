@@ -1,8 +1,8 @@
-"""A pipelined loss that is partitioned: what a rank runs of it, its stage, is one program along the partition's axes.
+"""Pipelined losses that are partitioned: each stage is one program along the partition's axes.
 
 Partitioning a pipelined loss means partitioning what each stage runs. Between stages, values are whole along the axes.
-So what stages exchange, when they run and which layers they have is the pipeline's affair, as without a partition, and
-the layers of a stage are planned together: in a scan, of which one layer is planned.
+So what stages exchange, when they run and which layers they have is as without a partition. The layers of a stage are
+planned together, as a scan of which one layer is planned.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class StageFunction(NamedTuple):
     place: Place | None = None
 
     def __call__(self, params: PyTree, x: PyTree, y: PyTree = None, *key: Tensor) -> Any:
-        """The method, whose arguments come in its own order."""
+        """Calls the method with its arguments in its own order."""
         of, place = self.of, self.place
         if place is None:
             return of.enter(params, x, *key) if self.part == "enter" else of.leave(params, x, y, *key)
@@ -41,7 +41,7 @@ class StageFunction(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What it is, in words."""
+        """A description in words."""
         place = self.place
         if place is None:
             return "in front of the layers" if self.part == "enter" else "behind the layers"

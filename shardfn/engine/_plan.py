@@ -1,4 +1,4 @@
-"""The plan: everything that follows from a step's annotations and the shapes of a parameter tree, computed once."""
+"""The plan of a step: all that follows from its annotations and the shapes of a parameter tree, computed once."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ from shardfn.core import (
     PyTree,
     Stored,
     Zero,
+    tree_unflatten,
 )
 from shardfn.leaves import (
     LeafLayout,
@@ -27,6 +28,9 @@ from ._chunks import Chunks
 from ._order import UseOrder
 from ._stages_seen import StagesSeen
 
+# Bytes of gradients that gain nothing by setting out before a backward has ended.
+TAIL_BYTES = 2 << 20
+
 
 @dataclasses.dataclass
 class Plan:
@@ -34,8 +38,8 @@ class Plan:
 
     Attributes:
         leaves: where each leaf lives.
-        layers: what enters the loss and travels: the leaves, and in the place of a stacked leaf each of its layers.
-            Units count these.
+        layers: what enters the loss and is sent: the leaves, but for a stacked leaf each of its layers. Units count
+            these.
         treedef: the structure of the parameter tree.
         zero: the rule.
         mesh: the mesh.
@@ -47,10 +51,10 @@ class Plan:
         compared: whether the ranks' losses have been compared where the batch is not cut.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
-        phase: what the optimizer does in the steps that the plan is for; None where it has no phases.
-        left_axes: the axes of the batch over which gradients are not summed, but left to the optimizer.
+        phase: the optimizer's phase in the steps of this plan; None if it has no phases.
+        left_axes: the axes of the batch over which the optimizer, and not the step, averages gradients.
         rules: by optimizer, the same decided on these leaves; shared by all plans of one layout.
-        stages: what steps of a pipeline have found of its stages.
+        stages: what steps of a pipeline have learnt of its stages.
     """
 
     leaves: list[LeafLayout]
@@ -84,12 +88,37 @@ class Plan:
 
     @functools.cached_property
     def chunks(self) -> Chunks | None:
-        """Of a step with canonical sums, the chunks of this rank."""
+        """The chunks of this rank, in a step with canonical sums."""
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
 
     @functools.cached_property
+    def has_stacks(self) -> bool:
+        """Whether there is a stacked leaf, which has several layers."""
+        return any(leaf.layers for leaf in self.leaves)
+
+    @functools.cached_property
+    def at_home(self) -> bool:
+        """Whether all that an update reads and writes lies in the device's memory as it is."""
+        return all(leaf.at_home for leaf in self.leaves if leaf.trainable)
+
+    @functools.cached_property
+    def shards(self) -> PyTree:
+        """The specs of the rows that are updated: a tree like the parameters, None for what is not trained."""
+        return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
+
+    @functools.cached_property
+    def own_cuts(self) -> list[tuple[int, int, int] | None]:
+        """By leaf that is kept whole, dim, start and length of the rows that this rank updates; None of the others."""
+        out: list[tuple[int, int, int] | None] = []
+        for leaf in self.leaves:
+            cuts = leaf.pieces if leaf.trainable and leaf.refreshed else None
+            lo, hi = (0, 0) if cuts is None or cuts.dim is None else cuts.bounds[self.zero_rank(leaf)]
+            out.append(None if cuts is None or cuts.dim is None else (cuts.dim, lo, hi - lo))
+        return out
+
+    @functools.cached_property
     def late(self) -> frozenset[int]:
-        """The layers that an eager step leaves to come while it goes on, and that so enter its loss as lazy leaves."""
+        """The layers whose gather after the update may run into the next step, where they are lazy leaves."""
         if self.captured or self.zero.pace.refresh != "use":
             return frozenset()
         return frozenset(i for unit in self.refresh_units for i in unit.leaves if self.layers[i].plain)
@@ -100,12 +129,10 @@ class Plan:
 
     def with_whole_stacks(self) -> "Plan":
         """The same layout, with stacked leaves that travel whole."""
-        if not any(leaf.layers for leaf in self.leaves):
-            return self
-        return self._with(whole=True)
+        return self._with(whole=True) if self.has_stacks else self
 
     def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
-        """The plan of steps in a phase of an optimizer that averages over the axes `over` itself."""
+        """The plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
         if phase not in self._phases:
             left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
             leaves = [leaf.left_to(left) for leaf in self.leaves] if left else self.leaves
@@ -125,19 +152,22 @@ class Plan:
 
     @property
     def num_left(self) -> int:
-        """How many ranks' gradients the optimizer averages itself."""
+        """The number of ranks whose gradients the optimizer averages itself."""
         return self.mesh.axis_size(self.left_axes)
 
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
-        """One tensor a leaf -> one a layer: views of those of stacked leaves."""
+        """From one tensor per leaf to one per layer, which are views of stacked leaves."""
+        if not self.has_stacks or self.whole:
+            return list(tensors)
         out: list[Any] = []
         for leaf, x in zip(self.leaves, tensors, strict=True):
-            alone = self.whole or not leaf.layers
-            out += [x] if alone else [None] * len(leaf.layers) if x is None else layers_of(x)
+            out += [x] if not leaf.layers else [None] * len(leaf.layers) if x is None else layers_of(x)
         return out
 
     def by_leaf(self, tensors: dict[int, Tensor | Stored]) -> dict[int, Tensor | Stored]:
-        """By layer -> by leaf: layers of a stacked leaf are stacked, and let go leaf by leaf; `tensors` is emptied."""
+        """From one tensor per layer to one per leaf, by stacking. Uses up `tensors`, leaf by leaf."""
+        if not self.has_stacks:
+            return tensors
         out: dict[int, Tensor | Stored] = {}
         first = 0
         for i, leaf in enumerate(self.leaves):
@@ -153,12 +183,12 @@ class Plan:
         return self.use_orders.setdefault(key, UseOrder())
 
     def guessed_order(self, used: UseOrder) -> list[int]:
-        """In which order gradients may become ready in a first backward, the same on all ranks: against that of use.
+        """A guess, equal on all ranks, of the order in which gradients become ready: that of use, reversed.
 
         Where nothing is sent, and while a step is captured, no order need be agreed on: it is empty.
 
         Args:
-            used: in which order leaves were gathered in the forward.
+            used: the order in which leaves were gathered in the forward.
         """
         axes = {leaf.reduce_axes for leaf in self.layers if leaf.trainable}
         if self.captured or all(self.mesh.axis_size(a) == 1 for a in axes):
@@ -166,6 +196,21 @@ class Plan:
         last = {i: pos for pos, u in enumerate(used.phase(0)) for i in self.gather_units[u].leaves}
         when = [max(last.get(i, -1) for i in unit.leaves) for unit in self.reduce_units]
         return sorted(range(len(when)), key=lambda u: (when[u], u), reverse=True)
+
+    def sent_last(self) -> frozenset[int]:
+        """The layers whose gradients set out when a backward has ended: of the last units of the learnt order.
+
+        None where gradients leave the device, which has room for few, or an update waits for them.
+        """
+        out, nbytes = set[int](), 0
+        if not self.at_home:
+            return frozenset()
+        for unit in (self.reduce_units[u] for u in reversed(self.reduce_order)):
+            nbytes += unit.nbytes
+            if out and nbytes > TAIL_BYTES:
+                break
+            out.update(unit.leaves)
+        return frozenset(out)
 
     def forget_orders(self, keep: int) -> None:
         """Drops all but the `keep` newest orders of use, besides the step's own."""
@@ -191,16 +236,16 @@ class Plan:
 
     @functools.cached_property
     def sharing_axes(self) -> tuple[str, ...]:
-        """The axes along which leaves or gradients travel: ranks along others share none, and may do other things."""
+        """The axes along which leaves or gradients are sent; ranks along others may run other actions."""
         used = {a for leaf in self.layers for a in (*leaf.zero_axes, *leaf.reduce_axes, *leaf.extra_axes)}
         return tuple(a for a in self.mesh.axis_names if a in used or a in self.batch_axes)
 
     def zero_rank(self, leaf: LeafLayout) -> int:
-        """This rank's index among those that share a leaf's rows."""
+        """This rank's index among the ranks that share the rows of a leaf."""
         return self.mesh.axis_index(leaf.zero_axes)
 
     def describe(self) -> str:
-        """One line a fact; equal on all ranks that run the same plan."""
+        """One line per fact, equal on all ranks that run the same plan."""
         # Each rank may have a disk of its own.
         rule = ", ".join(f"{k}={v!r}" for k, v in self.zero.as_flat().items() if k != "directory")
         lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]

@@ -38,7 +38,7 @@ from ._plan import Plan
 
 
 class Words(NamedTuple):
-    """What is said of params that do not fit a plan: that leaves are none, are cut or kept elsewhere, or in a dtype."""
+    """The words of errors about parameters that do not fit a plan: no leaves, other cuts or memories, other dtypes."""
 
     no_tensors: str
     shardings: str
@@ -97,7 +97,7 @@ class Planner:
 
     @property
     def plans(self) -> list[Plan]:
-        """Those that were made."""
+        """The plans that were made."""
         return list(self._plans.values())
 
     def plan_of(self, state: TrainState) -> Plan:
@@ -215,7 +215,7 @@ class Planner:
         return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch)
 
     def _not_stacked(self, path: str, shape: torch.Size, compute: P) -> Iterator[str]:
-        """What keeps a leaf from being stacked."""
+        """The reasons why a leaf cannot be stacked; empty if it can."""
         if not shape or not shape[0]:
             yield f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
             return
@@ -237,7 +237,7 @@ def _told(x: GlobalTensor | Placement) -> str:
 
 
 def _made_by(plan: Plan, leaves: list[Any]) -> bool:
-    """Whether leaves are such as a step by this plan makes: all that is compared of them otherwise, at a glance."""
+    """Whether leaves are as steps of this plan make them: a quick check, in place of comparing everything."""
     mesh = plan.mesh
     for x, leaf in zip(leaves, plan.leaves, strict=True):
         if type(x) is not GlobalTensor or x.spec is not leaf.param or x.mesh is not mesh or x.shape != leaf.shape:

@@ -1,6 +1,6 @@
-"""The disk of a step: one pool of files a rank and directory, and the commits that outlive the process.
+"""The disk of a step: one pool of files per rank and directory, and commits that survive the process.
 
-After each step the state is committed; the commit before is given up when all ranks have begun the next step, and so
+After each step the state is committed. The previous commit is dropped when all ranks have begun the next step, and so
 have this one. So whenever the ranks end, there is a commit that all of them have.
 """
 
@@ -26,7 +26,7 @@ SMALL = 1024
 
 
 def pool_of(plan: Plan) -> AnyPool | None:
-    """The pool of a plan, or its stand-in while a step is captured; None if it keeps nothing on disk."""
+    """The pool of a plan, or a substitute while a step is captured; None if nothing is kept on disk."""
     if plan.zero.directory is None:
         return None
     return TracedPool() if plan.captured else disk_of(plan)
@@ -58,7 +58,7 @@ def _close_all(pools: dict[str, Pool]) -> None:
 
 
 def close_pool(planner: Planner) -> None:
-    """Gives a directory up, if it is open."""
+    """Closes the pool of a directory, if it is open."""
     pool = planner.mesh.resources.get("pools", {}).pop(planner.zero.directory, None)
     planner.mesh.resources.get("commits", {}).pop(planner.zero.directory, None)
     planner.mesh.resources.get("runs", {}).pop(planner.zero.directory, None)
@@ -89,9 +89,9 @@ def begin(plan: Plan, state: TrainState, control: AnyControl) -> None:
 
 
 def commit(plan: Plan, state: TrainState) -> None:
-    """Makes a state what `reopen` finds, if all of it is on disk, small, or the cast of a master copy that is.
+    """Commits a state for `reopen`, if each leaf is on disk, small, or a cast of a master copy on disk.
 
-    Commits are numbered by themselves: a step that is skipped, or taken twice, has the number of another one.
+    Commits have numbers of their own, as a step that is skipped or repeated has the number of another step.
     """
     disk, pool = plan.zero.disk, disk_of(plan)
     leaves = [] if pool is None else _leaves(plan, state)
@@ -106,7 +106,7 @@ def commit(plan: Plan, state: TrainState) -> None:
 
 
 def cut_parts(state: TrainState) -> list[tuple[str, PyTree]]:
-    """What of a state the ranks have blocks of, each with what a commit calls it."""
+    """The parts of a state that are cut over ranks, each with its name in a commit."""
     return [("params", state.params), ("opt_state", state.opt_state), ("state.model_state", state.model_state)]
 
 
@@ -116,19 +116,19 @@ def _commits(plan: Plan) -> dict[str | None, int]:
 
 
 def _runs(plan: Plan) -> dict[str | None, str]:
-    """By directory, what tells its run from others: the same on all ranks, and after a `resume`."""
+    """By directory, an identifier of its run, equal on all ranks and after `resume`."""
     return plan.mesh.resources.setdefault("runs", {})
 
 
 def forget(plan: Plan) -> None:
-    """Gives up the commit before the last, which all ranks have by now."""
+    """Drops the last commit but one, as all ranks have the last one by now."""
     pool = disk_of(plan)
     if pool is not None:
         pool.forget_before()
 
 
 def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of the last commit that all ranks have, by path; and what it says of itself.
+    """The values of the last commit that all ranks have, by path, and its description.
 
     Raises:
         ValueError: the plan keeps nothing on disk; or a directory is another rank's, mesh's or run's.
@@ -166,7 +166,7 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
 
 def _value(x: Any) -> Any:
-    """What a commit holds of a leaf."""
+    """The value that a commit holds of a leaf."""
     held: Tensor | Stored = x.held if isinstance(x, GlobalTensor) else x
     if not isinstance(held, Tensor) and held.kind == "disk":
         return held
@@ -185,6 +185,6 @@ def _place(disk: Disk, mesh: Mesh) -> pathlib.Path:
 
 
 def together(plan: Plan, control: AnyControl) -> None:
-    """Where files are written, a rank goes on when all have: one that could not is heard of here."""
+    """Waits until all ranks have written their files, and raises if one could not."""
     if plan.zero.directory is not None:
         control.exchange(0)

@@ -1,4 +1,4 @@
-"""Parts of an eager step by name: in torch's profiler, and measured for `step.profile`. Else it is tests of flags."""
+"""Names the parts of an eager step in torch's profiler, and measures them for `step.profile`."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 @dataclasses.dataclass
 class Spent:
-    """What one part of a step took, without the parts inside it.
+    """Time and bytes of one part of a step, without those of the parts inside it.
 
     Attributes:
         calls: how often it was entered.
@@ -33,7 +33,7 @@ class Spent:
 
 
 class Spans:
-    """Adds up what each part of a step takes. Parts nest and end in the reverse order; one runs at a time.
+    """Adds up time and bytes of each part of a step. Parts nest, and end in the reverse order.
 
     Args:
         traffic: an open counter.
@@ -84,7 +84,7 @@ def named_range(
         what: the part of the step.
         leaves: the layout.
         members: which leaves travel together.
-        asked: the one of them that is wanted, which then alone names the range.
+        asked: the one of them that is needed, which then gives the range its name.
     """
     spans = _SPANS.innermost()
     watched = profiler._is_profiler_enabled

@@ -1,4 +1,4 @@
-"""The specs that a search finds for the leaves of a loss that is written for one device.
+"""Searches specs for the leaves of a loss that is written for one device.
 
 Along several axes they are found one after another, in the order in which `partition` plans them: those along the first
 are held while those along the second are searched, on the program that the first ones give. Each search prices the
@@ -43,7 +43,7 @@ _TOLD = 4
 
 @dataclasses.dataclass(frozen=True)
 class Unplaced:
-    """A loss whose leaves are to be cut.
+    """A loss for whose leaves specs are searched.
 
     Attributes:
         loss: as written for one device, of one microbatch.

@@ -1,4 +1,4 @@
-"""Storage -> compute and back, as pure functions of tensors: what the functional step moves.
+"""The transfers of the functional step, as pure functions of tensors: storage -> compute, and back.
 
     wholes = enter(plan, blocks)            storage -> what the loss sees, one value a rank (V over the batch's axes)
     rows   = reduce(plan, cotangents)       its transpose, summed: each rank's rows of the gradient

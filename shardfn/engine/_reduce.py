@@ -1,10 +1,11 @@
-"""The transpose of storage -> compute: gradients are summed over the batch's axes and land in the optimizer's layout.
+"""The transpose of storage -> compute: sums gradients over the batch's axes, into the optimizer's layout.
 
 Each leaf's handle has a hook that takes its gradient as soon as autograd has summed all uses, so transfers overlap with
 the rest of the backward and the whole gradient is freed at once. Transfers are issued in an agreed order; a leaf that
 this rank's loss did not use contributes zeros, so ranks may take different branches.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -15,10 +16,11 @@ from shardfn.capture import capturing, mark, traced_once
 from shardfn.collectives import AnyChannels, CodedReduce, dealt, is_sole_owner, psum, reduce_channel
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
-from shardfn.state import Ahead, Parts, added, closed
+from shardfn.state import Ahead, Parts, closed
 
 from ._canonical import ChunkSums
 from ._chunks import Chunks
+from ._local_sums import LocalSums
 from ._plan import Plan
 from ._pools import pool_of
 from ._profiled import named_range
@@ -71,13 +73,12 @@ class Reducer:
         self._late_axes = late_axes
         self._late = {u for u, x in enumerate(units) if not {*late_axes}.issubset(leaves[x.leaves[0]].own_axes)}
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
-        # By leaf: sums of backwards that did not send, which stay between backwards; and gradients of this one that
-        # have not been sent.
-        self._local: dict[int, Tensor] = {}
+        self._local = LocalSums(plan)
+        # By leaf: gradients of this backward that have not been sent.
         self._grads: dict[int, Tensor] = {}
-        # The leaves whose tensor in `_local` is a sum; see `added`.
-        self._summed: set[int] = set()
         self._sums = None if chunks is None else ChunkSums(chunks, self._zeros)
+        # By unit: whether it is sent with the backward that runs.
+        self._goes: list[bool] = []
         self._missing: list[int] = []
         # In the order in which they were sent, and collected in it: sums of microbatches are added in one order always.
         self._pending: list[tuple[int, Pending[Tensor]]] = []
@@ -96,45 +97,59 @@ class Reducer:
     def begin(self, *, send: bool, last: bool) -> None:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
         self._send, self._last, self._next, self.seen, self.collects = send, last, 0, [], True
-        self._missing = [len(unit.leaves) for unit in self._units]
+        self._goes = [send] * len(self._units) if last or not send else [not stays for stays in self._stays]
+        self._missing = [len(unit.leaves) if goes else 0 for unit, goes in zip(self._units, self._goes, strict=True)]
         if self._sums is not None:
             self._sums.begin()
 
     def expect(self, order: Sequence[int]) -> None:
-        """Says in which order units are sent, before any is."""
+        """Sets the order in which units are sent, before any is sent."""
         self._order, self._learns = list(order), not order
 
     def give_to(self, ahead: Ahead) -> None:
-        """From now on what is complete goes to an update that runs already."""
+        """From now on complete gradients go to an update that runs already."""
         self._parts.give_to(ahead)
 
     def take(self, leaf: int, grad: Tensor) -> None:
-        """Takes the gradient of a leaf: the sum over its uses in this backward. `grad` is read, never written."""
+        """Takes the gradient of a leaf: the sum over its uses in this backward.
+
+        `grad` is an alias that nobody else has. It is written to only if nobody has what shares its memory, either.
+        """
+        mark(grad, "gradient_to", self._leaves[leaf].entry)
+        if self._put(leaf, grad):
+            self._send_ready()
+        if self._goes[self._unit_of[leaf]]:
+            # At each chance, so that messages go as they come.
+            self._collect(block=False)
+            self._hold_back()
+
+    def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
+        """Takes the gradients of several leaves, in an eager step; the list is emptied."""
+        while grads:
+            self._put(*grads.pop())
+        self._send_ready()
+
+    def _put(self, leaf: int, grad: Tensor) -> bool:
+        """Adds a gradient to what there is of its leaf; whether its unit now has all that it is to send."""
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
-        mark(grad, "gradient_to", self._leaves[leaf].entry)
+        unit = self._unit_of[leaf]
+        goes = self._goes[unit]
         if self._sums is not None:
             self._sums.add(leaf, grad.to(self._leaves[leaf].dtypes.accum))
             if not self._send:
-                return
-        else:
-            # What is added up is in the dtype of sums; a gradient that is alone travels as it came.
-            before = self._local.pop(leaf, None)
-            if before is not None or not self._send:
-                grad = grad.to(self._leaves[leaf].dtypes.accum)
-            grad = added(before, grad, leaf, self._summed)
-            if not self._send:
-                self._local[leaf] = grad
-                return
+                return False
+        elif not goes:
+            self._local.add(leaf, grad, stays=self._stays[unit])
+            return False
+        elif self._local:
+            grad = self._local.total(leaf, grad, stays=self._stays[unit])
         self._grads[leaf] = grad
-        unit = self._unit_of[leaf]
         self._missing[unit] -= 1
-        if self._missing[unit] == 0:
-            self._see(unit)
-            self._send_ready()
-        # At each chance, so that messages go as they come.
-        self._collect(block=False)
-        self._hold_back()
+        if self._missing[unit]:
+            return False
+        self._see(unit)
+        return True
 
     def end(self) -> None:
         """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
@@ -180,30 +195,44 @@ class Reducer:
                 continue
             leaves = self._units[u].leaves
             members = [self._leaves[i] for i in leaves]
-            shapes = self._units[u].packing.shapes(self._scatter[u].index)
+            packing, index = self._units[u].packing, self._scatter[u].index
             alone = self._cut[u] or self._scatter[u].size == 1
             with named_range("reduce", self._leaves, leaves):
                 flat = self._parts.pop(u) if alone else self._whole_part(u)
             if isinstance(flat, Tensor):
                 flat = flat.to(members[0].dtypes.accum)
-                if self._scatter[u].size == 1 and self._parts.home(u) == "device" and not is_sole_owner(flat):
+                here = self._scatter[u].size == 1 and self._parts.home(u) == "device"
+                if here and not (all(map(self._local.has_made, leaves)) or is_sole_owner(flat)):
                     flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
-            out.update(zip(leaves, pieces_of(shapes, flat), strict=True))
+            out.update(zip(leaves, pieces_of(packing, index, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
             if not self._cut[u]:
-                out.update({i: self._landed(i, out[i], self._parts.home(u)) for i in leaves})
+                home = self._parts.home(u)
+                wanted = [i for i, m in zip(leaves, members, strict=True) if m.takes_rows or m.grad_home != home]
+                out.update({i: self._landed(i, out[i], home) for i in wanted})
         self._channels.flush()  # the optimizer may write what was sent
         return out
 
+    @functools.cached_property
+    def _stays(self) -> list[bool]:
+        """By unit, whether it goes with the last backward alone: nobody is sent to, and it makes no difference."""
+        return [self._sums is None and not self._plan.captured and self._is_alone(u) for u in range(len(self._units))]
+
+    def _is_alone(self, unit: int) -> bool:
+        """Whether what is summed of a unit are this rank's gradients as they come, on the device."""
+        channel, members = self._scatter[unit], [self._leaves[i] for i in self._units[unit].leaves]
+        same = all(leaf.dtypes.reduce == leaf.dtypes.accum for leaf in members)
+        return same and channel.size == 1 and not isinstance(channel, CodedReduce) and self._home(unit) == "device"
+
     def _home(self, unit: int) -> MemoryKind:
-        """The memory in which a unit is added up: on the device if it is wanted in another form than it arrives."""
+        """The memory in which a unit is added up; the device, if its form must change after it arrives."""
         members = [self._leaves[i] for i in self._units[unit].leaves]
         alone = self._cut[unit] or (self._scatter[unit].size == 1 and all(m.dim is None for m in members))
         return members[0].grad_home if alone else "device"
 
     def _landed(self, i: int, x: Tensor | Stored, where: MemoryKind) -> Tensor | Stored:
-        """What the optimizer takes of a leaf that was summed whole, where it is to wait."""
+        """The part of a whole sum that the optimizer takes, in the memory where it waits for the update."""
         if not isinstance(x, Tensor):
             return x
         leaf = self._leaves[i]
@@ -216,7 +245,7 @@ class Reducer:
             self._order.append(unit)
 
     def _absent(self, leaf: int) -> Tensor:
-        local = self._local.pop(leaf, None)
+        local = self._local.pop(leaf)
         if local is not None:
             return local
         return self._zeros(leaf, self._leaves[leaf].dtypes.reduce)
@@ -229,8 +258,10 @@ class Reducer:
         while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
             unit = self._order[self._next]
             self._next += 1
+            if not self._goes[unit]:
+                continue
             mine = [(self._leaves[i], i) for i in self._units[unit].leaves]
-            self._in_flight += self._units[unit].nbytes
+            self._in_flight += self._passing(unit)
             if self._sums is not None:
                 with named_range("reduce", self._leaves, self._units[unit].leaves):
                     self._pending.append((unit, self._start_nodes(unit, self._sums, [i for _, i in mine])))
@@ -293,7 +324,7 @@ class Reducer:
             unit, pending = self._pending.pop(0)
             with named_range("reduce", self._leaves, self._units[unit].leaves):
                 part = pending.result()
-            self._in_flight -= self._units[unit].nbytes
+            self._in_flight -= self._passing(unit)
             if self._in_one(unit):
                 self._whole[unit] = (part, None)
                 # A half each, so that a norm counts every element once.
@@ -301,6 +332,13 @@ class Reducer:
                 self._parts.add(unit, part.split_with_sizes(own)[self._scatter[unit].index], last=True)
                 continue
             self._finish(unit, part)
+
+    def _passing(self, unit: int) -> int:
+        """Bytes of a unit that are let go when it has been sent: none of one that is wanted whole, summed in place.
+
+        The same when it is sent and when it is collected.
+        """
+        return self._units[unit].nbytes if self._cut[unit] or not self._last else 0
 
     def _hold_back(self) -> None:
         """Waits while too many bytes are under way, so that whole gradients do not pile up where the network is slow.

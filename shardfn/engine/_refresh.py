@@ -1,4 +1,4 @@
-"""After the update: resident parameters are made whole again from the rows that each rank updated."""
+"""After the update: gathers resident parameters again from the rows that each rank has updated."""
 
 import functools
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardfn.capture import capturing
 from shardfn.collectives import AnyChannels, Arrival
 from shardfn.core import Pending, Stored
 from shardfn.leaves import Unit
@@ -32,12 +33,14 @@ def refresh(
         blocks: the parameters before the update; resident ones are overwritten.
         rows: this rank's updated part of each trainable leaf (the block itself where it is not cut).
         pool: the disk, for leaves that are kept there.
-        coming: takes, by layer, what is not waited for of resident parameters; None = everything is waited for.
+        coming: filled, by layer, with the transfers of resident parameters that are not waited for; None: wait for all.
 
     Returns:
         The new blocks, in the order of `blocks`.
     """
     out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
+    if not plan.refresh_units:
+        return out
     layered, fresh = plan.by_layer(out), plan.by_layer(rows)
     resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].plain]
     here = [x if isinstance(x, Tensor) else None for x in layered]
@@ -63,12 +66,12 @@ def refresh(
 
 
 def _land(unit: Unit, blocks: Sequence[Tensor | None], landed: bool, arrived: Tensor) -> None:
-    """Puts what has come into the blocks; for a loss that runs meanwhile that is no write to them."""
+    """Copies what has arrived into the blocks, without counting as a write for a loss that runs meanwhile."""
     into = [block for block in blocks if block is not None]
     if landed:
         return
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(into)):
-        unit.packing.unpack_into(arrived, into)
+        (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, into)
 
 
 def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
@@ -140,7 +143,7 @@ def _start(
     *,
     idle: bool = True,
 ) -> tuple[Pending[Tensor], bool]:
-    """The transfer of one unit, and whether it lands in the parameter itself; `idle`: this thread will wait for it."""
+    """Starts one unit's transfer; also whether it writes to the parameter itself. `idle`: this thread will wait."""
     first, packing = plan.layers[unit.leaves[0]], unit.packing
     channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]

@@ -1,4 +1,4 @@
-"""The state that a step left on disk, put together again."""
+"""Restores the state that a step has left on disk."""
 
 from collections.abc import Collection
 from typing import Any
@@ -43,7 +43,7 @@ def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainS
 
 
 def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[str]:
-    """The leaves that this step cuts along other axes than the one that wrote them: blocks may have equal shapes."""
+    """The leaves that were written with cuts along other axes; their blocks may have equal shapes all the same."""
     if "cut" not in told:
         return []
     here, there = cuts_of(plan.mesh, *cut_parts(like)), told["cut"]
@@ -57,7 +57,7 @@ def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[s
 def _filled(
     plan: Plan, name: str, like: PyTree, values: dict[str, Any], problems: list[str], rows: Collection[str] = ()
 ) -> Any:
-    """A part of the state from its values; of leaves in `rows` this rank's rows do, as they are made whole later."""
+    """A part of the state, from its values. For leaves in `rows`, this rank's rows do: they are gathered later."""
     leaves, treedef = tree_flatten(like)
     return tree_unflatten(
         treedef,
@@ -103,7 +103,7 @@ def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tens
 def _whole(
     plan: Plan, channels: AnyChannels, blocks: list[Tensor | Stored], casts: dict[str, Tensor]
 ) -> list[Tensor | Stored]:
-    """Blocks of which this rank has made its rows only, made whole."""
+    """Gathers blocks of which this rank has only its rows."""
     if not casts:
         return blocks
     rows: list[Any] = [None] * len(blocks)

@@ -1,4 +1,4 @@
-"""The order of a step's work as data: forwards and backwards of its microbatches, in a list.
+"""Schedules: the forwards and backwards of a step's microbatches, in order, as a list.
 
     accumulation(2) == F0 B0 F1 B1
 
@@ -24,10 +24,10 @@ def accumulation(num_microbatches: int) -> Actions:
 
 
 def check_schedule(schedule: Sequence[Action], num_microbatches: int) -> None:
-    """Refuses a list that is no step of so many microbatches.
+    """Refuses a list that is not the schedule of a step with this number of microbatches.
 
     Raises:
-        ValueError: lists the actions that are missing, there twice, of no microbatch, or before their forward.
+        ValueError: lists the actions that are missing, repeated, of no microbatch, or before their forward.
     """
     counts = Counter(schedule)
     wanted = dict.fromkeys(accumulation(num_microbatches))

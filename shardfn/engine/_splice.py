@@ -1,8 +1,8 @@
-"""A scan in a captured step: one layer's steps, written down for each layer with its own values.
+"""Scans in captured steps: the traced steps of one layer are copied into the graph for each layer.
 
-Each copied layer is one node of autograd, whose forward and backward write the template's steps into the graph. So what
-autograd does between layers (sums of several uses, hooks, recomputation) it does itself; and what the engine must know
-of, a leaf that is fetched or a gradient that arrives, is not copied but asked for again.
+Each copied layer is one node of autograd, whose forward and backward write the template's steps into the graph. So
+autograd itself does what is due between layers (sums of several uses, hooks, recomputation). What the engine must know
+of, such as a leaf that is fetched or a gradient that arrives, is not copied but requested again.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _ALONE = Ambient[set[int]]("handles that one layer alone uses, while a backward 
 
 @contextlib.contextmanager
 def taking_early(root: Tensor) -> Iterator[None]:
-    """While a captured backward of `root` runs, a copied layer hands over the gradients of leaves that it alone uses.
+    """While a captured backward of `root` runs, lets copied layers hand over gradients of leaves that only they use.
 
     Autograd would call the hooks of all of a layer's leaves when the layer is done; the loop's graph has each gradient
     sent as soon as it is known.
@@ -50,16 +50,16 @@ def taking_early(root: Tensor) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Templates:
-    """What a capture knows of the function of a scan, which may be called for each microbatch.
+    """What a capture remembers of a scan's function, which may run once for each microbatch.
 
     Attributes:
-        kept: the objects that the function is known by, so that no others get their addresses.
+        kept: the objects that identify the function, kept alive so that no others get their addresses.
         calls: how many scans of it have ended.
         seen: how carry and x looked where the function ran.
         splices: by looks, its template.
         structure: of (carry, y).
         own: whether a template uses what only its own scan has.
-        fails: whether it cannot be written down by substitution.
+        fails: whether its layers cannot be copied.
     """
 
     kept: Any
@@ -72,7 +72,7 @@ class _Templates:
 
 
 def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """The layers of a scan: the first ones as they are; once carry and x look as in a layer before, copies.
+    """Runs a scan: the first layers as they are, and copies once carry and x look as in an earlier layer.
 
     The same function over the same objects is known from scan to scan: all microbatches' layers are copies of one.
 
@@ -141,7 +141,7 @@ def _identity(run: Run) -> tuple[Any, Any]:
 
 
 class Splice:
-    """Writes a template down, layer by layer.
+    """Copies a template into the graph, layer by layer.
 
     Args:
         template: what a layer does.
@@ -163,7 +163,7 @@ class Splice:
         return [kinds[kind][i] for kind, i in self._template.outs]
 
     def forward(self, x: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Writes the forward down: the values, and what is saved for the backward."""
+        """Copies the forward; returns the values, and what is saved for the backward."""
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.inputs, given, strict=True):
             copy.let(node, t)
@@ -177,7 +177,7 @@ class Splice:
     def backward(
         self, x: Sequence[Tensor], ends: Sequence[Tensor], saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Writes the backward down: the gradients of carry and x."""
+        """Copies the backward; returns the gradients of carry and x."""
         plan = self._template.backward(tuple(None if g is None else g.stride() for g in cotangents))
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.saved, saved, strict=True):
@@ -233,7 +233,7 @@ def _is_hooked() -> bool:
 
 
 def _is_watched(layers: Sequence[PyTree]) -> bool:
-    """Whether a mode sees what is run: it would see nothing of a layer that is copied, and a template's twice."""
+    """Whether a dispatch mode watches the run. It would see nothing of a copied layer, and a template's ops twice."""
     if splitting():  # product by product
         return True
     watched = any(getattr(m, "_mode_key", None) is None for m in _get_current_dispatch_mode_stack())

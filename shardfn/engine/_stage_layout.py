@@ -1,4 +1,4 @@
-"""What must hold of a layout, and of a first model state, so that the stages of a pipeline lie along an axis."""
+"""Checks that a layout, and a first model state, fit the stages of a pipeline along an axis."""
 
 from shardfn.core import PyTree, chunk_bounds, raise_all, tree_leaves, tree_unflatten
 
@@ -43,7 +43,7 @@ def check_layout(plan: Plan, f: Loss) -> None:
 
 
 def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
-    """Refuses a layout that is none of stages.
+    """Refuses a layout in which stages do not lie along the axis.
 
     Returns:
         By chunk, how many layers each rank has of its stack.
@@ -87,7 +87,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
 
 
 def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
-    """Refuses stacks that are not of so many layers a stage.
+    """Refuses stacks that do not have these numbers of layers per stage.
 
     Raises:
         ValueError: lists every leaf.

@@ -4,8 +4,8 @@
     block(p, state, h[, key]) -> (h, state)
     last(params, state, h, batch[, key]) -> (loss[, aux], state)
 
-A rank runs the forwards of a stage in the order of the microbatches. So each part goes through them as on one device,
-whatever the schedule; that no two stages have a part in common is what makes it possible.
+A rank runs the forwards of a stage in the order of the microbatches. As no two stages share a part, each part goes
+through the microbatches as on one device, under any schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,18 +39,18 @@ class PipelineState(NamedTuple):
 
 
 def current_state() -> PipelineState:
-    """What the forwards so far have left."""
+    """The model state after the forwards so far."""
     return innermost_state().now
 
 
 def put_part(**parts: PyTree) -> None:
-    """Leaves parts for the next forward."""
+    """Stores parts for the next forward."""
     state = innermost_state()
     state.now = state.now._replace(**parts)
 
 
 def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
-    """What a function with a state has returned, and its state.
+    """Splits what a function with a state has returned into its result and its state.
 
     Args:
         out: what it has returned.

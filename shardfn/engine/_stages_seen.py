@@ -1,4 +1,4 @@
-"""What steps of a pipeline have found of its stages, once for all of them."""
+"""What the steps of a pipeline learn of its stages, kept for later steps."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class ActivationShapes(NamedTuple):
-    """What travels between stages: a tree of tensors without data."""
+    """The values sent between stages, as a tree of tensors without data."""
 
     treedef: Any
     leaves: list[Tensor]
@@ -16,7 +16,7 @@ class ActivationShapes(NamedTuple):
 
 @dataclasses.dataclass
 class StagesSeen:
-    """What a plan's steps have found; empty until one has run.
+    """What a plan's steps have learnt; empty until one has run.
 
     Attributes:
         ends: what kinds of values the last stage returns.

@@ -4,8 +4,8 @@
     metrics, scale = measure(out)               what all ranks know of it
     state          = choose(metrics, update)    update(out, scale), or the state as it was
 
-What differs is who runs it. The eager executor does each part as it comes; the traced one writes the same parts into a
-graph; the pure one makes them of differentiable functions, inside a transform of torch.func.
+Executors run it in different ways. The eager executor does each part at once; the traced one writes the same parts into
+a graph; the pure one makes them of differentiable functions, inside a transform of torch.func.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class StepParts:
         donate: whether a step consumes its state.
         skip_nonfinite: whether a step that is not finite returns the state as it was, without a loss scale, too.
         loss_scale: the rule of the loss scale; None = the loss is not scaled.
-        schedule: the forwards and backwards of the loss's microbatches, in the order in which all ranks run them.
-        table: of a pipeline, what each rank runs instead; None where all run the same.
+        schedule: the forwards and backwards of the microbatches, in the order in which all ranks run them.
+        table: in a pipeline, what each rank runs instead; None if all ranks run the same.
     """
 
     loss: Loss
@@ -60,11 +60,11 @@ class StepParts:
 
 
 class StepCall(NamedTuple):
-    """One step that ranks are about to agree on, and then to run.
+    """One step, which ranks agree on and then run.
 
     Attributes:
-        run: runs it, with what they have found.
-        known: whether this rank has what the step learns at first; see `Agreed`.
+        run: runs it, given what the ranks have agreed on.
+        known: whether this rank already has what a first step learns; see `Agreed`.
     """
 
     run: Callable[[Comms, Agreed], tuple[TrainState, Metrics]]
@@ -80,11 +80,11 @@ class Executor(Protocol[Out, New]):
         ...
 
     def measure(self, out: Out) -> tuple[Metrics, Tensor | None]:
-        """The metrics, the same on all ranks; and what gradients are still to be multiplied by (None: nothing)."""
+        """The metrics, equal on all ranks; and the factor that gradients still lack, or None."""
         ...
 
     def choose(self, metrics: Metrics, update: Callable[[], New]) -> New:
-        """What `update` makes, or the state as it was where the step is skipped; notes in the metrics which."""
+        """The state that `update` makes, or the old one if the step is skipped; records in the metrics which."""
         ...
 
     def update(self, out: Out, scale: Tensor | None) -> New:
@@ -100,5 +100,5 @@ def one_step(run: Executor[Out, New]) -> tuple[New, Metrics]:
 
 
 def rescaled(new: TrainState, old: TrainState, rule: LossScale, metrics: Metrics) -> TrainState:
-    """The new state with the loss scale of the next step, which moves even where a step is skipped."""
+    """The new state with the loss scale of the next step, which changes even if a step is skipped."""
     return new._replace(loss_scale=rule.update(old.loss_scale, metrics["finite"]))

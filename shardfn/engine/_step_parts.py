@@ -1,4 +1,4 @@
-"""What a step is made of: from an unwrapped loss and an optimizer, and as text on which ranks agree."""
+"""Makes the parts of a step, from an unwrapped loss and an optimizer; and the text on which ranks agree."""
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from ._update import decided_on
 def step_parts(loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, **flags: bool) -> StepParts:
     """The parts of a step that accumulates, microbatch by microbatch, or runs stages of a pipeline side by side.
 
-    What a policy asks for is in the optimizer.
+    The optimizer keeps master copies if the loss's policy requires it.
 
     Raises:
         ValueError: the pipeline cannot run on the mesh.

@@ -1,4 +1,4 @@
-"""A loss that is summed over ranks which the step averages over: found in its graph, where nothing is captured."""
+"""Finds a loss that is summed over ranks over which the step averages already, from autograd's graph in eager steps."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""One layer of a scan, traced in isolation while a step is captured: what is then written down for the other layers.
+"""One layer of a scan, traced by itself while a step is captured, to be copied for the other layers.
 
 The layer's function runs on tensors that stand in for its arguments, forward and, by `torch.autograd.grad`, backward.
 What that writes into the graph is taken out again and kept as steps. Two kinds of step are not ops of the graph but
@@ -40,7 +40,7 @@ class TemplateBackward(NamedTuple):
 
 
 class Unfit(Exception):
-    """A layer cannot be written down by substitution; says why."""
+    """The steps of a layer cannot be copied for others; says why."""
 
 
 def stand_in() -> Any:
@@ -74,7 +74,7 @@ class Template:
         outside: the nodes of other parts of the graph that it needs.
 
     Raises:
-        Unfit: the body cannot be written down by substitution.
+        Unfit: the body's steps cannot be copied for other layers.
         CaptureError: it writes to a tensor from outside.
     """
 
@@ -125,7 +125,7 @@ class Template:
 
     @property
     def layouts(self) -> Layouts:
-        """The strides of cotangents that look like their values."""
+        """The strides of cotangents that have the strides of their values."""
         return tuple(t.stride() if t.requires_grad else None for t in self._values)
 
     def backward(self, given: Layouts) -> TemplateBackward:
@@ -166,7 +166,7 @@ class Template:
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Autograd keeps what it keeps, whatever a surrounding remat would do with it; but no whole leaves."""
+        """Hooks by which autograd saves all tensors but whole leaves, even inside a remat."""
         top = saved_tensors_hooks(while_tracing=False)
         if top is None or packs_leaves(top[0]):
             yield
@@ -289,7 +289,7 @@ def differing(
 def without_data(
     mode: FakeTensorMode, dtype: torch.dtype, size: Any, device: torch.device, stride: Any = None
 ) -> FakeTensor:
-    """A tensor without data that nobody has written down yet; contiguous without `stride`."""
+    """A new tensor without data, of which the graph has no node yet; contiguous unless `stride` is given."""
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(size, dtype=dtype, device="meta")
         return FakeTensor(mode, meta if stride is None else meta.as_strided(size, stride), device)

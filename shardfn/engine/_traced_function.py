@@ -40,7 +40,7 @@ class FunctionProgram(Program):
     leaves: list[Any]
 
     def result(self, outs: Sequence[Any]) -> PyTree:
-        """The result, of what the graph returned."""
+        """The result, made of what the graph returned."""
         values = iter(outs)
         return tree_unflatten(
             self.treedef, [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in self.leaves]
@@ -48,7 +48,7 @@ class FunctionProgram(Program):
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
-    """What a graph takes of some leaves: tensors, and the blocks of global tensors."""
+    """The inputs of a graph from some leaves: tensors, and the blocks of global tensors."""
     held = [x.local if isinstance(x, GlobalTensor) else x for x in leaves]
     return [x for x in held if isinstance(x, Tensor)]
 

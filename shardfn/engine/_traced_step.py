@@ -1,6 +1,6 @@
 """The complete training step as a function of flat tensors, and its capture.
 
-What is captured is the engine itself, run on tensors without data and on communicators that write transfers down.
+The engine itself is captured: it runs on tensors without data, with communicators that record transfers.
 """
 
 import dataclasses
@@ -190,7 +190,7 @@ def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metric
 
 
 def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held: Sequence[GlobalTensor]) -> None:
-    """Writes beside the inputs what they are: path and kind of each, and of the first, `held`, where they are kept."""
+    """Notes the path and kind of each input, and for the first ones, `held`, their memory."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, (leaf, kind) in zip(inputs, paths, strict=True):
         node.meta["leaf"], node.meta["kind"] = leaf, kind

@@ -1,4 +1,4 @@
-"""What `reshard` is asked for, leaf by leaf, and why it cannot be."""
+"""The requests of `reshard`, leaf by leaf, and the reasons why some are impossible."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -62,16 +62,16 @@ class Transit:
         return self.on_one_mesh and self.src == self.dst
 
     def route(self) -> Route:
-        """The way, on one mesh."""
+        """The route, on one mesh."""
         return route(self.x.shape, self.src, self.dst, self.mesh, path=self.path)
 
     def describe(self) -> str:
-        """What ranks must have in common."""
+        """The text that must be equal on all ranks."""
         ends = [f"{at!r} on {m.shape}, ranks {m.ranks}" for at, m in ((self.src, self.x.mesh), (self.asked, self.mesh))]
         return f"{self.path}: {tuple(self.x.shape)} from {ends[0]} to {ends[1]}"
 
     def made(self, held: Tensor | Stored) -> GlobalTensor:
-        """The leaf of a block."""
+        """The new leaf, made of its block."""
         return GlobalTensor(held, self.x.shape, self.dst.spec, self.mesh, self.dst.memory_kind)
 
     def elsewhere(self) -> GlobalTensor:
@@ -90,14 +90,14 @@ class Request:
     pool: Pool | None
 
     def transits(self, *, pure: bool) -> list[Transit]:
-        """What is to become of each global tensor.
+        """A `Transit` for each global tensor of the tree.
 
         Args:
             pure: whether it is to be done by functions that torch differentiates and records.
 
         Raises:
             ValueError: lists every leaf that cannot go there, and options without effect.
-            DonatedError: lists every leaf that is gone.
+            DonatedError: lists every leaf that was donated.
         """
         leaves, paths = tree_leaves(self.tree), tree_paths(self.tree, "tree")
         targets = broadcast_prefix(self.to, self.tree, _is_target, names=("to", "tree"))

@@ -1,4 +1,4 @@
-"""What is said where an operation of a loss gets two dtypes, or two devices, and which leaves have them."""
+"""Explains errors of operations that get two dtypes or two devices, by naming the leaves that have them."""
 
 import contextlib
 import re
@@ -22,7 +22,7 @@ def naming_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple
     """Around what runs a loss under a policy: an error of two dtypes names the leaves that have one of their own.
 
     Args:
-        policy: None is without one.
+        policy: the policy, or None.
         leaves: gives the paths of the parameters, and the dtypes in which the loss sees them; asked after errors.
 
     Raises:
@@ -102,7 +102,7 @@ def _other_dtypes(dtype: torch.dtype, batch: PyTree) -> list[str]:
 
 
 def _ranges(batch: PyTree) -> list[str]:
-    """Of integers the least and the largest: one of them may be a number that a table has no row for."""
+    """The least and largest values of integer leaves: one may be an index that a table does not have."""
     named = list(zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True))
     of_integers = [(path, x) for path, x in named if not (x.is_floating_point() or x.is_complex()) and x.numel()]
     return [f"{path} has values from {int(x.min())} to {int(x.max())}." for path, x in of_integers]

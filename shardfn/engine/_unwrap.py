@@ -1,4 +1,4 @@
-"""What a step's loss is wrapped in: the transforms that the step takes over from it."""
+"""Takes a step's loss out of the transforms that the step itself carries out."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The update: the optimizer on this rank's rows, then resident parameters made whole again."""
+"""The update: runs the optimizer on this rank's rows, and then gathers resident parameters again."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,6 @@ from shardfn.core import (
     Stored,
     tree_flatten,
     tree_leaves,
-    tree_structure,
     tree_unflatten,
 )
 from shardfn.leaves import LeafLayout
@@ -50,9 +49,9 @@ def update(
         parts: the optimizer, and whether `state` is consumed.
         state: the current state.
         grads: by leaf, what the optimizer takes of the gradient; consumed.
-        model_state: what the loss has left of it.
+        model_state: the model state that the loss has returned.
         scale: what gradients are multiplied by first; None for nothing.
-        ahead: what has stepped some of the leaves already.
+        ahead: an update that has stepped some of the leaves already.
     """
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
@@ -67,7 +66,7 @@ def update(
 
 
 def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
-    """What of a state an update writes to."""
+    """The parts of a state that an update writes to."""
     return state.params, state.opt_state, state.model_state
 
 
@@ -79,7 +78,7 @@ def next_state(
     kept: Sequence[Tensor],
     coming: Mapping[int, Arrival] | None = None,
 ) -> TrainState:
-    """The state after `state`, of this rank's new blocks, what is still coming of them, optimizer and model state."""
+    """The state after `state`, from this rank's new blocks and transfers to them, optimizer state and model state."""
     return state._replace(
         params=wrap(plan, blocks, coming or {}),
         opt_state=_like(opt_state, state.opt_state),
@@ -103,11 +102,12 @@ def update_blocks(
 
     What is not waited for goes into `coming`, by layer; see `refresh`.
     """
-    if not all(leaf.at_home for leaf in plan.leaves if leaf.trainable):
+    if not plan.at_home:
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
         return refresh(plan, channels, blocks, rows, pool_of(plan), coming), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
-    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    rows = [b if cut is None else _narrowed(b, cut) for b, cut in zip(blocks, plan.own_cuts, strict=True)]
+    rows = rows if all(train) else [x if t else None for x, t in zip(rows, train, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
         # In place: by now gradients are nobody else's.
@@ -116,7 +116,7 @@ def update_blocks(
         tree_unflatten(plan.treedef, own),
         opt_state,
         tree_unflatten(plan.treedef, rows),
-        specs=tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves]),
+        specs=plan.shards,
     )
     fresh = iter(tree_leaves(new))
     return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train], None, coming), opt_state
@@ -172,7 +172,7 @@ def whole_update(
 
 
 def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
-    """A parameter's rows in the update; those that are made whole again afterwards are written to memory."""
+    """A parameter's rows in the update; rows that are gathered afterwards are written to memory."""
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
@@ -188,17 +188,17 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
     Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
     """
     rule = decided_on(plan, optimizer)
-    return rule if rule.needs.phases is None else given(rule, _whole(plan), phase=plan.phase)
+    return rule if rule.needs.phases is None else given(rule, whole(plan), phase=plan.phase)
 
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
-    """The optimizer, its functions of the tree asked about the plan's whole leaves: once, by whoever comes first."""
+    """The optimizer, with its functions of the tree evaluated on the plan's whole leaves; cached in the plan."""
     if optimizer not in plan.rules:
-        plan.rules[optimizer] = decided(optimizer, _whole(plan))
+        plan.rules[optimizer] = decided(optimizer, whole(plan))
     return plan.rules[optimizer]
 
 
-def _whole(plan: Plan) -> PyTree:
+def whole(plan: Plan) -> PyTree:
     """The trainable leaves without data, as `GlobalTensor`s."""
 
     def like(leaf: LeafLayout) -> GlobalTensor | None:
@@ -210,12 +210,21 @@ def _whole(plan: Plan) -> PyTree:
 
 def wrap(plan: Plan, blocks: Sequence[Tensor | Stored], coming: Mapping[int, Arrival] = MappingProxyType({})) -> PyTree:
     """This rank's blocks as a tree of global tensors, of which some layers may still be coming."""
+    if not coming:
+        pairs = zip(blocks, plan.leaves, strict=True)
+        whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home) for x, leaf in pairs]
+        return tree_unflatten(plan.treedef, whole)
     out, first = list[GlobalTensor](), 0
     for block, leaf in zip(blocks, plan.leaves, strict=True):
         layers = range(first, first := first + (len(leaf.layers) or 1))
-        late = [coming[i] for i in layers] if coming and layers[0] in coming else ()
+        late = [coming[i] for i in layers] if layers[0] in coming else ()
         out.append(GlobalTensor(block, leaf.shape, leaf.param, plan.mesh, leaf.home, late))
     return tree_unflatten(plan.treedef, out)
+
+
+def _narrowed(block: Tensor | Stored, cut: tuple[int, int, int]) -> Tensor:
+    assert isinstance(block, Tensor)
+    return block.narrow(*cut).contiguous()
 
 
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
@@ -225,9 +234,10 @@ def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
 
 
 def _like(tree: PyTree, old: PyTree) -> PyTree:
-    """Local tensors of an updated optimizer state, wrapped as the old state's leaves were."""
+    """The blocks of an updated optimizer state, as global tensors like those of the old state."""
     leaves, treedef = tree_flatten(tree)
-    if treedef != tree_structure(old):
-        raise ValueError(f"the optimizer changed the structure of its state from {tree_structure(old)} to {treedef}.")
-    pairs = zip(leaves, tree_leaves(old), strict=True)
+    before, structure = tree_flatten(old)
+    if treedef != structure:
+        raise ValueError(f"the optimizer changed the structure of its state from {structure} to {treedef}.")
+    pairs = zip(leaves, before, strict=True)
     return tree_unflatten(treedef, [m.with_block(x) for x, m in pairs])

@@ -1,4 +1,4 @@
-"""What a captured step is: a graph of aten ops and transfers; passes over it, analysis, back ends."""
+"""Captured steps: graphs of aten ops and transfers, passes over them, analyses, and back ends that run them."""
 
 from ._options import Schedule as Schedule
 from ._schedule import schedule as schedule

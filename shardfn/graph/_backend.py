@@ -1,4 +1,4 @@
-"""What runs a captured graph: its ops one by one, or with its arithmetic compiled."""
+"""Back ends: they run a captured graph op by op, or with its arithmetic compiled."""
 
 import dataclasses
 import time
@@ -28,10 +28,10 @@ class Compiled:
     Attributes:
         function: the tensors of the graph's arguments -> the tuple of its outputs; without autograd.
         backend: what runs it.
-        seconds: how long it took to make.
-        num_regions: runs of arithmetic that became one call each.
-        num_compiled: how many of them differ, so were compiled.
-        cache_hits: how many of those were found on the disk.
+        seconds: how long it took to make the function.
+        num_regions: regions of arithmetic, each of which became one call.
+        num_compiled: how many different regions were compiled.
+        cache_hits: how many of these were found in the cache on disk.
     """
 
     function: Callable[..., tuple[Any, ...]]
@@ -57,7 +57,7 @@ class Compiled:
 
 
 def resolve_backend(backend: str | None) -> Backend:
-    """The backend meant: for None "inductor" where a C++ compiler is found, else "graph" with a warning.
+    """The name of the back end to use; for None, "inductor" if a C++ compiler is found, else "graph" with a warning.
 
     Raises:
         ValueError: no such backend.
@@ -85,7 +85,7 @@ def resolve_backend(backend: str | None) -> Backend:
 
 
 def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes: int = 1 << 16) -> Compiled:
-    """Makes a captured graph run.
+    """Makes a function that runs a captured graph.
 
     "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops
     and reductions become compiled calls (`cut` says which); transfers, writes in place, matrix products and attention
@@ -126,7 +126,7 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
 
 
 def _guarded(function: Callable[..., Any], steps: Sequence[Node | Region]) -> Callable[..., Any]:
-    """Compiled code trusts strides, so those of the arguments that it reads are compared first."""
+    """Wraps compiled code, which relies on strides, in a check of the strides of its arguments."""
     # Ops that are called one by one look at strides themselves.
     read = {node for step in steps if isinstance(step, Region) for node in step.inputs}
     given = [step for step in steps if isinstance(step, Node) and step.op == "placeholder"]

@@ -1,4 +1,4 @@
-"""Small transfers travel together."""
+"""Merges small transfers into larger messages."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
 
 
 def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int]:
-    """For each psum_scatter the position of the first node that needs it done; waits and views come when called."""
+    """The position of the first node that needs each psum_scatter's result; waits and views do not count."""
     lazy = waits_and_views(memory, lambda n: is_wait(n) and start_of(n).target is PSUM_SCATTER)
     after, out, end = dependents(before), dict[Node, int](), len(memory.order) - 1
     for node in reversed(memory.order):
@@ -113,7 +113,7 @@ def _needed_at(memory: Memory, before: dict[Node, list[Node]]) -> dict[Node, int
 
 
 def _returned(memory: Memory) -> Callable[[Node], bool]:
-    """Whether a value leaves the step, and so must not share its memory with others."""
+    """Whether the step returns a value, which must then not share memory with others."""
     returned = set(memory.reads(memory.order[-1]))
     return lambda node: not returned.isdisjoint(memory.shown(node))
 
@@ -123,7 +123,7 @@ def _returned(memory: Memory) -> Callable[[Node], bool]:
 
 @dataclasses.dataclass
 class _Open:
-    """A bucket that is being filled: its members, their bytes, and those of others since the first."""
+    """A bucket that is being filled: its members, their bytes, and those of other transfers since the first."""
 
     members: list[Node]
     nbytes: int
@@ -167,7 +167,7 @@ def _key(start: Node) -> tuple[object, ...]:
 
 
 def _settle(out: GraphModule, new: dict[Node, Node], memory: Memory, changed: set[Node]) -> GraphModule:
-    """Gives views of merged values their new abstract values."""
+    """Computes the abstract values of views of merged values again."""
     gone = {n for n, copy in new.items() if copy._erased}
     for old in memory.order:
         if old not in gone:

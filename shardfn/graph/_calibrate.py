@@ -17,9 +17,9 @@ _SIZES = (1 << 10, 1 << 18, 1 << 22)
 
 
 def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
-    """A `Cluster` measured here: matrix products by dtype, memory bandwidth, and the network between the mesh's ranks.
+    """Measures a `Cluster`: matrix products by dtype, memory bandwidth, and the network between the mesh's ranks.
 
-    rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time; the wire's latency is the
+    rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time; the link's latency is the
     time of the smallest transfer, its bandwidth what further bytes add. Each figure is the best of several runs.
     Collective over the mesh: all ranks get the same figures, those of the slowest rank, so that decisions drawn from
     them agree.
@@ -63,7 +63,7 @@ def _bandwidth(device: torch.device, seconds: float) -> float:
 
 
 def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
-    """Bandwidth and latency of a gather over all ranks; a single rank's wire is never used and gets round numbers."""
+    """Bandwidth and latency of a gather over all ranks. A single rank has no link in use, and gets round numbers."""
     if mesh is None or mesh.size == 1:
         return 1e9, 1e-5
     times = []
@@ -76,7 +76,7 @@ def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
 
 
 def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The shortest of the runs that fit into `seconds`, at least three."""
+    """The time of the shortest run, of as many as fit into `seconds`, but at least three."""
     end, times = time.perf_counter() + seconds, list[float]()
     while len(times) < 4 or time.perf_counter() < end:
         times.append(_timed(run, device))
@@ -84,7 +84,7 @@ def _best(run: Callable[[], object], device: torch.device, seconds: float) -> fl
 
 
 def _repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
-    """The shortest of `count` runs: ranks must agree on the number of collectives, so no clock decides it."""
+    """The time of the shortest of `count` runs. The number is fixed, as all ranks must run as many collectives."""
     return min([_timed(run, device) for _ in range(count)][1:])
 
 
@@ -97,7 +97,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
-    """Figure by figure the lowest of all ranks; of latency, which comes last, the highest."""
+    """For each figure the lowest of all ranks; for latency, which comes last, the highest."""
     if mesh is None or mesh.size == 1:
         return list(measured)
     with bind_mesh(mesh):

@@ -3,10 +3,11 @@
 A transfer takes place when every rank of its group has started it. Transfers on one channel (the gathers along some
 axes, the reductions along them, the loss's own collectives on a group) pair by their order. So ranks of a group must
 issue the same sequence on each channel, and must not wait for one another in a circle across channels. Channels are
-there before a step begins: all ranks of the mesh make them, so that they must use the same ones.
+made before a step begins, by all ranks of the mesh together, so all ranks must use the same ones.
 
-Stages of a pipeline run programs of their own, and send one another messages. A message pairs by its two ranks and its
-tag, not by order: each that is sent must be received, and looks there as it did. Its wait needs the other end's start.
+Stages of a pipeline run different programs, and send one another messages. A send and a receive pair by their two ranks
+and their tag, not by order. Each message that is sent must be received, with the same dtype and shape. Either end
+waits until the other one has started.
 """
 
 import collections
@@ -125,7 +126,7 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
     compare_events([events[id(gm)] for gm in gms], shape)
 
 
-class Message(NamedTuple):
+class MessageEnd(NamedTuple):
     """One end of a message: who is at the other, by index along the channel's axes; the tag; and how it looks."""
 
     sends: bool
@@ -134,25 +135,25 @@ class Message(NamedTuple):
     looks: str
 
     def route(self, own: int) -> tuple[int, int, int]:
-        """From whom, to whom, and the tag: the same at both ends."""
+        """The sender, the receiver and the tag, which are the same at both ends."""
         return (own, self.peer, self.tag) if self.sends else (self.peer, own, self.tag)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A start (`wait` is False) or the wait for one; `turn` counts the starts on the channel."""
+    """A transfer's start (`wait` is False), or the wait for it; `turn` is the start's number on the channel."""
 
     channel: str
     turn: int
     wait: bool
     name: str
     where: str
-    message: Message | None = None
+    message: MessageEnd | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Events:
-    """What one rank does, in order: the lines of `collective_sequence`, and starts and waits. It can be sent to others.
+    """What one rank's program does with other ranks, in order. A rank can send this value to others.
 
     Attributes:
         lines: as from `collective_sequence`.
@@ -164,13 +165,13 @@ class Events:
 
     @property
     def text(self) -> str:
-        """The same for two ranks that do the same."""
+        """A text that is equal for two ranks whose programs do the same."""
         moments = (f"{e.channel} {e.turn} {e.wait} {e.message or ''}" for e in self.program)
         return "\n".join([*map(_key, self.lines), *moments])
 
     @property
     def sends_messages(self) -> bool:
-        """Whether it is the program of one stage, and other ranks may run others."""
+        """Whether it is the program of a pipeline's stage, so that other ranks may run other programs."""
         return any(e.message is not None for e in self.program)
 
 
@@ -197,7 +198,7 @@ def collective_events(gm: GraphModule) -> Events:
 
 
 def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> None:
-    """Proves that ranks which do this all finish; see `prove_no_hang`.
+    """Proves that all ranks finish if each does what its `Events` say; see `prove_no_hang`.
 
     Args:
         events: per rank, in rank order.
@@ -221,7 +222,7 @@ def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> N
 
 
 def _compare_channels(channels: Sequence[set[str]]) -> None:
-    """Refuses ranks that would make different channels: to make one is collective over the mesh."""
+    """Refuses ranks that would make different channels, as all ranks of the mesh have to make each channel together."""
     odd = next((rank for rank, own in enumerate(channels) if own != channels[0]), None)
     if odd is not None:
         raise RankError(
@@ -230,7 +231,7 @@ def _compare_channels(channels: Sequence[set[str]]) -> None:
 
 
 def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, int]) -> None:
-    """Refuses a message that only one of its ends knows, or that looks otherwise there."""
+    """Refuses a message that only one of its two ranks knows, or whose dtype or shape differs between them."""
     ends: dict[Any, dict[bool, tuple[int, Moment, str]]] = collections.defaultdict(dict)
     for rank, program in enumerate(programs):
         for moment in program:
@@ -260,21 +261,21 @@ def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int
     return tuple(rest), index
 
 
-def _message(t: Transfer) -> Message | None:
+def _message(t: Transfer) -> MessageEnd | None:
     if not is_message(t.node):
         return None
     peer, tag = t.node.args[-3:-1]
     looks = f"{dtype_name(t.dtype)} {list(t.sizes)}"
-    return Message(t.op == "send", int(peer), int(tag), looks)  # pyright: ignore[reportArgumentType]  # fx arguments
+    return MessageEnd(t.op == "send", int(peer), int(tag), looks)  # pyright: ignore[reportArgumentType]  # fx arguments
 
 
 def _told(node: Node) -> str:
-    """The user's line, and which stage is at which microbatch."""
+    """The user's line, with the stage and the microbatch if it is a pipeline."""
     return "; ".join(told for told in (where_of(node), part_of(node)) if told)
 
 
 def _is_made(channel: str) -> bool:
-    """Whether a channel is made for the step: the loss's own groups are there before."""
+    """Whether a channel is made for the step. The groups of the loss's own collectives exist already."""
     return not channel.startswith("loss")
 
 
@@ -287,7 +288,7 @@ def _line(t: Transfer) -> str:
 
 
 def _sizes(t: Transfer) -> str:
-    """What must agree between ranks: all but an uneven exchange, of which each rank knows its own row."""
+    """The sizes that must be equal between ranks, as text. An uneven exchange has none: ranks see other rows."""
     if t.op in _EXCHANGES:
         received = list(t.node.args[1])  # pyright: ignore[reportArgumentType]  # an fx argument
         if len({*t.sizes, *received}) > 1:
@@ -300,14 +301,14 @@ def _same(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def _agree(a: str, b: str) -> bool:
-    """Whether two lines may be one collective: of an uneven exchange some rank's own row may be even, or empty."""
+    """Whether two lines may be one collective. Of an uneven exchange, the row of some rank may be even or empty."""
     a, b = _key(a), _key(b)
     uneven = a.endswith(_UNEVEN) or b.endswith(_UNEVEN)
     return a == b or (uneven and _exchanged(a) is not None and _exchanged(a) == _exchanged(b))
 
 
 def _exchanged(key: str) -> str | None:
-    """A line without its sizes, if it is an exchange."""
+    """The line of an exchange without its sizes; other lines as they are."""
     what = key.removesuffix(_UNEVEN) if key.endswith(_UNEVEN) else key.partition(" [")[0]
     return what if any(f"{op} " in what for op in _EXCHANGES) else None
 
@@ -355,7 +356,7 @@ def _groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list
 
 
 class _Simulation:
-    """All ranks at once: each runs until it blocks; who completes a transfer wakes those who wait for it."""
+    """A simulation of all ranks. Each runs until it blocks; whoever completes a transfer wakes those that wait."""
 
     def __init__(self, programs: Sequence[Sequence[Moment]], shape: Mapping[str, int]) -> None:
         self._programs, self._at = programs, [0] * len(programs)
@@ -394,7 +395,7 @@ class _Simulation:
         return woken
 
     def _need(self, rank: int, event: Moment) -> Any:
-        """What must happen before the event can: that all have started; of a message the other end."""
+        """What must happen before the event: the starts of all ranks of the group, or that of a message's other end."""
         if event.message is not None:
             key = self._end(rank, event, not event.message.sends)
             return key if event.wait and not self._started[key] else None
@@ -403,7 +404,7 @@ class _Simulation:
         return key if event.wait and self._started[key] < size else None
 
     def _end(self, rank: int, event: Moment, sends: bool) -> Any:
-        """One end of a message as a key of what has started."""
+        """The key of one end of a message, in the set of what has started."""
         assert event.message is not None
         group, own = _place(event.channel, self._shape, rank)
         return event.channel, group, event.message.route(own), sends

@@ -1,7 +1,8 @@
-"""Which schedule: the fastest of a few by the cost model, among those whose memory fits.
+"""Chooses a schedule: of a few candidates that fit in memory, the fastest by the cost model.
 
 Each candidate's passes run on the graph, `estimate` gives the seconds of the result, `memory_analysis` its peak.
-Candidates that begin alike share the passes they begin with, and a graph that two of them lead to is scored once.
+Candidates that begin with the same passes share the result of these, and a graph that two candidates lead to is scored
+once.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ class Choice:
     table: tuple[Scored, ...]
 
     def __str__(self) -> str:
-        """A table: a line a candidate, the chosen one marked with a star."""
+        """A table with a line for each candidate; a star marks the chosen one."""
         rows = [self._row(s) for s in self.table]
         return "\n".join([f"chosen of {len(rows)}, for a device that holds {_mib(self.memory)}:", *rows])
 
@@ -164,7 +165,7 @@ def check_fits(gm: GraphModule, memory: int) -> None:
 
 
 class _Candidates:
-    """What is worth trying for a graph on a cluster; nothing but the default for one that sends nothing."""
+    """The schedules worth trying for a graph on a cluster; only the default one for a graph that sends nothing."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, given: Mapping[str, Any]) -> None:
         self._given = dict(given)
@@ -209,7 +210,7 @@ _Todo = Sequence[tuple[Schedule, tuple[Stage, ...]]]
 
 
 class _Scores:
-    """Seconds and peaks of schedules of one graph, each worked out once."""
+    """The seconds and peaks of schedules of one graph, each computed once."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, fuses: bool) -> None:
         self._gm, self._cluster, self._fuses = gm, cluster, fuses
@@ -218,7 +219,7 @@ class _Scores:
         self._known: dict[tuple[bytes, tuple[Stage, ...]], _Score] = {}
 
     def __call__(self, schedules: Iterable[Schedule]) -> tuple[Scored, ...]:
-        """The scores of these and of all earlier ones, in the order in which they came."""
+        """The scores of these schedules and of all earlier ones, in the order in which they were passed."""
         new = [s for s in dict.fromkeys(schedules) if s not in self._scores]
         order = [*self._scores, *new]
         self._descend(self._gm, [(s, tuple(s.stages(fuses=self._fuses))) for s in new])
@@ -226,7 +227,7 @@ class _Scores:
         return tuple(Scored(s, *score) for s, score in self._scores.items())
 
     def _descend(self, gm: GraphModule, todo: _Todo) -> None:
-        """Depth first, so that few graphs are alive at once; `todo` are the schedules that have come to this graph."""
+        """Scores the schedules `todo`, whose passes so far made this graph; depth first, so that few graphs exist."""
         done = [s for s, stages in todo if not stages]
         self._scores |= dict.fromkeys(done, self._measured(gm)) if done else {}
         for stage in dict.fromkeys(stages[0] for _, stages in todo if stages):
@@ -243,7 +244,7 @@ class _Scores:
 
 
 def _fingerprint(gm: GraphModule) -> bytes:
-    """Equal for graphs that are written alike."""
+    """A hash that is equal for graphs with the same nodes in the same order."""
     digest = hashlib.blake2b(digest_size=16)
     for n in gm.graph.nodes:
         digest.update(f"{n.name} {n.target} {n.args} {n.kwargs}\n".encode())

@@ -1,8 +1,8 @@
-"""What a captured step costs: operations, bytes, traffic; and, on a given cluster, time.
+"""The costs of a captured step: operations, bytes and traffic, and its time on a given cluster.
 
 A node takes max(flops / rate, bytes / bandwidth), a transfer latency + sent / bandwidth. `estimate` lets the graph run
 on these clocks: one lane computes in the graph's order, each link carries its transfers one after another from the
-moment they start, and a wait holds the computation until its transfer has arrived.
+moment they start, and a wait stops the computation until its transfer has arrived.
 """
 
 import collections
@@ -24,7 +24,7 @@ from ._values import PHASES, phases_of, where_of
 
 @dataclasses.dataclass(frozen=True)
 class CostAnalysis:
-    """What one step costs one rank.
+    """The costs of one step on one rank.
 
     Attributes:
         flops: floating-point operations.
@@ -59,7 +59,7 @@ class CostAnalysis:
 
     @property
     def traffic(self) -> Traffic:
-        """The transfers as `count_traffic` would have counted them; by dtype they are not told apart."""
+        """The transfers as `count_traffic` would count them, except that they are not separated by dtype."""
         return Traffic({(op, tuple(axes.split(","))): [n, sent] for (op, axes), (n, sent) in self.transfers.items()})
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ def cost_analysis(gm: GraphModule) -> CostAnalysis:
 
 
 def _totals(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, str], tuple[int, int]]:
-    """How many entries each key has, and their sum."""
+    """For each key, the number of its entries and their sum."""
     out: dict[tuple[str, str], tuple[int, int]] = {}
     for key, nbytes in entries:
         count, total = out.get(key, (0, 0))
@@ -157,9 +157,9 @@ def node_seconds(node: Node, device: Device) -> float:
 
 
 def transfer_seconds(transfer: Transfer, link: Link) -> float:
-    """How long `transfer` is on the wire: latency + sent / bandwidth; 0 for one rank.
+    """How long `transfer` takes: latency + sent / bandwidth; 0 for one rank.
 
-    What is received is taken to be sent when it is asked for: another stage's time is not this rank's.
+    A receive counts as if the message were sent when it starts, since the time of other stages is not known here.
     """
     nbytes = transfer.sizes[0] * transfer.dtype.itemsize if transfer.op == "receive" else transfer.sent
     return link.seconds(nbytes) if transfer.num_ranks > 1 else 0.0
@@ -205,7 +205,7 @@ def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
 
 
 class _Clocks:
-    """The clocks of one simulated run."""
+    """The clocks of the lanes and links of one simulated run."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster) -> None:
         self._cluster, self._shape = cluster, gm.meta.get("mesh_shape", {})
@@ -242,7 +242,7 @@ class _Clocks:
         self._start(move, link, move.axes, transfer_seconds(move, link), (f"{move.op} over {move.axes}", detail))
 
     def _carry(self, move: MemoryMove) -> None:
-        """A move between memories; each direction has a wire of its own."""
+        """Adds a move between memories; each direction has a link of its own."""
         link = self._cluster.host if "device" in (move.src, move.dst) else self._cluster.disk
         if link is not None:
             way = f"{move.src} -> {move.dst}"

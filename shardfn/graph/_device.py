@@ -1,4 +1,4 @@
-"""What a step runs on: devices, links, and clusters of them. Numbers only; nothing here touches a machine.
+"""Descriptions of hardware: devices, links, and clusters of them. They are numbers; nothing here touches a machine.
 
 Costs follow: f floating-point operations take f / rate, a transfer of b bytes takes latency + b / bandwidth.
 """
@@ -145,7 +145,7 @@ def _stride(mesh_shape: Mapping[str, int], axis: str) -> int:
 
 
 def _ranks_in_node(mesh_shape: Mapping[str, int], names: list[str], per_node: int) -> int:
-    """Ranks of rank 0's group in rank 0's node."""
+    """The number of ranks of rank 0's group that are in rank 0's node."""
     offsets = [0]
     for axis in names:
         stride = _stride(mesh_shape, axis)
@@ -165,7 +165,7 @@ def _cluster(
     per_node: int = 8,
     latency: float = 5e-6,
 ) -> Cluster:
-    """`flops`: float32, float16, bfloat16 in 10^12 a second; the wires in 10^9 bytes a second each way per rank."""
+    """A cluster from flops of float32, float16, bfloat16 in 10^12 per second, and links in 10^9 bytes per second."""
     rates = dict(zip(("float32", "float16", "bfloat16"), flops, strict=True))
     device = Device(name, int(gib * 2**30), {k: v * 1e12 for k, v in rates.items() if v}, memory_gb * 1e9)
     return Cluster(device, per_node, Link(inside_gb * 1e9, latency / 2), Link(between_gb * 1e9, latency))

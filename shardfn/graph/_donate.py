@@ -1,4 +1,4 @@
-"""Pure updates run in place on memory that nobody reads any more."""
+"""Turns pure updates into updates in place of memory that is not read afterwards."""
 
 import operator
 from typing import Any
@@ -52,7 +52,7 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
 
 
 def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
-    """Puts the in-place op in the node's stead; one over lists returns nothing, so its results are its operands."""
+    """Replaces the node by its in-place op. One over lists returns nothing, so its operands become its results."""
     here = new[node]
     here.target = twin
     here.meta["overwrites"] = "dead"  # nobody reads that memory later but through its own result
@@ -71,7 +71,7 @@ def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
 
 
 class _Owners:
-    """Walks through the graph and keeps account of who may write where.
+    """Walks through the graph, and records which node may overwrite which memory.
 
     Attributes:
         chosen: the nodes that become in-place, with the op to use.
@@ -124,7 +124,7 @@ class _Owners:
 
 
 def in_place_twin(node: Node) -> Any:
-    """The op that does in its first argument what an elementwise node does outside; None if there is none.
+    """The op that writes the result of an elementwise node into its first argument; None if there is none.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -169,7 +169,7 @@ def _fits(first: list[Node], node: Node) -> bool:
 
 
 def _not_owned(node: Node, donated: set[str], memory: Memory) -> tuple[int, ...]:
-    """Memory that is another's: not donated, a constant, or a temporary that may still be on its way to other ranks."""
+    """The memories that must not be overwritten: inputs not donated, constants, and values still being sent."""
     if node.op == "placeholder":
         return () if node.name in donated else memory.shown(node)
     if node.op == "get_attr":

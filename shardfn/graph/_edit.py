@@ -1,4 +1,4 @@
-"""Graphs are edited as copies: the argument of a pass stays as it was, metadata goes along. A draft is changed itself.
+"""Edits graphs as copies, with metadata, so that a pass leaves its argument unchanged. Only a draft is changed itself.
 
 New nodes get their abstract values by running them on those of their arguments, so that memory is shared in the
 metadata exactly where it is shared at run time.
@@ -22,9 +22,9 @@ from ._values import tensors_of
 
 
 def drafted(gm: GraphModule) -> GraphModule:
-    """A copy that nobody else knows: passes change it in place, until `settled`. It must not run before that.
+    """A private copy, a draft: passes change it in place until `settled` is called. It must not run before that.
 
-    A copy of a trillion parameters' step takes a second, and there are nine passes.
+    It saves time: one copy of the step of a trillion parameters takes a second, and there are nine passes.
     """
     out = reordered(gm, list(gm.graph.nodes))[0]
     out.meta["draft"] = {}  # what `Memory` knows of it
@@ -32,13 +32,13 @@ def drafted(gm: GraphModule) -> GraphModule:
 
 
 def settled(gm: GraphModule) -> GraphModule:
-    """The draft as a graph like any other, which passes copy from now on."""
+    """Ends a draft: from now on passes copy the graph, as any other."""
     gm.meta.pop("draft", None)
     return gm
 
 
 def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
-    """A copy that holds the nodes of `order`, in that order, and which node became which; a draft: itself.
+    """A copy with the nodes in `order`, and a dict from old nodes to new ones. A draft is reordered itself.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -69,7 +69,7 @@ def _rearrange(graph: Graph, order: Sequence[Node]) -> None:
 
 
 def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
-    """`graph.node_copy(node, transform)`, several times as fast: the arguments' arguments are not looked through."""
+    """Like `graph.node_copy(node, transform)`, but several times as fast, because nested arguments are not searched."""
     out = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
     out.args = map_arg(node.args, transform)  # pyright: ignore[reportAttributeAccessIssue]
     if node.kwargs:
@@ -119,7 +119,7 @@ def abstract_value(node: Node) -> Any:
 
 
 def revalue(node: Node, old: Node, changed: set[Node], memory: Memory) -> None:
-    """Runs the node again if it shows memory of a `changed` one, as views and writes do; then it has changed, too.
+    """Computes a node's abstract value again if it shows memory of a `changed` one, and adds it to these.
 
     Args:
         node: a node of the edited graph; to be called on all of them in order.

@@ -1,8 +1,8 @@
 # pyright: reportPrivateImportUsage=false
-"""A list of steps as one Python function: each value is dropped after its last use, each op is bound once.
+"""Compiles a list of steps to one Python function. It drops each value after its last use, and looks each op up once.
 
 fx's own code looks every op up by four attributes at every call, and calls it through a wrapper in Python. Here an op
-is a global of the generated module: torch's own binding of the same kernel where there is one, at half the price.
+is a global of the generated module: torch's own binding of the kernel if there is one, which takes half the time.
 """
 
 import linecache
@@ -37,7 +37,7 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
         >>> emit(gm, list(gm.graph.nodes), [])(torch.zeros(1))
         (tensor([1.]),)
     """
-    writer = _Writer(gm, iter(calls), _written(gm))
+    writer = _CodeWriter(gm, iter(calls), _written(gm))
     last = _last_uses(steps)
     for i, step in enumerate(steps):
         writer.write(step, last.get(i, []))
@@ -45,11 +45,11 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
 
 
 def name_line(error: BaseException) -> None:
-    """Adds to an error from inside an emitted function which op it was, and of which line of the user's code.
+    """Adds a note to an error from inside an emitted function: which op failed, and at which line of the user's code.
 
     Example:
         >>> def fails(x):
-        ...     return (x.view(3),)
+        ...     return (x.view(1, 3),)
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(fails, tracing_mode="fake")(torch.zeros(3))
         >>> next(n for n in gm.graph.nodes if n.op == "call_function").meta["where"] = "model.py:7 in forward"
@@ -58,7 +58,7 @@ def name_line(error: BaseException) -> None:
         ... except RuntimeError as error:
         ...     name_line(error)
         ...     error.__notes__
-        ['in a captured step, at model.py:7 in forward: v1 = g0(v0, [3])']
+        ['in a captured step, at model.py:7 in forward: v1 = g0(v0, [1, 3])']
     """
     at, text = error.__traceback__, ""
     while at is not None:
@@ -71,7 +71,7 @@ def name_line(error: BaseException) -> None:
 
 
 def _written(gm: GraphModule) -> set[Any]:
-    """The memory, as storages without data, that some op overwrites for others to see."""
+    """The memories (storages of abstract values) that some op overwrites."""
     nodes = [node for node in gm.graph.nodes if node.meta.get("overwrites") != "dead"]
     arguments = [x for node in nodes for i, name in op_of(node).writes for x in _given(node, i, name)]
     return {storage_of(x) for node in arguments for x in tensors_of(node)}
@@ -83,11 +83,27 @@ def _given(node: Node, position: int, name: str) -> list[Node]:
 
 
 def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A view where it can be one. Where a kernel lays its result out otherwise than torch said, it may need a copy."""
+    """A view if possible, else a copy: a kernel may return other strides than the abstract value has."""
     try:
         return x.view(shape)
     except RuntimeError:
         return x.reshape(shape)
+
+
+def _same_as(node: Node) -> Node | None:
+    """The node of which this one is a view of all as it is, so that it will do; else None."""
+    of = node.args[0] if node.target in _LOOKS else None
+    if not isinstance(of, Node) or not _is_passed_on(node):
+        return None
+    x, y = (n.meta.get("val") for n in (of, node))
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return None
+    return of if x.shape == y.shape and x.stride() == y.stride() else None
+
+
+def _is_passed_on(node: Node) -> bool:
+    """Whether only ops of the graph see a value: what is returned is a tensor of its own."""
+    return all(user.op != "output" for user in node.users)
 
 
 def _reads(step: Node | Region) -> Sequence[Node]:
@@ -99,7 +115,7 @@ def _makes(step: Node | Region) -> Sequence[Node]:
 
 
 def _last_uses(steps: Sequence[Node | Region]) -> dict[int, list[Node]]:
-    """For each step the values that are not needed after it. Arguments are their caller's, constants the module's."""
+    """For each step, the values that no later step needs, without arguments and constants, which others own."""
     last: dict[Node, int] = {}
     for i, step in enumerate(steps):
         for node in (*_makes(step), *_reads(step)):
@@ -111,7 +127,7 @@ def _last_uses(steps: Sequence[Node | Region]) -> dict[int, list[Node]]:
     return by_step
 
 
-class _Writer:
+class _CodeWriter:
     def __init__(self, gm: GraphModule, calls: Any, written: set[Any]) -> None:
         self.gm, self.calls, self.written = gm, calls, written
         self.names: dict[Node, str] = {}
@@ -135,7 +151,7 @@ class _Writer:
             self._call(step, dead)
 
     def function(self) -> Callable[..., Any]:
-        """Compiles what was written; tracebacks show its lines."""
+        """Compiles the written lines; tracebacks show them."""
         source = "\n".join([f"def step({', '.join(self.arguments)}):", *self.lines])
         name = f"{_FILE}{id(self.gm):x}>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
@@ -143,13 +159,13 @@ class _Writer:
         return self.globals["step"]
 
     def _enter(self, host: bool) -> None:
-        """What is made on the host says so, for the ledger."""
+        """Opens or closes the block in which values are made on the host, so that the ledger counts them there."""
         if host and not self.on_host:
             self._line(f"with {self._global(on_host)}():")
         self.on_host = host
 
     def _region(self, region: Region, dead: list[Node]) -> None:
-        """The list owns the inputs that die here, so that the kernel can drop them as it goes."""
+        """Writes the call of a region. Its inputs are in a list, from which the kernel drops them as it goes."""
         self._line(f"given = [{', '.join(self.names[node] for node in region.inputs)}]")
         made = set(region.outputs)
         self._drop([node for node in dead if node not in made])
@@ -157,7 +173,8 @@ class _Writer:
         self._line(f"{''.join(self._name(node) + ', ' for node in region.outputs)}= {call}(given)")
 
     def _call(self, node: Node, dead: list[Node]) -> None:
-        text = f"{self._op(node)}({self._arguments(node)})"
+        of = _same_as(node)
+        text = f"{self._op(node)}({self._arguments(node)})" if of is None else self.names[of]
         where = "; ".join(told for told in (node.meta.get("where"), part_of(node)) if told)
         unused = [n for n in dead if n is node]
         self._line(("" if unused else f"{self._name(node)} = ") + text + (f"  # {where}" if where else ""))

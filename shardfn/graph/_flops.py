@@ -13,7 +13,7 @@ from ._values import is_view, num_bytes, tensors_of, written_by
 def node_flops(node: Node) -> int:
     """Floating-point operations of `node`: 2 m n k for a product of [m, k] and [k, n], and so on.
 
-    torch's table (`torch.utils.flop_counter`) and attention on CPU. Pointwise work counts 0: its time is in its bytes.
+    By torch's table (`torch.utils.flop_counter`), and for CPU attention. Pointwise ops count 0: bytes give their time.
     Attention counts every pair of tokens, causal or not, as is the custom.
 
     Example:

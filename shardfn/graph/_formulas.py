@@ -1,4 +1,4 @@
-"""What some ops cost: floating-point operations, and the memory that they hold on CPU while they run, as measured.
+"""Costs of some ops: floating-point operations, and the memory that they use on CPU while they run, as measured.
 
 Formulas alone; which op has which is in the op table (`_ops.py`).
 """
@@ -21,7 +21,7 @@ from ._values import num_bytes, tensors_in, tensors_of
 
 @functools.cache
 def torch_flops() -> Any:
-    """Torch's own formulas; not before they are asked for, since with them comes triton, of 80 MB."""
+    """Torch's own formulas. They are imported when first used, since they import triton, which takes 80 MB."""
     return importlib.import_module("torch.utils.flop_counter")
 
 
@@ -34,7 +34,7 @@ def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, *
 
 
 def product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """As in torch's table, which takes several times as long to say so; products are most of a large graph."""
+    """Operations of a product. The same as torch's table, which takes several times as long; large graphs have many."""
     return 2 * a.numel() * b.shape[-1]
 
 
@@ -53,13 +53,13 @@ def added_matrix_vector(bias: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
 
 
 def tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, columns: Tensor, *rest: Any, **_: Any) -> int:
-    """Two products of each tile, of all heads that have it."""
+    """Operations of block-sparse attention: two products for each tile of each head."""
     del k, v
     return 2 * _tile_product(q, starts, columns, rest[-2])
 
 
 def tiles_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any, **_: Any) -> int:
-    """Five products of each tile."""
+    """Operations of its backward: five products for each tile."""
     del dy, k, v, y, lse
     return 5 * _tile_product(q, rest[0], rest[1], rest[-2])
 
@@ -91,21 +91,21 @@ def if_strided(node: Node) -> int:
 
 
 def flash_forward(node: Node) -> int:
-    """A tile of scores, two running statistics and an accumulator a thread."""
+    """Bytes per thread of fused attention: a tile of scores, two running statistics and an accumulator."""
     q, k = _argument(node, 0), _argument(node, 1)
     rows, columns = _tile(q.shape[2], k.shape[2])
     return torch.get_num_threads() * 4 * rows * (columns + 2 + q.shape[3])
 
 
 def flash_backward(node: Node) -> int:
-    """Two tiles of scores a thread."""
+    """Bytes per thread of its backward: two tiles of scores."""
     q, k = _argument(node, 1), _argument(node, 2)
     rows, columns = _tile(q.shape[2], k.shape[2])
     return torch.get_num_threads() * 4 * rows * 2 * columns
 
 
 def of_kernel(node: Node) -> int:
-    """What a kernel of ours says of its arguments."""
+    """The bytes that a kernel of `shardfn.kernels` gives for its arguments."""
     args = tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, tuple(node.args))
     return scratch_bytes(node.target, args)
 

@@ -1,4 +1,4 @@
-"""Values live no longer than they must."""
+"""Shortens the lifetimes of values."""
 
 import operator
 
@@ -58,7 +58,7 @@ def _alive(memory: Memory) -> list[Node]:
 
 
 def _unpacked(order: list[Node], memory: Memory) -> list[Node]:
-    """Each result of an op that has several directly behind it."""
+    """Puts each result of an op with several results directly behind the op."""
     held: dict[Node, list[Node]] = {}
     for node in order:
         if _takes_result(node, memory):
@@ -67,7 +67,7 @@ def _unpacked(order: list[Node], memory: Memory) -> list[Node]:
 
 
 def _takes_result(node: Node, memory: Memory) -> bool:
-    """Whether the node is one of several values that an op has made, rather than a view of one."""
+    """Whether the node takes one of several results of an op, which is no view."""
     return node.target is operator.getitem and not memory.is_view(node.all_input_nodes[0])
 
 

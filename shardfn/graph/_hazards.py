@@ -1,6 +1,6 @@
-"""What a captured graph does to memory, and what may therefore change places.
+"""Which memory the nodes of a graph read and write, and which nodes may therefore change places.
 
-Nodes are vertices of a partial order; any order of the graph that keeps it computes the same bits:
+Nodes have a partial order, made of the rules below. Any order of the graph that keeps it computes the same bits:
 
     data             a user comes after what it uses
     read after write, write after read, write after write: of one memory, through whatever alias
@@ -76,7 +76,7 @@ class Memory:
         return self._shown[node]
 
     def is_view(self, node: Node) -> bool:
-        """Whether the node only gives another look at memory that exists, taking a tuple apart included."""
+        """Whether the node is a view of existing memory, or takes a value out of a tuple."""
         return self._view[node]
 
     def mutates(self, node: Node) -> tuple[int, ...]:
@@ -84,27 +84,27 @@ class Memory:
         return self._writes.get(node, ())
 
     def reads(self, node: Node) -> tuple[int, ...]:
-        """The memories whose contents the node needs; a wait reads until then what its transfer does."""
+        """The memories whose contents the node needs; for a wait, also those that its transfer reads."""
         if self._view[node]:
             return ()
         start = self._waits.get(node)
         return self._of(self.inputs[node] if start is None else [*self.inputs[node], *self.inputs[start]])
 
     def writes(self, node: Node) -> tuple[int, ...]:
-        """The memories that the node overwrites; a wait completes where its transfer lands."""
+        """The memories that the node overwrites. A wait also writes the memory into which its transfer writes."""
         start = self._waits.get(node)
         if start is None:
             return self.mutates(node)
         return _once((*self._of(self.inputs[node]), *self.mutates(start)))
 
     def find(self, memory: int) -> int:
-        """The memory that stands for all that were found to be the same one."""
+        """The number that stands for all memories that were found to be the same."""
         while self._parent[memory] != memory:
             self._parent[memory] = memory = self._parent[self._parent[memory]]
         return memory
 
     def unite(self, one: int, other: int) -> int:
-        """Makes two memories one from now on; what `shown` said before is not revised."""
+        """Records that two memories are the same. Earlier results of `shown` are not changed."""
         one, other = sorted((self.find(one), self.find(other)))
         self._parent[other] = one
         self.sizes[one] = max(self.sizes[one], self.sizes[other])
@@ -112,7 +112,7 @@ class Memory:
 
     @functools.cached_property
     def far(self) -> set[Node]:
-        """The gathers whose values are gathered further: the first of two hops."""
+        """The gathers whose results are gathered again: the first of two hops."""
         behind: dict[Node, set[Node]] = {}
         out: set[Node] = set()
         for node in self.order:
@@ -169,7 +169,7 @@ class Memory:
         return found
 
     def _tie(self, node: Node) -> None:
-        """At run time a wait returns memory that its abstract value may not show."""
+        """Unites the memory of a wait with that of its transfer, which abstract values may not show."""
         start = start_of(node)
         others = list(node.all_input_nodes)
         if start.target is PSUM_SCATTER and len(start.args[1]) == 1:  # pyright: ignore[reportArgumentType]
@@ -207,7 +207,7 @@ def _acts(target: Any) -> _Acts:
 
 
 def _once(memories: Iterable[int]) -> tuple[int, ...]:
-    """Each memory once, in the order in which they come."""
+    """The memories without repetitions, in order."""
     return tuple(dict.fromkeys(memories))
 
 
@@ -217,7 +217,7 @@ def is_wait_input(node: Node) -> bool:
 
 
 def keeps_its_place(node: Node) -> bool:
-    """Whether a node is there for what it does: it writes, transfers, draws at random or acts outside the graph."""
+    """Whether a node has an effect: it writes, transfers, draws at random or acts outside the graph."""
     if is_fetch(node):
         return False  # this rank's own affair, and repeatable
     return bool(written_by(node)) or is_start(node) or is_wait(node) or bool(_turns(node)) or node.op == "placeholder"
@@ -264,12 +264,12 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
 
 
 def is_stop(node: Node) -> bool:
-    """Whether the program may end at the node, or does there what nobody knows."""
+    """Whether the program may end at the node, or the node has an unknown effect."""
     return _EFFECT in _turns(node)
 
 
 def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
-    """The same order read backward: for each node those that must come after it."""
+    """The same order in reverse: for each node, the nodes that must come after it."""
     out: dict[Node, list[Node]] = {n: [] for n in before}
     for node, earlier in before.items():
         for n in earlier:
@@ -278,7 +278,7 @@ def dependents(before: dict[Node, list[Node]]) -> dict[Node, list[Node]]:
 
 
 def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[Node]:
-    """The order nearest to `wish`: each node where it is wished, or earlier if one that needs it comes earlier.
+    """The legal order nearest to `wish`: each node at its place there, or earlier if one that needs it is earlier.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -320,9 +320,9 @@ def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: se
 
 
 def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: Memory) -> dict[Node, int]:
-    """For each node the index in `order` after which it could run, if what only brings its inputs were moved for it.
+    """For each node, the index in `order` after which it could run if nodes that only bring its inputs were moved, too.
 
-    That is copies, views, fetches, and the first hops of gathers in two.
+    These are copies, views, fetches, and the first hops of gathers in two hops.
     """
     at = {n: i for i, n in enumerate(order)}
     free: dict[Node, int] = {}
@@ -336,7 +336,7 @@ def ready_after(order: Sequence[Node], before: dict[Node, list[Node]], memory: M
 
 
 def is_copy(node: Node) -> bool:
-    """Whether the node only copies, casts, packs or encodes, which may be done where it is sent or arrives."""
+    """Whether the node only copies, casts, packs or encodes, so that it may run next to the transfer of its value."""
     return op_of(node).copies
 
 

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Regions of a captured graph as kernels, by torch's inductor: forward only, one compilation for regions alike.
+"""Compiles regions of a captured graph by torch's inductor: forward only, with one compilation for equal regions.
 
 Arithmetic keeps its precision: no unsafe maths, no contraction of a b + c, and 16-bit intermediates are rounded op by
 op as eager does. Generated code lies in inductor's own cache on disk (`TORCHINDUCTOR_CACHE_DIR`), where a later process
@@ -39,8 +39,8 @@ class Kernels:
     Attributes:
         calls: for each region the function of its inputs, which empties the list that it is given.
         num_compiled: how many different regions there were.
-        cache_hits: how many of these lay on the disk.
-        seconds: what it took.
+        cache_hits: how many of these were found on disk.
+        seconds: how long it took.
     """
 
     calls: tuple[Call, ...]
@@ -50,13 +50,13 @@ class Kernels:
 
 
 def compile_regions(regions: Sequence[Region]) -> Kernels:
-    """Compiles each region; regions that read alike share one kernel.
+    """Compiles each region; regions with equal text share one kernel.
 
     Returns:
         The kernels, in the order of `regions`.
 
     Raises:
-        RuntimeError: the C++ compiler is at fault; the message says what to do.
+        RuntimeError: the C++ compiler failed; the message says what to do.
 
     Example:
         >>> compile_regions([]).num_compiled
@@ -76,7 +76,7 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
 
 
 def canonical(region: Region) -> str:
-    """The region as text without names: equal for regions that one kernel serves.
+    """The region as a text without names, which is equal for regions that can share a kernel.
 
     Example:
         >>> print(canonical(Region((), (), ())))
@@ -165,7 +165,7 @@ def _compile(region: Region) -> Call:
 
 
 def _functional(gm: GraphModule) -> Callable[..., Any]:
-    """A decomposition may write in place; here it must not show."""
+    """A decomposition without writes in place: inputs must not change."""
     return torch.func.functionalize(lambda *args: gm(*args), remove="mutations")
 
 
@@ -186,7 +186,7 @@ def _for_tanh(form: Callable[..., Any], other: Callable[..., Any]) -> Callable[.
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
-    """0.5 (1 + tanh u) = sigmoid(2 u): the same to the last bits, at half the price."""
+    """GELU by 0.5 (1 + tanh u) = sigmoid(2 u): equal up to the last bits, in half the time."""
     wide = _wide(x)
     return (wide * torch.sigmoid(2 * _inside(wide))).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Whose elements travel: from a transfer back to the leaves it moves, or on to the leaves that its sum updates."""
+"""Finds the leaves of a transfer: those whose elements it moves, or those that its sum updates."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +54,7 @@ class Updates:
 
 
 def sources(node: Node) -> Iterator[Node]:
-    """Where a value's elements come from: the nodes from which it is cut, joined, cast, encoded, sent or copied."""
+    """The nodes that a value's elements come from, by cutting, joining, casting, encoding, sending or copying."""
     stack, seen = list(node.all_input_nodes) if _carries(node) else [], {node}
     while stack:
         n = stack.pop()
@@ -72,6 +72,6 @@ def _carries(node: Node) -> bool:
 
 
 def _keeps_identity(node: Node) -> bool:
-    """Whether a gradient stays the gradient of the same leaves: cut, cast, scaled or summed in code."""
+    """Whether the result is still a gradient of the same leaves: cut, cast, scaled, or summed while encoded."""
     op = op_of(node)
     return op.scales or op.views == 0

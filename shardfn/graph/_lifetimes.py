@@ -1,4 +1,4 @@
-"""When each piece of memory of a captured step is alive, as the graph's Python runs it.
+"""Lifetimes of the memory of a captured step: when the graph, run in its order, allocates and frees each piece.
 
 A value dies after its last use, and memory after the last value that shows it. Placeholders belong to the caller and
 constants to the graph: they live throughout; outputs live to the end. A transfer holds what it reads until its wait,
@@ -9,7 +9,7 @@ and memory of its own:
                   the result, else the result is added at the wait
     psum          a packed copy of its parts, which becomes the result
 
-A token stands for what it names: the bytes on disk.
+A token stands for the bytes on disk that it names.
 """
 
 import collections
@@ -97,7 +97,7 @@ def _hold_operands(move: Transfer | MemoryMove, at: Mapping[Node, int], blocks: 
 
 
 def _hold_sent(moves: Sequence[Transfer], at: Mapping[Node, int], blocks: Mapping[int, Block], end: int) -> None:
-    """The own block of a gather is let go when the channel next gathers after its wait, or when the step ends."""
+    """The own block of a gather, which is freed when the channel next gathers after its wait, or when the step ends."""
     waiting: dict[str, collections.deque[tuple[int, Block]]] = collections.defaultdict(collections.deque)
     for move in moves:
         if not move.channel.startswith("gather") or move.num_ranks == 1 or move.wait is None:
@@ -115,7 +115,7 @@ def _hold_sent(moves: Sequence[Transfer], at: Mapping[Node, int], blocks: Mappin
 
 
 def _arriving(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> list[Block]:
-    """The buffers of a psum_scatter; its result comes to life at the wait."""
+    """The buffers of a psum_scatter; its result is allocated at the wait."""
     assert move.wait is not None
     start, wait = at[move.node], at[move.wait]
     result = blocks[storage_of(tensors_of(move.node)[0])]

@@ -1,4 +1,4 @@
-"""How much memory a captured step needs, when, and for what: liveness over the graph, in the order in which it runs."""
+"""The memory that a captured step needs, when, and for what, from the lifetimes of its values in the graph's order."""
 
 import dataclasses
 import itertools
@@ -86,7 +86,7 @@ class MemoryAnalysis:
         return "\n".join([head, *kinds, *self._elsewhere(), "largest:", *rows])
 
     def _elsewhere(self) -> list[str]:
-        """A line for each other memory that is used."""
+        """A line for each other kind of memory that is used."""
         used = [m for m in MEMORIES[1:] if self.by_memory[m]]
         shown = {m: [f"{k} {_mib(n)}" for k, n in self.max_by_memory[m].items() if n] for m in used}
         return [f"{m} peak {_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
@@ -141,7 +141,7 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
 
 @dataclasses.dataclass
 class _Walk:
-    """The running totals: where the most was alive, how much, and each kind's own most."""
+    """Running totals: the peak, where it was, and the peak of each kind."""
 
     at: int
     peak: int
@@ -182,9 +182,9 @@ _Events = list[list[tuple[str, int]]]
 
 
 def _events(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
-    """What is born at and what dies after each node; what is there before stands at the end of the births.
+    """The blocks allocated at each node, and freed after it. The last births are what exists before the step.
 
-    What is alive at the last node outlives the step.
+    Blocks that are alive at the last node outlive the step.
     """
     born: _Events = [[] for _ in range(count + 1)]
     dead: _Events = [[] for _ in range(count)]
@@ -248,7 +248,7 @@ def _kind_by_use(made: str, used: set[str]) -> str:
 
 
 def _moved(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
-    """The nodes that show gathered values; those that show what is summed over ranks, and its parts."""
+    """The nodes that show gathered values, and the nodes that show sums over ranks or their parts."""
     gathered, summed = set[Node](), set[Node]()
     for move in moves:
         mine = {move.node} if move.wait is None else {move.node, move.wait}

@@ -21,8 +21,8 @@ class MemoryMove:
         node: the node that starts it.
         wait: the node that waits for it, or None.
         src: the memory that it leaves.
-        dst: the memory that it reaches.
-        nbytes: what crosses.
+        dst: the memory that it goes to.
+        nbytes: bytes that it moves.
         phase: "forward", "backward" or "update".
         where: the user's line.
     """
@@ -60,20 +60,20 @@ def is_move(node: Node) -> bool:
 
 
 def is_fetch(node: Node) -> bool:
-    """Whether `node` brings a value nearer to where it is used, and does nothing else; its wait included."""
+    """Whether `node` only brings a value nearer to where it is used, or waits for such a move."""
     start = node.args[0] if op_of(node).waits else node
     return isinstance(start, Node) and op_of(start).fetches
 
 
 def crossing(start: Node) -> Crossing:
-    """What a move crosses."""
+    """The two memories between which a node moves a value."""
     found = op_of(start).move
     assert found is not None
     return found
 
 
 def moved_bytes(start: Node) -> int:
-    """The bytes that a move carries."""
+    """The bytes that a move moves."""
     move = crossing(start)
     source: Any = start if move.carried is None else start.args[move.carried]
     return sum(map(num_bytes, tensors_of(source)))

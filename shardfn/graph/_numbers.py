@@ -14,7 +14,7 @@ from ._transfers import is_start, is_wait
 
 
 def value_numbers(memory: Memory) -> dict[Node, int]:
-    """One number a node: equal if the same ops read the same placeholders, between the same writes to them.
+    """A number for each node; equal for equal ops on equal placeholders, with no write to these in between.
 
     A gather of the same block is the same value, and so is a fetch. What is overwritten later, drawn at random or
     summed over ranks equals nothing else.

@@ -1,4 +1,4 @@
-"""What is known of one op: the noun of the op table.
+"""`Op`: what is known of one op. The op table is made of these.
 
 Two sources make an `Op`. Its schema says what it looks at, writes and draws, for any op there is. The rest is a row of
 the table (`_ops.py`), where an op without a row has the default of each field.
@@ -93,7 +93,7 @@ class Op:
 
 
 def with_schema(row: Op, target: Any) -> Op:
-    """A row of the table, with what the schema and the tags of one overload say."""
+    """A row of the table, completed by the schema and the tags of one overload."""
     if not isinstance(target, torch._ops.OpOverload):
         return row
     schema, tags = target._schema, target.tags
@@ -113,9 +113,9 @@ def with_schema(row: Op, target: Any) -> Op:
 
 
 def by_identity(f: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
-    """Remembers what `f` says of each op, as `functools.cache` does, but asks for no hash: torch's ops have a slow one.
+    """Caches `f` of each op, as `functools.cache` does, but without a hash, which is slow for torch's ops.
 
-    For functions of what lives as long as the program: an answer keeps its op alive.
+    Only for arguments that live as long as the program, since the cache keeps them alive.
 
     Example:
         >>> asked = []
@@ -146,7 +146,7 @@ def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _viewed(schema: Any) -> int | None:
-    """The argument that the one result, a tensor, is another look at."""
+    """The argument of which the op's only result is a view."""
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.returns[0].alias_info is None:
         return None
     seen = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None]

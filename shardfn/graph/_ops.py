@@ -1,4 +1,4 @@
-"""The op table: what is known of an op that its schema does not say, one row an op.
+"""The op table. A row says what an op's schema does not: costs, memory, transfers, types and sharding.
 
 A row holds for all overloads, save where it names them. An op without a row computes on each rank alone, costs what
 its operands and results weigh, and stays where it is. Everything in this room that asks which op a node is asks here.
@@ -60,7 +60,7 @@ def known_op(target: Any) -> Op:
 
 
 def _as_in_training(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that looks at the grad mode, which is off where a graph runs, and would leave out what is read later."""
+    """Runs a kernel with gradients enabled. Without them it would leave out results that are read later."""
 
     def run(*args: Any) -> Any:
         with torch.enable_grad():

@@ -56,6 +56,6 @@ class Schedule:
         return run_all(self.stages(fuses=fuses)[len(self.passes) :], gm)
 
     def stages(self, *, fuses: bool = False) -> list[Stage]:
-        """The passes that it stands for, in order: its own first, then those of `schedule`."""
+        """The passes of this schedule, in order: first `passes`, then those of the function `schedule`."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "passes"}
         return [*map(Stage, self.passes), *stages(**options, temporaries=not fuses)]

@@ -1,4 +1,4 @@
-"""Reductions leave as soon as they can and are awaited as late as they may."""
+"""Starts reductions as early as possible, and waits for them as late as possible."""
 
 import collections
 from collections.abc import Iterator, Mapping
@@ -68,7 +68,7 @@ def reduced_bytes(start: Node) -> int:
 
 
 def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
-    """The starts, and the copies and views that only they need."""
+    """The starts of reductions, with the copies and views that only they need."""
     eager: set[Node] = set()
     for node in reversed(memory.order):
         # What packs a message goes up with it; used by anything else, it stays, as it would live longer.
@@ -79,7 +79,7 @@ def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _leaving(memory: Memory) -> dict[Node | None, list[Node]]:
-    """For each reduction what it takes to send its sum on, to the host or over another hop: copies, views, the move."""
+    """For each reduction, the nodes that send its sum on, to the host or over another hop, with copies and views."""
     behind: dict[Node, Node] = {}
     chains: dict[Node | None, list[Node]] = {}
     for node in memory.order:
@@ -104,7 +104,7 @@ def _flat(chains: Mapping[Node | None, list[Node]]) -> list[Node]:
 
 
 def _limited(order: list[Node], limit: int, leaving: Mapping[Node | None, list[Node]]) -> Iterator[Node]:
-    """Puts waits before starts that would exceed the limit; the others stand where they are needed."""
+    """Puts waits before starts that would exceed the limit; all others are put where their value is needed."""
     flying: collections.deque[tuple[Node, int]] = collections.deque()
     before: Node | None = None  # the reduction before
     total = 0

@@ -1,4 +1,4 @@
-"""Pictures of a captured step: who computes and sends when, and what is alive. Matplotlib is imported when needed."""
+"""Pictures of a captured step: compute and transfers over time, and memory. Matplotlib is imported when needed."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ _OTHER = "#8a8a8a"
 
 
 def picture_of_time(found: Estimate) -> "Figure":
-    """Lanes of what computes and waits, of the transfers of each axes and of moves, over the predicted milliseconds.
+    """Draws lanes of compute and waiting, of the transfers along each axes and of moves, over predicted milliseconds.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -44,7 +44,7 @@ def picture_of_time(found: Estimate) -> "Figure":
 
 
 def picture_of_memory(found: MemoryAnalysis) -> "Figure":
-    """The live bytes on the device after each op, and beside it those at the peak, by kind.
+    """Draws the bytes alive on the device after each op, and beside them the bytes at the peak by kind.
 
     Raises:
         ImportError: there is no matplotlib.

@@ -1,4 +1,4 @@
-"""Gathers are issued ahead of their use, within a budget; and what they gather is fetched ahead of them."""
+"""Starts gathers before their use, within a budget, and fetches the blocks that they gather before that."""
 
 import collections
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def gathered_bytes(start: Node) -> int:
 
 
 class _Starter:
-    """Walks through the order and starts what `which` accepts while the budget lasts."""
+    """Walks through the order, and starts the nodes that `which` accepts as long as the budget allows."""
 
     def __init__(self, order: list[Node], ready: dict[Node, int], budget: int, which: Callable[[Node], bool]) -> None:
         self._order, self._ready, self._budget = order, ready, budget
@@ -119,7 +119,7 @@ class _Starter:
         return out
 
     def _land(self, start: Node) -> list[Node]:
-        """The gather's use begins: what it holds is no longer ahead. Starts it, and those before it, if nobody has."""
+        """Starts the gather and those before it, if they have not started, and takes its bytes off the budget."""
         late: list[Node] = []
         while self._starts and start not in self._flying:
             late.append(self._take())

@@ -1,4 +1,4 @@
-"""Where a captured graph is cut: which runs of arithmetic become one kernel each, and where that kernel stands.
+"""Cuts a captured graph into regions of arithmetic, each of which becomes one kernel, and determines where it runs.
 
 Everything that a schedule is about stays a node at its place: transfers and their waits, ops that write in place,
 matrix products and attention. Between them float the pointwise ops, the reductions and the views. Those that hang
@@ -46,7 +46,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """What crosses its border.
+        """Bytes of its inputs and outputs.
 
         Example:
             >>> Region((), (), ()).num_bytes
@@ -84,7 +84,7 @@ def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> lis
 
 
 def peel(node: Node) -> Node:
-    """The value that `node` is a view of; the node itself if it is none.
+    """The value that `node` is a view of; the node itself if it is no view.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -98,7 +98,7 @@ def peel(node: Node) -> Node:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node is another look at the memory of its first argument, and nothing else.
+    """Whether the node is only a view of its first argument.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -139,14 +139,14 @@ def _bytes(node: Node) -> int:
 
 
 def _written(node: Node) -> list[Node]:
-    """The arguments that a node writes; a wait ends a write that its start began."""
+    """The arguments that a node writes. A wait counts as writing what its start writes."""
     if not is_wait(node):
         return written_by(node)
     return [*node.all_input_nodes, *(n for start in node.all_input_nodes for n in written_by(start))]
 
 
 class _LiveValues:
-    """When each storage dies as the graph stands, and how much is alive where, not counting the graph's arguments."""
+    """When each storage is freed in the graph's order, and the bytes alive at each node without arguments."""
 
     def __init__(self, gm: GraphModule) -> None:
         nodes = list(gm.graph.nodes)
@@ -170,7 +170,7 @@ class _LiveValues:
 
 
 class _Group:
-    """Nodes that hang together; open until a fixed node needs one of them."""
+    """A group of connected nodes. It is open until a fixed node needs one of them."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -179,7 +179,7 @@ class _Group:
 
 
 class _Groups:
-    """Takes the nodes one by one and says for each where it belongs."""
+    """Takes the nodes one by one, and assigns each to a group."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.live = _LiveValues(gm)
@@ -226,7 +226,7 @@ class _Groups:
         self.all.remove(other)
 
     def _earlier(self, node: Node, given: list[Node]) -> _Group | None:
-        """The closed group that the node can still join: what it reads was there, unchanged, and its value is small."""
+        """The closed group that the node can still join: its inputs exist there, unchanged, and its value is small."""
         groups = [self.of[n] for n in given if n in self.of]
         if not groups or _bytes(node) * 8 > max(_bytes(n) for n in given):
             return None

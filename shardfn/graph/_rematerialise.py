@@ -1,4 +1,4 @@
-"""Which activations to keep under a budget of bytes, and which to compute again in the backward.
+"""Chooses which activations to keep under a budget of bytes, and which to compute again in the backward.
 
 Chen et al., Training deep nets with sublinear memory cost, 2016, https://arxiv.org/abs/1604.06174. Greedy here: most
 bytes per operation first.
@@ -69,7 +69,7 @@ def _plan(replay: Replay, chosen: Sequence[int], reach: int = 0) -> tuple[list[S
 
 
 def _search(replay: Replay, budget: int) -> tuple[list[Step], int]:
-    """The fewest activations of the ranking that fit; else the plan with the lowest peak."""
+    """The plan that computes the fewest activations again and fits; if none fits, the plan with the lowest peak."""
     best = _plan(replay, [])
     ranking = [] if best[1] <= budget else replay.ranking()
     for reach in _REACH if ranking else ():

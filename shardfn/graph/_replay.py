@@ -1,4 +1,4 @@
-"""Running parts of the forward again: what can be, from what, at which cost, and how much memory is alive then."""
+"""Plans that run parts of the forward again: which activations they can compute, from which values, at what cost."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from ._values import phases_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Again:
-    """A node run once more."""
+    """A node that runs a second time."""
 
     node: Node
 
@@ -35,13 +35,13 @@ class Step:
 
 @dataclasses.dataclass
 class Chain:
-    """What it takes to make an activation again while all others are kept.
+    """The ops that compute an activation again while all others are kept.
 
     Attributes:
         nodes: how many ops run again.
-        work: their operations, bytes moved included.
-        held: bytes that live longer for it.
-        inputs: the activations it starts from.
+        work: their cost, in operations and bytes.
+        held: bytes whose lifetime it extends.
+        inputs: the activations that it reads.
     """
 
     nodes: int = 0
@@ -51,7 +51,7 @@ class Chain:
 
 
 class Replay:
-    """What is known about a graph before anything is chosen.
+    """Facts about a graph, which do not depend on the plan.
 
     Attributes:
         memory: facts about the graph.
@@ -111,7 +111,7 @@ class Replay:
         return set(weight)
 
     def stand_in(self, node: Node, i: int, chosen: set[int]) -> Node | None:
-        """What an op that runs again at position i takes for `node`; None if that must run again, too."""
+        """The value that an op run again at position i reads instead of `node`; None if that must run again, too."""
         shown = self.memory.shown(node)
         if any(m in chosen for m in shown):
             return None
@@ -123,7 +123,7 @@ class Replay:
         return twin or (None if self._can_run_again(node) else node)
 
     def chain(self, m: int) -> Chain | None:
-        """What it takes to make activation m again; None if it cannot be."""
+        """The ops that compute activation m again; None if that is impossible."""
         if m not in self._chains:
             self._chains[m] = self._follow(m)
         return self._chains[m]
@@ -157,7 +157,7 @@ class Replay:
                 chain.held += self.memory.sizes[u]
 
     def _steady(self, node: Node, reader: Node) -> bool:
-        """Whether nobody writes to what `node` shows from where `reader` reads it to the end of the backward."""
+        """Whether the memory of `node` stays unchanged from where `reader` reads it to the end of the backward."""
         begin = self.memory.position[reader]
         return not any(begin < i <= self._end for m in self.memory.shown(node) for i in self._writes.get(m, ()))
 
@@ -197,7 +197,7 @@ class Replay:
 
 
 class ReplayPlan:
-    """An order of execution in which chosen activations are made again.
+    """An order of execution in which the chosen activations are computed again.
 
     Args:
         replay: the graph.
@@ -248,7 +248,7 @@ class ReplayPlan:
             self.steps.append(Step(node, swaps))
 
     def _need(self, root: Node, i: int) -> Again:
-        """Runs `root` again before position i, with what that takes; once for all."""
+        """Runs `root` again before position i, with all that it needs, unless it did already."""
         stack = [root]
         while stack:
             node = stack[-1]
@@ -293,7 +293,7 @@ def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], d
 
 
 def _held(memory: Memory, step: Step, names: dict[Node | Again, dict[int, int]], sizes: list[int]) -> set[int]:
-    """What is alive while the step runs, by its name in the plan; names what it makes."""
+    """The memories alive while the step runs, by their names in the plan; gives names to those that it makes."""
     value, node = step.value, _node_of(step.value)
     inputs = [step.swaps.get(a, a) for a in needed_by(node)]
     shown = [names.get(a) or {m: m for m in memory.shown(_node_of(a))} for a in inputs]

@@ -1,4 +1,4 @@
-"""A second gather of a leaf that is still here is dropped, and a second fetch."""
+"""Drops a second gather, or a second fetch, of a leaf whose gathered value still exists."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -69,10 +69,10 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
 
 
 class _Recent:
-    """Gathered values in the order of their last use; those beyond the budget are let go.
+    """Gathered values in the order of their last use; those beyond the budget are dropped.
 
     Attributes:
-        stands: for each wait that is dropped the wait whose value stands for it.
+        stands: for each wait that is dropped, the wait whose value replaces it.
     """
 
     def __init__(self, memory: Memory, number: Mapping[Node, int], budget: int, which: Callable[[Node], bool]) -> None:

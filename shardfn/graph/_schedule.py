@@ -1,4 +1,4 @@
-"""The passes, in the order in which they help one another."""
+"""Runs the passes in an order in which each helps the next."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class Stage(NamedTuple):
 
 
 def run_all(passes: Sequence["Stage"], gm: GraphModule) -> GraphModule:
-    """What one pass after another makes of `gm`, which stays as it is. They are passes of this room."""
+    """Runs passes of this room one after another; returns a new graph, and leaves `gm` unchanged."""
     draft = drafted(gm)
     for stage in passes:
         draft = stage(draft)
@@ -114,7 +114,7 @@ def stages(
     donate: bool,
     temporaries: bool,
 ) -> list[Stage]:
-    """What `schedule` runs, in order."""
+    """The passes that `schedule` runs, in order."""
     reuse = prefetch if reuse is None else reuse
     chosen = [
         (True, free_at_last_use, {}),

@@ -1,4 +1,4 @@
-"""Memory that an op takes and gives back while it runs: measured on CPU, for the ops where it is not small."""
+"""Scratch memory, which an op allocates and frees while it runs: measured on CPU, for ops where it is not small."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Waits go down to the first use of what they wait for."""
+"""Moves waits down to the first use of what they wait for."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""How kernels lay their results out, where torch's answer for tensors without data is another.
+"""The strides of kernels' results, for ops where torch gives other strides for tensors without data.
 
 Formulas alone; which op has which is in the op table (`_ops.py`).
 """
@@ -18,7 +18,7 @@ from torch._prims_common import (
 def grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Takes every dtype that the kernels take, and pads the rows of its result to 16 bytes; torch's says bf16 alone."""
+    """Accepts every dtype that the kernels do, and pads the result's rows to 16 bytes; torch's accepts only bf16."""
     del bias
     num_groups = None if offs is None else offs.shape[0]
     if a.ndim == 2:
@@ -40,7 +40,7 @@ def _restrided(out: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def as_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
-    """As an elementwise kernel lays its result out, which goes by its first operands first."""
+    """The strides of an elementwise kernel's result, which follow the first operands first."""
     operands = torch.broadcast_tensors(*(x for x in args if isinstance(x, Tensor)))
     return _restrided(out, compute_elementwise_output_strides(*operands))
 

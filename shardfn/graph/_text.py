@@ -1,4 +1,4 @@
-"""A captured step as text: one line a node, under a heading for each phase."""
+"""A captured step as text: one line per node, under a heading for each phase."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +73,7 @@ def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
 
 
 def _message(move: Transfer) -> str:
-    """Messages have a rank along the axes at the other end, and a tag."""
+    """The other rank of a message, by its index along the axes, and the tag."""
     peer, tag = move.node.args[-3:-1]
     return f"{move.op} {'to' if move.op == 'send' else 'from'} {peer} along {move.axes} (message {tag})"
 
@@ -89,7 +89,7 @@ def _move(node: Node, move: Transfer) -> str:
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    """Equal sizes are shown as a product: a mesh may have a thousand ranks."""
+    """The sizes as text; equal sizes as a product, since a mesh may have a thousand ranks."""
     return f"[{len(sizes)} x {sizes[0]}]" if len(sizes) > 1 and len(set(sizes)) == 1 else str(list(sizes))
 
 

@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace, to be looked at in chrome://tracing or https://ui.perfetto.dev."""
+"""Writes a timeline as a Chrome trace, for chrome://tracing or https://ui.perfetto.dev."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from ._cost import Estimate, Event
 
 
 def chrome_trace(events: Estimate | Sequence[Event], *, name: str = "step") -> dict[str, Any]:
-    """The events in Chrome's trace format: a lane that computes (and waits), and a lane for the transfers of each axes.
+    """The events in Chrome's trace format: one lane for compute and waiting, and one for the transfers along each axes.
 
     Args:
         events: an estimate, or events that were measured.

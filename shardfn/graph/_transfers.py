@@ -28,7 +28,7 @@ class Transfer:
         sizes: number of elements: of each rank's block, of the whole (sums), or of what this rank sends each other one.
         phase: "forward", "backward" or "update".
         where: the user's line.
-        channel: whose turn it takes: transfers on one channel run in the order of their starts.
+        channel: transfers on one channel run in the order of their starts.
         leaves: paths of the leaves that it moves, as far as they can be followed.
     """
 
@@ -84,7 +84,7 @@ def is_start(node: Node) -> bool:
 
 
 def is_wait(node: Node) -> bool:
-    """Whether `node` waits for one."""
+    """Whether `node` waits for a transfer."""
     return op_of(node).waits
 
 

@@ -1,4 +1,4 @@
-"""What the metadata of a captured graph says: the tensors of a node, their memory, views, writes, phases."""
+"""Reads the metadata of a captured graph: the tensors of a node, their memory, views, writes and phases."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -59,7 +59,7 @@ def written_by(node: Node) -> list[Node]:
 
 
 def is_view(node: Node) -> bool:
-    """Whether `node` only gives another look at memory that exists: no byte is read or written."""
+    """Whether `node` is a view of existing memory: it reads and writes no byte."""
     if node.op != "call_function" or written_arguments(node.target):
         return node.op != "call_function"
     mine = {storage_of(t) for t in tensors_of(node)}
@@ -67,7 +67,7 @@ def is_view(node: Node) -> bool:
 
 
 def phases_of(gm: GraphModule) -> dict[Node, str]:
-    """The phase of each node: what it is marked with; unmarked, "forward" until the first "forward", "update" after.
+    """The phase of each node: its mark; without one, "forward" before the first so marked, and "update" after it.
 
     A graph without marks is all forward.
     """
@@ -82,12 +82,12 @@ def phases_of(gm: GraphModule) -> dict[Node, str]:
 
 
 def where_of(node: Node) -> str:
-    """The user's line, or nothing."""
+    """The user's line; empty if it is not known."""
     return node.meta.get("where") or ""
 
 
 def part_of(node: Node) -> str:
-    """Which stage of a pipeline does what of which microbatch there, in words; or nothing."""
+    """In words, the stage of a pipeline, its action and its microbatch at the node; empty outside of pipelines."""
     return node.meta.get("part", "")
 
 

@@ -1,4 +1,4 @@
-"""What each transfer between ranks says of itself: its collective, axes, bytes and sizes.
+"""The collective, axes, bytes and sizes of each transfer between ranks.
 
 Formulas alone; which op has which is in the op table (`_ops.py`). Bytes follow those of the counter
 (`shardfn.collectives.count_traffic`), so that the prediction is the count.
@@ -17,7 +17,7 @@ from ._values import axes_size, num_bytes, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a start puts on the wire; the fields are those of `Transfer`."""
+    """What a start sends; the fields are those of `Transfer`."""
 
     op: str
     axes: str

@@ -204,19 +204,37 @@ class ArchiveWriter:
             for path in paths:
                 with open(path, "rb") as f:
                     os.fsync(f.fileno())
-            for path in paths:
-                path.rename(path.with_suffix(""))
+            self._name(paths)
         except BaseException:
             self._remove()
             raise
+
+    def _name(self, paths: list[pathlib.Path]) -> None:
+        """Gives files their names. Whoever reads meanwhile, or after a kill, finds the old weights, the new or none."""
         one, index = self.directory / f"{self._stem}.safetensors", self.directory / (self._stem + INDEX)
-        if len(paths) > 1:
-            weights = {name: self._names[i] for name, (i, _) in self._at.items()}
-            told = {"metadata": {"total_size": self.total}, "weight_map": weights}
-            index.write_text(json.dumps(told, indent=2) + "\n")
-            one.unlink(missing_ok=True)
-        else:
+        if len(paths) == 1:
+            paths[0].rename(one)  # read before any index
             index.unlink(missing_ok=True)
+            return
+        weights = {name: self._names[i] for name, (i, _) in self._at.items()}
+        told = {"metadata": {"total_size": self.total}, "weight_map": weights}
+        named = [path.with_suffix("") for path in paths]
+        # An index that names some of these files must not be there while only some of them are new.
+        old = index.read_bytes() if any(path.exists() for path in named) and index.exists() else None
+        if old is not None:
+            index.unlink()
+        try:
+            paths[0].rename(named[0])
+        except BaseException:
+            if old is not None:
+                index.write_bytes(old)
+            raise
+        for path, name in zip(paths[1:], named[1:], strict=True):
+            path.rename(name)
+        new = index.with_name(index.name + ".tmp")
+        new.write_text(json.dumps(told, indent=2) + "\n")
+        new.rename(index)
+        one.unlink(missing_ok=True)
 
 
 def _grouped(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What one device computes fast: tensors in, tensors out. A folder an op; the reference in it is the definition."""
+"""Fast operations on one device, on plain tensors. Each op has a folder; its `_reference.py` defines the result."""
 
 from ._build import NoCompilerError as NoCompilerError, build as build, cxx_compiler as cxx_compiler
 from ._dispatch import implemented_by as implemented_by, is_native as is_native

@@ -1,4 +1,4 @@
-"""What the kernels refuse."""
+"""Checks of the kernels' arguments."""
 
 import torch
 from torch import Tensor
@@ -7,37 +7,37 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_float(name: str, x: Tensor) -> None:
-    """Refuses what is not computed in fp32."""
+    """Raises TypeError unless the dtype is fp32, bf16 or fp16, which are computed in fp32."""
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} is {x.dtype}; kernels compute in fp32 from fp32, bf16 or fp16: convert it")
 
 
 def check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
-    """Refuses another dtype."""
+    """Raises TypeError unless the tensor has this dtype."""
     if x.dtype != dtype:
         raise TypeError(f"{name} is {x.dtype}, must be {dtype}")
 
 
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
-    """Refuses another shape."""
+    """Raises ValueError unless the tensor has this shape."""
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} is of shape {tuple(x.shape)}, must be {shape}: {why}")
 
 
 def check_written(name: str, x: Tensor) -> None:
-    """Refuses to write to memory with gaps."""
+    """Raises ValueError unless a tensor that is written to is contiguous."""
     if not x.is_contiguous():
         raise ValueError(f"{name} is written in place and must be contiguous, has strides {x.stride()}: copy it first")
 
 
 def check_bytes(name: str, c: int) -> None:
-    """Refuses rows that fill no whole bytes of signs."""
+    """Raises ValueError unless 8 divides the length of a row, so that its signs fill whole bytes."""
     if c % 8:
         raise ValueError(f"{name} has rows of {c} elements, no multiple of 8: pad them, 8 signs make a byte")
 
 
 def check_block(bits: int, block: int) -> None:
-    """Refuses what no quantizer has."""
+    """Raises ValueError for numbers of bits, or block sizes, that the quantizers do not have."""
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits}; codes have 4 or 8 bits")
     if block < 1 or (bits == 4 and block % 2):

@@ -1,8 +1,8 @@
-"""C++, built when it is first wanted, where there is a compiler: the room's kernels, and what other rooms bring.
+"""Builds C++ when it is first used, if there is a compiler: the sources of this room, and those of other rooms.
 
-It needs no headers but the language's own, so that it builds in about a second. What is built is kept in the user's
-cache and found again by what it was built from. Ranks that start together may each build it, and the last to finish
-puts its file in place of the others', its equals: nobody waits for the lock of a process that has died.
+The sources include only the headers of the language, so that a build takes about a second. The result is kept in the
+user's cache, under a name made of sources and flags. Ranks that start together may each build it; each puts its file in
+the same place, and the files are equal. There is no lock, so that nobody can wait for one of a process that has died.
 """
 
 import ctypes
@@ -30,12 +30,12 @@ _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
 
 
 class NoCompilerError(Exception):
-    """C++ cannot be built here, for want of a compiler or of what it takes."""
+    """C++ cannot be built here: there is no compiler, or the sources are not written for this system."""
 
 
 @functools.cache
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
-    """The functions of a file of C++; None where there is no compiler, and, with a warning, where it fails."""
+    """The functions of a C++ file; None without a compiler, and, with a warning, if the compiler fails."""
     try:
         return build("kernels", _ROOM / source, flags=() if source == _SHARED else _FAST)
     except NoCompilerError:
@@ -49,17 +49,17 @@ def library(source: str = _SHARED) -> ctypes.CDLL | None:
 
 
 def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """What a C++ source exports.
+    """Builds a C++ source and loads what it exports.
 
     Args:
         name: of the file in the cache.
         source: the file to build.
         included: the files beside it that it includes.
-        flags: for the compiler, besides those of all.
+        flags: for the compiler, added to those that all sources get.
 
     Raises:
-        NoCompilerError: there is no compiler, or the system is none that the sources are written for.
-        OSError: what was built cannot be written or loaded.
+        NoCompilerError: there is no compiler, or the sources are not written for this system.
+        OSError: the built file cannot be written or loaded.
         subprocess.SubprocessError: the compiler failed.
     """
     compiler = cxx_compiler()
@@ -69,7 +69,7 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
 
 
 def cxx_compiler() -> str | None:
-    """The C++ compiler that `build` takes; None where there is none."""
+    """The path of the C++ compiler that `build` uses; None if there is none."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
@@ -81,7 +81,7 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
 
 
 def total(lanes: Tensor) -> Tensor:
-    """The sum of float64 [spans, LANES], by halving as in `_sums.py`: [], in the first place of what it overwrites."""
+    """Sums float64 [spans, LANES] by halving, as in `_sums.py`. Overwrites its argument; returns a view of it, []."""
     call("sum_lanes", lanes, lanes.shape[0])
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
 

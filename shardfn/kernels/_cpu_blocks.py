@@ -1,7 +1,7 @@
-"""Work on a CPU: numpy's loops over blocks that stay in a core's cache.
+"""Loops on a CPU, by numpy, over blocks that fit in a core's cache.
 
-A tensor is passed over once for all that is done with a block, by operations that write where they are told. numpy's
-are used because it packs, unpacks and looks up bytes several times faster than torch; they keep to one core.
+All operations on one block run before the next block is read, and write their results to given memory. numpy packs,
+unpacks and looks up bytes several times faster than torch; its operations use one core.
 """
 
 from collections.abc import Iterator
@@ -22,27 +22,27 @@ _SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(n
 
 
 def array(x: Tensor) -> Array:
-    """The memory of a tensor."""
+    """The tensor as a numpy array that shares its memory."""
     return x.detach().numpy()
 
 
 def cuts(num: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """The bounds of the blocks of num elements."""
+    """The start and end of each block of `num` elements."""
     return ((lo, min(lo + size, num)) for lo in range(0, num, max(size, 1)))
 
 
 def room(num: int, dtype: Any) -> Array:
-    """Uninitialised memory for a block of as many elements, or a whole one if there are more."""
+    """Uninitialised memory for `num` elements, or for one block if `num` is larger."""
     return np.empty(min(num, BLOCK), dtype)
 
 
 def table(scale: Any) -> Array:
-    """[256, 8]: +-scale of the bits of each byte."""
+    """For each of the 256 bytes, +scale or -scale for each of its 8 bits: [256, 8]."""
     return _SIGNS * np.float32(scale)
 
 
 class Expand:
-    """Looks bytes up in tables, a block at a time."""
+    """Looks up bytes in a table, one block at a time."""
 
     def __init__(self, num_bytes: int) -> None:
         self._index = room(num_bytes, np.intp)
@@ -66,7 +66,7 @@ class Pack:
 
 
 class Squares:
-    """The sum of squares of a row that comes block by block: `sum_squares`, with its bits."""
+    """Adds up the squares of a row that comes block by block; bitwise equal to `sum_squares`."""
 
     def __init__(self, num: int) -> None:
         rows = -(-min(num, BLOCK) // LANES)
@@ -76,7 +76,7 @@ class Squares:
         self._count = 0
 
     def add(self, y: Array) -> None:
-        """Adds the next block: `BLOCK` elements, fewer at the end of the row only."""
+        """Adds the next block, of `BLOCK` elements; only the last of a row may have fewer."""
         rows = -(-y.size // LANES)
         wide = self._wide[1 : 1 + rows]
         flat = wide.reshape(-1)
@@ -94,6 +94,6 @@ class Squares:
         self._count += y.size
 
     def total(self) -> Tensor:
-        """float64 []."""
+        """The sum so far, float64 []."""
         lanes = np.stack(self._spans) if self._spans else np.zeros((0, LANES))
         return halved(halved(torch.from_numpy(lanes)))

@@ -24,12 +24,12 @@ _ASKED: list[str] = []
 
 @contextlib.contextmanager
 def implemented_by(kind: str) -> Iterator[None]:
-    """Within it, kernels run in the implementation asked for, whatever the device: for tests and benchmarks.
+    """A context in which all kernels run in one implementation, on any device: for tests and benchmarks.
 
-    Triton's kernels take tensors of a CPU where its interpreter is on: `TRITON_INTERPRET=1` before triton is imported.
+    Triton's kernels take CPU tensors only under its interpreter: set `TRITON_INTERPRET=1` before triton is imported.
 
     Args:
-        kind: "reference", "cpu", "native" (C++; what has none runs as "cpu") or "triton".
+        kind: "reference", "cpu", "native" (C++; an op without C++ runs as "cpu") or "triton".
 
     Raises:
         ValueError: for another kind, and for "native" where there is no compiler.
@@ -53,7 +53,7 @@ def implemented_by(kind: str) -> Iterator[None]:
 
 
 def is_native(folder: str) -> bool:
-    """Whether an op's C++ serves tensors of the CPU here: it was built, or can be.
+    """Whether an op runs in C++ on CPU tensors here: its C++ was built, or can be.
 
     Args:
         folder: of the op.
@@ -67,7 +67,7 @@ def is_native(folder: str) -> bool:
 
 
 def implementation(folder: str, name: str, device: torch.device) -> Callable[..., Any]:
-    """The function `name` of an op's folder that serves tensors on a device."""
+    """The function `name` of an op's folder, of the implementation for tensors on a device."""
     return _find(folder, name, _ASKED[-1] if _ASKED else _serving(device.type))
 
 

@@ -14,9 +14,9 @@ _SCRATCH: dict[str, Callable[..., int]] = {}
 def define(
     schema: str, impl: Callable[..., Any], fake: Callable[..., Any], *, scratch: Callable[..., int] | None = None
 ) -> None:
-    """Makes `torch.ops.shardfn_kernels.<name>` of a schema, what it computes and the shapes of what it returns.
+    """Registers `torch.ops.shardfn_kernels.<name>`, from a schema, a function, and one that gives the result's shapes.
 
-    `scratch` says of its arguments how many bytes it allocates on a CPU and frees before it returns, if not few.
+    `scratch(*args)` returns the bytes that it allocates on a CPU and frees before it returns; None if these are few.
     """
     name = schema.partition("(")[0]
     if scratch is not None:
@@ -27,7 +27,7 @@ def define(
 
 
 def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
-    """Bytes that an op of this room allocates on a CPU while it runs; of others, 0.
+    """The bytes that an op of this room allocates on a CPU while it runs, and frees again; 0 for other ops.
 
     Args:
         op: of torch.

@@ -41,5 +41,5 @@ def sum_squares(y: Tensor) -> Tensor:
 
 
 def root_mean(squares: Tensor, num: int) -> Tensor:
-    """The scale of a row: fp32 sqrt(squares / num), 0 where there are no elements."""
+    """The scale of a row: sqrt(squares / num) as fp32, and 0 for rows without elements."""
     return (squares / max(num, 1)).sqrt().float()

@@ -1,4 +1,4 @@
-"""What the kernels in Triton share.
+"""Helpers of the Triton kernels.
 
 Functions of Triton's library that are themselves compiled (`tl.sum`, `tl.zeros`) are not called, so that the
 interpreter may be switched on after the package was imported; how to reduce it knows by name, and does so fast.
@@ -23,7 +23,7 @@ greatest: Any = tl.standard._elementwise_max
 
 
 def launch(kernel: Any, num: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Runs as many programs of a kernel on the device, if any."""
+    """Runs `num` programs of a kernel on the device; nothing if `num` is 0."""
     where = contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
     if num:
         with where:
@@ -31,7 +31,7 @@ def launch(kernel: Any, num: int, device: torch.device, *args: Any, **constants:
 
 
 def tile(device: torch.device) -> int:
-    """Lanes that one program sums: the interpreter, on a CPU, takes its time for each operation, not each element."""
+    """The number of lanes that one program sums: all of them under the interpreter, whose time is by operation."""
     return LANES if device.type == "cpu" else 256
 
 
@@ -43,7 +43,7 @@ def ceil(a: int, b: int) -> int:
 @triton.jit
 @no_type_check
 def signs_of(bits, place, scale):
-    """+-scale of the elements at places of a row of bits."""
+    """+scale or -scale for the elements at some positions of a row of bits."""
     byte = tl.load(bits + place // 8).to(tl.int32)
     return tl.where((byte >> (7 - (place % 8).to(tl.int32))) & 1 == 1, scale, -scale)
 
@@ -58,7 +58,7 @@ def magnitude(x):
 @triton.jit
 @no_type_check
 def factor_and_scale(top, HALF: tl.constexpr):
-    """S and 1 / S of a block by the magnitude of its greatest element; S = 0 where that is not finite."""
+    """S and 1 / S of a block, from the magnitude of its largest element; S = 0 if that is not finite."""
     most = top.to(tl.float32, bitcast=True)
     usual = (most >= TINY) & (top < NOT_FINITE)
     factor = tl.math.div_rn(tl.where(usual, HALF * 1.0, 1.0), tl.where(usual, most, 1.0))
@@ -68,7 +68,7 @@ def factor_and_scale(top, HALF: tl.constexpr):
 @triton.jit
 @no_type_check
 def encode(x, factor, HALF: tl.constexpr):
-    """The codes of x; 0 where the factor is."""
+    """The codes of x; 0 where the factor is 0."""
     code = ((tl.where(factor == 0.0, 0.0, x) * factor + MAGIC) - MAGIC).to(tl.int32)
     return tl.where(code > HALF - 1, HALF - 1, tl.where(code < -HALF, -HALF, code))
 
@@ -76,7 +76,7 @@ def encode(x, factor, HALF: tl.constexpr):
 @triton.jit
 @no_type_check
 def decode(codes, column, mask, BITS: tl.constexpr):
-    """The codes of a row at columns, as fp32."""
+    """The codes of a row at some columns, as fp32."""
     if BITS == 8:
         code = tl.load(codes + column, mask=mask, other=0).to(tl.int32)
     else:

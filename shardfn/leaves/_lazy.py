@@ -93,7 +93,7 @@ class LeafBook:
             self.captured[whole.untyped_storage()._cdata] = path, whole.untyped_storage()
         elif not transforming():  # where tensors cannot be emptied, and are checked when they are saved alone
             with plumbing():
-                self.watch.add(path, whole, kept=False)
+                self.watch.add(path, whole)
 
     def forget_dead(self) -> None:
         """Drops the entries of tensors that are gone."""

@@ -6,7 +6,7 @@ bits are added up too, once: a loss that writes past PyTorch does it in its firs
 the graph say what they write, through `.data` too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,31 +37,31 @@ class Watch:
         self._kept: list[tuple[str, Tensor, int]] = []
         self._entered: list[tuple[str, Tensor, int]] = []
 
-    def enter(self, path: str, x: Tensor) -> None:
-        """Watches the tensor that a loss is given as a leaf: whether it gets other memory, by `x.data = ...`.
+    def enter(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Watches tensors that a loss is given as leaves: whether one gets other memory, by `x.data = ...`.
 
         Kept alive, and so for as long as this object.
         """
-        self._entered.append((path, x, x.untyped_storage()._cdata))
+        self._entered += [(path, x, x.data_ptr() if type(x) is Tensor else storage_of(x)) for path, x in named]
 
-    def add(self, path: str, x: Tensor, *, kept: bool) -> None:
-        """Watches a tensor; the memory of one that is not the state's it does not keep alive.
-
-        Args:
-            path: the leaf that it is of.
-            x: the tensor.
-            kept: whether it is the state's own memory.
-        """
+    def keep(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Watches the state's own tensors, each with the path of its leaf: their memory is there anyway."""
         # Not of whole leaves: these are dropped and made again, and what was written to one goes with it.
-        if kept and self._bits is not None:
-            self._bits.append((path, x, _sum_of_bits(x)))
-        if kept and not x.is_inference():  # whose memory is there anyway, as long as this is asked
-            self._kept.append((path, x, x._version))
-            return
-        # A detached alias has the count of `x`, and once emptied holds none of its memory.
-        witness = torch.Tensor._make_subclass(torch.Tensor, x.detach())
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(witness):
-            witness.set_()  # pyright: ignore[reportCallIssue]  # empty; the version is still that of `x`
+        if self._bits is not None:
+            self._bits += [(path, x, _sum_of_bits(x)) for path, x in named]
+        self._kept += [(path, x, x._version) for path, x in named if not x.is_inference()]
+        for path, x in named:
+            if x.is_inference():  # whose count is not its own
+                self._witness(path, x, kept=True)
+
+    def add(self, path: str, x: Tensor) -> None:
+        """Watches a tensor of a leaf that is not the state's, without keeping its memory alive."""
+        self._witness(path, x, kept=False)
+
+    def _witness(self, path: str, x: Tensor, *, kept: bool) -> None:
+        # A detached alias has the count of `x`, and once it is given other memory holds none of its own.
+        witness = x.detach()
+        witness.data = x.new_empty(0)
         self._seen.append(_WatchedTensor(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
 
     def check(self, where: str) -> None:
@@ -76,7 +76,11 @@ class Watch:
         written = [x for x in self._seen if x.witness._version != x.version]
         own = [path for path, x, version in self._kept if x._version != version]
         changed = self._changed(where)
-        moved = [path for path, x, memory in self._entered if x.untyped_storage()._cdata != memory]
+        moved = [
+            path
+            for path, x, memory in self._entered
+            if (x.data_ptr() if type(x) is Tensor else storage_of(x)) != memory
+        ]
         lost = bool(changed or own) or any(x.kept for x in written)
         state = (
             "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"

@@ -19,6 +19,7 @@ Brandon et al., Striped Attention, 2023, https://arxiv.org/abs/2311.09431 (balan
 Fang, Zhao, USP: A Unified Sequence Parallelism Approach, 2024, https://arxiv.org/abs/2405.07719 (both)
 """
 
+import contextlib
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
@@ -40,6 +43,13 @@ from ._masks import Causal, Full, Mask
 from ._online import OnlineScores, Rows, factor, wide
 from ._parallel import all_ranges, own_range
 from ._ring import online
+
+
+def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
+    """Torch's kernel; in forward mode its plain form, as the fused ones have no forward derivative."""
+    forward_mode = any(forward_ad.unpack_dual(x).tangent is not None for x in (q_BHTK, k_BGSK, v_BGSK))
+    with sdpa_kernel(SDPBackend.MATH) if forward_mode else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +67,7 @@ class Dense(Local):
         options: dict[str, Any] = {"scale": how.scale, "enable_gqa": H != G}
         if how.slopes_H is None and isinstance(how.mask, Causal | Full):
             causal = isinstance(how.mask, Causal)
-            return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
+            return _attended(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
         spans, device = ((0, T), (0, S)), q_BTHK.device
         pairs, bias = how.mask.pairs(*spans, device), how.bias(*spans, device)
         some = pairs.any(-1, keepdim=True)
@@ -68,7 +78,7 @@ class Dense(Local):
             y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), factor(how, q_BHTK))
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         told = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
+        y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
         return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
 
 

@@ -118,7 +118,7 @@ class Chunked:
         if not sizes:
             return torch.zeros_like(q)
         with torch.autocast(q.device.type, enabled=False):
-            return _Chunked.apply(q, k, v, own.slopes_H, plan, *own.mask.tensors)[0]
+            return _ChunkedAttention.apply(q, k, v, own.slopes_H, plan, *own.mask.tensors)[0]
 
 
 class ChunkPlan(NamedTuple):
@@ -174,7 +174,7 @@ class _Backwards(torch.autograd.Function):
         _refuse("vmap")
 
 
-class _Chunked(_Backwards):
+class _ChunkedAttention(_Backwards):
     """(q, k, v, slopes, plan, data of the mask) -> (y, what waits for the backward ...)."""
 
     @staticmethod

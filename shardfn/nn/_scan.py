@@ -1,6 +1,7 @@
 """`scan`: a loop over equal layers, whose parameters are stacked along a leading dim."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -98,6 +99,10 @@ class ScanBody:
     f: Callable[[Any, Any], tuple[Any, Any]]
     init: PyTree
 
+    @functools.cached_property
+    def _init_looks(self) -> object:
+        return _looks(self.init)
+
     def __call__(self, carry: PyTree, x: PyTree, first: list[PyTree]) -> Any:
         """One layer.
 
@@ -109,12 +114,22 @@ class ScanBody:
             raise TypeError(
                 f"scan's f must return (carry, y), got {_told(out)}; with nothing to stack return (carry, None)."
             )
-        _check_tensors("carry", out[0])
-        _check_tensors("y", out[1])
-        _check_alike("carry", out[0], "init", self.init)
-        if first:
-            _check_alike("y", out[1], "the first y", first[0])
+        if _looks(out[0]) != self._init_looks:
+            _check_tensors("carry", out[0])
+            _check_alike("carry", out[0], "init", self.init)
+        if out[1] is not None or (first and first[0] is not None):
+            _check_tensors("y", out[1])
+            if first:
+                _check_alike("y", out[1], "the first y", first[0])
         return out
+
+
+def _looks(tree: PyTree) -> object:
+    """What is equal for trees of one structure, of tensors of the same shapes and dtypes; of no other tree's."""
+    if type(tree) is Tensor:
+        return tree.shape, tree.dtype
+    leaves, treedef = tree_flatten(tree)
+    return treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else object() for x in leaves)
 
 
 def _stacked(ys: list[PyTree]) -> PyTree:
@@ -125,25 +140,28 @@ def _stacked(ys: list[PyTree]) -> PyTree:
 
 def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
     _check_tensors("xs", xs)
-    named = list(zip(tree_paths(xs, "xs"), leaves, strict=True))
-    raise_all(
-        ValueError,
-        "scan goes along dim 0 of each leaf of xs:",
-        [f"{path} is 0-d; give it a leading dim, or close over it" for path, x in named if x.ndim == 0],
-    )
-    lengths = {x.shape[0] for x in leaves} | ({length} if length is not None else set())
+    # Paths are made for errors only: they take longer than small layers.
+    sizes = [tuple(x.shape[:1]) for x in leaves]
+    if () in sizes:
+        flat = [path for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True) if not size]
+        what = [f"{path} is 0-d; give it a leading dim, or close over it" for path in flat]
+        raise_all(ValueError, "scan goes along dim 0 of each leaf of xs:", what)
+    lengths = {size[0] for size in sizes} | ({length} if length is not None else set())
     if not lengths:
         raise ValueError("scan needs xs or length=, to know how often to call f.")
-    told = [f"{path} has {x.shape[0]}" for path, x in named] + ([] if length is None else [f"length={length}"])
-    raise_all(ValueError, "the lengths of a scan differ:", told if len(lengths) > 1 else [])
-    if min(lengths) < 1:
+    if len(lengths) > 1:
+        told = [f"{path} has {size[0]}" for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True)]
+        told += [] if length is None else [f"length={length}"]
+        raise_all(ValueError, "the lengths of a scan differ:", told)
+    (num,) = lengths
+    if num < 1:
         raise ValueError("a scan over no layers has no y to stack; leave it out, or give at least one layer.")
-    return min(lengths)
+    return num
 
 
 def _check_tensors(name: str, tree: PyTree) -> None:
     if all(isinstance(x, Tensor) for x in tree_leaves(tree)):
-        return  # paths are made for errors only: they take longer than small layers
+        return
     named = zip(tree_paths(tree, name), tree_leaves(tree), strict=True)
     wrong = [f"{path} is {_told(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
     raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)

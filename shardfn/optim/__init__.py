@@ -24,7 +24,7 @@ from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_s
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
-from ._needs import decided as decided, given as given, join_needs as join_needs
+from ._needs import ascending as ascending, decided as decided, given as given, join_needs as join_needs
 from ._norm import (
     dtype_of_squares as dtype_of_squares,
     exact_limbs as exact_limbs,

@@ -6,7 +6,7 @@ And it says in one value, `needs`, what it asks of whoever applies it to a part 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -82,7 +82,8 @@ class Needs(NamedTuple):
             `as_transformation`.
         donates: whether `update` takes `donate=True`, with which it may overwrite its updates.
         ascends: whether its updates point along the gradient, so that a learning rate has to follow it in a chain. A
-            step refuses such a rule alone: parameters plus these updates would raise the loss.
+            step refuses such a rule alone: parameters plus these updates would raise the loss. Of a rule that treats
+            leaves differently, `ascends(params)`: whether they do, of each leaf. See `ascending`.
     """
 
     granularity: Grain = "tree"
@@ -92,7 +93,7 @@ class Needs(NamedTuple):
     phases: Phases | None = None
     whole: bool = False
     donates: bool = False
-    ascends: bool = False
+    ascends: bool | Callable[[Params], Sequence[bool]] = False
 
 
 def _reads_old_names(kind: Any, **new: str) -> None:

@@ -12,7 +12,7 @@ from shardfn.core import raise_all, tree_leaves, tree_map, tree_paths
 
 from ._base import GradientTransformation, Phase, identity
 from ._inplace import inplace
-from ._needs import join_needs
+from ._needs import ascending, join_needs
 from ._pair import as_transformation
 from ._types import OptState, Pair, Params, Specs, Updates
 
@@ -70,7 +70,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         return params, (*states, new)
 
     # A chain's state is the tuple of its rules' states, in their order.
-    needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=all(tx.needs.ascends for tx in txs))
+    needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=_ascends(txs))
     if speaks is None:
         return GradientTransformation(init, update, apply, needs)
 
@@ -85,6 +85,16 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         return rule._replace(init=init)
 
     return GradientTransformation(init, update, apply, needs._replace(specialize=on))
+
+
+def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
+    """Of a leaf: whether all rules do, for one that descends turns the updates around, or stops them."""
+    said = [tx.needs.ascends for tx in txs]
+    if False in said:
+        return False
+    if all(x is True for x in said):
+        return True
+    return lambda params: [all(of) for of in zip(*(ascending(tx, params) for tx in txs), strict=True)]
 
 
 def _donated(tx: GradientTransformation) -> Rule:

@@ -95,7 +95,8 @@ class _Delayed:
     def rule(self) -> GradientTransformation:
         """As an optimizer."""
         tx, measure = self.tx, self.measure
-        needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())._replace(specialize=self.given)
+        needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())
+        needs = needs._replace(specialize=self.given, ascends=tx.needs.ascends)
         if measure is not None:
             ahead = measure._replace(ahead=lambda state: int(state.count) >= self.warmup)
             return GradientTransformation(self.init, self.update, self.apply, needs._replace(measure=ahead))

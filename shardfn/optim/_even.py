@@ -16,6 +16,7 @@ from ._leaves import Columns, blocks
 
 _CAST = 1 << 18  # elements a thread: a megabyte of cast gradient; smaller pieces pay more for their launches
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
+_SMALL = 1 << 10  # elements: a smaller leaf with an end is joined whole, as a view costs more than its copy
 
 
 def even(columns: Columns) -> Iterator[Columns]:
@@ -49,8 +50,9 @@ def _even(columns: Columns) -> Iterator[Columns]:
         yield columns
         return
     sizes = [x.numel() for x in first]
-    bodies = [[_body(x, n) for x, n in zip(column, sizes, strict=True) if n >= _LANES] for column in columns]
-    ends = [[_end(x, n) for x, n in zip(column, sizes, strict=True) if n % _LANES] for column in columns]
+    starts = [_start_of_end(n) for n in sizes]
+    bodies = [[_body(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k] for column in columns]
+    ends = [[_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
     joined = [_join(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
     # The bodies are views, written where they stand; ends were copied into one, and go back from there.
@@ -58,13 +60,18 @@ def _even(columns: Columns) -> Iterator[Columns]:
         foreach_copy_(end, _split(join, end))
 
 
-def _body(x: Tensor, n: int) -> Tensor:
-    """What of a leaf of `n` elements fills whole vectors: all of it, as it is, where nothing is left over."""
-    return x.view(-1).narrow(0, 0, n // _LANES * _LANES) if n % _LANES else x
+def _start_of_end(n: int) -> int:
+    """Where the end of a leaf of `n` elements begins, which fills no whole vectors."""
+    return n if n % _LANES == 0 else 0 if n < _SMALL else n // _LANES * _LANES
 
 
-def _end(x: Tensor, n: int) -> Tensor:
-    return x.view(-1).narrow(0, n // _LANES * _LANES, n % _LANES)
+def _body(x: Tensor, n: int, start: int) -> Tensor:
+    """A leaf up to its end: all of it, as it is, where there is none."""
+    return x if start == n else x.view(-1).narrow(0, 0, start)
+
+
+def _end(x: Tensor, n: int, start: int) -> Tensor:
+    return x.view(-1).narrow(0, start, n - start) if start else x.view(-1)
 
 
 def _join(ends: list[Tensor]) -> Tensor:

@@ -129,6 +129,10 @@ def stage(
         widen: which parameters of half precision are staged in float32; None = none.
         narrow: whether a gradient on a CPU may keep a half-precision dtype beside a wider parameter; see `even`.
     """
+    dtypes = [x.dtype for x in columns[0]]
+    even = widen is None and all([x.dtype for x in c] == dtypes for c in columns[1:])
+    if even and all([x.is_contiguous() for c in columns for x in c]):
+        return columns, []
     out = [list(c) for c in columns]
     copies: Copies = []
     for i, row in enumerate(zip(*columns, strict=True)):

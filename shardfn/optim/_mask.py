@@ -5,7 +5,7 @@ state for it and needs no case of its own.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ._base import EmptyState, GradientTransformation, Needs
 from ._decide import Resolved, per_leaf, resolved
 from ._inplace import inplace
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves
-from ._needs import Views, join_needs, refuse_phases
+from ._needs import Views, ascending, join_needs, refuse_phases
 from ._pair import as_transformation
 from ._types import Mask, OptState, Pair, Params, Specs, Updates
 
@@ -69,6 +69,10 @@ def set_to_zero() -> GradientTransformation:
 
 def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransformation:
     """Applies `inner` where the mask is True; elsewhere the update passes unchanged: `u = g`.
+
+    So `masked(adamw(1e-3), mask)` alone would add the gradients of all other leaves to them, which raises the loss, and
+    `step.init` refuses it. To keep the other leaves as they are, put `freeze` of the opposite mask after it in a
+    `chain`, or say `sharded_step(trainable=mask)`. To train them by a rule of their own, use `multi_transform`.
 
     Args:
         inner: the rule.
@@ -148,8 +152,20 @@ class _ByLabel:
             sees=self.sees,
             own=None if isinstance(self.labels, Resolved) else self.decided,
             in_turn=False,
-        )
+        )._replace(ascends=self.ascends)
         return GradientTransformation(self.init, self.update, self.apply, needs)
+
+    @property
+    def ascends(self) -> bool | Callable[[Params], Sequence[bool]]:
+        """What is the same for all rules, and for leaves without one; else by leaf."""
+        said = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
+        return said[0] if isinstance(said[0], bool) and all(x is said[0] for x in said) else self.ascending
+
+    def ascending(self, params: Params) -> list[bool]:
+        """Of each leaf what its own rule says; without a rule its update is the gradient."""
+        leaves, treedef, names = self.labelled(params)
+        rows = {k: iter(ascending(rule, _select(leaves, treedef, names, k))) for k, rule in self.rules.items()}
+        return [next(rows[k]) if k in rows else True for k in names]
 
     def decided(self, params: Params) -> GradientTransformation:
         return replace(self, labels=resolved(self.labels, params, self.kind, self.name)).rule()

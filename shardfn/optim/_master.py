@@ -91,7 +91,7 @@ class _MasterWeights:
             states=lambda state: (state.inner,),
             sees=self.sees,
             own=None if self.kept is None or isinstance(self.kept, Resolved) else self.decided,
-        )
+        )._replace(ascends=self.tx.needs.ascends)
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def decided(self, params: Params) -> GradientTransformation:

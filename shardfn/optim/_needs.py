@@ -9,12 +9,14 @@
 | `phases` | those of the one that has any | refused | its |
 | `whole` | if one is | if one is | if it is |
 | `donates` | no | no | no |
-| `ascends` | if all do | no | no |
+| `ascends` | where all do | each of its own leaves; those of none do | no, but that of `master_weights` and `delayed` |
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
+
+from shardfn.core import tree_leaves
 
 from ._base import GradientTransformation, Measure, Needs, Phase, Phases
 from ._pair import as_transformation
@@ -66,6 +68,22 @@ def given(
 ) -> GradientTransformation:
     """`tx` for parts of the tree `params`, in a step of which this is known; see `Needs.specialize`."""
     return tx if tx.needs.specialize is None else tx.needs.specialize(params, stats, phase)
+
+
+def ascending(tx: GradientTransformation, params: Params) -> list[bool]:
+    """Of each leaf of `params`, whether the updates of `tx` point along the gradient; see `Needs.ascends`.
+
+    Args:
+        tx: the rule.
+        params: a tree; only structure, shapes and dtypes count.
+
+    Example:
+        >>> from shardfn.optim import masked, sgd
+        >>> ascending(masked(sgd(0.1), {"a": True, "b": False}), {"a": 1.0, "b": 2.0})
+        [False, True]
+    """
+    of = tx.needs.ascends
+    return [of] * len(tree_leaves(params)) if isinstance(of, bool) else list(of(params))
 
 
 def join_needs(

@@ -8,21 +8,21 @@ from ._apart import Apart
 from ._compressed import Share
 
 
-class Message(NamedTuple):
+class LeafGroup(NamedTuple):
     """Leaves that travel together: indices among the compressed ones, and what of them is averaged."""
 
     leaves: list[int]
     share: Share
 
 
-def messages_of(leaves: Apart) -> list[Message]:
+def messages_of(leaves: Apart) -> list[LeafGroup]:
     """One message for all leaves that are cut along the same axes: others would not agree on its scale."""
     groups: dict[tuple[str, ...], list[int]] = {}
     shares = leaves.pick(leaves.shares)
     for i, share in enumerate(shares):
         groups.setdefault(share.own, []).append(i)
     return [
-        Message(index, Share(sum(shares[i].n for i in index), own, any(shares[i].cut for i in index)))
+        LeafGroup(index, Share(sum(shares[i].n for i in index), own, any(shares[i].cut for i in index)))
         for own, index in groups.items()
     ]
 

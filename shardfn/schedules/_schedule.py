@@ -40,6 +40,27 @@ class StageAction(NamedTuple):
     stage: int
 
 
+class ListedAction(NamedTuple):
+    """An action by where it stands: the place in a rank's list."""
+
+    rank: int
+    position: int
+
+
+class Neighbours(NamedTuple):
+    """With whom an action exchanges activations, or their gradients.
+
+    Attributes:
+        place: where in the model it is.
+        before: what makes what it begins with; None where that comes from nowhere.
+        after: what takes what it makes; None where nobody does.
+    """
+
+    place: StageAction
+    before: ListedAction | None
+    after: ListedAction | None
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelineSchedule:
     """The lists of all ranks.
@@ -75,7 +96,7 @@ class PipelineSchedule:
         """Whether the stages go down the ranks and up again."""
         return self.num_chunks > 1 and self.num_ranks > 1 and self.stages[0][1] > self.stages[1][1]
 
-    @property
+    @functools.cached_property
     def num_stages(self) -> int:
         """How many pieces the model is cut into."""
         return self.num_ranks * self.num_chunks
@@ -106,6 +127,34 @@ class PipelineSchedule:
     @functools.cached_property
     def _positions(self) -> list[dict[Action, int]]:
         return [{action: i for i, action in enumerate(row)} for row in self.ranks]
+
+    def neighbours(self, rank: int) -> dict[Action, Neighbours]:
+        """What each action of a rank has to do with others'; worked out once.
+
+        Example:
+            >>> by_hand = PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0")))
+            >>> by_hand.neighbours(1)[Action("backward", 0)].after
+            ListedAction(rank=0, position=1)
+        """
+        if rank not in self._known:
+            self._known[rank] = {action: self._neighbours(rank, action) for action in self.ranks[rank]}
+        return self._known[rank]
+
+    @functools.cached_property
+    def _known(self) -> dict[int, dict[Action, Neighbours]]:
+        """What `neighbours` has found."""
+        return {}
+
+    def _neighbours(self, rank: int, action: Action) -> Neighbours:
+        place, step = self.place(rank, action), 1 if action.kind == "forward" else -1
+
+        def entry(stage: int) -> ListedAction | None:
+            if action.kind == "weights" or not 0 <= stage < self.num_stages:
+                return None
+            where, its = self.at(place._replace(stage=stage))
+            return ListedAction(where, self.position(where, its))
+
+        return Neighbours(place, entry(place.stage - step), entry(place.stage + step))
 
     def needs(self, place: StageAction) -> Iterator[StageAction]:
         """What must have been done before: by the rank itself, and by the neighbour that sends to it."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
+from shardfn.collectives import may_be_added_to
 from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import AnyPool, on_host, to_host
 
@@ -19,9 +20,10 @@ LEAVING_BYTES = 24 << 20
 
 
 def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Tensor:
-    """`before + part`; in place where `before` is a sum that was made here, so that nobody else has its memory.
+    """`before + part`; in place where nobody else has the memory of `before`.
 
-    The first summand is autograd's, or came in a message, and is never written.
+    A sum that was made here is such. The first summand is autograd's, or came in a message: who asks holds an alias of
+    it, and others may hold what shares its memory.
 
     Args:
         before: the sum so far; None = `part` is the first summand.
@@ -34,7 +36,7 @@ def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Te
         return part
     if capturing():  # a graph's memory is planned when it is compiled
         return before + part
-    out = before.add_(part) if key in summed else before + part
+    out = before.add_(part) if key in summed or may_be_added_to(before) else before + part
     summed.add(key)
     return out
 

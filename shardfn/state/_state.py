@@ -95,14 +95,21 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """
     leaves, treedef = tree_flatten(tree)
     owned = [x for x in leaves if isinstance(x, GlobalTensor)]
-    with torch.no_grad():
-        blocks = [(x.held if donate else _copy(x)) if isinstance(x, GlobalTensor) else x for x in leaves]
-    given = [x for x in blocks if isinstance(x, Tensor)]
-    before = _versions(given)
+    if donate:
+        given = [x.held for x in owned]
+    else:
+        with torch.no_grad():
+            given = [_copy(x) for x in owned]
+    blocks = given
+    if len(owned) < len(leaves):
+        rest = iter(given)
+        blocks = [next(rest) if isinstance(x, GlobalTensor) else x for x in leaves]
+    held = [x for x in blocks if isinstance(x, Tensor)]
+    before = _versions(held)
     try:
         yield tree_unflatten(treedef, blocks)
     except BaseException:
-        if donate and (None in before or before != _versions(given)):
+        if donate and (None in before or before != _versions(held)):
             for x in owned:
                 x.donate()
         raise

@@ -23,10 +23,23 @@ def layers_of(x: Tensor | Stored) -> Sequence[Tensor | Stored]:
     return [StoredSlice(flat, k * shape.numel(), shape) for k in range(x.shape[0])]
 
 
+def _stack_of(rows: Sequence[Tensor]) -> Tensor | None:
+    """The tensor whose rows these are, in their order, and which has no others."""
+    whole = rows[0]._base
+    if whole is None or whole.shape != (len(rows), *rows[0].shape) or not whole.is_contiguous():
+        return None
+    starts = range(whole.storage_offset(), whole.storage_offset() + whole.numel(), max(1, rows[0].numel()))
+    alike = (x._base is whole and x.dtype == whole.dtype and x.is_contiguous() for x in rows)
+    return whole if all(alike) and [x.storage_offset() for x in rows] == [*starts] else None
+
+
 def piled(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
-    """The stack of some parts, of one memory."""
+    """The stack of some parts, of one memory; that which they are the rows of, if there is one."""
     here = [x for x in parts if isinstance(x, Tensor)]
-    return torch.stack(here) if len(here) == len(parts) else Pile([x for x in parts if not isinstance(x, Tensor)])
+    if len(here) == len(parts):
+        whole = _stack_of(here)
+        return torch.stack(here) if whole is None else whole
+    return Pile([x for x in parts if not isinstance(x, Tensor)])
 
 
 class StoredSlice:

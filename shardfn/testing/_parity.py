@@ -238,7 +238,8 @@ def assert_parity(
         The sharded run.
 
     Raises:
-        AssertionError: lists every leaf and metric that differs by more than `RTOL` of its largest element.
+        AssertionError: lists every leaf and metric that differs by more than `RTOL` of its largest element, with both
+            values of the element that differs most, the sharded one first.
 
     Example:
         >>> from shardfn import optim
@@ -283,11 +284,16 @@ def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float
             out.append(f"{path}: not bit-identical, largest difference {(a - b).abs().max():.3g}")
         elif a.numel() and not exact:
             error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
-            limit = max(RTOL.get(a.dtype, 0.0), least) * size
-            if not error <= limit:
-                shown = f"{a.flatten()[:4].tolist()} is not {b.flatten()[:4].tolist()}"
-                out.append(f"{path}: off by {error:.3g}, relative {error / size:.3g}; {shown}")
+            if not error <= max(RTOL.get(a.dtype, 0.0), least) * size:
+                out.append(f"{path}{_farthest(a, b)}; the largest element is {size:.6g}")
     return out
+
+
+def _farthest(a: Tensor, b: Tensor) -> str:
+    """The element in which two tensors of one shape differ most, or one that is no number, with both values."""
+    k = int((a.double() - b.double()).abs().argmax())
+    at = [int(i) for i in torch.unravel_index(torch.tensor(k), a.shape)] if a.ndim else ""
+    return f"{at}: {a.flatten()[k].item()!r} is not {b.flatten()[k].item()!r}"
 
 
 def _only(treedef: Any, leaves: list[Any], keep: list[bool]) -> PyTree:

@@ -25,6 +25,7 @@ from shardfn.engine import (
     Planner,
     bind,
     check_cuts,
+    check_descends,
     check_loss,
     check_specs,
     check_told,
@@ -133,7 +134,7 @@ def sharded_step(
     check_told(loss, has_state=has_state)
     check_loss(loss, key=key is not None, has_state=has_state)
     update = as_transformation(optimizer)
-    _check_descends(update)
+    check_descends(update)
     if key is not None:
         check_key("sharded_step", key)
     on, rule = as_mesh(mesh), as_zero(zero)
@@ -146,20 +147,6 @@ def sharded_step(
     planner = Planner(on, specs, batch, rule, trainable, policy, stage_axes(unwrapped.loss))
     unwrapped = bind(unwrapped, planner)
     return ShardedStep(step_parts(unwrapped, update, on, **flags), unwrapped, planner, key, state_specs)
-
-
-def _check_descends(rule: GradientTransformation) -> None:
-    """Refuses an optimizer without a learning rate, such as `chain()` of nothing or a clip alone.
-
-    Raises:
-        ValueError: says what to put after it.
-    """
-    if rule.needs.ascends:
-        raise ValueError(
-            "the optimizer has no learning rate: its updates point along the gradient, so that adding them raises the"
-            " loss. Put one after it, as in optim.chain(optimizer, optim.scale_by_learning_rate(1e-3)), or an"
-            " optimizer, as in optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))."
-        )
 
 
 def _check_flags(flags: Mapping[str, Any], trainable: Any) -> None:

@@ -21,8 +21,6 @@ from shardfn.core import (
     explains_extra,
     fold_in,
     tree_flatten,
-    tree_leaves,
-    tree_paths,
 )
 from shardfn.engine import (
     Agreement,
@@ -36,19 +34,13 @@ from shardfn.engine import (
     Transform,
     Unwrapped,
     abstract_leaves,
-    abstract_state,
     agree_on_step,
-    begin,
-    check_alike,
     check_has_rows,
     check_has_values,
     check_kept,
-    check_phases,
     check_pure,
-    check_replicas,
     check_scale,
     check_schedule,
-    check_trains,
     close_pool,
     commit,
     comms_of,
@@ -57,18 +49,13 @@ from shardfn.engine import (
     describe_batch,
     describe_rows,
     drawn,
-    first_kept,
-    first_state,
     forget,
     global_mean,
     in_phase,
-    is_abstract,
     losing_no_peer,
     num_microbatches,
-    own_blocks,
     pure_step,
     rescaled,
-    resumed,
     run_eager,
     shapes_of,
     signature,
@@ -87,6 +74,7 @@ from ._functions import Functions
 from ._lower import Lowered
 from ._profile import StepProfile, measured, predict
 from ._sharded import kept_as
+from ._states import StepStates
 
 
 @explains_attributes(
@@ -114,6 +102,7 @@ class ShardedStep(Transform):
         # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
         # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
         self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
+        self._states = StepStates(parts, planner, self._agreement, key, state_specs)
         self._jitted = unwrapped.jitted
         mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
         self._functions = Functions(planner, self._agreement)
@@ -143,24 +132,8 @@ class ShardedStep(Transform):
             RankError: ranks pass different trees or different values.
         """
         leaves, plan = drawn(self._planner, params, args)
-        check_trains(plan, self._planner.trainable)
-        check_phases(plan, self._optimizer)
-        kept = first_kept(plan, self._parts, model_state, self._state_specs)
-        if self.mesh.abstract or is_abstract(leaves):
-            return self._abstract_state(plan)._replace(model_state=kept)
-        comms = comms_of(self.mesh)
-        self._agreement.agree(comms, "init", plan)
-        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
-        if self._parts.has_state:
-            check_alike(model_state, comms.control)
-            check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
-        del params, model_state
-        with bind_mesh(self.mesh), losing_no_peer(comms):
-            state = first_state(plan, self._optimizer, own_blocks(plan, leaves), self._key, self._first_scale())
-            state = state._replace(model_state=kept)
-            begin(plan, state, comms.control)
-            together(plan, comms.control)
-        return state
+        del params  # nor does this frame keep it
+        return self._states.first(plan, leaves, model_state)
 
     def resume(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
         """The state of the last step that all ranks finished, from their files on disk. Collective.
@@ -194,18 +167,8 @@ class ShardedStep(Transform):
             ...     make(directory).resume(torch.ones(2)).step
             tensor(1)
         """
-        _, plan = drawn(self._planner, params, args)
-        comms = comms_of(self.mesh)
-        with told_before(comms.control):
-            kept = first_kept(plan, self._parts, model_state, self._state_specs)
-        self._agreement.agree(comms, "resume", plan)
-        if self._parts.has_state:
-            check_alike(model_state, comms.control)
-        like = self._abstract_state(plan)._replace(model_state=kept)
-        with losing_no_peer(comms):
-            state = resumed(plan, comms.channels, comms.control, like)
-            together(plan, comms.control)
-        return state
+        plan = drawn(self._planner, params, args)[1]
+        return self._states.resume(plan, model_state)
 
     def close(self) -> None:
         """Releases the step's directory on disk; states that are there can then only be resumed."""
@@ -305,7 +268,7 @@ class ShardedStep(Transform):
         given = state
         if not isinstance(state, TrainState):
             leaves, treedef = tree_flatten(state)
-            given = self._abstract_state(self._planner.plan(treedef, leaves))
+            given = self._states.abstract(self._planner.plan(treedef, leaves))
         check_kept(given.model_state, self._state_specs, has_state=self._parts.has_state)
         plan = in_phase(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
         check_scale(given, self._loss_scale)
@@ -481,10 +444,3 @@ class ShardedStep(Transform):
         if not isinstance(state.key, Tensor):
             raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
         return batch, fold_in(state.key, state.step)
-
-    def _abstract_state(self, plan: Plan) -> TrainState:
-        """A first state as shapes, but for the model state."""
-        return abstract_state(plan, self._optimizer, self._key, self._first_scale())
-
-    def _first_scale(self) -> PyTree:
-        return () if self._loss_scale is None else self._loss_scale.init()

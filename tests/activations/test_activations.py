@@ -229,7 +229,7 @@ def test_disk_holds_values_until_they_are_used(tmp_path: pathlib.Path) -> None:
     to_disk = policies.offload_larger_than(0, "disk")
     for f in (
         sf.offload(_loss, to_disk, directory=tmp_path, window=0),
-        sf.offload(_loss, policies.budget(EACH, then="disk"), directory=tmp_path),
+        sf.offload(_loss, policies.budget(EACH, then="disk"), directory=tmp_path, window=EACH),
         sf.remat(_loss, policies.offload_dot_with_no_batch_dims("disk"), directory=tmp_path, window=EACH),
     ):
         got, book = _gradients(f)

@@ -27,7 +27,7 @@ def same(module: nn.Module, x: Tensor, of: Any = lambda out: out) -> None:
     assert all(torch.equal(want[name], got[name]) for name in params)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, *(pytest.param(x, marks=pytest.mark.nightly) for x in (nn.GRU, nn.RNN))])
 def test_recurrent_modules_have_the_bits_of_eager_steps(kind: Any) -> None:
     torch.manual_seed(0)
     same(kind(4, 5, num_layers=2, bidirectional=True), torch.rand(3, 2, 4), lambda out: out[0])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.collectives import Channels, TransportError, is_sole_owner
+from shardfn.collectives import Channels, TransportError
 from shardfn.testing import distributed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
@@ -92,15 +92,6 @@ def test_alone_nothing_is_sent() -> None:
     assert channel.all_gather(x, [3]).result().tolist() == [0, 1, 2]
     assert channel.reduce_scatter(x, [3]).result() is x and channel.all_to_all(x, [3]).result() is x
     channel.close()
-
-
-def test_memory_has_one_owner_when_nobody_else_holds_it() -> None:
-    x = torch.zeros(4)
-    assert is_sole_owner(x.view(-1))
-    other = x[1:]
-    assert not is_sole_owner(x.view(-1))
-    del other
-    assert is_sole_owner(x.view(-1))
 
 
 @distributed(world=3)

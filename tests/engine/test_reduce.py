@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.engine import _plan, _reduce
 from shardfn.engine._reduce import Reducer
 
 from .fakes import Wire, plan_of
@@ -96,6 +97,45 @@ def test_a_gradient_is_taken_between_begin_and_end() -> None:
     assert case.reducer.collects
     case.reducer.end()
     assert not case.reducer.collects
+
+
+def test_gradients_taken_together_are_as_those_that_hooks_take() -> None:
+    case = Case(2, order=(3, 1, 0, 2))
+    for last in (False, True):
+        case.reducer.begin(send=True, last=last)
+        case.takes(3)
+        case.reducer.take_all([(i, case.grads[i]) for i in (0, 1)])
+        assert case.sent()[-3:] == [3, 1, 0]
+        case.takes(2)
+        case.reducer.end()
+    case.check(dict.fromkeys(range(4), 4.0))
+
+
+def test_the_tail_of_the_order_is_sent_last_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(2)
+    assert case.plan.sent_last() == set()  # nothing is learnt yet
+    case.plan.reduce_order = [3, 1, 0, 2]
+    assert case.plan.sent_last() == {0, 1, 2, 3}
+    monkeypatch.setattr(_plan, "TAIL_BYTES", (7 + 12) * 4)
+    assert case.plan.sent_last() == {0, 2}
+    monkeypatch.setattr(_plan, "TAIL_BYTES", 0)  # a message is one, however large
+    assert case.plan.sent_last() == {2}
+
+
+@pytest.mark.parametrize(("stage", "waits"), [(0, False), (1, True)])
+def test_only_gradients_that_are_let_go_are_held_back_for(
+    stage: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_reduce, "IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(_reduce, "PATIENCE", 1e-3)
+    case = Case(stage)
+    for whole in (2 * x.view(-1) for x in case.grads):  # what a stage 0 gathers of a sum
+        case.wire.messages[tuple(whole[: (len(whole) + 1) // 2].tolist())] = whole
+    case.reducer.begin(send=True, last=True)
+    case.takes(0, 1, 2, 3)
+    assert (case.reducer._patience < 1e-3) == waits
+    case.reducer.end()
+    assert case.reducer._in_flight == 0
 
 
 def test_what_is_taken_is_not_written_to() -> None:

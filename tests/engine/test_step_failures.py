@@ -35,8 +35,12 @@ def test_ranks_that_disagree_all_raise() -> None:
         _step().init(_params(3 + rank))
     with pytest.raises(sf.RankError, match=r"(?s)rank 0: Zero\(stage=0.*rank 1: Zero\(stage=1"):
         _step(stage=rank).init(_params())
-    with pytest.raises(sf.RankError, match=r"different values.*\n.*params\['w'\]: checksums"):
+    with pytest.raises(
+        sf.RankError, match=r"different values.*manual_seed.*\n.*params\['w'\]: .* 0.0 on rank 0, 3.0 on rank 1$"
+    ):
         _step().init({"w": torch.full((3,), float(rank)), "b": torch.zeros(())})
+    with pytest.raises(sf.RankError, match=r"params\['w'\]: .* is .* on rank 0, .* on rank 1$"):
+        _step().init(lambda key: {"w": sf.core.normal(key, (3,)), "b": torch.zeros(())}, sf.key(rank))
     step = _step(donate=False)
     state = step.init(_params())
     later, _ = step(state, _batch())

@@ -349,6 +349,7 @@ def test_without_a_compiler_the_graph_runs_as_it_is(monkeypatch: pytest.MonkeyPa
             resolve_backend("inductor")
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     program = """

@@ -1,8 +1,10 @@
 """Covers `Archive`: files of weights that somebody made to do harm are refused, and ask for no memory."""
 
 import json
+import os
 import pathlib
 import random
+import signal
 import struct
 import tracemalloc
 from typing import Any
@@ -148,3 +150,42 @@ def test_a_writer_that_fails_leaves_the_old_files_and_nothing_else(
             out.put(name, torch.ones(5, 3))
     monkeypatch.undo()
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == had
+
+
+@pytest.mark.parametrize("files", [2, 3])
+@pytest.mark.parametrize("renames", range(5))
+def test_weights_written_over_others_are_never_mixed(tmp_path: pathlib.Path, files: int, renames: int) -> None:
+    """A writer is killed after so many renames: what is then read is old, new or nothing."""
+    names = "abc"[:files]
+    entries: Any = {name: (torch.float32, (5, 3)) for name in names}
+
+    def write(value: float) -> None:
+        with ArchiveWriter(tmp_path, entries, file_bytes=60) as out:
+            for name in names:
+                out.put(name, torch.full((5, 3), value))
+
+    write(1.0)
+    child = os.fork()
+    if child == 0:  # no test goes on here: it is killed, or ends
+        rename, left = pathlib.Path.rename, [renames]
+
+        def counted(self: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return rename(self, to)
+
+        pathlib.Path.rename = counted  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            write(2.0)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        archive = Archive(tmp_path)
+    except FileNotFoundError:
+        assert 0 <= renames <= files
+        write(3.0)
+        archive = Archive(tmp_path)
+    found = {float(archive.box(name, [(0, 5), (0, 3)]).unique()) for name in names}
+    assert found in ({1.0}, {2.0}, {3.0})

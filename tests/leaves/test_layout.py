@@ -52,10 +52,11 @@ def _check_gathers(plan: Plan, wholes: list[Tensor], world: int) -> None:
 def _check_refreshes(plan: Plan, wholes: list[Tensor], world: int) -> None:
     for unit in plan.refresh_units:
         sent = torch.cat([unit.packing.pack(parts).reshape(-1) for parts in _parts(plan, unit, wholes, world)])
-        blocks = [torch.full(plan.layers[i].block, math.nan) for i in unit.leaves]
-        unit.packing.unpack_into(sent, blocks)
-        for i, block in zip(unit.leaves, blocks, strict=True):
-            assert torch.equal(block, wholes[i]), plan.layers[i]
+        for put in (unit.packing.unpack_into, unit.packing.put):
+            blocks = [torch.full(plan.layers[i].block, math.nan) for i in unit.leaves]
+            put(sent, blocks)
+            for i, block in zip(unit.leaves, blocks, strict=True):
+                assert torch.equal(block, wholes[i]), plan.layers[i]
 
 
 def _check_reductions(plan: Plan, wholes: list[Tensor], world: int) -> None:
@@ -73,6 +74,9 @@ def _check_reductions(plan: Plan, wholes: list[Tensor], world: int) -> None:
             continue
         for r, own in enumerate(flat.split_with_sizes(sizes)):
             pieces = own.split_with_sizes([s.numel() for s in packing.shapes(r)])
+            views = packing.split(own, r)
+            assert all(x._is_view() and torch.equal(x.view(-1), y) for x, y in zip(views, pieces, strict=True))
+            assert [x.shape for x in views] == packing.shapes(r)
             for piece, shape, leaf, whole in zip(pieces, packing.shapes(r), packing.leaves, mine, strict=True):
                 assert torch.equal(piece.view(shape), leaf.of(whole, r)), leaf
 

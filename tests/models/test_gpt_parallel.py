@@ -210,3 +210,15 @@ def test_logits_and_samples_are_those_of_one_device() -> None:
     assert own.shape[-1] == (7, 6)[mesh.rank]
     torch.testing.assert_close(logits, gpt.apply(config, params, prompt), rtol=1e-12, atol=1e-12)
     assert torch.equal(drawn, gpt.generate(config, params, prompt, 4, sf.key(1)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world=2)
+def test_a_sharded_state_samples_what_one_device_samples(stage: int) -> None:
+    config, prompt = CONFIGS["llama_gqa"], torch.tensor([[1, 2], [3, 4]])
+    params = params_of(config, torch.float64)
+    zero = sf.Zero(stage=stage, persist_elements=0)
+    step = sf.sharded_step(functools.partial(gpt.loss, config), optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}), zero=zero)
+    drawn = step.apply(functools.partial(gpt.generate, config), step.init(params), prompt, 6, sf.key(1))
+    want = gpt.generate(config, params, prompt, 6, sf.key(1))
+    assert torch.equal(drawn, want) and not torch.equal(want, gpt.generate(config, params, prompt, 6, sf.key(2)))

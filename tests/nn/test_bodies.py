@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from shardfn import nn
 from shardfn.collectives import bind_mesh
 from shardfn.nn import _bodies, _online, _ring
 from shardfn.testing import distributed
+
+with warnings.catch_warnings():  # ranks import this file, and torch's decompositions for jvp warn of torch's own code
+    warnings.simplefilter("ignore")
+    import torch._decomp.decompositions_for_jvp
 
 TOL = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -233,6 +238,40 @@ def test_bodies_on_a_line() -> None:
 @distributed(world=4)
 def test_bodies_on_a_grid() -> None:
     many_ranks(sf.make_mesh({"r": 2, "u": 2}), grid, range(3), 40)
+
+
+@distributed(world=2)
+def test_sequence_bodies_are_closed_under_transforms() -> None:
+    """On several ranks too: jvp, vmap, vmap of grad; each rank's tokens of what the plain formula gives."""
+    torch.set_num_threads(1)
+    mesh, T = sf.make_mesh({"sp": 2}), 7
+    torch.manual_seed(3)
+    mask = nn.Causal() & nn.Segments(torch.tensor([[0] * 3 + [1] * 4]))
+    sizes = (3, 3, 3)
+    args, tangents, many = (
+        [torch.randn(*lead, 1, T, n, 2, dtype=torch.float64) for n in sizes] for lead in ((), (), (4,))
+    )
+    w = torch.randn(1, T, 3, 2, dtype=torch.float64)
+
+    def scalar(f: Any, w: Tensor) -> Any:
+        return lambda *qkv: (f(*qkv).pow(2) * w).sum()
+
+    def results(f: Any, cut: Any) -> list[Tensor]:
+        all_three = torch.func.grad(scalar(f, cut(w)), argnums=(0, 1, 2))
+        duals = torch.func.jvp(f, tuple(map(cut, args)), tuple(map(cut, tangents)))
+        batch = [cut(x) for x in many]
+        with warnings.catch_warnings():  # torch's kernel is vmapped a sample at a time, and says so
+            warnings.filterwarnings("ignore", ".*performance drop")
+            mapped = [torch.func.vmap(f)(*batch), *torch.func.vmap(all_three)(*batch)]
+        return [*duals, *mapped]
+
+    want = results(lambda q, k, v: plain(q, k, v, mask), lambda x: x)
+    ring, ulysses = nn.Ring("sp", T), nn.Ulysses("sp", T)
+    for impl in (ring, ulysses, nn.Ring("sp", T, zigzag=True), nn.Ulysses("sp", T, nn.Blockwise(2))):
+        with bind_mesh(mesh):
+            own = functools.partial(torch.index_select, dim=-3, index=nn.own_positions(impl, T // 2 + (mesh.rank == 0)))
+            got = results(functools.partial(nn.attention, mask=mask, impl=impl), own)
+        torch.testing.assert_close(got, [own(x) for x in want], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.nightly

@@ -187,7 +187,7 @@ GPTS = {
 
 
 NAMES = [*LAYERS, "words", *GPTS]
-BY_DAY = ("one_key", "words")
+BY_DAY = ("words",)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn import optim
-from shardfn.core import tree_map
+from shardfn.core import tree_leaves, tree_map
 from shardfn.optim import GradientTransformation, Measure, Needs, Phase, Phases
 
 
@@ -85,6 +85,38 @@ def test_a_chain_ascends_until_a_rule_descends() -> None:
         assert not optim.chain(rule, optim.scale_by_learning_rate(0.1)).needs.ascends
     for rule in (optim.sgd(0.1), optim.adamw(0.1), optim.lamb(0.1), optim.lion(0.1), ELEMENT, around(clip)):
         assert not rule.needs.ascends and not optim.chain(clip, rule).needs.ascends
+
+
+def test_which_leaves_ascend_depends_on_the_mask() -> None:
+    params = {"a": torch.ones(2, 2), "b": [torch.ones(3), None]}
+    only, rest = {"a": True, "b": False}, {"a": False, "b": True}
+    sgd, clip = optim.sgd(0.1), optim.clip(1.0)
+    by_shape = lambda p: tree_map(lambda x: x.ndim == 2, p)  # noqa: E731  # as users write masks
+    for tx, want in (
+        (optim.masked(sgd, only), [False, True]),
+        (optim.masked(sgd, by_shape), [False, True]),
+        (optim.masked(sgd, True), [False, False]),
+        (optim.freeze(rest), [True, False]),
+        (optim.masked(optim.masked(sgd, by_shape), rest), [True, True]),
+        (optim.chain(clip, optim.masked(sgd, only)), [False, True]),
+        (optim.chain(optim.masked(sgd, only), optim.masked(optim.adam(0.1), rest)), [False, False]),
+        (optim.chain(optim.masked(sgd, only), optim.freeze(rest)), [False, False]),
+        (optim.chain(optim.masked(optim.scale_by_adam(), only), optim.scale_by_learning_rate(0.1)), [False, False]),
+        (optim.multi_transform({"x": sgd, "y": clip}, {"a": "x", "b": "y"}), [False, True]),
+        (optim.multi_transform({"x": sgd, "y": optim.set_to_zero()}, {"a": "x", "b": "y"}), [False, False]),
+        (optim.master_weights(optim.masked(sgd, only)), [False, True]),
+        (optim.delayed(optim.masked(sgd, only)), [False, True]),
+        (optim.decided(optim.chain(clip, optim.masked(sgd, by_shape)), params), [False, True]),
+        (clip, [True, True]),
+        (sgd, [False, False]),
+    ):
+        assert optim.ascending(tx, params) == want
+        state = tx.init(params)
+        if not isinstance(state, optim.DelayedState):  # whose first update is none
+            updates, _ = tx.update(tree_map(torch.ones_like, params), state, params)
+            assert [bool((u > 0).all()) for u in tree_leaves(updates)] == want
+    assert optim.masked(clip, only).needs.ascends is True
+    assert optim.multi_transform({"x": sgd, "y": optim.adam(0.1)}, {"a": "x", "b": "y"}).needs.ascends is False
 
 
 def test_two_measures_side_by_side_take_the_tree() -> None:

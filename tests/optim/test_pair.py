@@ -88,7 +88,10 @@ RULES: dict[str, Any] = {
     ),
     "delayed": lambda: optim.delayed(by_norm(), 1),
     "masters": lambda: optim.master_weights(by_norm()),
-    "masked": lambda: optim.masked(by_norm(), {"w": True, "v": True, "b": False, "s": False}),
+    "masked": lambda: optim.chain(
+        optim.masked(by_norm(), {"w": True, "v": True, "b": False, "s": False}),
+        optim.masked(optim.sgd(0.1), {"w": False, "v": False, "b": True, "s": True}),
+    ),
 }
 
 

@@ -225,6 +225,7 @@ def _waits_for_host(node: Any) -> bool:
     return node.target is WAIT and getattr(node.args[0].target, "_opname", "") == "to_host_start"
 
 
+@pytest.mark.nightly
 def test_states_on_disk_are_committed_and_resumed(tmp_path: pathlib.Path) -> None:
     zero = _zero(("disk", "host", "disk"), str(tmp_path), stage=3)
     params, x = [torch.eye(WIDTH)], torch.ones(2, WIDTH)

@@ -51,7 +51,8 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
 
 def _set_aside(mesh: sf.Mesh) -> int:
     """Bytes of the channels' own, where ranks share memory."""
-    return sum(nbytes for _, nbytes in mesh.resources["comms"].channels.shared())
+    comms = mesh.resources["comms"]
+    return sum(nbytes for _, nbytes in [*comms.channels.shared(), *comms.control.shared()])
 
 
 @distributed(world=[1, 2])

@@ -105,6 +105,7 @@ def _lowered(sizes: dict[str, int], stage: int, schedule: str = "1f1b", m: int =
     return step.lower(params, {"tokens": torch.empty(2 * m, 9, dtype=torch.int64, device="meta")})
 
 
+@pytest.mark.nightly
 def test_lowered_messages_are_those_of_the_schedule() -> None:
     """2 b s h a boundary and microbatch: a rank sends h to the next stage, and its gradient to the one before.
 
@@ -181,6 +182,7 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
         graph.prove_no_hang([first(1), first(0)])
 
 
+@pytest.mark.nightly
 def test_passes_keep_the_order_of_messages() -> None:
     gm = _lowered({"pp": 3, "dp": 2}, 1, zero=Zero(stage=3, persist_elements=0)).gm
 

@@ -62,7 +62,7 @@ class Dropped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a pair has besides q k; None is nothing.
+    """What a pair's score has besides q k. A field that is None adds nothing.
 
     Attributes:
         ids_q: with ids_k: only pairs of the same number count, [B, T].
@@ -220,7 +220,7 @@ def _flat(given: Given) -> tuple[Any, ...]:
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Tiles, Given, int, float]:
-    """Tiles, what is given, the block and the scale, of the op's last arguments."""
+    """Makes the op's last arguments into (tiles, given, block, scale)."""
     *found, block, scale = args
     dropped = None if found[8] is None else Dropped(*found[8:])
     return Tiles(*found[:4]), Given(*found[4:8])._replace(dropped=dropped), block, scale

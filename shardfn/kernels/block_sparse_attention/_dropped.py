@@ -1,4 +1,4 @@
-"""What probabilities are multiplied by behind the softmax: threefry2x32 of each pair, in plain torch.
+"""The factors of dropout, which multiply probabilities after the softmax: threefry2x32 of each pair, in plain torch.
 
 It is the definition; `core` draws the same numbers, but a kernel knows no other room.
 """
@@ -14,7 +14,7 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
 def factors(dropped: Dropped, head: int, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, m, n] of the pairs of some queries [m] and keys [n] of a head.
+    """The factors of the pairs of some queries [m] and keys [n] of one head: [B, m, n].
 
     Example:
         >>> dropped = Dropped(torch.tensor([[0, 7]]), level=1 << 15)

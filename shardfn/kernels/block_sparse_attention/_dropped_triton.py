@@ -1,4 +1,4 @@
-"""What probabilities are multiplied by behind the softmax, in Triton: the cipher of `_dropped.py`, once a pair."""
+"""The factors of dropout in Triton: the numbers of `_dropped.py`, computed for each pair."""
 
 from typing import no_type_check
 
@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 @no_type_check
 def factors(keys, b, head, t, s, level, kept):
-    """Of queries [m, 1] and keys [1, n], as positions of the whole: `kept`, and 0 where a pair is dropped."""
+    """The factors [m, n] of queries [m, 1] and keys [1, n], by global positions: `kept`, or 0 if a pair is dropped."""
     own, zero = keys + b * 2, s * 0  # the interpreter wraps around in tensors alone
     k0, k1 = tl.load(own + zero).to(tl.uint32), tl.load(own + 1 + zero).to(tl.uint32)
     k0, k1 = threefry(k0, k1, zero.to(tl.uint32), (head + zero).to(tl.uint32))
@@ -35,7 +35,7 @@ def threefry(k0, k1, x0, x1):
 @triton.jit
 @no_type_check
 def four(x0, x1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Four rounds."""
+    """Four rounds of threefry2x32."""
     x0 += x1
     x1 = ((x1 << A) | (x1 >> (32 - A))) ^ x0
     x0 += x1

@@ -1,4 +1,4 @@
-"""The rules of vmap: what is mapped is samples, but for tables and tiles, of which each has a call of its own."""
+"""Rules for vmap: a mapped dim joins the samples. Tables or tiles that are mapped get a call each."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _OF_SAMPLES, _ADDED = (4, 5, 8), 6
 
 
 def register(name: str, num: int) -> None:
-    """Gives an op a rule; its first `num` tensors are of samples."""
+    """Registers a rule for an op whose first `num` tensors have the samples in dim 0."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         return _by_sample(getattr(torch.ops.shardfn_kernels, name), num, info.batch_size, in_dims, args)

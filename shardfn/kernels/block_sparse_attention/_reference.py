@@ -15,7 +15,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class QueryRow(NamedTuple):
-    """A block of queries of one head of all samples: heads, positions of queries and keys, and which pairs count."""
+    """A block of queries of one head, of all samples: heads, positions of queries and keys, and which pairs count."""
 
     head: int
     key_head: int
@@ -77,7 +77,7 @@ def _pairs(tiles: Tiles, kind: int, m: int, n: int, device: torch.device) -> Ten
 
 
 def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> Tensor:
-    """[B, m, n]; -inf where a pair does not count."""
+    """The scores [B, m, n]; -inf where a pair does not count."""
     s = q[:, row.queries, row.head] @ k[:, row.keys, row.key_head].mT * scale
     (B, T, H), S = q.shape[:3], k.shape[1]
     pairs = row.pairs
@@ -93,5 +93,5 @@ def _scores(q: Tensor, k: Tensor, row: QueryRow, given: Given, scale: float) -> 
 
 
 def _factors(row: QueryRow, given: Given, dtype: torch.dtype) -> Tensor | float:
-    """By what the probabilities of a row are multiplied, [B, m, n]; 1 where nothing is dropped."""
+    """The factors of the probabilities, [B, m, n]; 1 if there is no dropout."""
     return 1.0 if given.dropped is None else factors(given.dropped, row.head, row.queries, row.keys, dtype)

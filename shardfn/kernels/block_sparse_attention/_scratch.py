@@ -1,4 +1,4 @@
-"""What the C++ allocates while it runs: bytes, by the shapes of an op's arguments."""
+"""The bytes that the C++ allocates while it runs, computed from the shapes of an op's arguments."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _PARTS = 16  # at least as many units of work has a backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """Keys and values in whole vectors, a block of queries a thread, and what has 16 bits in fp32.
+    """Of the forward: keys and values padded to whole vectors, one block of queries per thread, 16-bit values as fp32.
 
     Example:
         >>> q = torch.empty(1, 4, 1, 16)
@@ -24,7 +24,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
 
 
 def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any) -> int:
-    """Both once more for the other products, and what each part of the queries adds to their gradients."""
+    """Of the backward: keys and values in two layouts, and their gradients once for each part of the queries."""
     del y, lse
     (B, T, H, K), S, block = q.shape, k.shape[1], int(rest[-2])
     W, P = _padded(K), _padded(block)

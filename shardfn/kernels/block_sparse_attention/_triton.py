@@ -79,7 +79,7 @@ def _by_column(tiles: Tiles, num_columns: int) -> Turned:
 
 
 def _sides(q: Tensor, block: int) -> dict[str, Any]:
-    """The sizes of what one program holds at a time: rows of a tile and their width, powers of two."""
+    """The sizes of what one program holds: rows of a tile, and their width, both rounded up to powers of two."""
     K = q.shape[-1]
     width = max(16, 1 << (K - 1).bit_length())
     most = max(16, min(MOST, (1 << 15) // (width * q.element_size())))
@@ -105,7 +105,7 @@ def _told(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: float) -> tup
 @triton.jit
 @no_type_check
 def _rows_of(x, at, mask, d, stride, K: tl.constexpr, WIDENED: tl.constexpr):
-    """Rows [ROWS, WIDTH] of a head, zeros where there are none."""
+    """Loads rows [ROWS, WIDTH] of a head; zeros beyond its end."""
     rows = tl.load(x + at[:, None] * stride + d[None, :], mask=mask[:, None] & (d < K)[None, :], other=0.0)
     return rows.to(tl.float32) if WIDENED else rows
 
@@ -116,7 +116,7 @@ def _scores(
     q, k, r, c, i, j, b, h, kind, patterns, ids_q, ids_k, added, s_b, s_h, s_t, s_s, table, table_head, T, S, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, ROWS]; -inf where a pair does not count. r and c are rows and columns of tile (i, j)."""
+    """The scores [ROWS, ROWS]; -inf where a pair does not count. r and c are rows and columns of tile (i, j)."""
     t, s = (i * BLOCK + r)[:, None], (j * BLOCK + c)[None, :]
     counts = ((r < BLOCK)[:, None] & (t < T)) & ((c < BLOCK)[None, :] & (s < S))
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -141,7 +141,7 @@ def _forward(
     K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """Some queries of one head."""
+    """The forward of some queries of one head."""
     program, N = tl.program_id(0).to(tl.int64), (T + BLOCK - 1) // BLOCK
     r, i = program % PARTS * ROWS + tl.arange(0, ROWS), program // PARTS % N
     h, b = program // PARTS // N % H, program // PARTS // N // H

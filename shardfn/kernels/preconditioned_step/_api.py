@@ -1,4 +1,4 @@
-"""A step along a mean, divided by the root of a variance."""
+"""Adam's step: along the mean of gradients, divided by the root of the mean of their squares."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def preconditioned_step(
     eps: float,
     weight_decay: float = 0.0,
 ) -> Float32[Tensor, "*shape"]:
-    """What Adam makes of its moments, in one pass over memory.
+    """Adam's step, computed from its two moments in one pass over memory.
 
         d = sqrt(nu / c2) + eps                    infinite where nu <= 0: such an element has no scale to step by
         u = -lr (m / c1 / d + weight_decay p)

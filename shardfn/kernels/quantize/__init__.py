@@ -1,3 +1,3 @@
-"""Blocks of a row in codes of 8 or 4 bits."""
+"""Block quantization: each block of a row as codes of 8 or 4 bits and a scale."""
 
 from ._api import dequantize as dequantize, quantize as quantize

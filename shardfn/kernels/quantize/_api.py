@@ -1,4 +1,4 @@
-"""Blocks of a row in codes of 8 or 4 bits."""
+"""Block quantization: each block of a row as codes of 8 or 4 bits and a scale."""
 
 import torch
 from jaxtyping import Float, Float32, Integer
@@ -12,7 +12,7 @@ from shardfn.kernels._library import define
 def quantize(
     x: Float[Tensor, "r c"], *, bits: int = 8, block: int = 256
 ) -> tuple[Integer[Tensor, "r codes"], Float32[Tensor, "r blocks"]]:
-    """Whole numbers of 8 or 4 bits, and a scale for each block of a row.
+    """Rounds x to integers of 8 or 4 bits, with a scale for each block of a row.
 
         S = 2^(bits-1) / max|x|                                     of the block, S = 1 where max|x| < 2^-110
         codes = clamp(round(x S), -2^(bits-1), 2^(bits-1) - 1)      ties to even
@@ -57,7 +57,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     out: Float[Tensor, "r c"] | None = None,
 ) -> Float[Tensor, "r c"]:
-    """What codes of `quantize` stand for: codes * scales, computed in fp32.
+    """The values of the codes of `quantize`: codes * scales, computed in fp32.
 
     Args:
         codes: int8 [r, c], or uint8 [r, ceil(c / 2)] with 4 bits.
@@ -98,7 +98,7 @@ def dequantize(
 
 
 def check_codes(codes: Tensor, scales: Tensor, rows: tuple[int, ...], c: int, bits: int, block: int) -> None:
-    """Refuses codes and scales that `quantize` does not make of rows of c elements."""
+    """Raises unless codes and scales have the dtypes and shapes that `quantize` gives for rows of c elements."""
     check_dtype("codes", codes, torch.int8 if bits == 8 else torch.uint8)
     check_dtype("scales", scales, torch.float32)
     check_shape("codes", codes, (*rows, c if bits == 8 else (c + 1) // 2), f"rows of c = {c} codes of {bits} bits")
@@ -121,7 +121,7 @@ def _dequantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int, dt
 
 
 def empty_codes(x: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes and scales for rows of c elements, as many as x has."""
+    """Uninitialised codes and scales for as many rows as x has, of c elements each."""
     r = x.shape[-2]
     codes = x.new_empty(r, c, dtype=torch.int8) if bits == 8 else x.new_empty(r, (c + 1) // 2, dtype=torch.uint8)
     return codes, x.new_empty(r, -(-c // block), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rows of blocks, in parts that lie together in memory."""
+"""Cuts rows of blocks into parts that are contiguous in memory."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from shardfn.kernels._cpu_blocks import cuts
 
 
 def slabs(x: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int, size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts x [r, c], its codes and its scales into parts of about as many elements: some rows, or blocks of one row."""
+    """Cuts x [r, c], its codes and its scales into parts of about equal size: some rows, or some blocks of one row."""
     r, c = x.shape
     if c <= size:
         for lo, hi in cuts(r, size // max(c, 1)):

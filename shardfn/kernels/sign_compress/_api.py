@@ -1,4 +1,4 @@
-"""A tensor and what is still owed, as signs and scales."""
+"""Compression to one bit per element: signs and scales of a tensor plus the error that is still to be sent."""
 
 import torch
 from jaxtyping import Float, Float32, UInt8
@@ -12,7 +12,7 @@ from shardfn.kernels._library import define
 def sign_compress(
     x: Float[Tensor, "*shape"], error: Float32[Tensor, "r c"], *, whole: bool = False
 ) -> tuple[UInt8[Tensor, "r c//8"], Float32[Tensor, " r"], Float32[Tensor, "r c"]]:
-    """One bit per element of x and of the error of the time before, and the new error.
+    """Compresses x plus the error of the previous call to one bit per element, and returns the new error.
 
         y = x + error
         scale = sqrt(mean(y^2))            of each row; with whole=True of all rows together, the same in each

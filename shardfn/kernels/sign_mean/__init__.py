@@ -1,3 +1,3 @@
-"""The mean of signs and what is still owed, as signs and a scale."""
+"""The mean of several workers' signs, compressed again to signs and a scale."""
 
 from ._api import sign_mean as sign_mean, sign_mean_ as sign_mean_

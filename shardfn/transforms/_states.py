@@ -1,0 +1,94 @@
+"""The states that a training step begins with: made of parameters, read back from its disk, or shapes alone."""
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.collectives import bind_mesh
+from shardfn.core import PyTree, tree_leaves, tree_paths
+from shardfn.engine import (
+    Agreement,
+    Plan,
+    Planner,
+    StepParts,
+    abstract_state,
+    begin,
+    check_alike,
+    check_leaves_descend,
+    check_phases,
+    check_replicas,
+    check_trains,
+    comms_of,
+    first_kept,
+    first_state,
+    is_abstract,
+    losing_no_peer,
+    own_blocks,
+    resumed,
+    together,
+    told_before,
+)
+from shardfn.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStates:
+    """Makes the states of one step. `first` and `resume` are collective.
+
+    Attributes:
+        parts: of the step.
+        planner: of the step.
+        agreement: of the step.
+        key: that states hold; None: none.
+        specs: of the model state.
+    """
+
+    parts: StepParts
+    planner: Planner
+    agreement: Agreement
+    key: Tensor | None
+    specs: PyTree
+
+    def first(self, plan: Plan, leaves: list[Any], model_state: PyTree) -> TrainState:
+        """Of parameters, as `ShardedStep.init`; of each leaf lets go when this rank has its block."""
+        optimizer, mesh = self.parts.optimizer, self.planner.mesh
+        check_trains(plan, self.planner.trainable)
+        check_phases(plan, optimizer)
+        check_leaves_descend(plan, optimizer)
+        kept = first_kept(plan, self.parts, model_state, self.specs)
+        if mesh.abstract or is_abstract(leaves):
+            return self.abstract(plan)._replace(model_state=kept)
+        comms = comms_of(mesh)
+        self.agreement.agree(comms, "init", plan)
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
+        if self.parts.has_state:
+            check_alike(model_state, comms.control)
+            check_replicas(tree_paths(model_state, "model_state"), tree_leaves(model_state), comms.control)
+        with bind_mesh(mesh), losing_no_peer(comms):
+            state = first_state(plan, optimizer, own_blocks(plan, leaves), self.key, self._scale())
+            state = state._replace(model_state=kept)
+            begin(plan, state, comms.control)
+            together(plan, comms.control)
+        return state
+
+    def resume(self, plan: Plan, model_state: PyTree) -> TrainState:
+        """Of the last step that all ranks finished, from their files, as `ShardedStep.resume`."""
+        comms = comms_of(self.planner.mesh)
+        with told_before(comms.control):
+            kept = first_kept(plan, self.parts, model_state, self.specs)
+        self.agreement.agree(comms, "resume", plan)
+        if self.parts.has_state:
+            check_alike(model_state, comms.control)
+        like = self.abstract(plan)._replace(model_state=kept)
+        with losing_no_peer(comms):
+            state = resumed(plan, comms.channels, comms.control, like)
+            together(plan, comms.control)
+        return state
+
+    def abstract(self, plan: Plan) -> TrainState:
+        """The first one as shapes, but for the model state."""
+        return abstract_state(plan, self.parts.optimizer, self.key, self._scale())
+
+    def _scale(self) -> PyTree:
+        return () if self.parts.loss_scale is None else self.parts.loss_scale.init()
