@@ -9,7 +9,6 @@ of its layers is a stack again.
 """
 
 import contextlib
-import numbers
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from shardfn.collectives import transforming
 from shardfn.core import Ambient
 
 from ._layout import LeafLayout
+from ._taking import TAKING, taken_layers
 from ._writes import DATA, Watch
 
 Source = Callable[[int], Tensor]
@@ -218,8 +218,8 @@ class LazyLeaf(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func == _REQUIRES_GRAD:  # made anew at each look
             return args[0].handle.requires_grad
-        if func in _TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
-            taken = _taken(func, args[0]._layers, *args[1:], **(kwargs or {}))
+        if func in TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
+            taken = taken_layers(func, args[0]._layers, *args[1:], **(kwargs or {}))
             if isinstance(taken, slice):
                 taken = args[0]._part(taken)
             if taken is not None:
@@ -280,44 +280,6 @@ _METADATA = {
     torch.is_complex,
     torch.numel,
 }
-
-
-_NARROWING = _TENSOR.narrow, torch.narrow
-_TAKING: Any = {
-    *(_TENSOR.__getitem__, _TENSOR.__iter__, _TENSOR.unbind, torch.unbind, _TENSOR.select, torch.select),
-    *_NARROWING,
-}
-
-
-def _taken(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-    """What takes layers from a stack without opening it, several of them as a slice; None if that is not asked."""
-    if func is _TENSOR.__getitem__:
-        first, *rest = args[0] if type(args[0]) is tuple and args[0] else (args[0],)
-        if isinstance(first, slice) and not rest and first.step in (None, 1):
-            return first if all(isinstance(x, int | None) for x in (first.start, first.stop)) else None
-        if not isinstance(first, numbers.Integral) or isinstance(first, bool):
-            return None
-        layer = layers[int(first)]
-        return layer[tuple(rest)] if rest else layer
-    if func is _TENSOR.__iter__:
-        return iter(layers)
-    dim = args[0] if args else kwargs.get("dim", 0)
-    if dim != 0:
-        return None
-    if func in _NARROWING:
-        return _narrowed(len(layers), **dict(zip(("dim", "start", "length"), args, strict=False)), **kwargs)
-    if func in (_TENSOR.unbind, torch.unbind):
-        return layers
-    return layers[args[1] if len(args) > 1 else kwargs["index"]]
-
-
-def _narrowed(num: int, *, dim: int, start: Any, length: Any) -> slice | None:
-    """The layers of a `narrow` along dim 0; None if torch is to refuse it."""
-    del dim
-    if not isinstance(start, int) or not isinstance(length, int):
-        return None
-    start += num if start < 0 else 0
-    return slice(start, start + length) if 0 <= start and 0 <= length and start + length <= num else None
 
 
 class _Joined(torch.autograd.Function):
