@@ -7,6 +7,7 @@ ring, and wait for what they want.
 
 import atexit
 import collections
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -157,8 +158,9 @@ class PythonEngine:
             waiter.acquire()
             op.waiters.append(waiter)
             # It may have ended before it knew of the waiter.
-            if not _state(op, asked) and not waiter.acquire(timeout=milliseconds / 1000) and waiter in op.waiters:
-                op.waiters.remove(waiter)
+            if not _state(op, asked) and not waiter.acquire(timeout=milliseconds / 1000):
+                with contextlib.suppress(ValueError):  # it was woken meanwhile
+                    op.waiters.remove(waiter)
         return _state(op, asked)
 
     def _op_free(self, number: int) -> None:
