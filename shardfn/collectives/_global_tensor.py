@@ -115,8 +115,7 @@ class GlobalTensor:
         """
         if self._coming:
             self._settle()
-        held = self._local
-        return self.memory if held is None else held
+        return self.memory
 
     @property
     def memory(self) -> Tensor | Stored:
@@ -144,10 +143,9 @@ class GlobalTensor:
 
     def donate(self) -> Tensor | Stored:
         """The block as it is kept, after which this leaf cannot be touched."""
-        if self._coming:
-            self._settle()
-        held, self._local = self._local, None
-        return self.memory if held is None else held
+        held = self.held
+        self._local = None
+        return held
 
     def _settle(self) -> None:
         """Waits for what is still being written to the block."""

@@ -65,10 +65,9 @@ class LocalSums:
     def _sum(self, before: Tensor | None, leaf: int, grad: Tensor, stays: bool) -> Tensor:
         # What is added up is in the dtype of sums.
         grad = grad.to(self._leaves[leaf].dtypes.accum)
-        if before is None or leaf in self._made or not stays or type(before) is not Tensor or type(grad) is not Tensor:
-            return added(before, grad, leaf, self._made)
-        row = self._row(leaf, grad)
-        if row is None:
+        first = stays and leaf not in self._made and type(before) is Tensor and type(grad) is Tensor
+        row = self._row(leaf, grad) if first else None
+        if before is None or row is None:
             return added(before, grad, leaf, self._made)
         self._made.add(leaf)
         return torch.add(before, grad, out=row)

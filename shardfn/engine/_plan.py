@@ -107,13 +107,13 @@ class Plan:
         return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
 
     @functools.cached_property
-    def own_cuts(self) -> list[tuple[int, int, int] | None]:
-        """By leaf that is kept whole, dim, start and length of the rows that this rank updates; None of the others."""
-        out: list[tuple[int, int, int] | None] = []
+    def own_cuts(self) -> dict[str, tuple[int, int, int]]:
+        """By path of a leaf that is gathered after the update: dim, start and length of the rows of this rank."""
+        out: dict[str, tuple[int, int, int]] = {}
         for leaf in self.leaves:
-            cuts = leaf.pieces if leaf.trainable and leaf.refreshed else None
-            lo, hi = (0, 0) if cuts is None or cuts.dim is None else cuts.bounds[self.zero_rank(leaf)]
-            out.append(None if cuts is None or cuts.dim is None else (cuts.dim, lo, hi - lo))
+            if leaf.refreshed and leaf.dim is not None:
+                lo, hi = leaf.pieces.bounds[self.zero_rank(leaf)]
+                out[leaf.path] = leaf.dim, lo, hi - lo
         return out
 
     @functools.cached_property

@@ -36,7 +36,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     Raises:
         ValueError: the loss is jitted twice, or has two policies; or what is around it says that it has a state.
     """
-    check_told(loss, has_state=has_state)
+    _check_told(loss, has_state=has_state)
     around, inner = taken_over(loss)
     if has_state:
         inner = with_state() if (with_state := getattr(inner, "with_state", None)) else past_the_batch(inner)
@@ -54,7 +54,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     return Unwrapped(inner, jitted, mixed)
 
 
-def check_told(loss: Callable[..., Any], *, has_state: bool) -> None:
+def _check_told(loss: Callable[..., Any], *, has_state: bool) -> None:
     """Refuses a loss whose transforms were told of a model state, where what runs it was not.
 
     Raises:

@@ -106,8 +106,7 @@ def update_blocks(
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
         return refresh(plan, channels, blocks, rows, pool_of(plan), coming), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
-    rows = [b if cut is None else _narrowed(b, cut) for b, cut in zip(blocks, plan.own_cuts, strict=True)]
-    rows = rows if all(train) else [x if t else None for x, t in zip(rows, train, strict=True)]
+    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
         # In place: by now gradients are nobody else's.
@@ -222,15 +221,11 @@ def wrap(plan: Plan, blocks: Sequence[Tensor | Stored], coming: Mapping[int, Arr
     return tree_unflatten(plan.treedef, out)
 
 
-def _narrowed(block: Tensor | Stored, cut: tuple[int, int, int]) -> Tensor:
-    assert isinstance(block, Tensor)
-    return block.narrow(*cut).contiguous()
-
-
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
     """The part of a parameter that this rank updates: a view where it can be."""
     assert isinstance(block, Tensor)
-    return leaf.rows(block, plan.zero_rank(leaf)).contiguous() if leaf.refreshed else block
+    cut = plan.own_cuts.get(leaf.path)
+    return block if cut is None else block.narrow(*cut).contiguous()
 
 
 def _like(tree: PyTree, old: PyTree) -> PyTree:

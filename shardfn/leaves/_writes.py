@@ -42,7 +42,7 @@ class Watch:
 
         Kept alive, and so for as long as this object.
         """
-        self._entered += [(path, x, x.data_ptr() if type(x) is Tensor else storage_of(x)) for path, x in named]
+        self._entered += [(path, x, _place_of(x)) for path, x in named]
 
     def keep(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Watches the state's own tensors, each with the path of its leaf: their memory is there anyway."""
@@ -76,11 +76,7 @@ class Watch:
         written = [x for x in self._seen if x.witness._version != x.version]
         own = [path for path, x, version in self._kept if x._version != version]
         changed = self._changed(where)
-        moved = [
-            path
-            for path, x, memory in self._entered
-            if (x.data_ptr() if type(x) is Tensor else storage_of(x)) != memory
-        ]
+        moved = [path for path, x, memory in self._entered if _place_of(x) != memory]
         lost = bool(changed or own) or any(x.kept for x in written)
         state = (
             "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"
@@ -109,6 +105,11 @@ class Watch:
     def forget_dead(self) -> None:
         """Drops tensors that are gone; what was written to them, `check` has seen."""
         self._seen = [x for x in self._seen if not x.memory.expired()]
+
+
+def _place_of(x: Tensor) -> int:
+    """Where its memory is; of a tensor without data, what stands for that."""
+    return x.data_ptr() if type(x) is Tensor else storage_of(x)
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from shardfn.engine import (
     check_descends,
     check_loss,
     check_specs,
-    check_told,
     default_batch,
     stage_axes,
     step_parts,
@@ -131,7 +130,7 @@ def sharded_step(
     """
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
     _check_flags(flags, trainable)
-    check_told(loss, has_state=has_state)
+    unwrapped = unwrap(loss, has_state=has_state)
     check_loss(loss, key=key is not None, has_state=has_state)
     update = as_transformation(optimizer)
     check_descends(update)
@@ -142,7 +141,6 @@ def sharded_step(
     check_specs(specs, batch, rule, on)
     check_cuts(batch, rule)
     check_specs({"state_specs": state_specs}, P(), Zero(), on)
-    unwrapped = unwrap(loss, has_state=has_state)
     policy = unwrapped.mixed and unwrapped.mixed.policy
     planner = Planner(on, specs, batch, rule, trainable, policy, stage_axes(unwrapped.loss))
     unwrapped = bind(unwrapped, planner)
