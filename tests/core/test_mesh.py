@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import time
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ def _kept() -> tuple[int, int, int]:
     """Descriptors, threads and process groups of this process."""
     groups = dist.distributed_c10d._world.pg_map
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(groups)
+
+
+def _left(then: tuple[int, int, int]) -> tuple[int, int, int]:
+    """As `_kept`, of what stays: a thread that has done its work takes a moment to end, gloo's as well as ours."""
+    until = time.monotonic() + 10
+    while _grew(now := _kept(), then) and time.monotonic() < until:
+        time.sleep(0.01)
+    return now
 
 
 def _grew(now: tuple[int, int, int], then: tuple[int, int, int]) -> bool:
@@ -50,12 +59,12 @@ def test_meshes_that_are_dropped_leave_nothing(num: int) -> None:
     _idle()  # gloo's connections of a process's first mesh come in their own time
     for _ in range(num):
         _trained(sf.make_mesh({"dp": -1}))
-        kept.append(_kept())
+        kept.append(_left(kept[0]) if kept else _kept())
     assert not _grew(kept[-1], kept[0]), kept
     for _ in range(num):
         with sf.make_mesh({"dp": -1, "tp": 1}) as mesh:
             _trained(mesh)
-        kept.append(_kept())
+        kept.append(_left(kept[num]) if len(kept) > num else _kept())
     assert not _grew(kept[-1], kept[num]), kept
     assert _grew(kept[0], kept[-1]) and kept[-1][2] == 2
 
@@ -74,12 +83,12 @@ def test_failures_that_are_recovered_from_leave_nothing(num: int) -> None:
     idle = _idle()
     step, state = _trained(sf.make_mesh({"dp": -1}), loss)
     for _ in range(num):
-        before.append(_kept())
+        before.append(_left(before[0]) if before else _kept())
         failing[0] = True
         with pytest.raises((ValueError, sf.RankError), match="over"):
             step(state, torch.ones(2, 4))
         failing[0] = False
-        after.append(_kept())
+        after.append(_left(idle))
         state, _ = step(state, torch.ones(2, 4))
     assert not _grew(before[-1], before[0]) and not _grew(after[-1], idle), (idle, before, after)
 
@@ -89,7 +98,7 @@ def test_a_closed_mesh_says_so() -> None:
     idle = _idle()
     with sf.make_mesh({"dp": -1}) as mesh:
         step, state = _trained(mesh)
-    assert not _grew(_kept(), idle) and mesh.closed
+    assert not _grew(_left(idle), idle) and mesh.closed
     mesh.close()
     assert state.params["w"].local.numel() < 12
     for use in (
@@ -112,15 +121,15 @@ def test_groups_of_several_axes_end_too_and_those_of_a_device_mesh_stay() -> Non
         total = sf.shard_map(lambda x: sf.psum(x, ("dp", "tp")), mesh=mesh, in_specs=sf.P(), out_specs=sf.P())
         assert total(torch.ones(1)) == 4
         assert _grew(_kept(), idle)
-    assert not _grew(_kept(), idle)
+    assert not _grew(_left(idle), idle)
     grid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     outside = _kept()
     step, _ = _trained(grid)
     inside = _kept()
     again, _ = _trained(grid)  # steps on one DeviceMesh share what it takes
-    assert again.mesh is step.mesh and not _grew(_kept(), inside)
+    assert again.mesh is step.mesh and not _grew(_left(inside), inside)
     step.mesh.close()
-    assert not _grew(_kept(), outside)
+    assert not _grew(_left(outside), outside)
     dist.all_reduce(torch.ones(1), group=grid.get_group("tp"))
     _trained(grid)
 
