@@ -4,7 +4,9 @@ By one command, in one run a table, in interleaved rounds as `bench_step_time.py
 
     python benchmarks/bench_one_host.py --out benchmarks/results/one_host.md
 
-Peers of a table are there at the same time, so they come in tables of which each has DDP. DeepSpeed takes part where it
+Peers of a table are there at the same time, so they come in tables of which each has DDP, and the plain loop without
+any communication: no step of the same arithmetic is faster. Seconds are those of the wall and of the processor (a
+rank with all its threads, the mean of the ranks), of the same rounds. DeepSpeed takes part where it
 can be imported; else a line says that it is left out. An environment that has it needs what shardfn needs besides:
 
     python -m venv /tmp/peers && /tmp/peers/bin/pip install -e . deepspeed==0.19.8
@@ -18,7 +20,7 @@ import sys
 
 from _model import FULL, Size
 from _report import publish, table
-from bench_step_time import Times, measure, ratios
+from bench_step_time import Times, measure_clocks, ratios
 
 TINY = Size(num_layers=8, d_model=64, num_heads=4, tokens=32, vocab=512, batch=4)
 # (size, peers beside DDP, what their step may take of that of another peer)
@@ -53,7 +55,7 @@ def main() -> None:
     parts, raw = [], {}
     for name in args.tables:
         size, wanted = TABLES[name]
-        peers = list(dict.fromkeys(["ddp", *(of for of, _ in wanted.values()), *map(str.strip, wanted)]))
+        peers = list(dict.fromkeys(["ddp", "loop", *(of for of, _ in wanted.values()), *map(str.strip, wanted)]))
         if importlib.util.find_spec("deepspeed") is None:
             missing = [peer for peer in peers if peer.startswith("deepspeed")]
             peers = [peer for peer in peers if peer not in missing]
@@ -61,31 +63,35 @@ def main() -> None:
                 told = f"{', '.join(missing)} left out of {name!r}: {sys.executable} has no deepspeed"
                 print(f"{told}; run this with the Python of an environment that has it.", file=sys.stderr, flush=True)
         names = {peer: f"{peer}:channel={args.channel}" if peer.startswith("shardfn") else peer for peer in peers}
-        times, _ = measure(list(names.values()), args, size=size)
-        seconds = {peer: times[full] for peer, full in names.items()}
-        parts.append(f"## {name[0].upper()}{name[1:]}\n\n{size}\n\n{_table(seconds, wanted)}")
-        raw[name] = seconds
+        clocks, _ = measure_clocks(list(names.values()), args, size=size)
+        wall, processor = ({peer: times[full] for peer, full in names.items()} for times in clocks.values())
+        parts.append(f"## {name[0].upper()}{name[1:]}\n\n{size}\n\n{_table(wall, processor, wanted)}")
+        raw[name] = {"wall": wall, "processor": processor}
     note = (
-        f"World {args.world}, one thread a rank, {args.rounds} rounds of {args.steps} steps, seconds of the"
-        f" {args.clock} clock, the slower rank; ranks of shardfn talk by {args.channel}. Ratios are medians of those"
-        " within a round, with quartiles."
+        f"World {args.world}, one thread a rank, {args.rounds} rounds of {args.steps} steps; seconds of the wall are"
+        " the slowest rank's, of the processor the mean of the ranks, with all threads; ranks of shardfn talk by"
+        f" {args.channel}. `loop` communicates nothing. Ratios are medians of those within a round, with quartiles."
     )
     publish("One host", "\n\n".join([note, *parts]), out=args.out, data=raw, as_json=args.json)
 
 
-def _table(seconds: Times, wanted: Wanted) -> str:
-    medians = [[peer, f"{statistics.median(x):.4f}", f"{min(x):.4f}"] for peer, x in seconds.items()]
+def _table(wall: Times, processor: Times, wanted: Wanted) -> str:
+    medians = [
+        [peer, f"{statistics.median(x):.4f}", f"{min(x):.4f}", f"{statistics.median(processor[peer]):.4f}"]
+        for peer, x in wall.items()
+    ]
     rows = []
-    for name, (base, most) in wanted.items():
+    for name, (base, most) in {"loop": ("ddp", 0.0), **wanted}.items():
         peer = name.strip()
-        if base not in seconds:
-            rows.append([f"{peer} / {base}", "-", "-", f"{most}", f"{base} was not there"])
+        if base not in wall:
+            rows.append([f"{peer} / {base}", "-", "-", f"{most}", f"{base} was not there", "-"])
             continue
-        low, mid, high = ratios(seconds[peer], seconds[base])
-        said = "reached" if mid <= most else "not reached"
-        rows.append([f"{peer} / {base}", f"{mid:.3f}", f"{low:.3f} .. {high:.3f}", f"{most}", said])
-    first = table(["peer", "median s/step", "best"], medians)
-    return first + "\n\n" + table(["ratio", "median", "quartiles", "asked, at most", ""], rows)
+        low, mid, high = ratios(wall[peer], wall[base])
+        asked, said = (f"{most}", "reached" if mid <= most else "not reached") if most else ("", "")
+        of_processor = f"{ratios(processor[peer], processor[base])[1]:.3f}"
+        rows.append([f"{peer} / {base}", f"{mid:.3f}", f"{low:.3f} .. {high:.3f}", asked, said, of_processor])
+    first = table(["peer", "median s/step", "best", "processor"], medians)
+    return first + "\n\n" + table(["ratio", "median", "quartiles", "asked, at most", "", "of the processor"], rows)
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,7 +102,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps a peer takes in one round")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--out", default="", help="Markdown file")
     parser.add_argument("--json", action="store_true", help="also the raw numbers")
     return parser.parse_args()

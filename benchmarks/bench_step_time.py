@@ -1,8 +1,9 @@
 """Seconds per step of shardfn and its peers, in interleaved rounds.
 
 In each round every peer takes `--steps` steps in turn, while the other peers' processes sleep on a pipe. The ratio is
-formed within a round, so a machine that slows down for a while slows both sides of it. `--clock processor` takes the
-processor's seconds of a rank instead, with all its threads: waiting costs nothing, and other programs count less.
+formed within a round, so a machine that slows down for a while slows both sides of it. By the wall it is the slower
+rank's seconds. `--clock processor` takes the processor's instead, of a rank with all its threads, the mean of the
+ranks: waiting costs nothing, and other programs count less.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def main() -> None:
 def measure(
     peers: list[str], args: argparse.Namespace, *, size: Size = FULL, link: Link | None = None, whole: bool = False
 ) -> tuple[Times, dict[str, float]]:
-    """Seconds per step of each round, the slower rank, and the last loss, by peer.
+    """Seconds per step of each round by `args.clock`, and the last loss, by peer.
 
     Args:
         peers: see `_peers.py`; with `@DIRECTORY` behind its name a peer is what that checkout of shardfn makes of it.
@@ -58,7 +59,8 @@ def measure_clocks(
             answers = groups[name].ask(args.steps)
             losses[name] = statistics.mean(loss for _, loss in answers)
             for clock, of_peers in times.items():
-                of_peers[name].append(max(seconds[clock] for seconds, _ in answers))
+                of_ranks = [seconds[clock] for seconds, _ in answers]
+                of_peers[name].append(max(of_ranks) if clock == "wall" else statistics.mean(of_ranks))
     for group in groups.values():
         group.close()
     return times, losses
