@@ -6,6 +6,7 @@ from shardfn.core import Ambient
 
 # By thread: what another one runs meanwhile may be the function's own.
 _PLUMBING = Ambient[None]("the engine is at work", by_thread=True)
+_AT_WORK = _PLUMBING.bound(None)
 
 
 def plumbing() -> AbstractContextManager[None]:
@@ -18,7 +19,7 @@ def plumbing() -> AbstractContextManager[None]:
         >>> in_plumbing()
         False
     """
-    return _PLUMBING.bound(None)
+    return _AT_WORK
 
 
 def in_plumbing() -> bool:

@@ -8,9 +8,8 @@ Elsewhere the backend's native operations run.
 """
 
 import collections
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,19 +30,25 @@ _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
 _ASYNC_ALL_TO_ALL.asyncOp = True
 
 
-@contextlib.contextmanager
-def _transport() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(str(error)) from error
+class _Transport:
+    """What fails inside is the wire's. No generator: steps enter it several times for each leaf."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise TransportError(str(error)) from error
+
+
+_transport = _Transport()
 
 
 def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], Tensor]) -> Pending[Tensor]:
     """What `finish` makes when all of `works` have ended; `done` is False where the backend cannot tell."""
 
     def result() -> Tensor:
-        with _transport():
+        with _transport:
             for work in works:
                 work.wait()
         return finish()
@@ -126,7 +131,7 @@ class Channel:
         if self._lanes is not None:
             return self._through_memory(own, blocks, out, settled)
         if self._direct:
-            with _transport():
+            with _transport:
                 works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks, settled)
             return _when(works, lambda: out)
         return _when([native_all_gather(blocks, mine, self.group)], lambda: out)
@@ -163,7 +168,7 @@ class Channel:
             send = flat[own:] if self.index == 0 else flat[:start]
             there[self.index] = back[self.index] = 0
         parts = flat.new_empty((self.size - aside, own))
-        with _transport():
+        with _transport:
             work = group.alltoall_base(parts.view(-1), send, back, there, _ASYNC_ALL_TO_ALL)
 
         def finish() -> Tensor:
@@ -196,7 +201,7 @@ class Channel:
             return self._shared(
                 self._lanes.all_to_all(flat.split_with_sizes(list(sizes)), out.split_with_sizes(back)), lambda: out
             )
-        with _transport():
+        with _transport:
             if self._direct:
                 work = group.alltoall_base(out, flat, back, list(sizes), _ASYNC_ALL_TO_ALL)
             else:
@@ -217,7 +222,7 @@ class Channel:
         if self._lanes is not None:
             parts = flat.view(-1).split_with_sizes(dealt(flat.numel(), self.size))
             return self._shared(self._lanes.all_reduce(parts), lambda: flat)
-        with _transport():
+        with _transport:
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         return _when([work], lambda: flat)
@@ -228,14 +233,14 @@ class Channel:
         record("send", self.axes, x.nbytes, dtype=x.dtype)
         if self._lanes is not None:
             return self._shared(self._lanes.message(x, to, tag, sends=True), lambda: x)
-        with _transport():
+        with _transport:
             return _when([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """From one rank what that sends by the same tag, which nothing else has that is under way between the two."""
         if self._lanes is not None:
             return self._shared(self._lanes.message(into, source, tag, sends=False), lambda: into)
-        with _transport():
+        with _transport:
             return _when([self.group.recv([as_raw(into)], source, tag)], lambda: into)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
@@ -250,7 +255,7 @@ class Channel:
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
-        with _transport():
+        with _transport:
             for work, _ in self._sends:
                 work.wait()
         self._sends.clear()

@@ -7,6 +7,7 @@ transfers that it calls, it binds here, for as long as it runs.
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +20,27 @@ class _Stack(Generic[T]):
 
 class _StackByThread(threading.local, _Stack[T]):
     pass
+
+
+class _Bound(Generic[T]):
+    """No generator: steps enter several for each leaf."""
+
+    __slots__ = ("_stack", "_value")
+
+    def __init__(self, stack: _Stack[T], value: T) -> None:
+        self._stack, self._value = stack, value
+
+    def __enter__(self) -> T:
+        self._stack.values.append(self._value)
+        return self._value
+
+    def __exit__(self, *failure: object) -> None:
+        # By identity, the last first: values may be equal, and blocks on other threads end when they like.
+        values = self._stack.values
+        at = len(values) - 1
+        while values[at] is not self._value:
+            at -= 1
+        del values[at]
 
 
 class Ambient(Generic[T]):
@@ -63,17 +85,9 @@ class Ambient(Generic[T]):
         values = self._stack.values
         return values[-1] if values else None
 
-    @contextlib.contextmanager
-    def bound(self, value: T) -> Iterator[T]:
-        """Binds `value` while the context is open."""
-        stack = self._stack
-        stack.values.append(value)
-        try:
-            yield value
-        finally:
-            # By identity, the last first: values may be equal, and blocks on other threads end when they like.
-            at = next(i for i in reversed(range(len(stack.values))) if stack.values[i] is value)
-            del stack.values[at]
+    def bound(self, value: T) -> AbstractContextManager[T]:
+        """Binds `value` while the context is open, which may be entered more than once."""
+        return _Bound(self._stack, value)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

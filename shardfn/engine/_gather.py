@@ -178,8 +178,9 @@ class Gatherer:
             self._drop(self._scheduled.pop(unit))
         self._read_ahead()
         self._bring_ahead()
-        for whole in self._scheduled.values():
-            whole.move_if_ready()
+        if self._on_disk:
+            for unit in self._on_disk.intersection(self._scheduled):
+                self._scheduled[unit].move_if_ready()
         for unit in move.issue:
             with named_range("gather", self._leaves, self._units[unit].leaves):
                 self._scheduled[unit] = self._issue(unit)

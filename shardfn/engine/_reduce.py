@@ -70,6 +70,7 @@ class Reducer:
         # Leaves are made whole during the backward, but not while parameters use the same channel.
         self._overlap_gather = not any(leaf.gathered for leaf in leaves)
         self._order, self._channels, self._learns = list(order), channels, not order
+        self._captured = capturing()
         self._late_axes = late_axes
         self._late = {u for u, x in enumerate(units) if not {*late_axes}.issubset(leaves[x.leaves[0]].own_axes)}
         self._unit_of = {i: u for u, unit in enumerate(units) for i in unit.leaves}
@@ -268,13 +269,13 @@ class Reducer:
                 continue
             members = [(leaf, self._grads.pop(i).to(leaf.dtypes.reduce)) for leaf, i in mine]
             with named_range("reduce", self._leaves, self._units[unit].leaves):
-                start = self._write_down if capturing() and self._cut[unit] else self._start
+                start = self._write_down if self._captured and self._cut[unit] else self._start
                 pending = start(unit, members)
             self._pending.append((unit, pending))
 
     def _start(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
         channel, packing = self._scatter[unit], self._units[unit].packing
-        lay = packing.lay if capturing() else packing.laid
+        lay = packing.lay if self._captured else packing.laid
         flat = lay([grad for _, grad in members])
         # The message has them: each gradient goes now, and not after the transfer.
         members.clear()
