@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardfn.core import AbstractGroup, Axes, Mesh, chunk_bounds
 
 from ._env import current_mesh
+from ._shared_group import shared_group
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,6 +29,7 @@ class Line:
         index: this rank's index.
         ranks: index -> rank in `group`.
         group: the process group.
+        wire: the name by which collectives call it; see `_shared_group.py`.
     """
 
     axes: tuple[str, ...]
@@ -35,6 +37,7 @@ class Line:
     index: int
     ranks: Sequence[int]
     group: dist.ProcessGroup | AbstractGroup
+    wire: str
 
     @property
     def size(self) -> int:
@@ -72,7 +75,7 @@ def line_along(axis: Axes) -> Line | None:
     group = mesh.group(axes)
     assert group is not None
     sizes = tuple(mesh.shape[n] for n in named)
-    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), group)
+    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), group, shared_group(mesh, group))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -45,6 +45,8 @@ _KINDS = {
     torch.complex64: 0,
     torch.complex128: 1,
 }
+# What sums are known of.
+SUMMED = frozenset(_KINDS)
 Blocks = Sequence[Tensor]
 
 

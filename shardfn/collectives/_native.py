@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardfn.core import AbstractGroup
 
 from ._line import Line
 from ._traffic import record
+from ._where import recording
 
 _ops = torch.ops._c10d_functional
 # What every backend sends as it is. Where nothing is computed on the way, others travel as bytes.
@@ -34,7 +36,7 @@ def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
     if x.numel() == 0:
         return x.clone()
     record(name, line.axes, 2 * x.numel() * x.element_size() * (line.size - 1) // line.size, dtype=x.dtype)
-    return _ops.wait_tensor(_ops.all_reduce(_unknown(x).contiguous(), op, line.group.group_name))
+    return _ops.wait_tensor(_ops.all_reduce(_unknown(x).contiguous(), op, line.wire))
 
 
 def all_gather(x: Tensor, line: Line, *, name: str) -> Tensor:
@@ -51,7 +53,7 @@ def all_gather_start(x: Tensor, line: Line, *, name: str) -> Callable[[], Tensor
     own = _unknown(x).contiguous()
     known = x.dtype in _KNOWN
     own = own if known else own.view(-1).view(torch.uint8)
-    under_way = _ops.all_gather_into_tensor(own, n, line.group.group_name)
+    under_way = _ops.all_gather_into_tensor(own, n, line.wire)
 
     def wait() -> Tensor:
         out = _ops.wait_tensor(under_way)
@@ -66,12 +68,12 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
     n, shape = line.size, x.shape[1:]
     if x.numel() == 0:
         return x.new_empty(shape)
-    if _sums_at_home(line.group):
+    if _sums_at_home(line):
         each = [shape.numel()] * n
         return _sum_in_order(exchange(x.reshape(-1), each, each, line, name=name).view(n, *shape))
     record(name, line.axes, shape.numel() * x.element_size() * (n - 1), dtype=x.dtype)
     rows = x if line.in_order else x[line.indices]
-    out = _ops.reduce_scatter_tensor(_unknown(rows).contiguous().view(-1), "sum", n, line.group.group_name)
+    out = _ops.reduce_scatter_tensor(_unknown(rows).contiguous().view(-1), "sum", n, line.wire)
     return _ops.wait_tensor(out).view(shape)
 
 
@@ -92,7 +94,7 @@ def exchange_start(
     flat, known = _unknown(x).contiguous(), x.dtype in _KNOWN
     flat, width = (flat, 1) if known else (flat.view(torch.uint8), x.dtype.itemsize)
     sizes = [n * width for n in recv], [n * width for n in send]
-    under_way = _ops.all_to_all_single(flat, *sizes, line.group.group_name)
+    under_way = _ops.all_to_all_single(flat, *sizes, line.wire)
 
     def wait() -> Tensor:
         out = _ops.wait_tensor(under_way)
@@ -102,8 +104,14 @@ def exchange_start(
     return wait
 
 
-def _sums_at_home(group: dist.ProcessGroup | AbstractGroup) -> bool:
-    """The one place that chooses how to reduce-scatter: gloo's own is an all-reduce, which sends twice the bytes."""
+def _sums_at_home(line: Line) -> bool:
+    """The one place that chooses how to reduce-scatter: gloo's own is an all-reduce, which sends twice the bytes.
+
+    A graph has the exchange and the sums, whatever it will run on, and whoever traces it.
+    """
+    group = line.group
+    if line.wire != group.group_name and not recording() and get_proxy_mode() is None:
+        return False
     return (group.backend if isinstance(group, AbstractGroup) else dist.get_backend(group)) == "gloo"
 
 

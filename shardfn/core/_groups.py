@@ -109,6 +109,11 @@ def end_lost() -> None:
         _LOST.pop(min(range(len(_LOST)), key=lambda i: _LOST[i].number)).end()
 
 
+def shared_name(name: str) -> str:
+    """The name under which stands what goes through memory for the group of that name, where ranks share some."""
+    return f"{name}:shared"
+
+
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether a group has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import did_you_mean
-from ._groups import MadeGroups, NamedGroups, end_lost, end_with
+from ._groups import MadeGroups, NamedGroups, end_lost, end_with, shared_name
 from ._shown import as_html
 
 # The most ranks that a drawing of a mesh shows.
@@ -257,11 +257,12 @@ class Mesh:
         return self._groups[names]
 
     def group_names(self) -> dict[str, str]:
-        """Name of each process group made so far -> its axes joined by commas."""
+        """Name of each process group made so far, and of what stands for it -> its axes joined by commas."""
         if self.abstract:
             sets = [s for n in range(1, len(self.shape) + 1) for s in itertools.combinations(self.shape, n)]
             return {AbstractGroup(s, self.backend).group_name: ",".join(s) for s in sets}
-        return {group.group_name: ",".join(names) for names, group in self._groups.items()}
+        made = {group.group_name: ",".join(names) for names, group in self._groups.items()}
+        return made | {shared_name(name): axes for name, axes in made.items()}
 
     def own_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
         """The groups of `group` that belong to this mesh alone, so that it may end them."""

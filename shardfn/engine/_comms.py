@@ -5,7 +5,18 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 
-from shardfn.collectives import AnyChannels, AnyControl, AnyRounds, Channels, Control, close, gather_channels
+from shardfn.collectives import (
+    AnyChannels,
+    AnyControl,
+    AnyRounds,
+    Channels,
+    Control,
+    close,
+    close_shared,
+    gather_channels,
+    shared_group,
+    shared_groups,
+)
 from shardfn.core import Mesh, RankError
 from shardfn.memory import record_owner
 
@@ -67,6 +78,8 @@ def comms_of(mesh: Mesh) -> Comms:
     this = weakref.ref(fresh)  # in a cycle, what is closed would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
     mesh.make_own_groups()
+    for group in mesh.own_groups().values():
+        shared_group(mesh, group)  # by whose name graphs call it
     return fresh
 
 
@@ -88,7 +101,8 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     for axes in plan.psum_axes:
         comms.mesh.group(axes)
     if isinstance(comms.channels, Channels):  # others are of captures
-        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared()]:
+        groups = [(x, x.shared_bytes) for x in shared_groups(comms.mesh).values() if x.shared_bytes]
+        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared(), *groups]:
             record_owner(owner, "host", nbytes)
 
 
@@ -152,6 +166,7 @@ def _close(comms: Comms) -> None:
     channels, control = _live(comms)
     control.close()
     channels.close()
+    close_shared(shared_groups(comms.mesh))
     for group in comms.mesh.own_groups().values():
         close(group)
     comms.mesh.drop_own_groups()

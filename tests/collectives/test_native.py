@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import shardfn as sf
+from shardfn.collectives._sharing import VARIABLE
 from shardfn.testing import distributed
 
 ODD = [torch.complex64, torch.complex128, torch.int16, torch.float8_e4m3fn]
@@ -26,11 +27,13 @@ def test_other_dtypes_are_moved_as_they_are() -> None:
 
 @distributed(world=2)
 def test_what_is_summed_must_be_known_to_the_backend() -> None:
-    with (
-        sf.collectives.bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")),
-        pytest.raises(RuntimeError, match="Invalid scalar type"),
-    ):
-        sf.psum(torch.ones(2, dtype=torch.int16), "dp")
+    x = torch.ones(2, dtype=torch.int16)
+    with sf.collectives.bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "gloo")
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+            sf.psum(x, "dp")
+        patch.setenv(VARIABLE, "memory")
+        assert sf.psum(x, "dp").tolist() == [2, 2]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -232,9 +232,10 @@ def test_the_backend_s_own_reduce_scatter_gives_the_same_blocks() -> None:
         whole = torch.arange(30).reshape(5, 6) * (c.axis_index(("dp", "tp")) + 1)
         cases = list(itertools.product(["tp", ("dp", "tp"), ("tp", "dp")], [0, 1]))
         want = [c.psum_scatter(whole, axis, dim=dim) for axis, dim in cases]
-        patch.setattr(_native, "_sums_at_home", lambda group: False)
-        for (axis, dim), block in zip(cases, want, strict=True):
-            assert torch.equal(c.psum_scatter(whole, axis, dim=dim), block)
+        for at_home in (False, True):
+            patch.setattr(_native, "_sums_at_home", lambda line, at_home=at_home: at_home)
+            for (axis, dim), block in zip(cases, want, strict=True):
+                assert torch.equal(c.psum_scatter(whole, axis, dim=dim), block)
 
 
 @distributed(world=3)

@@ -1,0 +1,173 @@
+"""What the collectives that a loss calls go by: memory where ranks share some, and else the process group itself.
+
+They are torch's functional collectives, which a captured graph holds by the name of a group (`_native.py`). So the way
+through memory is a process group, too, registered under a name of its own beside the one that it stands for: eager
+steps, graphs and compiled graphs all call it, and a program's own collectives on the same group do not.
+"""
+
+import contextlib
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.core import AbstractGroup, Mesh, shared_name
+
+from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
+from ._packing import dealt
+from ._sharing import shared_lanes, wished
+from ._transfers import ordered_sum
+
+_Work = dist.Work | None
+
+
+class SharedGroup(dist.ProcessGroup):
+    """A gloo group whose ranks share memory. The methods are torch's, which calls them by name.
+
+    Whether they do is found out at the first transfer, by all ranks, as all of them take part in it. Sums are in rank
+    order, and 16-bit floats are summed in 32 bits, whatever the number of ranks.
+
+    Args:
+        group: the group that this one stands for.
+        timeout: that a wait may take; None is for ever.
+
+    Raises:
+        TransportError: a transfer broke, also after `close`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: datetime.timedelta | None) -> None:
+        super().__init__(group.rank(), group.size())
+        self.stands_for = group
+        self._timeout, self._index = timeout, group.rank()
+        # Before the first transfer nobody knows.
+        self._lanes: Lanes | None = None
+        self._asked = False
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of memory that this rank has set aside for others to read."""
+        return 0 if self._lanes is None else self._lanes.nbytes
+
+    def close(self) -> None:
+        """Ends the way through memory; what is under way fails, here and on the other ranks."""
+        if self._lanes is not None:
+            self._lanes.close()
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+        """Sums, or takes the maximum, in place."""
+        opts = opts or dist.AllreduceOptions()
+        (x,), lanes, op = tensors, self._opened(), opts.reduceOp.op
+        if lanes is None or x.dtype not in SUMMED or op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            return self.stands_for.allreduce(tensors, opts)
+        flat = x.view(-1)
+        if op == dist.ReduceOp.SUM:
+            return _Transfer(lanes, lanes.all_reduce(flat.split_with_sizes(dealt(flat.numel(), lanes.size))))
+        rows = flat.new_empty(lanes.size, flat.numel())
+        rows[self._index] = flat
+        entry = lanes.all_gather(rows[self._index], rows.unbind())
+        return _Transfer(lanes, entry, then=lambda: flat.copy_(rows.amax(0)))
+
+    def all_gather_single_coalesced(self, outs: list[Tensor], owns: list[Tensor], opts: Any = None) -> _Work:
+        """The blocks of all ranks, one after another, of each tensor."""
+        lanes = self._opened()
+        if lanes is None:
+            return self.stands_for.allgather_into_tensor_coalesced(outs, owns, opts or dist.AllgatherOptions())
+        entries: list[LaneOp] = []
+        for out, own in zip(outs, owns, strict=True):
+            blocks = out.view(-1).split(own.numel())
+            blocks[self._index].copy_(own.view(-1))
+            entries.append(lanes.all_gather(blocks[self._index], blocks))
+        return _Transfer(lanes, *entries)
+
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], xs: list[Tensor], opts: Any = None) -> _Work:
+        """Of each tensor this rank's block of the sum."""
+        lanes = self._opened()
+        entries: list[LaneOp] = []
+        for out, x in zip(outs, xs, strict=True):
+            if lanes is None or x.dtype not in SUMMED:
+                # Not the group's own, whose order is another.
+                parts = x.view(self.size(), -1)
+                rows = torch.empty_like(parts)
+                self.stands_for.alltoall_base(rows, parts, [], [], dist.AllToAllOptions()).wait()
+                ordered_sum([*rows.unbind()], out.view(-1))
+            else:
+                entries.append(lanes.reduce_scatter(x.view(lanes.size, -1).unbind(), out.view(-1)))
+        return _Transfer(lanes, *entries)
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], opts: Any = None
+    ) -> _Work:
+        """Sends each rank its rows, and takes theirs."""
+        lanes = self._opened()
+        if lanes is None:
+            return self.stands_for.alltoall_base(out, x, [*out_sizes], [*sizes], opts or dist.AllToAllOptions())
+        entry = lanes.all_to_all(_blocks(x, sizes, lanes.size), _blocks(out, out_sizes, lanes.size))
+        return _Transfer(lanes, entry)
+
+    def _opened(self) -> Lanes | None:
+        if not self._asked:
+            self._lanes, self._asked = shared_lanes(self.stands_for, self._timeout), True
+        return self._lanes
+
+
+class _Transfer(dist.Work):
+    """Transfers under way: torch waits for one before anybody looks at their results."""
+
+    def __init__(self, lanes: Lanes | None, *entries: LaneOp, then: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._lanes, self._entries, self._then = lanes, entries, then
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        del timeout  # the lanes' own
+        for entry in self._entries:
+            assert self._lanes is not None
+            self._lanes.wait(entry, IN | OUT)
+        self._then()
+        return True
+
+
+def shared_group(mesh: Mesh, group: "dist.ProcessGroup | AbstractGroup") -> str:
+    """The name by which a loss's collectives call a group of a mesh; registers what they then go by.
+
+    Nothing is sent. It is the group's own name where memory cannot be shared, or is not wished for.
+    """
+    name = group.group_name
+    made: dict[str, SharedGroup] = mesh.resources.setdefault("shared groups", {})
+    there = made.get(name)
+    if there is not None and there.stands_for is group:
+        return shared_name(name)
+    if isinstance(group, AbstractGroup) or dist.get_backend(group) != "gloo" or wished() == "gloo":
+        return name
+    if there is not None:
+        there.close()
+    _unregister(name)
+    made[name] = SharedGroup(group, mesh.timeout)
+    dist.distributed_c10d._register_process_group(shared_name(name), made[name])
+    mesh.at_close("shared groups", lambda why: close_shared(made))
+    return shared_name(name)
+
+
+def shared_groups(mesh: Mesh) -> dict[str, SharedGroup]:
+    """By name of the group that they stand for, those of a mesh."""
+    return mesh.resources.get("shared groups", {})
+
+
+def close_shared(made: dict[str, SharedGroup]) -> None:
+    """Ends them: what is under way fails, here and on the other ranks."""
+    for name, group in made.items():
+        group.close()
+        _unregister(name)
+    made.clear()
+
+
+def _unregister(name: str) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # torch has forgotten all groups
+        dist.distributed_c10d._unregister_process_group(shared_name(name))
+
+
+def _blocks(x: Tensor, sizes: Sequence[int], num: int) -> Sequence[Tensor]:
+    """Rows for each rank; without sizes equally many."""
+    return torch.split(x, list(sizes) if sizes else x.shape[0] // num)
