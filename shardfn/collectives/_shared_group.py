@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
 
 from shardfn.core import AbstractGroup, Mesh, shared_name
 
@@ -20,8 +21,6 @@ from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
 from ._packing import dealt
 from ._sharing import shared_lanes, wished
 from ._transfers import ordered_sum
-
-_Work = dist.Work | None
 
 
 class SharedGroup(dist.ProcessGroup):
@@ -39,7 +38,7 @@ class SharedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: datetime.timedelta | None) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # pyright: ignore[reportCallIssue]
         self.stands_for = group
         self._timeout, self._index = timeout, group.rank()
         # Before the first transfer nobody knows.
@@ -56,9 +55,9 @@ class SharedGroup(dist.ProcessGroup):
         if self._lanes is not None:
             self._lanes.close()
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+    # Names of parameters are ours: torch passes all of them, by position.
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Sums, or takes the maximum, in place."""
-        opts = opts or dist.AllreduceOptions()
         (x,), lanes, op = tensors, self._opened(), opts.reduceOp.op
         if lanes is None or x.dtype not in SUMMED or op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             return self.stands_for.allreduce(tensors, opts)
@@ -70,11 +69,13 @@ class SharedGroup(dist.ProcessGroup):
         entry = lanes.all_gather(rows[self._index], rows.unbind())
         return _Transfer(lanes, entry, then=lambda: flat.copy_(rows.amax(0)))
 
-    def all_gather_single_coalesced(self, outs: list[Tensor], owns: list[Tensor], opts: Any = None) -> _Work:
+    def all_gather_single_coalesced(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, outs: list[Tensor], owns: list[Tensor], opts: Any
+    ) -> dist.Work:
         """The blocks of all ranks, one after another, of each tensor."""
         lanes = self._opened()
         if lanes is None:
-            return self.stands_for.allgather_into_tensor_coalesced(outs, owns, opts or dist.AllgatherOptions())
+            return self.stands_for.allgather_into_tensor_coalesced(outs, owns, opts)
         entries: list[LaneOp] = []
         for out, own in zip(outs, owns, strict=True):
             blocks = out.view(-1).split(own.numel())
@@ -82,7 +83,9 @@ class SharedGroup(dist.ProcessGroup):
             entries.append(lanes.all_gather(blocks[self._index], blocks))
         return _Transfer(lanes, *entries)
 
-    def reduce_scatter_single_coalesced(self, outs: list[Tensor], xs: list[Tensor], opts: Any = None) -> _Work:
+    def reduce_scatter_single_coalesced(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, outs: list[Tensor], xs: list[Tensor], opts: Any
+    ) -> dist.Work:
         """Of each tensor this rank's block of the sum."""
         lanes = self._opened()
         entries: list[LaneOp] = []
@@ -97,13 +100,13 @@ class SharedGroup(dist.ProcessGroup):
                 entries.append(lanes.reduce_scatter(x.view(lanes.size, -1).unbind(), out.view(-1)))
         return _Transfer(lanes, *entries)
 
-    def all_to_all_single(
-        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], opts: Any = None
-    ) -> _Work:
+    def all_to_all_single(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], opts: Any
+    ) -> dist.Work:
         """Sends each rank its rows, and takes theirs."""
         lanes = self._opened()
         if lanes is None:
-            return self.stands_for.alltoall_base(out, x, [*out_sizes], [*sizes], opts or dist.AllToAllOptions())
+            return self.stands_for.alltoall_base(out, x, [*out_sizes], [*sizes], opts)
         entry = lanes.all_to_all(_blocks(x, sizes, lanes.size), _blocks(out, out_sizes, lanes.size))
         return _Transfer(lanes, entry)
 
@@ -145,7 +148,7 @@ def shared_group(mesh: Mesh, group: "dist.ProcessGroup | AbstractGroup") -> str:
         there.close()
     _unregister(name)
     made[name] = SharedGroup(group, mesh.timeout)
-    dist.distributed_c10d._register_process_group(shared_name(name), made[name])
+    dist.distributed_c10d._register_process_group(GroupName(shared_name(name)), made[name])
     mesh.at_close("shared groups", lambda why: close_shared(made))
     return shared_name(name)
 
@@ -165,7 +168,7 @@ def close_shared(made: dict[str, SharedGroup]) -> None:
 
 def _unregister(name: str) -> None:
     with contextlib.suppress(RuntimeError, ValueError):  # torch has forgotten all groups
-        dist.distributed_c10d._unregister_process_group(shared_name(name))
+        dist.distributed_c10d._unregister_process_group(GroupName(shared_name(name)))
 
 
 def _blocks(x: Tensor, sizes: Sequence[int], num: int) -> Sequence[Tensor]:

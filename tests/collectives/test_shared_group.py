@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
 
 import shardfn as sf
 from shardfn.collectives import _sharing, bind_mesh, shared_group, shared_groups
@@ -106,7 +107,7 @@ def test_derivatives_of_every_kind_go_through_memory() -> None:
         assert torch.equal(torch.func.grad(f)(x.detach()), grad.detach())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at the first use of forward mode
-            _, tangent = torch.func.jvp(lambda x: sf.psum(x * x, "dp"), (x.detach(),), (torch.ones(6),))
+            tangent = torch.func.jvp(lambda x: sf.psum(x * x, "dp"), (x.detach(),), (torch.ones(6),))[1]
         assert torch.equal(tangent, 4 * x.detach())
         batched = torch.vmap(lambda x: sf.psum(x, "dp"))(torch.arange(6.0).view(2, 3) + r)
         assert torch.equal(batched, 2 * torch.arange(6.0).view(2, 3) + 1)
@@ -146,7 +147,7 @@ def test_steps_and_their_graphs_send_through_memory_alone(backend: str) -> None:
             mesh = sf.make_mesh({"tp": 2}, device="cpu")
             step = _step(mesh, sf.jit(_along_tp, backend=backend) if backend else _along_tp)
             state = step.init(_params())
-            losses = []
+            losses, before = [], 0
             for _ in range(3):
                 before = counts["sums"]
                 state, metrics = step(state, x)
@@ -276,12 +277,12 @@ def test_an_end_of_the_mesh_takes_the_memory_and_the_name_with_it() -> None:
             assert sf.psum(torch.ones(1), "dp") == 2
         ((name, made),) = shared_groups(mesh).items()
         alias = shared_group(mesh, made.stands_for)
-        assert alias != name and dist.distributed_c10d._resolve_process_group(alias) is made
+        assert alias != name and dist.distributed_c10d._resolve_process_group(GroupName(alias)) is made
         lanes = made._lanes
         mesh.close()
         assert not shared_groups(mesh) and lanes is not None and lanes.why() == "this communicator has ended"
         with pytest.raises((RuntimeError, ValueError)):
-            dist.distributed_c10d._resolve_process_group(alias)
+            dist.distributed_c10d._resolve_process_group(GroupName(alias))
 
 
 @distributed(world=2)
