@@ -58,7 +58,8 @@ class SharedGroup(dist.ProcessGroup):
     # Names of parameters are ours: torch passes all of them, by position.
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Sums, or takes the maximum, in place."""
-        (x,), lanes, op = tensors, self._opened(), opts.reduceOp.op
+        (x,), op = tensors, opts.reduceOp.op
+        lanes = self._lanes_of(x)
         if lanes is None or x.dtype not in SUMMED or op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             return self.stands_for.allreduce(tensors, opts)
         flat = x.view(-1)
@@ -73,7 +74,7 @@ class SharedGroup(dist.ProcessGroup):
         self, outs: list[Tensor], owns: list[Tensor], opts: Any
     ) -> dist.Work:
         """The blocks of all ranks, one after another, of each tensor."""
-        lanes = self._opened()
+        lanes = self._lanes_of(*outs, *owns)
         if lanes is None:
             return self.stands_for.allgather_into_tensor_coalesced(outs, owns, opts)
         entries: list[LaneOp] = []
@@ -87,7 +88,7 @@ class SharedGroup(dist.ProcessGroup):
         self, outs: list[Tensor], xs: list[Tensor], opts: Any
     ) -> dist.Work:
         """Of each tensor this rank's block of the sum."""
-        lanes = self._opened()
+        lanes = self._lanes_of(*outs, *xs)
         entries: list[LaneOp] = []
         for out, x in zip(outs, xs, strict=True):
             if lanes is None or x.dtype not in SUMMED:
@@ -104,13 +105,16 @@ class SharedGroup(dist.ProcessGroup):
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], opts: Any
     ) -> dist.Work:
         """Sends each rank its rows, and takes theirs."""
-        lanes = self._opened()
+        lanes = self._lanes_of(out, x)
         if lanes is None:
             return self.stands_for.alltoall_base(out, x, [*out_sizes], [*sizes], opts)
         entry = lanes.all_to_all(_blocks(x, sizes, lanes.size), _blocks(out, out_sizes, lanes.size))
         return _Transfer(lanes, entry)
 
-    def _opened(self) -> Lanes | None:
+    def _lanes_of(self, *tensors: Tensor) -> Lanes | None:
+        """The way through memory of tensors, which all ranks have on devices of one kind."""
+        if not all(x.device.type == "cpu" for x in tensors):
+            return None
         if not self._asked:
             self._lanes, self._asked = shared_lanes(self.stands_for, self._timeout), True
         return self._lanes
