@@ -20,10 +20,11 @@ from shardfn.collectives import _sharing, bind_mesh, shared_group, shared_groups
 from shardfn.collectives._memory import RINGS, SUMMED
 from shardfn.collectives._segment import NotSharedError
 from shardfn.collectives._shared_group import SharedGroup
-from shardfn.collectives._sharing import VARIABLE
+from shardfn.collectives._sharing import VARIABLE, wished
 from shardfn.memory import ledger
 from shardfn.testing import distributed
 
+pytestmark = pytest.mark.skipif(wished() == "gloo", reason="of the way through memory, which is not wished for")
 _FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Of a few elements, of no element, of more than fits into a ring, and odd.
 _SHAPES = [(1,), (0,), (7, 5), (RINGS // 4 + 3,)]
