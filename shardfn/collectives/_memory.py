@@ -45,7 +45,7 @@ _KINDS = {
     torch.complex64: 0,
     torch.complex128: 1,
 }
-# What sums are known of.
+# The dtypes that lanes can sum.
 SUMMED = frozenset(_KINDS)
 Blocks = Sequence[Tensor]
 

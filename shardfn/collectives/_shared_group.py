@@ -2,13 +2,13 @@
 
 They are torch's functional collectives, which a captured graph holds by the name of a group (`_native.py`). So the way
 through memory is a process group, too, registered under a name of its own beside the one that it stands for: eager
-steps, graphs and compiled graphs all call it, and a program's own collectives on the same group do not.
+steps, graphs and compiled graphs call it, and a program's own collectives on the same group do not.
 """
 
 import contextlib
 import datetime
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,21 +29,32 @@ class SharedGroup(dist.ProcessGroup):
     Whether they do is found out at the first transfer, by all ranks, as all of them take part in it. Sums are in rank
     order, and 16-bit floats are summed in 32 bits, whatever the number of ranks.
 
+    It has the operations that primitives use, and no others.
+
     Args:
         group: the group that this one stands for.
         timeout: that a wait may take; None is for ever.
+        name: by which it is registered.
+
+    Attributes:
+        stands_for: that group.
+        group_name: its own name.
 
     Raises:
         TransportError: a transfer broke, also after `close`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: datetime.timedelta | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: datetime.timedelta | None, name: GroupName) -> None:
         super().__init__(group.rank(), group.size())  # pyright: ignore[reportCallIssue]
         self.stands_for = group
-        self._timeout, self._index = timeout, group.rank()
+        self._timeout, self._index, self._name = timeout, group.rank(), name
         # Before the first transfer nobody knows.
         self._lanes: Lanes | None = None
         self._asked = False
+
+    @property
+    def group_name(self) -> GroupName:  # torch's asks a backend, which this group has not
+        return self._name
 
     @property
     def shared_bytes(self) -> int:
@@ -88,6 +99,8 @@ class SharedGroup(dist.ProcessGroup):
         self, outs: list[Tensor], xs: list[Tensor], opts: Any
     ) -> dist.Work:
         """Of each tensor this rank's block of the sum."""
+        if opts.reduceOp.op != dist.ReduceOp.SUM:
+            raise NotImplementedError(f"{self._name} scatters sums, and no {opts.reduceOp.op}.")
         lanes = self._lanes_of(*outs, *xs)
         entries: list[LaneOp] = []
         for out, x in zip(outs, xs, strict=True):
@@ -136,43 +149,59 @@ class _Transfer(dist.Work):
         return True
 
 
+class _Entry(NamedTuple):
+    """What dynamo may look at, unlike a group's own attributes."""
+
+    stands_for: Any
+    name: GroupName
+    group: SharedGroup
+
+
 def shared_group(mesh: Mesh, group: "dist.ProcessGroup | AbstractGroup") -> str:
     """The name by which a loss's collectives call a group of a mesh; registers what they then go by.
 
-    Nothing is sent. It is the group's own name where memory cannot be shared, or is not wished for.
+    Nothing is sent. It is the group's own name where memory cannot be shared, or is not wished for. The name is the
+    mesh's alone, as several meshes may have one group, and stays when the mesh makes a group anew.
     """
-    name = group.group_name
-    made: dict[str, SharedGroup] = mesh.resources.setdefault("shared groups", {})
-    there = made.get(name)
+    made = _entries(mesh)
+    there = made.get(group.group_name)
     if there is not None and there.stands_for is group:
-        return shared_name(name)
-    if isinstance(group, AbstractGroup) or dist.get_backend(group) != "gloo" or wished() == "gloo":
-        return name
-    if there is not None:
-        there.close()
-    _unregister(name)
-    made[name] = SharedGroup(group, mesh.timeout)
-    dist.distributed_c10d._register_process_group(GroupName(shared_name(name)), made[name])
-    mesh.at_close("shared groups", lambda why: close_shared(made))
-    return shared_name(name)
+        return there.name
+    if isinstance(group, AbstractGroup) or mesh.device.type != "cpu":
+        return group.group_name
+    if dist.get_backend(group) != "gloo" or wished() == "gloo":
+        return group.group_name
+    if there is None:
+        mesh.at_close("shared groups", lambda why: _end(made))
+    else:
+        there.group.close()
+        _unregister(there.name)
+    name = GroupName(shared_name(group.group_name, mesh.made.number))
+    # torch's registry does not keep it alive: the mesh does.
+    made[group.group_name] = _Entry(group, name, SharedGroup(group, mesh.timeout, name))
+    dist.distributed_c10d._register_process_group(name, made[group.group_name].group)
+    return name
 
 
 def shared_groups(mesh: Mesh) -> dict[str, SharedGroup]:
     """By name of the group that they stand for, those of a mesh."""
-    return mesh.resources.get("shared groups", {})
+    return {name: entry.group for name, entry in _entries(mesh).items()}
 
 
-def close_shared(made: dict[str, SharedGroup]) -> None:
-    """Ends them: what is under way fails, here and on the other ranks."""
-    for name, group in made.items():
-        group.close()
-        _unregister(name)
+def _entries(mesh: Mesh) -> dict[str, _Entry]:
+    return mesh.resources.setdefault("shared groups", {})
+
+
+def _end(made: dict[str, _Entry]) -> None:
+    for entry in made.values():
+        entry.group.close()
+        _unregister(entry.name)
     made.clear()
 
 
-def _unregister(name: str) -> None:
+def _unregister(name: GroupName) -> None:
     with contextlib.suppress(RuntimeError, ValueError):  # torch has forgotten all groups
-        dist.distributed_c10d._unregister_process_group(GroupName(shared_name(name)))
+        dist.distributed_c10d._unregister_process_group(name)
 
 
 def _blocks(x: Tensor, sizes: Sequence[int], num: int) -> Sequence[Tensor]:

@@ -257,12 +257,12 @@ class Mesh:
         return self._groups[names]
 
     def group_names(self) -> dict[str, str]:
-        """Name of each process group made so far, and of what stands for it -> its axes joined by commas."""
+        """Name of each process group made so far, and of its way through memory -> its axes joined by commas."""
         if self.abstract:
             sets = [s for n in range(1, len(self.shape) + 1) for s in itertools.combinations(self.shape, n)]
             return {AbstractGroup(s, self.backend).group_name: ",".join(s) for s in sets}
         made = {group.group_name: ",".join(names) for names, group in self._groups.items()}
-        return made | {shared_name(name): axes for name, axes in made.items()}
+        return made | {shared_name(name, self.made.number): axes for name, axes in made.items()}
 
     def own_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
         """The groups of `group` that belong to this mesh alone, so that it may end them."""

@@ -12,7 +12,6 @@ from shardfn.collectives import (
     Channels,
     Control,
     close,
-    close_shared,
     gather_channels,
     shared_group,
     shared_groups,
@@ -166,8 +165,9 @@ def _close(comms: Comms) -> None:
     channels, control = _live(comms)
     control.close()
     channels.close()
-    close_shared(shared_groups(comms.mesh))
     for group in comms.mesh.own_groups().values():
+        if (shared := shared_groups(comms.mesh).get(group.group_name)) is not None:
+            shared.close()
         close(group)
     comms.mesh.drop_own_groups()
     comms.mesh.made.forget_ended()
