@@ -107,10 +107,11 @@ def exchange_start(
 def _sums_at_home(line: Line) -> bool:
     """The one place that chooses how to reduce-scatter: gloo's own is an all-reduce, which sends twice the bytes.
 
-    A graph has the exchange and the sums, whatever it will run on, and whoever traces it.
+    A graph has the exchange and the sums, whatever it will run on, and whoever traces it. Memory sums in the order of
+    the group's ranks, so where axes are named in another order the sum is made here, too, in theirs.
     """
     group = line.group
-    if line.wire != group.group_name and not recording() and get_proxy_mode() is None:
+    if line.wire != group.group_name and line.in_order and not recording() and get_proxy_mode() is None:
         return False
     return (group.backend if isinstance(group, AbstractGroup) else dist.get_backend(group)) == "gloo"
 

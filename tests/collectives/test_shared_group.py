@@ -1,5 +1,6 @@
 """Covers what the collectives of a loss go by where ranks share memory: values, graphs, failures, and its absence."""
 
+import functools
 import gc
 import itertools
 import os
@@ -80,6 +81,20 @@ def test_all_dtypes_and_orders_of_axes_are_as_by_gloo() -> None:
         assert bool(shared_groups(mesh)) == (way == "memory")
     for axis, dtype in cases:
         _equal(found["memory", axis, dtype], found["gloo", axis, dtype])
+
+
+@distributed(world=4)
+def test_blocks_of_sums_have_one_order_by_memory_by_gloo_and_in_graphs() -> None:
+    mesh, found = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu"), {}
+    x = torch.randn(9, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for way in ("gloo", "memory"):
+        with pytest.MonkeyPatch.context() as patch, bind_mesh(mesh):
+            patch.setenv(VARIABLE, way)
+            for axis in ("dp", ("dp", "tp"), ("tp", "dp")):
+                f = functools.partial(sf.psum_scatter, axis=axis)
+                found[way, axis] = [f(x), sf.jit(f, backend="graph")(x)]
+    for (_, axis), blocks in found.items():
+        _equal(blocks, [found["gloo", axis][0]] * 2)
 
 
 @distributed(world=2)
