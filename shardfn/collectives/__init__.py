@@ -36,6 +36,7 @@ from ._channel import Channel as Channel, Channels as Channels
 from ._sole_owner import is_sole_owner as is_sole_owner
 from ._sole_owner import may_be_added_to as may_be_added_to
 from ._sharing import chosen_channel as chosen_channel
+from ._shared_group import end_shared_group as end_shared_group
 from ._shared_group import shared_group as shared_group, shared_groups as shared_groups
 from ._failure import TransportError as TransportError, close as close
 from ._arrival import Arrival as Arrival

@@ -171,11 +171,8 @@ def shared_group(mesh: Mesh, group: "dist.ProcessGroup | AbstractGroup") -> str:
         return group.group_name
     if dist.get_backend(group) != "gloo" or wished() == "gloo":
         return group.group_name
-    if there is None:
-        mesh.at_close("shared groups", lambda why: _end(made))
-    else:
-        there.group.close()
-        _unregister(there.name)
+    end_shared_group(mesh, group)  # what stood for another one of that name
+    mesh.at_close("shared groups", lambda why: _end(made))
     name = GroupName(shared_name(group.group_name, mesh.made.number))
     # torch's registry does not keep it alive: the mesh does.
     made[group.group_name] = _Entry(group, name, SharedGroup(group, mesh.timeout, name))
@@ -186,6 +183,13 @@ def shared_group(mesh: Mesh, group: "dist.ProcessGroup | AbstractGroup") -> str:
 def shared_groups(mesh: Mesh) -> dict[str, SharedGroup]:
     """By name of the group that they stand for, those of a mesh."""
     return {name: entry.group for name, entry in _entries(mesh).items()}
+
+
+def end_shared_group(mesh: Mesh, group: dist.ProcessGroup) -> None:
+    """Ends what stands for a group that is about to end, and wakes who waits there; nothing then holds the group."""
+    if (entry := _entries(mesh).pop(group.group_name, None)) is not None:
+        entry.group.close()
+        _unregister(entry.name)
 
 
 def _entries(mesh: Mesh) -> dict[str, _Entry]:

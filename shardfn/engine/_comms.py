@@ -12,6 +12,7 @@ from shardfn.collectives import (
     Channels,
     Control,
     close,
+    end_shared_group,
     gather_channels,
     shared_group,
     shared_groups,
@@ -166,8 +167,7 @@ def _close(comms: Comms) -> None:
     control.close()
     channels.close()
     for group in comms.mesh.own_groups().values():
-        if (shared := shared_groups(comms.mesh).get(group.group_name)) is not None:
-            shared.close()
+        end_shared_group(comms.mesh, group)
         close(group)
     comms.mesh.drop_own_groups()
     comms.mesh.made.forget_ended()
