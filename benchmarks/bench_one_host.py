@@ -5,9 +5,9 @@ By one command, in one run a table, in interleaved rounds as `bench_step_time.py
     python benchmarks/bench_one_host.py --out benchmarks/results/one_host.md
 
 Peers of a table are there at the same time, so they come in tables of which each has DDP, and the plain loop without
-any communication: no step of the same arithmetic is faster. Seconds are those of the wall and of the processor (a
-rank with all its threads, the mean of the ranks), of the same rounds. DeepSpeed takes part where it
-can be imported; else a line says that it is left out. An environment that has it needs what shardfn needs besides:
+any communication: what the same rows and a whole update cost alone. Seconds are those of the wall and of the processor
+(a rank with all its threads, the mean of the ranks), of the same rounds. DeepSpeed takes part where it can be imported;
+else a line says that it is left out. An environment that has it needs what shardfn needs besides:
 
     python -m venv /tmp/peers && /tmp/peers/bin/pip install -e . deepspeed==0.19.8
     /tmp/peers/bin/python benchmarks/bench_one_host.py --out benchmarks/results/one_host.md

@@ -75,11 +75,11 @@ class SharedGroup(dist.ProcessGroup):
             return self.stands_for.allreduce(tensors, opts)
         flat = x.view(-1)
         if op == dist.ReduceOp.SUM:
-            return _Transfer(lanes, lanes.all_reduce(flat.split_with_sizes(dealt(flat.numel(), lanes.size))))
+            return _SharedWork(lanes, lanes.all_reduce(flat.split_with_sizes(dealt(flat.numel(), lanes.size))))
         rows = flat.new_empty(lanes.size, flat.numel())
         rows[self._index] = flat
         entry = lanes.all_gather(rows[self._index], rows.unbind())
-        return _Transfer(lanes, entry, then=lambda: flat.copy_(rows.amax(0)))
+        return _SharedWork(lanes, entry, then=lambda: flat.copy_(rows.amax(0)))
 
     def all_gather_single_coalesced(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, outs: list[Tensor], owns: list[Tensor], opts: Any
@@ -93,7 +93,7 @@ class SharedGroup(dist.ProcessGroup):
             blocks = out.view(-1).split(own.numel())
             blocks[self._index].copy_(own.view(-1))
             entries.append(lanes.all_gather(blocks[self._index], blocks))
-        return _Transfer(lanes, *entries)
+        return _SharedWork(lanes, *entries)
 
     def reduce_scatter_single_coalesced(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, outs: list[Tensor], xs: list[Tensor], opts: Any
@@ -112,7 +112,7 @@ class SharedGroup(dist.ProcessGroup):
                 ordered_sum([*rows.unbind()], out.view(-1))
             else:
                 entries.append(lanes.reduce_scatter(x.view(lanes.size, -1).unbind(), out.view(-1)))
-        return _Transfer(lanes, *entries)
+        return _SharedWork(lanes, *entries)
 
     def all_to_all_single(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], opts: Any
@@ -122,7 +122,7 @@ class SharedGroup(dist.ProcessGroup):
         if lanes is None:
             return self.stands_for.alltoall_base(out, x, [*out_sizes], [*sizes], opts)
         entry = lanes.all_to_all(_blocks(x, sizes, lanes.size), _blocks(out, out_sizes, lanes.size))
-        return _Transfer(lanes, entry)
+        return _SharedWork(lanes, entry)
 
     def _lanes_of(self, *tensors: Tensor) -> Lanes | None:
         """The way through memory of tensors, which all ranks have on devices of one kind."""
@@ -133,7 +133,7 @@ class SharedGroup(dist.ProcessGroup):
         return self._lanes
 
 
-class _Transfer(dist.Work):
+class _SharedWork(dist.Work):
     """Transfers under way: torch waits for one before anybody looks at their results."""
 
     def __init__(self, lanes: Lanes | None, *entries: LaneOp, then: Callable[[], object] = lambda: None) -> None:
@@ -172,7 +172,7 @@ def shared_group(mesh: Mesh, group: "dist.ProcessGroup | AbstractGroup") -> str:
     if dist.get_backend(group) != "gloo" or wished() == "gloo":
         return group.group_name
     end_shared_group(mesh, group)  # what stood for another one of that name
-    mesh.at_close("shared groups", lambda why: _end(made))
+    mesh.at_close("shared groups", lambda why: _end_all(made))
     name = GroupName(shared_name(group.group_name, mesh.made.number))
     # torch's registry does not keep it alive: the mesh does.
     made[group.group_name] = _Entry(group, name, SharedGroup(group, mesh.timeout, name))
@@ -188,24 +188,22 @@ def shared_groups(mesh: Mesh) -> dict[str, SharedGroup]:
 def end_shared_group(mesh: Mesh, group: dist.ProcessGroup) -> None:
     """Ends what stands for a group that is about to end, and wakes who waits there; nothing then holds the group."""
     if (entry := _entries(mesh).pop(group.group_name, None)) is not None:
-        entry.group.close()
-        _unregister(entry.name)
+        _end(entry)
 
 
 def _entries(mesh: Mesh) -> dict[str, _Entry]:
     return mesh.resources.setdefault("shared groups", {})
 
 
-def _end(made: dict[str, _Entry]) -> None:
-    for entry in made.values():
-        entry.group.close()
-        _unregister(entry.name)
-    made.clear()
+def _end_all(made: dict[str, _Entry]) -> None:
+    while made:
+        _end(made.popitem()[1])
 
 
-def _unregister(name: GroupName) -> None:
+def _end(entry: _Entry) -> None:
+    entry.group.close()
     with contextlib.suppress(RuntimeError, ValueError):  # torch has forgotten all groups
-        dist.distributed_c10d._unregister_process_group(name)
+        dist.distributed_c10d._unregister_process_group(entry.name)
 
 
 def _blocks(x: Tensor, sizes: Sequence[int], num: int) -> Sequence[Tensor]:
