@@ -1,17 +1,22 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
 import argparse
+import fcntl
 import importlib.util
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# The oracles of collectives and optimizers, in an environment of their own.
+JAX = ["jax==0.10.2", "optax==0.2.8"]
 
 # Must precede the first import of shardfn. The rooms of graphs and of the command line have no tensors in their
 # signatures; checking every call there takes minutes.
@@ -143,3 +148,22 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
         pytest.skip("mounting needs root")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture(scope="session")
+def jax_python() -> str:
+    """A Python that has jax and optax: `$JAX_PYTHON`, or one that the first test to need it installs from PyPI."""
+    given = os.environ.get("JAX_PYTHON")
+    if given:
+        return given
+    venv = pathlib.Path(tempfile.gettempdir()) / f"shardfn-jax-{os.getuid()}"
+    python = venv / "bin" / "python"
+    with open(f"{venv}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one run of the tests share the environment
+        if not (venv / "complete").exists():
+            make = [[sys.executable, "-m", "venv", str(venv)], [str(python), "-m", "pip", "install", "-q", *JAX]]
+            for command in make:
+                if subprocess.run(command, capture_output=True, check=False).returncode:
+                    pytest.skip(f"{' '.join(JAX)} cannot be installed: set JAX_PYTHON to a Python that has them")
+            (venv / "complete").touch()
+    return str(python)
