@@ -11,6 +11,9 @@ import torch
 
 from shardfn.core import Ambient, Axes, Mesh
 
+from ._axis_index import AxisIndex
+from ._function_modes import WAITING, began, function_modes
+
 _MESH = Ambient[Mesh]("mesh")
 _SEEN = Ambient[list[Mesh]]("notes of meshes that are bound")
 _ONE_RANK = Mesh({}, torch.device("cpu"))
@@ -65,4 +68,9 @@ def axis_index(axis: Axes) -> int:
         >>> axis_index(None)
         0
     """
-    return current_mesh().axis_index(axis)
+    mesh = current_mesh()
+    index = mesh.axis_index(axis)
+    if WAITING or function_modes():
+        began()
+        return AxisIndex(index, mesh.axes(axis))
+    return index

@@ -30,6 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from shardfn import kernels
 
 from . import _native as native
+from ._function_modes import began
 from ._line import Line
 from ._message import gather_rows
 from ._where import Applied, applying, at_line, current_line, recording
@@ -91,7 +92,7 @@ class Primitive(NamedTuple):
 
 def bind(x: Tensor, call: Call) -> Tensor:
     """Applies `call` to `x`, differentiably. A tensor subclass may intercept it by `__torch_function__`."""
-    if has_torch_function_unary(x):
+    if has_torch_function_unary(x) or began():
         return handle_torch_function(bind, (x,), x, call)
     if call.name == "psum" and not x.requires_grad and not recording() and not _transforming():
         return PRIMITIVES["psum"].impl(x, call)  # as a step's own sums: a Function costs more than they do
@@ -226,9 +227,9 @@ def _psum_scatter(x: Tensor, call: Call) -> Tensor:
 # take_own_block: I -> V
 
 
-def _take_own_block(x: Tensor, call: Call) -> Tensor:
+def own_block(x: Tensor, call: Call) -> Tensor:
+    """This rank's block, as a copy, so that it does not keep the whole alive."""
     lengths, index = call.line.lengths(call.size), call.line.index
-    # A copy, so that the block does not keep the whole alive.
     return x.narrow(call.dim, sum(lengths[:index]), lengths[index]).clone(memory_format=torch.contiguous_format)
 
 
@@ -329,7 +330,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "psum_scatter": Primitive(_psum_scatter, _becomes("all_gather")),
     "quantized_all_gather": Primitive(_quantized_all_gather, _becomes("psum_scatter"), _becomes("all_gather")),
     "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block"), start=_all_gather_start),
-    "take_own_block": Primitive(_take_own_block, _becomes("all_gather_invariant")),
+    "take_own_block": Primitive(own_block, _becomes("all_gather_invariant")),
     "all_to_all": Primitive(_all_to_all, _swap_dims, start=_all_to_all_start),
     "ppermute": Primitive(_ppermute, _inverse, start=_ppermute_start),
 }

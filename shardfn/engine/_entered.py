@@ -52,7 +52,13 @@ def enter(
             if i not in at_end:
                 handle.register_hook(_taker(reducer, i, alias(handle)))
             handles[i] = handle
-        entered.append(LazyLeaf.make(i, leaf.path, handle, book) if lazy else handle)
+        seen = LazyLeaf.make(i, leaf.path, handle, book) if lazy else handle
+        if leaf.own_axes:
+            if reducer is None:
+                plan.following_function.declare(seen, leaf.own_axes)
+            else:
+                plan.following.declare(seen, (*plan.batch_axes, *leaf.own_axes))
+        entered.append(seen)
     book.watch.enter(plain)
     if not plan.has_stacks:
         return tree_unflatten(plan.treedef, entered), handles

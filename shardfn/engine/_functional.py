@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._functorch import maybe_get_level
 from torch.func import grad_and_value
 
-from shardfn.collectives import GlobalTensor, axis_size, local, psum
+from shardfn.collectives import GlobalTensor, axis_size, following, local, psum
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_structure, tree_unflatten
 from shardfn.optim import apply_updates, sum_squares
 from shardfn.state import TrainState, scale_of
@@ -127,10 +127,11 @@ def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: 
     return mean
 
 
-def pure_apply(plan: Plan, params: PyTree, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`f(params, *args)` with params as the loss sees them. The mesh must be bound."""
-    wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)])
-    return f(tree_unflatten(plan.treedef, wholes), *args)
+def pure_apply(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
+    """`f(params)` with params as a function sees them, and its values followed. The mesh must be bound."""
+    wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)], plan.following_function)
+    with following(plan.following_function):
+        return f(tree_unflatten(plan.treedef, wholes))
 
 
 def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
@@ -178,7 +179,7 @@ def _differentiated(
             leaves = list(wholes)
             for i, handle in zip(train, handles, strict=True):
                 leaves[i] = handle
-            with model_state.through():
+            with model_state.through(), plan.follows():
                 value = _evaluate(inner, tree_unflatten(plan.treedef, leaves), (batch, *args[1:]), parts.has_aux)
             # A weight of this level depends on the parameters that are differentiated here; outer levels may use it.
             if handles and value.weight is not None and _level(value.weight) == _level(handles[0]):

@@ -1,7 +1,7 @@
 """The interface of a sharded function: its arguments beyond the first and its result, cut by specs or passed on."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import fakes
-from shardfn.collectives import AnyControl, GlobalTensor, current_mesh, psum, pvary
+from shardfn.collectives import AnyControl, AxisTypeError, Following, GlobalTensor, current_mesh, following, psum
 from shardfn.core import (
     DonatedError,
     Mesh,
@@ -27,6 +27,7 @@ from shardfn.core import (
 )
 
 from ._check import check_specs
+from ._plan import Plan
 from ._planner import MOVE_THEM
 
 # For a function that writes to an argument.
@@ -167,6 +168,36 @@ class Interface:
             leaves[i] = GlobalTensor(x, shape, p, self.mesh)
         return tree_unflatten(treedef, leaves)
 
+    def typed(self, out: PyTree, mode: Following) -> PyTree:
+        """The result, whose sharded leaves vary along the axes of their specs.
+
+        Raises:
+            AxisTypeError: one varies along others; lists them.
+        """
+        leaves, treedef = tree_flatten(out)
+        specs = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
+        check_varying(zip(tree_paths(out, "result"), leaves, specs, strict=True), mode)
+        pairs = zip(leaves, specs, strict=True)
+        return tree_unflatten(treedef, [typed_block(x, spec, mode) for x, spec in pairs])
+
+    def following(
+        self, plan: Plan, f: Callable[..., Any], arguments: Sequence[Argument], args: tuple[Any, ...]
+    ) -> Callable[[PyTree], Any]:
+        """The function of its first argument, whose values are followed where `out_specs` has specs."""
+        mode = plan.following_function
+        promised = any(x is not None for x in tree_leaves(self.out_specs, is_leaf=is_entry))
+        if not (mode.axes and promised):
+            return lambda params: f(params, *args)
+
+        def run(params: PyTree) -> Any:
+            for a, x in zip(arguments, tree_leaves(args), strict=True):
+                if a.spec is not None:
+                    mode.declare(x.local if isinstance(x, GlobalTensor) else x, a.spec.axes)
+            with following(mode):
+                return self.typed(f(params, *args), mode)
+
+        return run
+
     def shapes_by(self, control: AnyControl) -> Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]:
         """Finds global shapes by asking the other ranks. Collective where a result is cut.
 
@@ -224,11 +255,32 @@ def block_of(x: GlobalTensor, spec: P, path: str, name: str) -> Tensor:
     return x.local
 
 
-def varying(x: Tensor, axes: Sequence[str], spec: P) -> Tensor:
-    """A block as a value that may differ along those of `axes` that do not cut it; its gradient is summed there."""
-    rest = tuple(a for a in axes if a not in spec.axes)
-    # What has no gradient has no transpose to declare.
-    return pvary(x, rest) if x.is_floating_point() else x
+def check_varying(results: Iterable[tuple[str, Any, P | None]], mode: Following) -> None:
+    """Refuses results that vary along axes that their specs leave out.
+
+    Args:
+        results: path, value and spec of each.
+        mode: has followed them.
+
+    Raises:
+        AxisTypeError: lists them, with the lines that made them and the remedy.
+    """
+    problems = []
+    for path, x, spec in results:
+        rest = [] if spec is None or not isinstance(x, Tensor) else [a for a in mode.axes_of(x) if a not in spec.axes]
+        if rest:
+            named = ", ".join(map(repr, rest))
+            problems.append(
+                f"{path} of shape {tuple(x.shape)} varies along {named}, and its spec {spec!r} has it the same there"
+                f"{mode.made_at(x)}: sum it with sf.psum(x, {named}) or take sf.pmean; if it is a block, name {named}"
+                " in its spec; if it was gathered, use sf.all_gather_invariant"
+            )
+    raise_all(AxisTypeError, "ranks hold different values where out_specs promises one:", problems)
+
+
+def typed_block(x: Any, spec: P | None, mode: Following) -> Any:
+    """A result as one that varies along the axes of its spec: equal blocks are blocks nevertheless."""
+    return mode.cast(x, spec.axes) if isinstance(x, Tensor) and spec is not None else x
 
 
 def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import mark
+from shardfn.collectives import AxisTypeError, following_now
 from shardfn.core import PyTree
 
 from ._two_dtypes import naming_batch
@@ -157,12 +158,57 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     for name, x in (("loss", out), ("weight", weight)):
         if x is not None and x.shape != ():
             raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
+    out, weight = of_batch("the loss", out), None if weight is None else of_batch("the loss's weight", weight)
     if not out.is_floating_point():
         raise TypeError(
             f"the loss must be a floating-point tensor, got {out.dtype}. Counts have no gradient: return the mean of"
             " what was computed from the parameters, and counts as aux."
         )
     return Value(out, weight, _check_aux(aux, out))
+
+
+def of_batch(name: str, x: Tensor) -> Tensor:
+    """A result of a loss as one that varies along the axes of the batch, over which a step then averages it.
+
+    Args:
+        name: the result, in words.
+        x: the result.
+
+    Raises:
+        AxisTypeError: it varies along other axes, so that ranks that have the same rows return different values.
+    """
+    mode = following_now(begin=False)
+    if mode is None:
+        return x
+    rest = [a for a in mode.axes_of(x) if a not in mode.batch]
+    if rest:
+        named = ", ".join(map(repr, rest))
+        raise AxisTypeError(
+            f"{name} varies along {named}, which does not cut the batch: each rank there has a value of its own"
+            f"{mode.made_at(x)}. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
+            " anything that is not linear; use sf.all_gather_invariant where all ranks go on alike with what was"
+            " gathered, and no sf.pvary."
+        )
+    return mode.cast(x, mode.batch)
+
+
+def varying_along(path: str, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """A value passed on between stages, as one that varies along the batch's axes and `axes`.
+
+    Raises:
+        AxisTypeError: it varies along others.
+    """
+    mode = following_now(begin=False)
+    if mode is None:
+        return x
+    rest = [a for a in mode.axes_of(x) if a not in (*mode.batch, *axes)]
+    if rest:
+        named = ", ".join(map(repr, rest))
+        raise AxisTypeError(
+            f"{path} of a stage varies along {named}{mode.made_at(x)}, and `first` returns it the same on all ranks"
+            f" there. Sum the ranks' parts, with sf.psum(x, {named}), or let `first` return sf.pvary(h, {named})."
+        )
+    return mode.cast(x, (*mode.batch, *axes))
 
 
 def _hint(out: Any) -> str:
@@ -182,15 +228,14 @@ def _check_aux(aux: Any, like: Tensor) -> dict[str, WeightedMean]:
     if not isinstance(aux, dict):
         raise TypeError(f"aux must be a dict of scalars, which join the metrics; got {type(aux).__name__}.")
     out = {}
-    for name, value in aux.items():
+    for key, value in aux.items():
+        name = f"aux[{key!r}]"
         pair = value if isinstance(value, WeightedMean) else WeightedMean(value, 1.0)
         if not isinstance(pair.total, Tensor | numbers.Number):
-            raise TypeError(
-                f"aux[{name!r}] is a {type(value).__name__}; aux values are 0-d tensors, numbers or WeightedMean."
-            )
+            raise TypeError(f"{name} is a {type(value).__name__}; aux values are 0-d tensors, numbers or WeightedMean.")
         total = torch.as_tensor(pair.total, device=like.device)
         weight = torch.as_tensor(pair.weight, device=like.device)
         if total.shape != () or weight.shape != ():
-            raise ValueError(f"aux[{name!r}] must be 0-d, got shape {tuple(total.shape)}; reduce it inside the loss.")
-        out[name] = WeightedMean(total, weight)
+            raise ValueError(f"{name} must be 0-d, got shape {tuple(total.shape)}; reduce it inside the loss.")
+        out[key] = WeightedMean(of_batch(name, total), of_batch(name, weight))
     return out

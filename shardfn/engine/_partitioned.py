@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardfn.collectives import axis_index, axis_size
+from shardfn.collectives import axis_index, axis_size, not_following
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 from shardfn.graph import PartitionProgram, program_text
 
@@ -82,7 +82,8 @@ class Partitioned(Transform):
             program = agreed_program(call, before, self.programs)
             self._programs[key] = _PreparedLoss(program, loss.out_def, getattr(self.inner, "title", ""))
         ready = self._programs[key]
-        return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
+        with not_following():  # the program has its casts
+            return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
 
     def as_text(self) -> str:
         """Of each signature that was run or lowered, every collective with its bytes and the line that asks for it."""

@@ -26,7 +26,6 @@ from ._plan import Plan
 from ._profiled import named_range
 from ._reduce import Reducer
 from ._splice import taking_early
-from ._summed import refuse_summed
 
 
 class Performer:
@@ -113,11 +112,10 @@ class Performer:
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
         first = self._performed == 0 and not (plan.compared or plan.captured)
         drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
-        with kept, self._model_state.through(), self._recorded(action), drawing:
+        with kept, self._model_state.through(), self._recorded(action), drawing, plan.follows():
             value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
         if value is not None and not (plan.compared or plan.captured):
-            refuse_summed(value.total, plan)
             refuse_negative(value.weight)
         if not self._even and value is not None and value.weight is None and plan.chunks is None:
             raise ValueError(

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from shardfn.collectives import Following, following
 from shardfn.core import (
     Mesh,
     PyTree,
@@ -45,6 +47,7 @@ class Plan:
         mesh: the mesh.
         batch_axes: the axes that cut the batch.
         batch: prefix tree of the batch's specs.
+        stage_axes: the axis along which ranks run the stages of a pipeline; or none.
         use_orders: by kind of call, the order in which leaves are gathered.
         reduce_order: the order in which gradients become ready; empty until a step has run.
         outcome: what the loss returns; None until a step has run.
@@ -63,6 +66,7 @@ class Plan:
     mesh: Mesh
     batch_axes: tuple[str, ...]
     batch: PyTree
+    stage_axes: tuple[str, ...] = ()
     layers: list[LeafLayout] = dataclasses.field(init=False)
     gather_units: list[Unit] = dataclasses.field(init=False)
     reduce_units: list[Unit] = dataclasses.field(init=False)
@@ -117,6 +121,21 @@ class Plan:
         return out
 
     @functools.cached_property
+    def following(self) -> Following:
+        """Follows the values of the loss: a leaf varies along the axes of the batch and those that cut it."""
+        return Following(self.mesh, [a for a in self.mesh.axis_names if a not in self.stage_axes], self.batch_axes)
+
+    @functools.cached_property
+    def following_function(self) -> Following:
+        """Follows the values of a function whose leaves are the same on all ranks, but for the axes that cut them."""
+        return Following(self.mesh, self.following.axes, batch=self.batch_axes)
+
+    def follows(self) -> AbstractContextManager[Any]:
+        """Follows the values of a loss: from its beginning where a leaf is a block, else from its first collective."""
+        own = {a for leaf in self.leaves for a in leaf.own_axes} - {*self.batch_axes}
+        return following(self.following, at_once=not own.isdisjoint(self.following.axes))
+
+    @functools.cached_property
     def late(self) -> frozenset[int]:
         """The layers whose gather after the update may run into the next step, where they are lazy leaves."""
         if self.captured or self.zero.pace.refresh != "use":
@@ -141,7 +160,7 @@ class Plan:
 
     def _with(self, **changes: Any) -> "Plan":
         """A plan with nothing learnt."""
-        same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch")}
+        same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes")}
         own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes, "rules": self.rules}
         return Plan(**(same | own | changes))
 

@@ -14,19 +14,30 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import EvenPacking, all_gather, all_gather_invariant, psum, psum_scatter, pvary, take_own_block
+from shardfn.collectives import (
+    EvenPacking,
+    Following,
+    all_gather,
+    all_gather_invariant,
+    psum,
+    psum_scatter,
+    pvary,
+    take_own_block,
+)
 from shardfn.core import raise_all
 from shardfn.leaves import LeafLayout, Unit
 
 from ._plan import Plan
 
 
-def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
+def enter(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -> list[Tensor]:
     """The leaves as the loss sees them; differentiating them gives summed gradients in the storage layout.
 
     Args:
         plan: the layout.
         blocks: this rank's piece of each parameter.
+        mode: of a function, in which a leaf is the same on all ranks along the batch's axes and its uses are cast; in
+            a loss each rank has its own.
 
     Raises:
         ValueError: leaves or gradients are quantised on their way, which has no derivative.
@@ -40,10 +51,17 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
     blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]
     wholes = list(blocks)
     for unit in plan.gather_units:
-        for i, whole in _gathered(plan, unit, blocks, invariant=not plan.leaves[unit.leaves[0]].cut):
+        invariant = mode is not None or not plan.leaves[unit.leaves[0]].cut
+        for i, whole in _gathered(plan, unit, blocks, invariant=invariant):
             wholes[i] = whole
-    # What the gather's transpose has summed already, if anything, is not summed again.
-    return [_vary(leaf, x) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+    if mode is not None:
+        return [mode.declare(x.view_as(x), leaf.own_axes) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+    # The gather's transpose has summed over its own axes, which are not summed over again.
+    wholes = [_vary(leaf, x) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+    for leaf, x in zip(plan.leaves, wholes, strict=True):
+        if leaf.own_axes:
+            plan.following.declare(x, (*plan.batch_axes, *leaf.own_axes))
+    return wholes
 
 
 def reduce(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfn.capture import Copy, Recorder, Written, capturing, recorder
-from shardfn.collectives import at_line, transforming
+from shardfn.collectives import at_line, not_following, noted_axes, same_axes, transforming
 from shardfn.core import Ambient, PyTree, saved_tensors_hooks, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from shardfn.graph import storage_of, tensors_in
 from shardfn.leaves import LazyLeaf, packs_leaves
@@ -158,7 +158,10 @@ class Splice:
         """What the body returns for a layer."""
         # So that autograd knows whose gradient a layer makes; the whole leaf is fetched inside.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
-        values: Any = _SplicedLayer.apply(self, x, *carry, *ends)
+        with not_following():  # its steps have their casts
+            values: Any = _SplicedLayer.apply(self, x, *carry, *ends)
+        for value, like in zip(values, self._template.made, strict=True):
+            same_axes(value, like)
         kinds = {"carry": carry, "x": x, "value": values}
         return [kinds[kind][i] for kind, i in self._template.outs]
 
@@ -243,7 +246,7 @@ def _is_watched(layers: Sequence[PyTree]) -> bool:
 
 
 def _look(t: Tensor) -> Any:
-    return type(t), t.shape, t.stride(), t.dtype, t.requires_grad
+    return type(t), t.shape, t.stride(), t.dtype, t.requires_grad, noted_axes(t)
 
 
 def _take(end: Tensor, grad: Tensor, step: Written) -> bool:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import fakes
-from shardfn.collectives import TransportError, psum
+from shardfn.collectives import TransportError, following_now, psum
 from shardfn.core import (
     PyTree,
     RankError,
@@ -33,7 +33,7 @@ from shardfn.schedules import Action, PipelineSchedule
 from ._comms import Comms
 from ._course import Ends, Seed
 from ._leaf_views import LeafView
-from ._loss import Loss, Value, WeightedMean, evaluate
+from ._loss import Loss, Value, WeightedMean, evaluate, varying_along
 from ._mixed import Mixed
 from ._model_state import ModelState
 from ._pipelined import Pipelined, Place, from_one, pipelined_in
@@ -204,9 +204,12 @@ class Staged:
         """What this stage begins with: the tensors that get a gradient, and the tree; nothing at the first stage."""
         if stage == 0:
             return [], None
-        for x in self._arrived:
+        plan = self._plan
+        for x, axes in zip(self._arrived, self._shape.axes, strict=True):
             if x.is_floating_point():
                 x.requires_grad_()
+            if axes:
+                plan.following.declare(x, (*plan.batch_axes, *axes))
         inputs = [x for x in self._arrived if x.is_floating_point()]
         return inputs, tree_unflatten(self._shape.treedef, self._arrived)
 
@@ -240,7 +243,8 @@ class Staged:
                 if x.shape != y.shape or x.dtype != y.dtype
             ],
         )
-        return leaves
+        named = zip(self._shape.paths, leaves, self._shape.axes, strict=True)
+        return [varying_along(path, x, axes) for path, x, axes in named]
 
 
 def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
@@ -260,14 +264,19 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
         with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
             args, state = tree_unflatten(treedef, abstract)
-            with ModelState(state).through():
+            with ModelState(state).through(), plan.follows():
                 out = first(params, *args).h
+                mode = following_now(begin=False)
+                found = [
+                    mode.axes_of(x) if mode is not None and isinstance(x, Tensor) else () for x in tree_leaves(out)
+                ]
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
         raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
         wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if x.is_complex()]
         raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
         like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
-        plan.stages.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"))
+        more = [tuple(a for a in axes if a not in plan.batch_axes) for axes in found]
+        plan.stages.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"), more)
     return plan.stages.between[key]
 
 
@@ -298,6 +307,9 @@ def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator
         pairs = zip(shapes, plan.leaves, strict=True)
         blocks = [torch.empty(shape, dtype=x.dtypes.compute, device="meta") for shape, x in pairs]
         abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
+        for x, leaf in zip(abstract, plan.leaves, strict=False):
+            if leaf.own_axes:
+                plan.following.declare(x, (*plan.batch_axes, *(a for a in leaf.own_axes if a not in axes)))
         with abstract[0].fake_mode:
             yield tree_unflatten(plan.treedef, abstract[: len(blocks)]), abstract[len(blocks) :]
 

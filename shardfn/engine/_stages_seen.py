@@ -7,11 +7,19 @@ from torch import Tensor
 
 
 class ActivationShapes(NamedTuple):
-    """The values sent between stages, as a tree of tensors without data."""
+    """The values sent between stages, as a tree of tensors without data.
+
+    Attributes:
+        treedef: the structure.
+        leaves: the tensors.
+        paths: their names.
+        axes: by leaf, the axes besides the batch's along which ranks hold different values.
+    """
 
     treedef: Any
     leaves: list[Tensor]
     paths: list[str]
+    axes: list[tuple[str, ...]]
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
 from shardfn.capture import CaptureError, Recorder, Written, node_of, steps_after
+from shardfn.collectives import same_axes
 from shardfn.core import saved_tensors_hooks
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, fetching, packs_leaves
@@ -87,8 +88,10 @@ class Template:
         if any(get_proxy_slot(t, self._tracer, None) is None for t in (*carry, *ends)):
             raise Unfit("an argument is not a value of the captured program")
         with self._taken_out() as steps:
-            self._given = [self._stand_in(t).requires_grad_(t.requires_grad) for t in carry]
+            self._given = [same_axes(self._stand_in(t).requires_grad_(t.requires_grad), t) for t in carry]
             handles = [self._stand_in(t).requires_grad_(t.requires_grad) for t in ends]
+            for handle, t in zip(handles, x, strict=True):
+                same_axes(handle, t)
             xs = [t.with_handle(h) if type(t) is LazyLeaf else h for t, h in zip(x, handles, strict=True)]
             for j, handle in enumerate(handles):
                 if handle.requires_grad:
@@ -122,6 +125,11 @@ class Template:
         used |= dict.fromkeys(n for s in self.steps for n in _nodes_in((s.args, s.kwargs)))
         self.outside = [n for n in used if n not in mine and n not in theirs]
         self._refuse_outside_writes()
+
+    @property
+    def made(self) -> Sequence[Tensor]:
+        """The tensors of `values`."""
+        return self._values
 
     @property
     def layouts(self) -> Layouts:

@@ -17,7 +17,7 @@ from shardfn.state import Likeness, entered, graph_inputs
 from ._backward import run_forward
 from ._comms import Comms
 from ._graphs import Program
-from ._interface import REMEDY, Argument, is_entry
+from ._interface import REMEDY, Argument, Interface, is_entry
 from ._jitted import ResultSlot, slot_of
 from ._plan import Plan
 from ._splice import copied_loop
@@ -59,7 +59,7 @@ def capture_function(
     params: PyTree,
     arguments: Sequence[Argument],
     treedef: Any,
-    out_specs: PyTree,
+    interface: Interface,
 ) -> FunctionProgram:
     """Captures `f(params, *args)`; nothing is computed and nothing sent.
 
@@ -69,7 +69,7 @@ def capture_function(
         params: tree of `GlobalTensor`; of all tensors here only shape, strides, dtype and device count.
         arguments: the leaves of the others.
         treedef: the structure of the tuple of the others.
-        out_specs: how the result is cut.
+        interface: how the result is cut.
     """
     plan, recorder = plan.for_capture(), Recorder()
     comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark)
@@ -82,10 +82,10 @@ def capture_function(
         args = tree_unflatten(treedef, [_filled(x, given) for x in seen])
         kept = {storage_of(x): a.path for a, x in _sharded(arguments, flat[len(held) :]) if not a.donated}
         with bind_mesh(plan.mesh), looping(copied_loop):
-            out = run_forward(plan, comms, blocks, "captured", lambda tree: f(tree, *args))
+            out = run_forward(plan, comms, blocks, "captured", interface.following(plan, f, arguments, args))
             check_graph(recorder.tracer.graph, kept, "the function", "arguments", REMEDY)
         leaves, structure = tree_flatten(out)
-        made[:] = [structure, [slot_of(x) for x in leaves], list(_results(out, out_specs, plan))]
+        made[:] = [structure, [slot_of(x) for x in leaves], list(_results(out, interface.out_specs, plan))]
         return tensors_of(leaves)
 
     gm = capture(program, [*graph_inputs(held, plan.mesh.device), *tensors_of(seen)], recorder)

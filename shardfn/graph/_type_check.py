@@ -8,15 +8,11 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
+from shardfn.collectives import AxisTypeError
 from shardfn.core import raise_all
 
 from ._types import Applications, Leaf, Types
 from ._values import where_of
-
-
-class AxisTypeError(TypeError):
-    """A `psum` or `pvary` too few or too many: ranks would drift apart, or count something several times."""
-
 
 # What is the same on all ranks afterwards.
 _JOINS = ("psum", "pmax", "all_gather_invariant")

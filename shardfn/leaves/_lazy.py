@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardfn.capture import alias, capturing, mark, plumbing
-from shardfn.collectives import transforming
+from shardfn.collectives import same_axes, transforming
 from shardfn.core import Ambient
 
 from ._layout import LeafLayout
@@ -185,7 +185,7 @@ class LazyLeaf(torch.Tensor):
         leaf = _linked(*handles, stacked=True)
         leaf._path, leaf._layers, leaf._book = path, tuple(layers), book
         leaf.handle = handles[0]
-        return leaf
+        return same_axes(leaf, layers[0])
 
     def _part(self, which: slice) -> "LazyLeaf | None":
         """The stack of some layers; None of no layers."""
@@ -196,19 +196,20 @@ class LazyLeaf(torch.Tensor):
         """The same leaf, whose gradient arrives at another handle."""
         leaf = _linked(handle)
         leaf.number, leaf._path, leaf.handle, leaf._book, leaf._layers = self.number, self._path, handle, self._book, ()
-        return leaf
+        return same_axes(leaf, self)
 
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
         if self._layers:
             out = torch.stack([_whole(x) for x in self._layers])
             self._book.look_after(self._path, out)
-            return out
+            return same_axes(out, self)
         book, index = self._book, self.number
         # One node of autograd a use: what they send back is summed at the handle, whose hook sees the sum.
         if self.handle.requires_grad and torch.is_grad_enabled():
-            return _FetchedLeaf.apply(self.handle, lambda: book.fetch(index))  # pyright: ignore[reportReturnType]
-        return book.fetch(index)
+            out: Any = _FetchedLeaf.apply(self.handle, lambda: book.fetch(index))
+            return same_axes(out, self)
+        return same_axes(book.fetch(index), self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives import GlobalTensor, all_gather_invariant, bind_mesh, take_own_block
+from shardfn.collectives import Following, GlobalTensor, all_gather_invariant, bind_mesh, following, take_own_block
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
-from shardfn.engine import block_of, check_specs, is_spec, size_along, varying
+from shardfn.engine import block_of, check_specs, check_varying, is_spec, size_along, typed_block
 
 
 def shard_map(
@@ -41,6 +41,7 @@ def shard_map(
     """
     on = as_mesh(mesh)
     check_specs({"in_specs": in_specs, "out_specs": out_specs}, P(), Zero(), on)
+    mode = Following(on, on.axis_names)
 
     def mapped(*args: Any) -> Any:
         given = args[0] if is_spec(in_specs) and len(args) == 1 else args
@@ -48,20 +49,23 @@ def shard_map(
             leaves, treedef = tree_flatten(given)
             specs = broadcast_prefix(in_specs, given, is_spec, names=("in_specs", "args"))
             names = tree_paths(given, "args")
-            blocks = tree_unflatten(
-                treedef, [_enter(x, s, n, on) for x, s, n in zip(leaves, specs, names, strict=True)]
-            )
-            out = f(blocks) if given is not args else f(*blocks)
-            leaves, treedef = tree_flatten(out)
-            specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
+            entered = [_enter(x, s, n, mode) for x, s, n in zip(leaves, specs, names, strict=True)]
+            blocks = tree_unflatten(treedef, entered)
+            with following(mode):
+                out = f(blocks) if given is not args else f(*blocks)
+                leaves, treedef = tree_flatten(out)
+                specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
+                paths = tree_paths(out, "result")
+                check_varying(zip(paths, leaves, specs, strict=True), mode)
+                leaves = [typed_block(x, s, mode) for x, s in zip(leaves, specs, strict=True)]
             return tree_unflatten(treedef, [_leave(x, s, on) for x, s in zip(leaves, specs, strict=True)])
 
     return mapped
 
 
-def _enter(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
+def _enter(x: Any, spec: P, name: str, mode: Following) -> Any:
     if isinstance(x, GlobalTensor):
-        return block_of(x, spec, name, "in_specs")
+        return mode.declare(block_of(x, spec, name, "in_specs").view_as(x.local), spec.axes)
     if not isinstance(x, Tensor):
         return x
     if len(spec) > x.ndim:
@@ -71,7 +75,7 @@ def _enter(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     for dim in range(len(spec)):
         for axis in spec.dim_axes(dim):
             x = take_own_block(x, axis, dim=dim)
-    return varying(x, mesh.axis_names, spec)
+    return mode.declare(x.view_as(x), spec.axes)  # an object of its own, which carries the axes
 
 
 def _leave(x: Any, spec: P, mesh: Mesh) -> Any:

@@ -69,7 +69,6 @@ from shardfn.engine import (
     tensors_of,
     told_before,
     unwrap,
-    varying,
 )
 from shardfn.modules import computing_in
 from shardfn.state import as_graph_value, check_alive, taken
@@ -253,16 +252,19 @@ class Sharded(Transform):
         plan, arguments = self._plan_of(params), self._interface.arguments(args)
         self._agreement.agree_once(plan, self._what)
 
+        mode = plan.following_function
+
         def entered(a: Argument) -> Any:
-            if a.spec is None:
-                return a.given
-            block = varying(a.seen, plan.batch_axes, a.spec)
-            # It may be written to, and a pure function leaves its arguments as they are.
-            return block.clone() if a.donated else block
+            x = a.seen
+            if not isinstance(x, Tensor):
+                return x
+            # A donated one may be written to, and a pure function leaves its arguments as they are.
+            block = x.clone() if a.donated else x.view_as(x)
+            return mode.declare(block, plan.batch_axes if a.spec is None else a.spec.axes)
 
         given = tree_unflatten(tree_structure(args), map(entered, arguments))
         with bind_mesh(self.mesh), computing_in(self._compute):
-            out = pure_apply(plan, params, self._f, given)
+            out = pure_apply(plan, params, lambda tree: self._interface.typed(self._f(tree, *given), mode))
             return self._interface.results(out, self._interface.shapes_within)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
@@ -331,7 +333,7 @@ class Sharded(Transform):
             args = tree_unflatten(treedef, [a.seen for a in arguments])
             held = [x.held for x in tree_leaves(params)]
             with computing_in(self._compute):
-                out = run_forward(plan, comms, held, key, lambda tree: self._f(tree, *args))
+                out = run_forward(plan, comms, held, key, self._interface.following(plan, self._f, arguments, args))
             plan.forget_orders(MAX_APPLIED)
             return out
 
@@ -350,7 +352,7 @@ class Sharded(Transform):
 
     def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
         with computing_in(self._compute):
-            return capture_function(self._f, plan, params, arguments, treedef, self._interface.out_specs)
+            return capture_function(self._f, plan, params, arguments, treedef, self._interface)
 
     def _signature(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> Any:
         held = [x.held for x in tree_leaves(params)]

@@ -1,0 +1,423 @@
+"""The axes along which each value varies, followed operation by operation while a function over blocks runs.
+
+A value is invariant along an axis if all ranks there hold the same one, and varies otherwise. `Following` keeps the set
+of axes of every tensor, as JAX's `shard_map` does:
+
+    operation       varies along the union of the axes of its operands; an operand that requires a gradient and lacks
+                    some of them is cast first, by `pvary`, whose transpose is the sum
+    collective      its operand is cast likewise; the result is invariant along its axes after `psum`, `pmax` and
+                    `all_gather_invariant`, and varies there after the others
+    `pvary`         refuses what requires a gradient and varies already: its gradient would be summed twice
+    in-place write  what is written varies along the union
+
+The axes are an attribute of the tensor object, a number whose high bits name the `Following` that set them. Tensors
+without it vary along the default axes. Python numbers carry nothing, but for `axis_index`.
+
+References: JAX, `shard_map` and its `check_vma` (JEP 14273).
+"""
+
+import contextlib
+import itertools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.overrides import TorchFunctionMode
+
+from shardfn.core import Mesh
+
+from ._axis_index import AxisIndex
+from ._function_modes import (
+    WAITING,
+    Waiting,
+    began,
+    function_modes,
+    function_modes_changed,
+    intercept_functions,
+    waiting_to_begin,
+)
+from ._line import line_along
+from ._primitive import Call, bind, own_block
+
+_AXES, _MADE_AT = "_shardfn_axes", "_shardfn_made_at"
+_BITS = 16
+_STAMPS = itertools.count(1)
+# The primitives whose results all ranks hold alike.
+_JOINS = ("psum", "pmax", "all_gather_invariant")
+
+
+class AxisTypeError(TypeError):
+    """A value varies along an axis where it must not: a collective is missing, or one is applied twice."""
+
+
+class Following(TorchFunctionMode):
+    """Follows the axes along which values vary, and inserts the casts; entered as a context.
+
+    Args:
+        mesh: the mesh, which must be bound meanwhile.
+        axes: the axes to follow; ranks along the others are left alone.
+        default: along which of them tensors vary that no operation inside has made.
+        batch: the axes that cut the batch, over which the mean of a loss is taken; by default the same.
+
+    Attributes:
+        axes: those with several ranks.
+        batch: see above.
+    """
+
+    def __init__(
+        self, mesh: Mesh, axes: Iterable[str], default: Iterable[str] = (), batch: Iterable[str] | None = None
+    ) -> None:
+        super().__init__()
+        self.axes = tuple(a for a in axes if mesh.axis_size(a) > 1)
+        if len(self.axes) > _BITS:
+            raise ValueError(f"a mesh of more than {_BITS} axes: {self.axes}.")
+        self._bit = {a: 1 << i for i, a in enumerate(self.axes)}
+        self._stamp = next(_STAMPS) << _BITS
+        self._default = self._mask(default)
+        self.batch = tuple(a for a in (default if batch is None else batch) if a in self._bit)
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._wrote = False
+
+    def __enter__(self) -> "Following":
+        """Begins to follow."""
+        intercept_functions(True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """Ends."""
+        super().__exit__(*failure)
+        intercept_functions(False)
+
+    def axes_of(self, x: Tensor) -> tuple[str, ...]:
+        """The axes along which a tensor varies."""
+        return self._named(self._of(x))
+
+    def declare(self, x: Tensor, axes: Iterable[str]) -> Tensor:
+        """Notes that a tensor varies along `axes`, and along no others; returns it."""
+        self._note(x, self._mask(axes))
+        return x
+
+    def cast(self, x: Tensor, axes: Iterable[str]) -> Tensor:
+        """The tensor as one that varies along `axes` too."""
+        missing = self._mask(axes) & ~self._of(x)
+        return self._cast(x, missing) if missing and _differentiable(x) else x
+
+    def made_at(self, x: Tensor) -> str:
+        """The line that made a tensor, in words."""
+        code, line = x.__dict__.get(_MADE_AT, (None, 0))
+        return "" if code is None else f", made at {code.co_filename}:{line}"
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation on operands that vary alike."""
+        del kinds
+        rule = _rule(func)
+        if rule is not None:
+            return rule(self, func, args, kwargs or {})
+        return self.operation(func, args, kwargs or {})
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of any kind: the result varies along the union of the axes of its operands."""
+        union, unlike = self._union(args, kwargs)
+        if unlike and _recording_gradients():
+            args, kwargs = self._alike(args, union), self._alike(kwargs, union)
+        out = func(*args, **kwargs)
+        self._note_result(out, union, sys._getframe(2))
+        return out
+
+    # Masks: bit i is the i-th axis.
+
+    def _mask(self, axes: Iterable[str]) -> int:
+        mask = 0
+        for a in axes:
+            mask |= self._bit.get(a, 0)
+        return mask
+
+    def _named(self, mask: int) -> tuple[str, ...]:
+        if mask not in self._names:
+            self._names[mask] = tuple(a for a in self.axes if self._bit[a] & mask)
+        return self._names[mask]
+
+    def _of(self, x: Tensor) -> int:
+        noted = x.__dict__.get(_AXES, 0) ^ self._stamp
+        mask = noted if noted >> _BITS == 0 else self._inherited(x)
+        if self._wrote and (base := _base(x)) is not None:
+            mask |= self._of(base)
+        return mask
+
+    def _inherited(self, x: Tensor) -> int:
+        """The axes of a tensor that was made past this mode: a wrapper of torch.func, a view."""
+        if functorch.is_functorch_wrapped_tensor(x):
+            return self._of(functorch.get_unwrapped(x))
+        base = _base(x)
+        return self._default if base is None else self._of(base)
+
+    def _union(self, args: Any, kwargs: Any) -> tuple[int, bool]:
+        """The axes of all operands together, and whether they differ."""
+        masks: list[int] = []
+        for a in args:
+            self._collect(a, masks)
+        for a in kwargs.values():
+            self._collect(a, masks)
+        union = 0
+        for m in masks:
+            union |= m
+        return union, any(m != union for m in masks)
+
+    def _collect(self, x: Any, into: list[int]) -> None:
+        kind = type(x)
+        if kind is Tensor or isinstance(x, Tensor):
+            into.append(self._of(x))
+        elif kind is tuple or kind is list or kind is torch.Size:
+            for y in x:
+                self._collect(y, into)
+        elif kind is AxisIndex:
+            into.append(self._mask(x.axes))
+        elif kind is slice:
+            for y in (x.start, x.stop, x.step):
+                self._collect(y, into)
+        elif kind is dict:
+            for y in x.values():
+                self._collect(y, into)
+
+    def _note(self, x: Tensor, mask: int) -> None:
+        x.__dict__[_AXES] = self._stamp | mask
+        if functorch.maybe_current_level() is not None:
+            while functorch.is_functorch_wrapped_tensor(x):
+                x = functorch.get_unwrapped(x)
+                x.__dict__[_AXES] = self._stamp | mask
+
+    def _note_result(self, out: Any, mask: int, frame: Any) -> None:
+        if isinstance(out, Tensor):
+            self._note(out, mask)
+            if mask and _MADE_AT not in out.__dict__:
+                while _is_inside(frame):
+                    frame = frame.f_back
+                out.__dict__[_MADE_AT] = frame.f_code, frame.f_lineno
+        elif isinstance(out, (tuple, list)):
+            for x in out:
+                self._note_result(x, mask, frame)
+
+    # Casts.
+
+    def _cast(self, x: Tensor, missing: int) -> Tensor:
+        return self._bind(x, "pvary", missing, self._of(x) | missing)
+
+    def _bind(self, x: Tensor, name: str, over: int, mask: int) -> Tensor:
+        line = line_along(self._named(over))
+        assert line is not None
+        out = bind(x, Call(name, line))
+        self._note(out, mask)
+        return out
+
+    def _alike(self, x: Any, union: int) -> Any:
+        """An operand, or a container of some, with casts along the axes that it lacks."""
+        if isinstance(x, Tensor):
+            missing = union & ~self._of(x)
+            return self._cast(x, missing) if missing and _differentiable(x) else x
+        kind = type(x)
+        if kind is dict:
+            return {k: self._alike(y, union) for k, y in x.items()}
+        if kind is tuple or kind is list:
+            return kind(self._alike(y, union) for y in x)
+        return x
+
+    # Rules of operations that differ.
+
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A primitive of the table."""
+        x, call = (*args, *kwargs.values())
+        has, over = self._of(x), self._mask(call.line.axes)
+        if call.name == "pvary" and has & over and (_differentiable(x) or not self._default):
+            named = ", ".join(map(repr, self._named(has & over)))
+            raise AxisTypeError(
+                f"{_line_of_user()}pvary over {named} of a value of shape {tuple(x.shape)} that varies there"
+                f" already{self.made_at(x)}: each rank's gradient would be the sum of all ranks'. Leave out this pvary:"
+                " where a value that is the same on all ranks meets one that is not, the cast is inserted. Or sum the"
+                " value first, with sf.psum. (Along an axis that cuts the batch parameters vary from the beginning.)"
+            )
+        if call.name == "take_own_block" and has & over:
+            out = own_block(x, call)  # of a value that varies its block is a slice as any other
+        else:
+            missing = over & ~has
+            if missing and call.name not in ("pvary", "take_own_block") and _differentiable(x):
+                if _recording_gradients():
+                    x = self._cast(x, missing)
+            out = func(x, call)
+        self._note_result(out, has & ~over if call.name in _JOINS else has | over, sys._getframe(2))
+        return out
+
+    def in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A write to the first operand, which varies along the union afterwards."""
+        union, unlike = self._union(args, kwargs)
+        target = args[0]
+        if not unlike or not isinstance(target, Tensor):
+            return self.operation(func, args, kwargs)
+        rest, kwargs, missing = self._alike(args[1:], union), self._alike(kwargs, union), union & ~self._of(target)
+        if missing and _differentiable(target) and _recording_gradients():
+            written = self._cast(target, missing).clone()
+            func(written, *rest, **kwargs)
+            out = target.copy_(written)
+        else:
+            out = func(target, *rest, **kwargs)
+        self._wrote = True
+        for x in (target, _base(target)):
+            if x is not None:
+                self._note(x, union | self._of(x))
+        return out
+
+    def first_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that only looks at the shape or dtype of its further operands."""
+        out = func(*args, **kwargs)
+        self._note_result(out, self._of(args[0]) if isinstance(args[0], Tensor) else 0, sys._getframe(2))
+        return out
+
+    def constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation whose result depends on the shapes of its operands alone."""
+        out = func(*args, **kwargs)
+        self._note_result(out, 0, sys._getframe(2))
+        return out
+
+    def each(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that returns each of its operands in another shape."""
+        out = func(*args, **kwargs)
+        given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        for x, y in zip(out, given, strict=True):
+            self._note(x, self._of(y))
+        return out
+
+    def gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`torch.autograd.grad`: a gradient varies along the axes of the value that it belongs to."""
+        out = func(*args, **kwargs)
+        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        for g, x in zip(out, [inputs] if isinstance(inputs, Tensor) else inputs, strict=True):
+            if g is not None:
+                self._note(g, self._of(x))
+        return out
+
+
+Rule = Callable[[Following, Any, Any, Any], Any]
+_RULES: dict[Any, Rule | None] = {
+    bind: Following.collective,
+    torch.autograd.grad: Following.gradient,
+    torch.broadcast_tensors: Following.each,
+    **{
+        getattr(Tensor, name): Following.first_alone
+        for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "requires_grad_", "retain_grad")
+    },
+    **{getattr(torch, f"{name}_like"): Following.constant for name in ("zeros", "ones", "full", "empty")},
+    **{getattr(Tensor, f"new_{name}"): Following.constant for name in ("zeros", "ones", "full", "empty", "tensor")},
+}
+_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__")
+_MOST_RULES = 4096
+
+
+def _rule(func: Any) -> Rule | None:
+    try:
+        return _RULES[func]
+    except KeyError:
+        name = getattr(func, "__name__", "")
+        writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+        rule = Following.in_place if writes else None
+        if len(_RULES) < _MOST_RULES:
+            _RULES[func] = rule
+        return rule
+
+
+def _line_of_user() -> str:
+    frame: Any = sys._getframe(1)
+    while _is_inside(frame):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}: "
+
+
+def _is_inside(frame: Any) -> bool:
+    """Whether a frame is one of torch's or this package's, which no user has written."""
+    known = _CODES.get(frame.f_code)
+    if known is None:
+        file = frame.f_code.co_filename
+        known = frame.f_back is not None and (file.startswith(_INSIDE) or file[0] == "<")
+        if len(_CODES) < _MOST_CODES:
+            _CODES[frame.f_code] = known
+    return known
+
+
+_INSIDE = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+_CODES: dict[types.CodeType, bool] = {}
+_MOST_CODES = 16384
+
+
+def _base(x: Tensor) -> Tensor | None:
+    """The tensor that a view shows."""
+    with torch._C.DisableTorchFunctionSubclass():  # a lazy leaf must not open for this
+        return x._base if x._is_view() else None
+
+
+def _recording_gradients() -> bool:
+    return torch.is_grad_enabled() or functorch.maybe_current_level() is not None
+
+
+def _differentiable(x: Tensor) -> bool:
+    """Whether a gradient may be wanted; inside torch.func any tensor of floats may have one at an outer level."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    return x.requires_grad or functorch.maybe_current_level() is not None
+
+
+def same_axes(x: Tensor, like: Tensor) -> Tensor:
+    """Notes that `x` varies as `like` does, where values are followed; returns it."""
+    noted = like.__dict__.get(_AXES)
+    if noted is not None:
+        x.__dict__[_AXES] = noted
+    return x
+
+
+def noted_axes(x: Tensor) -> int | None:
+    """The note of the axes along which a tensor varies, to be compared; None where nothing has noted any."""
+    return x.__dict__.get(_AXES)
+
+
+_NONE = Waiting(TorchFunctionMode(), begun=True)
+
+
+def following_now(*, begin: bool = True) -> Following | None:
+    """The mode that follows values on this thread, if any; with `begin`, one that waits begins now."""
+    if begin:
+        began()
+    return next((m for m in reversed(function_modes()) if isinstance(m, Following)), None)
+
+
+@contextlib.contextmanager
+def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
+    """Follows values while it is open: from its beginning, or from the first collective or `axis_index` on.
+
+    Until then every tensor varies along the default axes.
+    """
+    if not mode.axes:
+        yield mode
+        return
+    with mode if at_once else waiting_to_begin(mode):
+        yield mode
+
+
+@contextlib.contextmanager
+def not_following() -> Iterator[None]:
+    """Runs code that has its casts already, unfollowed."""
+    with WAITING.bound(_NONE):
+        mode = next((m for m in function_modes() if isinstance(m, Following)), None)
+        if mode is None:
+            yield
+            return
+        with function_modes_changed() as stack:
+            at = stack.index(mode)
+            del stack[at]
+        try:
+            yield
+        finally:
+            with function_modes_changed() as stack:
+                stack.insert(at, mode)

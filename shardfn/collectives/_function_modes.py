@@ -1,0 +1,97 @@
+"""torch's stack of function modes: a mode that begins late, below the others; and `Function.apply`, past all modes."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
+
+from shardfn.core import Ambient
+
+
+@dataclasses.dataclass
+class Waiting:
+    """A mode that begins with the first collective.
+
+    Attributes:
+        mode: the mode.
+        begun: whether it has.
+    """
+
+    mode: TorchFunctionMode
+    begun: bool = False
+
+
+WAITING: Ambient[Waiting] = Ambient("mode that begins with the first collective", by_thread=True)
+
+_LOCK = threading.Lock()
+_APPLY = torch.autograd.Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
+_intercepting = [0]
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The function modes of this thread, the innermost last."""
+    return _get_current_function_mode_stack()
+
+
+@contextlib.contextmanager
+def function_modes_changed() -> Iterator[list[TorchFunctionMode]]:
+    """Yields the stack as a list, and makes the stack what the list is at the end."""
+    stack = function_modes()
+    yield stack
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in stack:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def began() -> bool:
+    """Begins the mode that waits, if there is one that has not begun; returns whether it did."""
+    if not WAITING:
+        return False
+    waiting = WAITING.innermost()
+    if waiting is None or waiting.begun:
+        return False
+    # Below the modes that the function itself has entered, which end before it.
+    with function_modes_changed() as stack:
+        stack.insert(0, waiting.mode)
+    intercept_functions(True)
+    waiting.begun = True
+    return True
+
+
+@contextlib.contextmanager
+def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
+    """Lets the mode begin with the first collective; ends it."""
+    waiting = Waiting(mode)
+    with WAITING.bound(waiting):
+        try:
+            yield
+        finally:
+            if waiting.begun:
+                intercept_functions(False)
+                with function_modes_changed() as stack:
+                    stack.remove(mode)
+
+
+def intercept_functions(on: bool) -> None:
+    """Begins or ends to pass calls of `autograd.Function`s to function modes that have an `operation`.
+
+    torch passes them to no mode. Counted: the last one that ends restores `apply`.
+    """
+    with _LOCK:
+        _intercepting[0] += 1 if on else -1
+        if _intercepting[0] == (1 if on else 0):
+            torch.autograd.Function.apply = classmethod(_apply if on else _APPLY)  # pyright: ignore
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    call = _APPLY.__get__(cls)
+    if cls.__module__ == checkpoint.__name__:  # they keep their operands, and compute nothing
+        return call(*args, **kwargs)
+    mode: Any = next((m for m in reversed(function_modes()) if hasattr(m, "operation")), None)
+    return call(*args, **kwargs) if mode is None else mode.operation(call, args, kwargs)

@@ -1,0 +1,265 @@
+"""Axes along which values vary (`_following.py`): casts, refusals, writes, function modes, and losses of steps."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+import shardfn as sf
+from shardfn import P
+from shardfn.collectives import AxisTypeError, Following, following, following_now, not_following
+from shardfn.testing import distributed
+
+X = torch.arange(1.0, 5.0, dtype=torch.float64)
+
+
+def _on(world: int) -> sf.Mesh:
+    return sf.make_mesh({"dp": world}, device="cpu")
+
+
+def _value_and_grad(f: Any, args: list[Tensor], in_specs: Any, out_specs: Any, world: int) -> tuple[Tensor, Any]:
+    args = [x.clone().requires_grad_() for x in args]
+    out = sf.shard_map(f, mesh=_on(world), in_specs=in_specs, out_specs=out_specs)(*args)
+    return out.detach(), torch.autograd.grad(out.sum(), args)
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return grads[0] * b, grads[0] * a
+
+
+def _in_place(w: Tensor, x: Tensor) -> Tensor:
+    h = sf.psum(x, "dp") * w  # the same on all ranks until the write
+    h.mul_(x)
+    return h
+
+
+def _through_a_view(w: Tensor, x: Tensor) -> Tensor:
+    out = x.new_zeros(2, 2)
+    out[0] = w
+    out[1].copy_(x * w)
+    return out.sum(0)
+
+
+# Functions of a whole `w` of 2 elements and a block `x` of 2 rows, written without a cast.
+WITHOUT_CASTS: dict[str, Any] = {
+    "product": lambda w, x: w * x,
+    "list of operands": lambda w, x: torch.stack([w, x]).prod(0),
+    "keyword": lambda w, x: torch.add(input=w.sin(), other=x, alpha=2),
+    "autograd.Function": lambda w, x: _Times.apply(w, x),
+    "in place": _in_place,
+    "in place through a view": _through_a_view,
+    "augmented": lambda w, x: (w * 1).__iadd__(x) * w,
+    "index of a rank": lambda w, x: w[sf.axis_index("dp") % 2] * x,
+    "number of a rank": lambda w, x: w.sin() * (1 + 2 * sf.axis_index("dp")) + x,
+    "closed over": lambda w, x: (lambda y: y * w)(x),
+}
+
+
+@distributed(world=[2])
+@pytest.mark.parametrize("name", WITHOUT_CASTS)
+def test_an_invariant_operand_is_cast_where_it_meets_a_varying_one(world: int, name: str) -> None:
+    f, w = WITHOUT_CASTS[name], torch.tensor([0.3, 0.7], dtype=torch.float64)
+    out, grads = _value_and_grad(f, [w, X], (P(), P("dp")), P("dp"), world)
+
+    def slow(w: Tensor, x: Tensor) -> Tensor:
+        """Both ranks' blocks on one device."""
+        blocks = x.chunk(2)
+        if name == "in place":
+            return torch.cat([sum(blocks) * w * b for b in blocks])  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if name == "index of a rank":
+            return torch.cat([w[i] * b for i, b in enumerate(blocks)])
+        if name == "number of a rank":
+            return torch.cat([w.sin() * (1 + 2 * i) + b for i, b in enumerate(blocks)])
+        return torch.cat([f(w, b) for b in blocks])
+
+    whole = [w.clone().requires_grad_(), X.clone().requires_grad_()]
+    want = slow(*whole)
+    torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
+    for got, expected in zip(grads, torch.autograd.grad(want.sum(), whole), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@distributed(world=[2])
+def test_a_tensor_closed_over_is_the_same_on_all_ranks(world: int) -> None:
+    w = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    f = sf.shard_map(lambda x: sf.psum((x * w).sin().sum(), "dp"), mesh=_on(world), in_specs=P("dp"), out_specs=P())
+    (got,) = torch.autograd.grad(f(X), w)
+    (want,) = torch.autograd.grad((X.view(2, 2) * w).sin().sum(), w)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@distributed(world=[2])
+def test_one_value_that_is_used_often_is_followed_through_containers(world: int) -> None:
+    def f(w: Tensor, x: Tensor) -> dict[str, Tensor]:
+        low, high = torch.aminmax(w)
+        return {"a": torch.cat([low[None], x]), "b": torch.einsum("i,i->", w, w) + high}
+
+    specs = {"a": P("dp"), "b": P()}
+    out = sf.shard_map(f, mesh=_on(world), in_specs=(P(), P("dp")), out_specs=specs)(X[:2], X)
+    assert out["a"].tolist() == [1.0, 1.0, 2.0, 1.0, 3.0, 4.0]
+    assert float(out["b"]) == 7.0
+
+
+REFUSED: dict[str, Any] = {
+    "a block": (lambda x: torch.tanh(x), "result of shape (2,) varies along 'dp'"),
+    "gathered": (lambda x: sf.all_gather(x, "dp"), "use sf.all_gather_invariant"),
+    "permuted": (lambda x: sf.ppermute(x, "dp", [(0, 1), (1, 0)]), "varies along 'dp'"),
+    "by the index": (lambda x: sf.psum(x, "dp") * sf.axis_index("dp"), "varies along 'dp'"),
+    "twice declared": (lambda x: sf.pvary(sf.pvary(sf.psum(x, "dp"), "dp"), "dp"), "varies along ('dp',) already"),
+    "declared varying": (lambda x: sf.pvary(x, "dp"), "Leave out this pvary"),
+}
+
+
+@distributed(world=[2])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_result_that_differs_where_its_spec_promises_one_is_refused(world: int, name: str) -> None:
+    f, words = REFUSED[name]
+    with pytest.raises(AxisTypeError) as error:
+        sf.shard_map(f, mesh=_on(world), in_specs=P("dp"), out_specs=P())(X)
+    assert words in str(error.value)
+    assert "test_following.py:" in str(error.value) or name == "declared varying"
+
+
+def test_numbers_made_of_an_index_remember_its_axes() -> None:
+    mesh = sf.make_mesh({"dp": 2, "tp": 3}, abstract=True)
+    from shardfn.collectives import axis_index, bind_mesh
+
+    with bind_mesh(mesh), Following(mesh, ("dp", "tp")):
+        i, j = axis_index("dp"), axis_index("tp")
+        made = [i + 1, 1 + i, i - 2, 2 - i, i * 3, 3 * i, (i + 6) // 2, 7 // (i + 1), i % 2, 5 % (i + 1), -i]
+        assert [type(x).__name__ for x in made] == ["AxisIndex"] * len(made)
+        assert all(x.axes == ("dp",) for x in made)  # pyright: ignore[reportAttributeAccessIssue]
+        assert (i + j).axes == ("dp", "tp")  # pyright: ignore[reportAttributeAccessIssue]
+        assert made == [1, 1, -2, 2, 0, 0, 3, 7, 0, 0, 0]
+    assert type(axis_index("dp")) is int
+
+
+class _Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_waits_begins_below_those_of_the_function_and_ends() -> None:
+    mesh = sf.make_mesh({"dp": 2}, abstract=True)
+    mode, counting = Following(mesh, ("dp",), ("dp",)), _Counting()
+    from shardfn.collectives import bind_mesh
+
+    apply = torch.autograd.Function.apply
+    with bind_mesh(mesh), following(mode, at_once=False):
+        assert following_now(begin=False) is None
+        with counting:
+            torch.ones(2) + 1
+            assert following_now() is mode
+            assert _get_current_function_mode_stack() == [mode, counting]
+            seen = counting.seen
+            torch.ones(2) + 1
+            assert counting.seen > seen
+        with not_following():
+            assert following_now() is None
+        assert _get_current_function_mode_stack() == [mode]
+    assert _get_current_function_mode_stack() == []
+    assert torch.autograd.Function.apply == apply
+
+
+# Losses of a step, of this rank's rows, and the same on one device.
+def _own(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def _mixed(p: Any, x: Tensor) -> Tensor:
+    y = _own(p, x)
+    return y.mean() + (sf.pmean(y.mean(0), "dp") ** 2).sum().sin()
+
+
+def _shared(p: Any, x: Tensor) -> Tensor:
+    return (sf.pmean(_own(p, x).mean(0), "dp") ** 2).sum().sin()
+
+
+def _contrastive(p: Any, x: Tensor) -> Tensor:
+    y = _own(p, x)
+    first, every = sf.axis_index("dp") * len(x), sf.all_gather_invariant(y, "dp")
+    return torch.nn.functional.cross_entropy(y @ every.T, torch.arange(first, first + len(x)))
+
+
+def _averaged(p: Any, x: Tensor) -> Tensor:
+    return sf.pmean(_own(p, x).square().mean(), "dp")
+
+
+@distributed(world=[1, 2])
+@pytest.mark.parametrize("loss", [_mixed, _shared, _contrastive, _averaged])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_loss_with_collectives_has_the_gradient_of_one_device(world: int, loss: Any, jitted: bool) -> None:
+    torch.manual_seed(0)
+    w, x = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    for stage in (0, 3):
+        step = sf.sharded_step(
+            sf.jit(loss) if jitted else loss,
+            sf.optim.sgd(1.0),
+            mesh=_on(world),
+            zero=sf.Zero(stage=stage, persist_elements=0),
+        )
+        rank = 0 if world == 1 else torch.distributed.get_rank()
+        state, metrics = step(step.init({"w": w.clone()}), x.chunk(world)[rank])
+        whole = w.clone().requires_grad_()
+        want = loss({"w": whole}, x)
+        (grad,) = torch.autograd.grad(want, whole)
+        assert math.isclose(float(metrics["loss"]), float(want.detach()), rel_tol=1e-12)
+        torch.testing.assert_close(state.params["w"].full_tensor(), w - grad, rtol=1e-11, atol=1e-11)
+
+
+@distributed(world=[2])
+def test_a_loss_without_collectives_is_not_followed(world: int) -> None:
+    seen = []
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        seen.append(_get_current_function_mode_stack())
+        return (x @ p["w"]).mean()
+
+    step = sf.sharded_step(loss, sf.optim.sgd(1.0), mesh=_on(world))
+    step(step.init({"w": torch.ones(3)}), torch.ones(2, 3))
+    assert seen == [[]]
+
+
+@distributed(world=[2])
+def test_tensor_parallelism_without_pvary_equals_one_device(world: int) -> None:
+    torch.manual_seed(0)
+    params = {k: torch.randn(6, 4, dtype=torch.float64) for k in ("up", "down", "emb")}
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(x @ p["emb"].T @ p["emb"])  # whole on all ranks
+        return (sf.psum(torch.tanh(h @ p["up"].T) @ p["down"], "tp") + h).square().mean()
+
+    mesh = sf.make_mesh({"tp": world}, device="cpu")
+    specs = {"up": P("tp"), "down": P("tp"), "emb": P()}
+    step = sf.sharded_step(loss, sf.optim.sgd(1.0), mesh=mesh, specs=specs, batch=P())
+    state, _ = step(step.init(params), x)
+    whole = {k: v.clone().requires_grad_() for k, v in params.items()}
+    grads = torch.autograd.grad(loss(whole, x), [*whole.values()])
+    for (k, v), g in zip(params.items(), grads, strict=True):
+        torch.testing.assert_close(state.params[k].full_tensor(), v - g, rtol=1e-11, atol=1e-11)
+
+
+@distributed(world=[2])
+def test_a_loss_that_varies_where_ranks_have_the_same_rows_is_refused(world: int) -> None:
+    mesh = sf.make_mesh({"tp": world}, device="cpu")
+    step = sf.sharded_step(
+        lambda p, x: (x @ p["w"].T).square().mean(), sf.optim.sgd(1.0), mesh=mesh, specs={"w": P("tp")}, batch=P()
+    )
+    with pytest.raises(AxisTypeError, match=r"the loss varies along 'tp'.*test_following.py.*sf.psum\(x, 'tp'\)"):
+        step(step.init({"w": torch.ones(4, 3)}), torch.ones(2, 3))
