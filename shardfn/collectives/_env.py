@@ -4,12 +4,13 @@ It is how `psum(x, "dp")` knows its axis. All threads see it: autograd runs back
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 
-from shardfn.core import Ambient, Axes, Mesh
+from shardfn.core import Again, Ambient, Axes, Mesh, bound_again, checkpoints_as_now
 
 _MESH = Ambient[Mesh]("mesh")
 _SEEN = Ambient[list[Mesh]]("notes of meshes that are bound")
@@ -21,8 +22,13 @@ def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Binds `mesh` as the one that collectives mean by an axis name."""
     for seen in _SEEN.all:
         seen.append(mesh)
-    with _MESH.bound(mesh):
+    with _MESH.bound(mesh), checkpoints_as_now():
         yield mesh
+
+
+@bound_again
+def _same_mesh() -> list[Again]:
+    return [functools.partial(_MESH.bound, mesh) for mesh in _MESH.all[-1:]]
 
 
 @contextlib.contextmanager
