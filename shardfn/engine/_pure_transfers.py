@@ -17,6 +17,7 @@ from torch import Tensor
 from shardfn.collectives import EvenPacking, all_gather, all_gather_invariant, psum, psum_scatter, pvary, take_own_block
 from shardfn.core import raise_all
 from shardfn.leaves import LeafLayout, Unit
+from shardfn.memory import put
 
 from ._plan import Plan
 
@@ -26,7 +27,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
 
     Args:
         plan: the layout.
-        blocks: this rank's piece of each parameter.
+        blocks: this rank's piece of each parameter, in the memory in which it is kept; what is on disk has been read.
 
     Raises:
         ValueError: leaves or gradients are quantised on their way, which has no derivative.
@@ -37,9 +38,13 @@ def enter(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor]:
         "step.loss, and steps under torch.func, are exact; leave out Travel(gather=, reduce=), which rounds:",
         coded,
     )
-    blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    device = plan.mesh.device
+    here = [b if x.home == "device" else put(b, "device", device) for x, b in zip(plan.leaves, blocks, strict=True)]
+    blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, here, strict=True)]
     wholes = list(blocks)
     for unit in plan.gather_units:
+        if not plan.leaves[unit.leaves[0]].gathered:  # brought from another memory, and here by now
+            continue
         for i, whole in _gathered(plan, unit, blocks, invariant=not plan.leaves[unit.leaves[0]].cut):
             wholes[i] = whole
     # What the gather's transpose has summed already, if anything, is not summed again.

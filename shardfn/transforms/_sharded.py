@@ -61,6 +61,7 @@ from shardfn.engine import (
     is_abstract,
     leaf_signature,
     losing_no_peer,
+    losing_no_peer_purely,
     own_blocks,
     pure_apply,
     run_forward,
@@ -250,20 +251,21 @@ class Sharded(Transform):
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
-        plan, arguments = self._plan_of(params), self._interface.arguments(args)
-        self._agreement.agree_once(plan, self._what)
+        with losing_no_peer_purely(self.mesh):
+            plan, arguments = self._plan_of(params), self._interface.arguments(args)
+            self._agreement.agree_once(plan, self._what)
 
-        def entered(a: Argument) -> Any:
-            if a.spec is None:
-                return a.given
-            block = varying(a.seen, plan.batch_axes, a.spec)
-            # It may be written to, and a pure function leaves its arguments as they are.
-            return block.clone() if a.donated else block
+            def entered(a: Argument) -> Any:
+                if a.spec is None:
+                    return a.given
+                block = varying(a.seen, plan.batch_axes, a.spec)
+                # It may be written to, and a pure function leaves its arguments as they are.
+                return block.clone() if a.donated else block
 
-        given = tree_unflatten(tree_structure(args), map(entered, arguments))
-        with bind_mesh(self.mesh), computing_in(self._compute):
-            out = pure_apply(plan, params, self._f, given)
-            return self._interface.results(out, self._interface.shapes_within)
+            given = tree_unflatten(tree_structure(args), map(entered, arguments))
+            with bind_mesh(self.mesh), computing_in(self._compute):
+                out = pure_apply(plan, params, self._f, given)
+                return self._interface.results(out, self._interface.shapes_within)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
         """The function as a graph, captured and scheduled for these shapes, and not run.
