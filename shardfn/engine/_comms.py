@@ -140,7 +140,7 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
 @contextlib.contextmanager
 def losing_no_peer_purely(mesh: Mesh) -> Iterator[None]:
     """The same around a function that torch may transform, or record; nothing where no peer waits."""
-    if mesh.size == 1 or mesh.abstract or capturing():
+    if mesh.size == 1 or mesh.abstract or not mesh.is_member or capturing():
         yield
         return
     with untransformed():

@@ -61,7 +61,9 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         return out, tree_unflatten(treedef, map(_gradient_of, leaves, scaled))
 
     def call(params: PyTree, *args: Any) -> Any:
-        mesh = next((x.mesh for x in tree_leaves(params) if isinstance(x, GlobalTensor)), None)
+        # A function of this rank's blocks alone need not be called by all ranks, and has no communicators.
+        meshes = [x.mesh for x in tree_leaves(params) if isinstance(x, GlobalTensor)]
+        mesh = next((m for m in meshes if "comms" in m.resources), None)
         with contextlib.nullcontext() if mesh is None else losing_no_peer_purely(mesh):
             return differentiated(params, *args)
 
