@@ -31,6 +31,19 @@ def _same_mesh() -> list[Again]:
     return [functools.partial(_MESH.bound, mesh) for mesh in _MESH.all[-1:]]
 
 
+def mesh_as_now() -> Again:
+    """Returns a way to bind the mesh of this moment again, for a backward that runs when it is no longer bound.
+
+    Example:
+        >>> with bind_mesh(Mesh({"dp": 1}, torch.device("cpu"))) as mesh:
+        ...     again = mesh_as_now()
+        >>> with again():
+        ...     current_mesh() is mesh
+        True
+    """
+    return next(iter(_same_mesh()), contextlib.nullcontext)
+
+
 @contextlib.contextmanager
 def seen_from(coords: Mapping[str, int]) -> Iterator[Mesh]:
     """Binds the bound mesh as another of its ranks sees it, for what is written down and not sent.

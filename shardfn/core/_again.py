@@ -105,7 +105,7 @@ _CHECKPOINTS = Replaced(_names)
 
 @functools.cache
 def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What drives a checkpoint that is not reentrant: it is given the function to run again."""
+    """The driver of checkpoints that are not reentrant, with another function to run again."""
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -207,6 +207,7 @@ class Pipelined(Transform):
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
     def _varying(self, params: PyTree) -> PyTree:
+        """The parameters, of which those outside of the stacks vary along the axis."""
         own = {id(x) for x in tree_leaves(self.stacks(params))}
         differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
         return tree_map(lambda x: pvary(x, self.axis) if differs(x) else x, params)
