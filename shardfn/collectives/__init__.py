@@ -4,6 +4,7 @@ from ._env import axis_index as axis_index, axis_size as axis_size
 from ._env import (
     bind_mesh as bind_mesh,
     current_mesh as current_mesh,
+    mesh_as_now as mesh_as_now,
     noting_meshes as noting_meshes,
     seen_from as seen_from,
 )

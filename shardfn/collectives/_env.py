@@ -4,12 +4,13 @@ It is how `psum(x, "dp")` knows its axis. All threads see it: autograd runs back
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 
-from shardfn.core import Ambient, Axes, Mesh
+from shardfn.core import Again, Ambient, Axes, Mesh, bound_again, checkpoints_as_now
 
 from ._axis_index import AxisIndex
 from ._function_modes import WAITING, began, function_modes
@@ -24,8 +25,26 @@ def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Binds `mesh` as the one that collectives mean by an axis name."""
     for seen in _SEEN.all:
         seen.append(mesh)
-    with _MESH.bound(mesh):
+    with _MESH.bound(mesh), checkpoints_as_now():
         yield mesh
+
+
+@bound_again
+def _same_mesh() -> list[Again]:
+    return [functools.partial(_MESH.bound, mesh) for mesh in _MESH.all[-1:]]
+
+
+def mesh_as_now() -> Again:
+    """Returns a way to bind the mesh of this moment again, for a backward that runs when it is no longer bound.
+
+    Example:
+        >>> with bind_mesh(Mesh({"dp": 1}, torch.device("cpu"))) as mesh:
+        ...     again = mesh_as_now()
+        >>> with again():
+        ...     current_mesh() is mesh
+        True
+    """
+    return next(iter(_same_mesh()), contextlib.nullcontext)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ References: JAX, `shard_map` and its `check_vma` (JEP 14273).
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -29,16 +30,16 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
-from shardfn.core import Mesh
+from shardfn.core import Again, Mesh, Note, bound_again, noted_again
 
 from ._axis_index import AxisIndex
 from ._function_modes import (
+    INTERCEPTED,
     WAITING,
     Waiting,
     began,
     function_modes,
     function_modes_changed,
-    intercept_functions,
     waiting_to_begin,
 )
 from ._line import line_along
@@ -85,14 +86,14 @@ class Following(TorchFunctionMode):
 
     def __enter__(self) -> "Following":
         """Begins to follow."""
-        intercept_functions(True)
+        INTERCEPTED.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
         """Ends."""
         super().__exit__(*failure)
-        intercept_functions(False)
+        INTERCEPTED.__exit__()
 
     def axes_of(self, x: Tensor) -> tuple[str, ...]:
         """The axes along which a tensor varies."""
@@ -403,6 +404,31 @@ def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
         return
     with mode if at_once else waiting_to_begin(mode):
         yield mode
+
+
+@bound_again
+def _same_following() -> list[Again]:
+    mode = following_now(begin=False)
+    if mode is not None:
+        return [functools.partial(following, mode)]
+    waiting = WAITING.innermost()
+    if waiting is None or waiting.begun or not isinstance(waiting.mode, Following):
+        return []
+    return [functools.partial(following, waiting.mode, at_once=False)]
+
+
+@noted_again
+def _same_arguments(args: Sequence[Any]) -> Note | None:
+    # Not the tensors, which a checkpoint is to drop.
+    noted = [(i, x.__dict__[_AXES]) for i, x in enumerate(args) if isinstance(x, Tensor) and _AXES in x.__dict__]
+    if not noted:
+        return None
+
+    def note(args: Sequence[Any]) -> None:
+        for i, axes in noted:
+            args[i].__dict__[_AXES] = axes
+
+    return note
 
 
 @contextlib.contextmanager

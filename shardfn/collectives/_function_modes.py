@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import threading
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from shardfn.core import Ambient
+from shardfn.core import Ambient, Replaced
 
 
 @dataclasses.dataclass
@@ -27,10 +27,6 @@ class Waiting:
 
 
 WAITING: Ambient[Waiting] = Ambient("mode that begins with the first collective", by_thread=True)
-
-_LOCK = threading.Lock()
-_APPLY = torch.autograd.Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
-_intercepting = [0]
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -59,7 +55,7 @@ def began() -> bool:
     # Below the modes that the function itself has entered, which end before it.
     with function_modes_changed() as stack:
         stack.insert(0, waiting.mode)
-    intercept_functions(True)
+    INTERCEPTED.__enter__()
     waiting.begun = True
     return True
 
@@ -73,25 +69,23 @@ def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
             yield
         finally:
             if waiting.begun:
-                intercept_functions(False)
+                INTERCEPTED.__exit__()
                 with function_modes_changed() as stack:
                     stack.remove(mode)
 
 
-def intercept_functions(on: bool) -> None:
-    """Begins or ends to pass calls of `autograd.Function`s to function modes that have an `operation`.
+@functools.cache
+def _application(original: Any) -> Any:
+    """`autograd.Function.apply` that passes its call to the function mode that has an `operation`; torch has none do."""
 
-    torch passes them to no mode. Counted: the last one that ends restores `apply`.
-    """
-    with _LOCK:
-        _intercepting[0] += 1 if on else -1
-        if _intercepting[0] == (1 if on else 0):
-            torch.autograd.Function.apply = classmethod(_apply if on else _APPLY)  # pyright: ignore
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(original.__func__, cls)
+        if cls.__module__ == checkpoint.__name__:  # they keep their operands, and compute nothing
+            return call(*args, **kwargs)
+        mode: Any = next((m for m in reversed(function_modes()) if hasattr(m, "operation")), None)
+        return call(*args, **kwargs) if mode is None else mode.operation(call, args, kwargs)
+
+    return classmethod(apply)
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    call = _APPLY.__get__(cls)
-    if cls.__module__ == checkpoint.__name__:  # they keep their operands, and compute nothing
-        return call(*args, **kwargs)
-    mode: Any = next((m for m in reversed(function_modes()) if hasattr(m, "operation")), None)
-    return call(*args, **kwargs) if mode is None else mode.operation(call, args, kwargs)
+INTERCEPTED = Replaced(lambda: [(torch.autograd.Function, "apply", _application)])

@@ -430,7 +430,10 @@ def transforming() -> bool:
 def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh, MemoryKind]]:
     held = x._local if not x._coming else x.held
     if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
-        raise ValueError(f"{x!r} is no tensor, so torch's transforms cannot reach it; load the state first.")
+        raise ValueError(
+            f"{x!r} is no tensor, so torch.func cannot differentiate or map it; sf.value_and_grad(f) reads it. Or keep"
+            " the parameters in another memory: Zero(params='host')."
+        )
     return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind)
 
 

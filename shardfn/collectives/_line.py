@@ -30,6 +30,7 @@ class Line:
         ranks: index -> rank in `group`.
         group: the process group.
         wire: the name by which collectives call it; see `_shared_group.py`.
+        mesh: the mesh, with which the groups end: a graph that a backward will go through keeps it.
     """
 
     axes: tuple[str, ...]
@@ -38,6 +39,7 @@ class Line:
     ranks: Sequence[int]
     group: dist.ProcessGroup | AbstractGroup
     wire: str
+    mesh: Mesh | None = None
 
     @property
     def size(self) -> int:
@@ -75,7 +77,7 @@ def line_along(axis: Axes) -> Line | None:
     group = mesh.group(axes)
     assert group is not None
     sizes = tuple(mesh.shape[n] for n in named)
-    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), group, shared_group(mesh, group))
+    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), group, shared_group(mesh, group), mesh)
 
 
 @functools.lru_cache(maxsize=1024)

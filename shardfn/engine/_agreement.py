@@ -3,15 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
 from shardfn.capture import capturing
 from shardfn.collectives import Constant
 from shardfn.core import PyTree, tree_structure
 
 from ._check import agree_on_step, told_before
-from ._comms import Comms, comms_of
+from ._comms import Comms, comms_of, untransformed
 from ._plan import Plan
 
 
@@ -48,7 +45,7 @@ class Agreement:
         if mesh.size == 1 or mesh.abstract or capturing() or (id(plan), what) in self._agreed:
             return
         constant = self.constant(plan)
-        with torch._C._DisableFuncTorch(), _disable_current_modes():  # a message, and no part of what is transformed
+        with untransformed():
             agree_on_step(comms_of(mesh).control, what, constant=constant)
         # Only if it went well: else the next call compares again.
         self._agreed.add((id(plan), what))

@@ -5,6 +5,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfn.capture import capturing
 from shardfn.collectives import (
     AnyChannels,
     AnyControl,
@@ -129,22 +133,50 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if comms.mesh.size == 1:
-            raise
-        comms.broken = True
-        rescue(comms.mesh)
-        _, control = _live(comms)
-        if isinstance(error, RankError):
-            # All ranks raise it, so that none waits to be woken.
-            control.leave()
-            raise
-        try:
-            if control.is_theirs(error):
-                raise control.failure(error) from error
-            control.tell(f"raised {described(error)}")
-        finally:
-            _close(comms)
+        _tell(comms, error)
         raise
+
+
+@contextlib.contextmanager
+def losing_no_peer_purely(mesh: Mesh) -> Iterator[None]:
+    """The same around a function that torch may transform, or record; nothing where no peer waits."""
+    if mesh.size == 1 or mesh.abstract or not mesh.is_member or capturing():
+        yield
+        return
+    with untransformed():
+        comms = comms_of(mesh)
+    try:
+        yield
+    except BaseException as error:
+        with untransformed():
+            _tell(comms, error)
+        raise
+
+
+@contextlib.contextmanager
+def untransformed() -> Iterator[None]:
+    """For messages between ranks, which are no part of what torch transforms."""
+    with torch._C._DisableFuncTorch(), _disable_current_modes():
+        yield
+
+
+def _tell(comms: Comms, error: BaseException) -> None:
+    """Tells the other ranks of an error, unless a call inside has done so."""
+    if comms.mesh.size == 1 or comms.broken:
+        return
+    comms.broken = True
+    rescue(comms.mesh)
+    _, control = _live(comms)
+    if isinstance(error, RankError):
+        # All ranks raise it, so that none waits to be woken.
+        control.leave()
+        return
+    try:
+        if control.is_theirs(error):
+            raise control.failure(error) from error
+        control.tell(f"raised {described(error)}")
+    finally:
+        _close(comms)
 
 
 def described(error: BaseException) -> str:

@@ -206,14 +206,24 @@ class Pipelined(Transform):
         """By rank and chunk, the stage."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
+    def _varying(self, params: PyTree) -> PyTree:
+        """The parameters, of which those outside of the stacks vary along the axis."""
+        own = {id(x) for x in tree_leaves(self.stacks(params))}
+        differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
+        return tree_map(lambda x: pvary(x, self.axis) if differs(x) else x, params)
+
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
         """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
         num, rank, stacks = axis_size(self.axis), axis_index(self.axis), self.stacks(params)
         rows = [list(self.per_stage or _rows_of_all(s, self.axis)) for s in stacks]
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
-        # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
-        tie = _tie(self.tied(params)) if torch.is_grad_enabled() or transforming() else None
+        tie = None
+        if torch.is_grad_enabled() or transforming():
+            # Each rank uses leaves for its own layers alone, so their gradients are summed along the axis.
+            params = self._varying(params)
+            # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
+            tie = _tie(self.tied(params))
         for stage in range(num * self.num_chunks):
             there, chunk = homes[stage]
             mine = pvary(h, self.axis)

@@ -32,6 +32,10 @@ class PipelinedModule(Pipelined):
             return self.loss(self._filled(params), batch, *key)
         return super().__call__(params, batch, *key)
 
+    def tied(self, params: PyTree) -> PyTree:
+        """All leaves: code outside of the layers may compute arguments of each layer from any of them."""
+        return params
+
     def with_state(self) -> Pipelined:
         """Refused.
 

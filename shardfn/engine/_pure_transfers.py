@@ -26,6 +26,7 @@ from shardfn.collectives import (
 )
 from shardfn.core import raise_all
 from shardfn.leaves import LeafLayout, Unit
+from shardfn.memory import put
 
 from ._plan import Plan
 
@@ -35,7 +36,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -
 
     Args:
         plan: the layout.
-        blocks: this rank's piece of each parameter.
+        blocks: this rank's piece of each parameter, in the memory in which it is kept; what is on disk has been read.
         mode: of a function, in which a leaf is the same on all ranks along the batch's axes and its uses are cast; in
             a loss each rank has its own.
 
@@ -48,9 +49,13 @@ def enter(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -
         "step.loss, and steps under torch.func, are exact; leave out Travel(gather=, reduce=), which rounds:",
         coded,
     )
-    blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    device = plan.mesh.device
+    here = [b if x.home == "device" else put(b, "device", device) for x, b in zip(plan.leaves, blocks, strict=True)]
+    blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, here, strict=True)]
     wholes = list(blocks)
     for unit in plan.gather_units:
+        if not plan.leaves[unit.leaves[0]].gathered:  # brought from another memory, and here by now
+            continue
         invariant = mode is not None or not plan.leaves[unit.leaves[0]].cut
         for i, whole in _gathered(plan, unit, blocks, invariant=invariant):
             wholes[i] = whole

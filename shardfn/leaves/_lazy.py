@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardfn.capture import alias, capturing, mark, plumbing
 from shardfn.collectives import same_axes, transforming
-from shardfn.core import Ambient
+from shardfn.core import Ambient, tree_map
 
+from ._inner import Ends, gradients, hooks_at_rest
 from ._layout import LeafLayout
 from ._taking import TAKING, taken_layers
 from ._writes import DATA, Watch
@@ -103,18 +106,23 @@ class LeafBook:
     @contextlib.contextmanager
     def keep_out_of_graph(self) -> Iterator[None]:
         """While it is active, autograd saves (leaf, geometry) in place of whole tensors and their views."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with _RESTING, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _pack(self, x: Tensor) -> Any:
         if type(x) is LazyLeaf:  # saved by a Function that was given the leaf itself
-            return _SavedLeaf(x._layers or (x,), bool(x._layers))
+            return x._saved()
         known = self._known.get(x.untyped_storage()._cdata)
         if known is None:
             return x
         self._check(known, x)
         # No reference to the memory: so a whole leaf may die before the backward.
         return known[0], x.size(), x.stride(), x.storage_offset()
+
+    def values_of(self, saved: "_SavedLeaf") -> Tensor:
+        """The whole tensor of a leaf, without a link to its handle."""
+        layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
+        return torch.stack(layers) if saved.stacked else layers[0]
 
     def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
         if x._version != known[1]:  # a TypeError would make Python try the reflected operator
@@ -125,13 +133,14 @@ class LeafBook:
 
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is _SavedLeaf:
-            # Not by `whole`: what is saved needs no link to its handle.
-            layers = [self.fetch(x.number) if type(x) is LazyLeaf else x for x in saved.layers]
-            return torch.stack(layers) if saved.stacked else layers[0]
+            return self.values_of(saved)
         if type(saved) is not tuple:
             return saved
         leaf, size, stride, offset = saved
         return self.fetch(leaf).as_strided(size, stride, offset)
+
+
+_RESTING = hooks_at_rest(lambda pack: packs_leaves(pack))
 
 
 def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> AbstractContextManager[Any]:
@@ -200,6 +209,13 @@ class LazyLeaf(torch.Tensor):
 
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
+        if peek_interpreter_stack() is None:
+            return self._opened()
+        # A constant of a transform of torch.func inside the loss; autograd follows it outside of the transform.
+        with temporarily_clear_interpreter_stack():
+            return self._opened()
+
+    def _opened(self) -> Tensor:
         if self._layers:
             out = torch.stack([_whole(x) for x in self._layers])
             self._book.look_after(self._path, out)
@@ -225,6 +241,8 @@ class LazyLeaf(torch.Tensor):
                 taken = args[0]._part(taken)
             if taken is not None:
                 return taken
+        if func is torch.autograd.grad:
+            return gradients(_whole(args[0]), args[1], lambda x: x.ends() if type(x) is LazyLeaf else None, **kwargs)
         _refuse_writes(func, args)
         if func == DATA:  # which would hide what is written to it
             return _whole(args[0]).detach()
@@ -234,8 +252,23 @@ class LazyLeaf(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Below autograd it is too late to open it: the way of its gradient would be lost.
-        raise RuntimeError(f"a lazy leaf reached {func} unopened: this op bypasses __torch_function__.")
+        """Opens leaves that passed by `__torch_function__`, as arguments of a transform of torch.func do.
+
+        Autograd has noted already that the result depends on them; see `_Joined`.
+        """
+        del types
+        for a, x in zip(func._schema.arguments, args, strict=False):
+            if a.alias_info is not None and a.alias_info.is_write:
+                _refuse_write(x, str(func), ValueError)  # torch takes a TypeError here for its own
+        args, kwargs = tree_map(_values, (tuple(args), kwargs or {}))  # pyright: ignore[reportGeneralTypeIssues]
+        return func(*args, **kwargs)
+
+    def ends(self) -> Ends:
+        """The tensors at which its gradient arrives: its handle; of a stack, one a layer."""
+        return Ends([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
+
+    def _saved(self) -> "_SavedLeaf":
+        return _SavedLeaf(self._layers or (self,), bool(self._layers))
 
 
 _TENSOR: Any = torch.Tensor
@@ -320,6 +353,10 @@ def _whole(x: Any) -> Any:
     return x
 
 
+def _values(x: Any) -> Any:
+    return x._book.values_of(x._saved()) if type(x) is LazyLeaf else x
+
+
 def _refuse_writes(func: Any, args: Any) -> None:
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in (
@@ -328,8 +365,13 @@ def _refuse_writes(func: Any, args: Any) -> None:
         "__iadd__",
         "__imul__",
     )
-    if in_place and args and type(args[0]) is LazyLeaf:
-        raise TypeError(
-            f"{args[0]._path} is written to inside the loss (by {name}); parameters are immutable there."
+    if in_place and args:
+        _refuse_write(args[0], name)
+
+
+def _refuse_write(x: Any, name: str, kind: type[Exception] = TypeError) -> None:
+    if type(x) is LazyLeaf:
+        raise kind(
+            f"{x._path} is written to inside the loss (by {name}); parameters are immutable there."
             " Return the new value as aux, or write to a clone()."
         )

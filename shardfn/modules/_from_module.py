@@ -1,7 +1,6 @@
 """`from_module`: an `nn.Module` as a pure function of its parameters."""
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -11,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardfn.core import Axes
+from shardfn.core import Again, Axes
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Body
 
@@ -222,23 +221,23 @@ class _ModuleCall:
             self._routed.check()
         return out
 
-    def again(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """`f`, with the draws that it would make here, and the buffers that the forward has assigned up to here."""
+    def again(self) -> Again:
+        """Runs what follows with the draws that it would make here, and the buffers that the forward has assigned."""
         assert self._placed is not None
         count, overrides = self._draws.count, self._placed.overrides()
         # Copies, as the forward goes on to write to its own.
         state = {name: x.clone() for name, x in self._now().items()}
 
-        @functools.wraps(f)
-        def rerun(*args: Any, **kwargs: Any) -> Any:
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:
             before, self._draws.count = self._draws.count, count
             try:
                 with self._running(state, overrides):
-                    return f(*args, **kwargs)
+                    yield
             finally:
                 self._draws.count = before
 
-        return rerun
+        return entered
 
     def path_of(self, sub: nn.Module) -> str | None:
         """Where in the module `sub` is; None if it is no part of it."""

@@ -18,7 +18,7 @@ from ._bodies import own_positions as own_positions, own_rows as own_rows, seque
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
-from ._deferred import DeferredGradients as DeferredGradients, splitting as splitting, as_now as as_now
+from ._deferred import DeferredGradients as DeferredGradients, splitting as splitting
 from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size
+from shardfn.collectives import axis_index, axis_size, mesh_as_now
 from shardfn.core import Axes
 from shardfn.memory import AnyPool, capturing
 
@@ -198,7 +198,7 @@ class _ChunkedAttention(_Backwards):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         q, _, _, slopes_H, plan, *data = inputs
-        ctx.plan, ctx.sloped, ctx.told = plan, slopes_H is not None, (q.device, q.dtype)
+        ctx.plan, ctx.sloped, ctx.told, ctx.on_mesh = plan, slopes_H is not None, (q.device, q.dtype), mesh_as_now()
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # of what waits there are none, and no zeros on the device
         ctx.save_for_backward(*output[1:], *([slopes_H] if ctx.sloped else []), *data)
@@ -208,7 +208,8 @@ class _ChunkedAttention(_Backwards):
         saved, num = ctx.saved_tensors, 5 * len(ctx.plan.sizes)  # once: remat makes them again at each look
         kept, data = saved[:num], list(saved[num:])
         slopes_H = data.pop(0) if ctx.sloped else None
-        grads = _ChunkedBackward.apply(grad_outputs[0], slopes_H, ctx.plan, ctx.told, *kept, *data)
+        with ctx.on_mesh():  # a backward may run when the mesh of its forward is no longer bound
+            grads = _ChunkedBackward.apply(grad_outputs[0], slopes_H, ctx.plan, ctx.told, *kept, *data)
         return (*grads, None, None, *(None for _ in data))
 
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from shardfn.collectives import transforming
-from shardfn.core import Ambient
+from shardfn.core import Again, Ambient, bound_again, checkpoints_as_now
 
 from ._products import Product, product_of
 
@@ -93,6 +93,7 @@ class DeferredGradients:
         """While it is open, products are split."""
         stack = contextlib.ExitStack()
         stack.enter_context(_DEFERRING.bound(self))
+        stack.enter_context(checkpoints_as_now())
         stack.enter_context(_Splitting(self))
         return stack
 
@@ -174,10 +175,9 @@ class DeferredGradients:
         return _Split.apply(product, at, note, self.anchor, *given)
 
 
-def as_now() -> Callable[[], AbstractContextManager[Any]]:
-    """For a function that is to be run again in a backward, on a thread of autograd's: what splits products as now."""
-    deferring = _DEFERRING.innermost()
-    return contextlib.nullcontext if deferring is None else deferring.recorded
+@bound_again
+def _same_splitting() -> list[Again]:
+    return [deferring.recorded for deferring in _DEFERRING.all[-1:]]
 
 
 def splitting() -> bool:

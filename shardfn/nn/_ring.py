@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.collectives import ppermute, ppermute_start, transforming
+from shardfn.collectives import mesh_as_now, ppermute, ppermute_start, transforming
 from shardfn.core import Axes
 
 from ._course import Perm, RingCourse, course, num_rows, part_of
@@ -75,7 +75,7 @@ class _Online(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         q, k, v, slopes_H, along, *data = inputs
-        ctx.along, ctx.sloped = along, slopes_H is not None
+        ctx.along, ctx.sloped, ctx.on_mesh = along, slopes_H is not None, mesh_as_now()
         ctx.mark_non_differentiable(output[1])
         kept = (q, k, v, *output, *([slopes_H] if ctx.sloped else []), *data)
         ctx.save_for_backward(*kept)
@@ -86,13 +86,15 @@ class _Online(torch.autograd.Function):
         q, k, v, y, lse, *data = ctx.saved_tensors
         how = _told(ctx.along, data.pop(0) if ctx.sloped else None, data)
         tangents = (torch.zeros_like(x) if t is None else t for x, t in zip((q, k, v), grad_inputs[:3], strict=True))
-        return _pushed(ctx.along, how, (q, k, v, y, lse), tuple(tangents)), None
+        with ctx.on_mesh():
+            return _pushed(ctx.along, how, (q, k, v, y, lse), tuple(tangents)), None
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         q, k, v, y, lse, *data = ctx.saved_tensors  # once: remat makes them again at each look
         slopes_H = data.pop(0) if ctx.sloped else None
-        grads = _OnlineBackward.apply(grad_outputs[0], q, k, v, y, lse, slopes_H, ctx.along, *data)
+        with ctx.on_mesh():  # a backward may run when the mesh of its forward is no longer bound
+            grads = _OnlineBackward.apply(grad_outputs[0], q, k, v, y, lse, slopes_H, ctx.along, *data)
         return (*grads, None, None, *(None for _ in data))
 
 
@@ -114,7 +116,7 @@ class _OnlineBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         dy, q, k, v, _, _, slopes_H, along, *data = inputs
-        ctx.along, ctx.sloped = along, slopes_H is not None
+        ctx.along, ctx.sloped, ctx.on_mesh = along, slopes_H is not None, mesh_as_now()
         kept = (dy, q, k, v, *([slopes_H] if ctx.sloped else []), *data)
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
@@ -122,14 +124,17 @@ class _OnlineBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         primals, again, num = _again(ctx)
-        pull: Any = torch.func.vjp(again, *primals)[1]
-        return (*pull(tuple(grad_outputs)), None, None, None, None, *(None for _ in range(num)))
+        with ctx.on_mesh():
+            pull: Any = torch.func.vjp(again, *primals)[1]
+            grads = pull(tuple(grad_outputs))
+        return (*grads, None, None, None, None, *(None for _ in range(num)))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
         primals, again, _ = _again(ctx)
         tangents = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, grad_inputs[:4], strict=True)]
-        return torch.func.jvp(again, primals, tuple(tangents))[1]
+        with ctx.on_mesh():
+            return torch.func.jvp(again, primals, tuple(tangents))[1]
 
 
 def _again(ctx: Any) -> Any:

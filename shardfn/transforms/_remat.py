@@ -15,7 +15,6 @@ from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_unflatten
 from shardfn.engine import check_order, in_section
 from shardfn.leaves import LazyLeaf
-from shardfn.nn import as_now
 
 from ._offload import WINDOW
 
@@ -89,17 +88,13 @@ def remat(
             leaves[i] = None
         # Empty in the forward alone: every later call is a recomputation.
         ran: list[None] = []
-        again = as_now()
 
         def run(*tensors: Tensor) -> Any:
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 filled[i] = x
             args, kwargs = tree_unflatten(treedef, filled)
-            with contextlib.ExitStack() as stack:
-                if ran:
-                    stack.enter_context(recomputing())
-                    stack.enter_context(again())
+            with recomputing() if ran else contextlib.nullcontext():
                 ran.append(None)
                 return f(*args, **kwargs)
 

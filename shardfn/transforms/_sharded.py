@@ -61,6 +61,7 @@ from shardfn.engine import (
     is_abstract,
     leaf_signature,
     losing_no_peer,
+    losing_no_peer_purely,
     own_blocks,
     pure_apply,
     run_forward,
@@ -249,23 +250,24 @@ class Sharded(Transform):
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
-        plan, arguments = self._plan_of(params), self._interface.arguments(args)
-        self._agreement.agree_once(plan, self._what)
+        with losing_no_peer_purely(self.mesh):
+            plan, arguments = self._plan_of(params), self._interface.arguments(args)
+            self._agreement.agree_once(plan, self._what)
 
-        mode = plan.following_function
+            mode = plan.following_function
 
-        def entered(a: Argument) -> Any:
-            x = a.seen
-            if not isinstance(x, Tensor):
-                return x
-            # A donated one may be written to, and a pure function leaves its arguments as they are.
-            block = x.clone() if a.donated else x.view_as(x)
-            return mode.declare(block, plan.batch_axes if a.spec is None else a.spec.axes)
+            def entered(a: Argument) -> Any:
+                x = a.seen
+                if not isinstance(x, Tensor):
+                    return x
+                # A donated one may be written to, and a pure function leaves its arguments as they are.
+                block = x.clone() if a.donated else x.view_as(x)
+                return mode.declare(block, plan.batch_axes if a.spec is None else a.spec.axes)
 
-        given = tree_unflatten(tree_structure(args), map(entered, arguments))
-        with bind_mesh(self.mesh), computing_in(self._compute):
-            out = pure_apply(plan, params, lambda tree: self._interface.typed(self._f(tree, *given), mode))
-            return self._interface.results(out, self._interface.shapes_within)
+            given = tree_unflatten(tree_structure(args), map(entered, arguments))
+            with bind_mesh(self.mesh), computing_in(self._compute):
+                out = pure_apply(plan, params, lambda tree: self._interface.typed(self._f(tree, *given), mode))
+                return self._interface.results(out, self._interface.shapes_within)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
         """The function as a graph, captured and scheduled for these shapes, and not run.

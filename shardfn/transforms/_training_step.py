@@ -53,6 +53,7 @@ from shardfn.engine import (
     global_mean,
     in_phase,
     losing_no_peer,
+    losing_no_peer_purely,
     num_microbatches,
     pure_step,
     rescaled,
@@ -330,7 +331,7 @@ class ShardedStep(Transform):
         check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
         plan, args = self._planner.plan_of(state), self._args_of(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
-        with bind_mesh(self.mesh):
+        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
             return pure_step(plan, state, self._parts, args)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:

@@ -4,6 +4,7 @@ They use `torch.autograd.grad`: `torch.func.grad` refuses the saved-tensor hooks
 the graph. torch.func's own transforms stay usable inside the loss.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, local
-from shardfn.core import PyTree, tree_flatten, tree_paths, tree_unflatten
-from shardfn.engine import Loss, NoGradientError, WeightedMean, evaluate, fold
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.engine import Loss, NoGradientError, WeightedMean, evaluate, fold, losing_no_peer_purely
 
 
 def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -38,7 +39,7 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         (tensor(5.), {'w': tensor([2., 4.])})
     """
 
-    def call(params: PyTree, *args: Any) -> Any:
+    def differentiated(params: PyTree, *args: Any) -> Any:
         leaves, treedef = tree_flatten(params)
         _check_leaves(params, leaves)
         handles = [x.detach().requires_grad_() for x in local(leaves)]
@@ -57,7 +58,14 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         out: Any = total / weight
         if has_aux:
             out = out, {k: sum(a[k].total for a in auxes) / sum(a[k].weight for a in auxes) for k in auxes[0]}
-        return out, tree_unflatten(treedef, map(_as_it_was, scaled, leaves))
+        return out, tree_unflatten(treedef, map(_gradient_of, leaves, scaled))
+
+    def call(params: PyTree, *args: Any) -> Any:
+        # A function of this rank's blocks alone need not be called by all ranks, and has no communicators.
+        meshes = [x.mesh for x in tree_leaves(params) if isinstance(x, GlobalTensor)]
+        mesh = next((m for m in meshes if "comms" in m.resources), None)
+        with contextlib.nullcontext() if mesh is None else losing_no_peer_purely(mesh):
+            return differentiated(params, *args)
 
     return call
 
@@ -110,6 +118,13 @@ def _check_leaves(params: PyTree, leaves: list[Any]) -> None:
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor | GlobalTensor) and x.dtype.is_floating_point
+
+
+def _gradient_of(leaf: Any, x: Tensor) -> Any:
+    """The gradient of a leaf; that of a leaf on disk is on the host."""
+    if isinstance(leaf, GlobalTensor) and leaf.memory_kind == "disk":
+        return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, "host")
+    return _as_it_was(x, leaf)
 
 
 def _as_it_was(x: Tensor, leaf: Any) -> Any:

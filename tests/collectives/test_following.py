@@ -116,7 +116,7 @@ REFUSED: dict[str, Any] = {
     "gathered": (lambda x: sf.all_gather(x, "dp"), "use sf.all_gather_invariant"),
     "permuted": (lambda x: sf.ppermute(x, "dp", [(0, 1), (1, 0)]), "varies along 'dp'"),
     "by the index": (lambda x: sf.psum(x, "dp") * sf.axis_index("dp"), "varies along 'dp'"),
-    "twice declared": (lambda x: sf.pvary(sf.pvary(sf.psum(x, "dp"), "dp"), "dp"), "varies along ('dp',) already"),
+    "twice declared": (lambda x: sf.pvary(sf.pvary(sf.psum(x, "dp"), "dp"), "dp"), "that varies there already"),
     "declared varying": (lambda x: sf.pvary(x, "dp"), "Leave out this pvary"),
 }
 

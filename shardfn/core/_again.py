@@ -1,0 +1,175 @@
+"""Code that runs after its forward, in a backward, and needs the ambient values of that forward.
+
+A checkpointed function runs a second time in the backward, when the blocks around its first run may have ended. Each
+room registers how its ambient values are bound again; `as_now` collects them. `torch.utils.checkpoint` gets the same
+while `checkpoints_as_now` is active: it looks up two names of its file whenever it runs, and these are replaced.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch.utils.checkpoint as torch_checkpoint
+
+# Binds a value again, each time that it is called.
+Again = Callable[[], AbstractContextManager[Any]]
+# Notes something on arguments.
+Note = Callable[[Sequence[Any]], None]
+_LOOKS: list[Callable[[], Sequence[Again]]] = []
+_ARGUMENTS: list[Callable[[Sequence[Any]], Note | None]] = []
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+
+def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
+    """Registers a look at an ambient value that later code needs: it returns what binds the value of this moment again.
+
+    The block that binds such a value enters `checkpoints_as_now` too.
+
+    Example:
+        >>> from shardfn.core import Ambient
+        >>> mood = Ambient[str]("mood that a recomputation keeps")
+        >>> @bound_again
+        ... def same_mood():
+        ...     return [functools.partial(mood.bound, now) for now in mood.all]
+        >>> with mood.bound("calm"):
+        ...     again = as_now()
+        >>> with again():
+        ...     mood.innermost()
+        'calm'
+    """
+    _LOOKS.append(look)
+    return look
+
+
+def noted_again(look: Callable[[Sequence[Any]], Note | None]) -> Callable[[Sequence[Any]], Note | None]:
+    """Registers a look at notes on the arguments of a checkpointed function, whose tensors are new objects later.
+
+    It returns a function that notes the same on the arguments of a later run; None where there is nothing to note.
+    """
+    _ARGUMENTS.append(look)
+    return look
+
+
+def as_now() -> Again:
+    """Returns a way to bind the ambient values of this moment again, on any thread."""
+    found = [again for look in _LOOKS for again in look()]
+    return functools.partial(_entered, found) if found else contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def _entered(found: Sequence[Again]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for again in found:
+            stack.enter_context(again())
+        yield
+
+
+class Replaced:
+    """Attributes that are replaced while blocks run, for all threads; blocks, also of several of these, may overlap.
+
+    Args:
+        find: returns the attributes, as (owner, name, replacement of the current value).
+    """
+
+    def __init__(self, find: Callable[[], list[tuple[Any, str, Callable[[Any], Any]]]]) -> None:
+        self._find, self._num_running = find, 0
+        self._found: list[tuple[Any, str, Callable[[Any], Any]]] = []
+
+    def __enter__(self) -> None:
+        with _LOCK:
+            self._num_running += 1
+            if self._num_running > 1:
+                return
+            self._found = self._find()
+            for owner, name, replacement in self._found:
+                # A class method itself, not bound to the class.
+                value = _VALUES.setdefault((owner, name), _Value(vars(owner)[name], []))
+                value.replacements.append(replacement)
+                value.put(owner, name)
+
+    def __exit__(self, *failure: object) -> None:
+        with _LOCK:
+            self._num_running -= 1
+            if self._num_running:
+                return
+            for owner, name, replacement in self._found:
+                value = _VALUES[owner, name]
+                value.replacements.remove(replacement)
+                value.put(owner, name)
+                if not value.replacements:
+                    del _VALUES[owner, name]
+
+
+class _Value(NamedTuple):
+    """An attribute that is replaced: its own value, and the replacements, the outermost last."""
+
+    own: Any
+    replacements: list[Callable[[Any], Any]]
+
+    def put(self, owner: Any, name: str) -> None:
+        value = self.own
+        for replacement in self.replacements:
+            value = replacement(value)
+        setattr(owner, name, value)
+
+
+_LOCK = threading.Lock()
+_VALUES: dict[tuple[Any, str], _Value] = {}
+
+
+def checkpoints_as_now() -> AbstractContextManager[None]:
+    """While it is active, functions under `torch.utils.checkpoint` run again with the ambient values of their forward.
+
+    The reentrant kind runs as the other, which means the same: it adds gradients to the `.grad` of leaves, past a step,
+    and drops those of the function's parameters where none of its arguments needs a gradient.
+    """
+    return _CHECKPOINTS
+
+
+def _names() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    # Another file of torch has a name of its own for the generator.
+    other = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    files: list[Any] = [torch_checkpoint, other] if other else [torch_checkpoint]
+    return [*((file, _GENERATOR, _generator) for file in files), (torch_checkpoint, "CheckpointFunction", _reentrant)]
+
+
+_CHECKPOINTS = Replaced(_names)
+
+
+@functools.cache
+def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The driver of checkpoints that are not reentrant, with another function to run again."""
+
+    @functools.wraps(original)
+    def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        again, same = as_now(), [same for look in _ARGUMENTS if (same := look(args)) is not None]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with again():
+                for note in same:
+                    note(args)
+                return f(*args, **kwargs)
+
+        return original(f if again is contextlib.nullcontext else run, *args, **kwargs)
+
+    return generator
+
+
+@functools.cache
+def _reentrant(original: Any) -> Any:
+    """Runs calls of the reentrant kind by the other."""
+
+    class CheckpointFunction(original):
+        @classmethod
+        def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            # Another thread, which none of this concerns.
+            if as_now() is contextlib.nullcontext:
+                return original.apply(f, preserve_rng_state, *args)
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+            return torch_checkpoint.checkpoint(f, *args, **options)
+
+    return CheckpointFunction
