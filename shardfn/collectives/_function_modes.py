@@ -76,7 +76,7 @@ def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
 
 @functools.cache
 def _application(original: Any) -> Any:
-    """`autograd.Function.apply` that passes its call to the function mode that has an `operation`; torch has none do."""
+    """`autograd.Function.apply` whose calls go through the function mode that has an `operation`."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(original.__func__, cls)
