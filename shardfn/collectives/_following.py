@@ -419,8 +419,9 @@ def _same_following() -> list[Again]:
 
 @noted_again
 def _same_arguments(args: Sequence[Any]) -> Note | None:
-    # Not the tensors, which a checkpoint is to drop.
-    noted = [(i, x.__dict__[_AXES]) for i, x in enumerate(args) if isinstance(x, Tensor) and _AXES in x.__dict__]
+    # Not the tensors, which a checkpoint is to drop; and from the end, as other arguments may precede those of a run.
+    named = enumerate(args, -len(args))
+    noted = [(i, x.__dict__[_AXES]) for i, x in named if isinstance(x, Tensor) and _AXES in x.__dict__]
     if not noted:
         return None
 
