@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardfn.core import tree_map
@@ -33,7 +34,6 @@ def elementwise(
         counts: whether the state has a count.
 
     Example:
-        >>> import torch
         >>> from shardfn.optim import TraceState
         >>> add = lambda g, trace, by: (g + by * trace,) * 2
         >>> tx = elementwise("heavy", TraceState, add, {"trace": torch.Tensor.clone}, lambda count: {"by": 0.5}, False)
@@ -68,8 +68,7 @@ def filled(value: Any) -> Callable[[Tensor], Tensor]:
     """For `start`: `value` everywhere.
 
     Example:
-        >>> import torch
         >>> filled(0.5)(torch.zeros(1))
         tensor([0.5000])
     """
-    return lambda zeros: zeros + value
+    return lambda zeros: zeros + value if isinstance(value, Tensor) else torch.full_like(zeros, value)

@@ -12,6 +12,7 @@ from shardfn import optim
 from shardfn.collectives import bind_mesh, current_mesh
 from shardfn.core import Mesh, P, all_coords, block_slices, tree_leaves, tree_map
 from shardfn.optim import _norm as norm_module
+from shardfn.optim import _unit_norm as unit_module
 
 
 def test_values_and_order() -> None:
@@ -140,7 +141,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, f: Callable[[dict[str, int]], Any]
 
     out = []
     for psum in (record, answer):
-        monkeypatch.setattr(norm_module, "psum", psum)
+        for module in (norm_module, unit_module):
+            monkeypatch.setattr(module, "psum", psum)
         for coords in every:
             mesh = Mesh(SHAPE, torch.device("cpu"))
             mesh._coords = coords
@@ -176,6 +178,12 @@ def matrices(params: Any) -> Any:
 CLIPPED = {"a": True, "b": True, "c": False, "e": True, "s": True}
 OPTIMIZERS = {
     "lamb": lambda: optim.lamb(0.1, weight_decay=0.1, mask=matrices),
+    "lamb moments": lambda: optim.lamb(0.1, mask=matrices, bias_correction="moments"),
+    "lars": lambda: optim.lars(0.1, 0.1, matrices, 0.5, trust_ratio_mask=matrices),
+    "block rms": lambda: optim.chain(optim.clip_by_block_rms(0.3), optim.sgd(0.1)),
+    "units": lambda: optim.chain(optim.adaptive_grad_clip(0.3), optim.sgd(0.1)),
+    "units, axis": lambda: optim.chain(optim.masked(optim.adaptive_grad_clip(0.3, axis=-1), matrices), optim.sgd(0.1)),
+    "rmsprop": lambda: optim.named_chain(("clip", optim.clip_by_global_norm(0.5)), ("step", optim.rmsprop(0.1))),
     "clip": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9)),
     "masked": lambda: optim.masked(optim.clip_by_global_norm(0.5), CLIPPED),
     "multi": lambda: optim.multi_transform(
