@@ -26,13 +26,13 @@ class ScaleByRmsState(NamedTuple):
 
     Attributes:
         nu: tree like params: mean of the squares of the gradients.
-        mu: tree like params: mean of the gradients; None unless the rule is centered.
-        count: int32, 0-d: steps taken; None unless the rule corrects the bias of its moments.
+        mu: tree like params: mean of the gradients; `()` unless the rule is centered.
+        count: int32, 0-d: steps taken; `()` unless the rule corrects the bias of its moments.
     """
 
     nu: PyTree
-    mu: PyTree = None
-    count: Int[Tensor, ""] | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+    mu: PyTree = ()
+    count: Int[Tensor, ""] | tuple[()] = ()  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
 
 
 class ScaleByRssState(NamedTuple):
