@@ -1,12 +1,16 @@
 """Optimizers: pure `(init, update)` pairs, with an in-place reading. No gradient is computed here."""
 
 from ._adam import ScaleByAdamState as ScaleByAdamState
-from ._adam import adam as adam, adamw as adamw, scale_by_adam as scale_by_adam
+from ._adam import adam as adam, adamw as adamw, nadamw as nadamw, scale_by_adam as scale_by_adam
 from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
 from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as Phases
 from ._base import identity as identity, stateless as stateless
-from ._chain import chain as chain
+from ._chain import chain as chain, named_chain as named_chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
+from ._clip_leaves import adaptive_grad_clip as adaptive_grad_clip, clip_by_block_rms as clip_by_block_rms
+from ._cycles import cosine_onecycle_schedule as cosine_onecycle_schedule
+from ._cycles import linear_onecycle_schedule as linear_onecycle_schedule
+from ._cycles import piecewise_constant_schedule as piecewise_constant_schedule, sgdr_schedule as sgdr_schedule
 from ._decay import add_decayed_weights as add_decayed_weights
 from ._delayed import DelayedState as DelayedState, delayed as delayed
 from ._freeze import FreezeState as FreezeState, VarianceStability as VarianceStability
@@ -14,15 +18,16 @@ from ._inplace import apply_updates as apply_updates, inplace as inplace
 from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
 from ._lamb import ScaleByMomentRatioState as ScaleByMomentRatioState
 from ._lamb import lamb as lamb, scale_by_bias_correction as scale_by_bias_correction
-from ._lamb import scale_by_moment_ratio as scale_by_moment_ratio, scale_by_trust_ratio as scale_by_trust_ratio
-from ._learning_rate import ScaleByScheduleState as ScaleByScheduleState
-from ._learning_rate import scale_by_learning_rate as scale_by_learning_rate
+from ._lamb import scale_by_moment_ratio as scale_by_moment_ratio
+from ._lars import lars as lars
+from ._learning_rate import ScaleByScheduleState as ScaleByScheduleState, scale as scale
+from ._learning_rate import scale_by_learning_rate as scale_by_learning_rate, scale_by_schedule as scale_by_schedule
 from ._lion import ScaleByLionState as ScaleByLionState, lion as lion, scale_by_lion as scale_by_lion
 from ._loss_scale import DynamicScaleState as DynamicScaleState, LossScale as LossScale
 from ._loss_scale import StaticScaleState as StaticScaleState
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_scale as static_loss_scale
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
-from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
+from ._mask import multi_transform as multi_transform, partition as partition, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
 from ._needs import ascending as ascending, decided as decided, given as given, join_needs as join_needs
 from ._norm import (
@@ -33,6 +38,7 @@ from ._norm import (
     large_square as large_square,
     largest as largest,
     of_limbs as of_limbs,
+    pmax_or_nan as pmax_or_nan,
     sum_squares as sum_squares,
     summing_exactly as summing_exactly,
 )
@@ -41,13 +47,19 @@ from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pair import as_transformation as as_transformation
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
+from ._radam import radam as radam, scale_by_radam as scale_by_radam
 from ._rebalance import check_in_round as check_in_round, compresses as compresses, rebalanced as rebalanced
+from ._rmsprop import ScaleByRmsState as ScaleByRmsState, ScaleByRssState as ScaleByRssState
+from ._rmsprop import adagrad as adagrad, rmsprop as rmsprop, scale_by_rms as scale_by_rms
+from ._rmsprop import scale_by_rss as scale_by_rss, scale_by_stddev as scale_by_stddev
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
+from ._schedules import exponential_decay as exponential_decay, polynomial_schedule as polynomial_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
 from ._schedules import warmup_constant_schedule as warmup_constant_schedule
 from ._schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
 from ._schedules import warmup_linear_decay_schedule as warmup_linear_decay_schedule
 from ._sgd import TraceState as TraceState, sgd as sgd, trace as trace
+from ._trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
 from ._types import Grain as Grain, LearningRate as LearningRate, Pair as Pair, Schedule as Schedule
 from ._zero_one_adam import Interval as Interval, ZeroOneAdamState as ZeroOneAdamState
 from ._zero_one_adam import in_round as in_round, zero_one_adam as zero_one_adam

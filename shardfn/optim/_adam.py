@@ -10,11 +10,12 @@ from shardfn.core import PyTree, explains_keywords, tree_flatten
 
 from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
-from ._checks import decay_rate, not_negative
+from ._checks import decay_rate, float_dtype, not_negative
 from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolved
+from ._elementwise import elementwise, same
 from ._even import even
-from ._hyper import leafwise, number, root
+from ._hyper import is_zero, number, root
 from ._kernels import fused_adamw_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
@@ -25,8 +26,6 @@ from ._leaves import (
     stage,
     unstage,
     wide,
-    zero_count,
-    zeros_like,
 )
 from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
@@ -46,22 +45,34 @@ class ScaleByAdamState(NamedTuple):
     nu: PyTree
 
 
-def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> GradientTransformation:
-    """Divides the mean gradient by its root mean square: `u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)`.
+def scale_by_adam(
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    mu_dtype: torch.dtype | None = None,
+    *,
+    nesterov: bool = False,
+) -> GradientTransformation:
+    """Divides the mean gradient by its root mean square: `u = mu_hat / (sqrt(nu / (1 - b2^t) + eps_root) + eps)`.
 
     The moments are `mu = b1 mu + (1 - b1) g` and `nu = b2 nu + (1 - b2) g^2`. They have the dtype of the parameters;
-    arithmetic is in float32 at least.
+    arithmetic is in float32 at least. The mean is `mu_hat = mu / (1 - b1^t)`; with Nesterov's momentum it is
+    `b1 mu / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)`.
 
     Args:
         b1: rate of the mean, in [0, 1); like all of them, a number or a 0-d tensor.
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
+        eps_root: inside the root, >= 0; needed to differentiate through an update whose gradient was always 0.
+        mu_dtype: the dtype in which `mu` is kept between steps; None = the parameters'.
+        nesterov: whether the mean looks one step ahead.
 
     Returns:
         A rule with a `ScaleByAdamState`.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point.
 
     Example:
         >>> tx = scale_by_adam()
@@ -70,30 +81,31 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> G
 
     References:
         Kingma & Ba, Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
+        Dozat, Incorporating Nesterov Momentum into Adam, 2016, https://openreview.net/pdf?id=OM0jvwB8jIp57ZJjtNEZ
     """
     decay_rate("scale_by_adam", b1=b1, b2=b2)
-    not_negative("scale_by_adam", eps=eps)
+    not_negative("scale_by_adam", eps=eps, eps_root=eps_root)
+    float_dtype("scale_by_adam", mu_dtype=mu_dtype)
 
-    def init(params: Params) -> ScaleByAdamState:
-        return ScaleByAdamState(zero_count(params), zeros_like(params), zeros_like(params))
-
-    def update(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
-        del params
-        check_state("scale_by_adam", state, ScaleByAdamState)
-        count = state.count + 1
+    def numbers(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
-        of, by = {"mu": state.mu, "nu": state.nu}, {"b1": b1, "b2": b2, "eps": eps, "c1": c1, "c2": c2}
-        us, mu, nu = leafwise(_direction, 3, updates, of=of, specs=specs, **by)
-        return us, ScaleByAdamState(count, mu, nu)
+        ahead = bias_corrections(count + 1, b1, b2)[0] if nesterov else None
+        return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "c1": c1, "c2": c2, "ahead": ahead}
 
-    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+    start = {"mu": lambda zeros: zeros.to(mu_dtype or zeros.dtype), "nu": same}
+    return elementwise("scale_by_adam", ScaleByAdamState, _direction, start, numbers)
 
 
 @explains_keywords(**MEANT)
 def adam(
-    learning_rate: LearningRate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8
+    learning_rate: LearningRate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    mu_dtype: torch.dtype | None = None,
+    *,
+    nesterov: bool = False,
 ) -> GradientTransformation:
     """Adam: `p = p - lr * mu_hat / (sqrt(nu_hat) + eps)`; see `scale_by_adam`.
 
@@ -102,12 +114,15 @@ def adam(
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
+        eps_root: inside the root, >= 0.
+        mu_dtype: the dtype in which the mean is kept; None = the parameters'.
+        nesterov: whether the mean looks one step ahead (NAdam).
 
     Returns:
-        A rule; `apply` is one fused kernel per dtype.
+        A rule; `apply` is one fused kernel per dtype, unless one of the last three arguments is given.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point.
 
     Example:
         >>> tx = adam(0.1)
@@ -118,7 +133,10 @@ def adam(
         Kingma & Ba, Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
     """
     check_rate("adam", learning_rate)
-    pure = chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    moments = scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
+    pure = chain(moments, scale_by_learning_rate(learning_rate))
+    if not _is_plain(eps_root, mu_dtype, nesterov):
+        return pure
     return _fused(pure, 2, learning_rate, b1, b2, eps, 0.0, None)
 
 
@@ -130,11 +148,16 @@ def adamw(
     eps: Number = 1e-8,
     weight_decay: Number = 0.01,
     mask: Mask = None,
+    *,
+    eps_root: Number = 0.0,
+    mu_dtype: torch.dtype | None = None,
+    nesterov: bool = False,
 ) -> GradientTransformation:
     """Adam with decoupled decay: `p = p - lr * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)`.
 
     The names are optax's. One default is not: `weight_decay` is torch's 0.01 (optax has 0.0001), so that a script that
-    comes from `torch.optim.AdamW` trains as it did.
+    comes from `torch.optim.AdamW` trains as it did. The last three arguments are keywords only; optax also takes
+    `eps_root` and `mu_dtype` by position, before `weight_decay`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -143,12 +166,16 @@ def adamw(
         eps: outside the root, >= 0.
         weight_decay: factor of the decay, >= 0; it is multiplied by the learning rate.
         mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        eps_root: inside the root, >= 0.
+        mu_dtype: the dtype in which the mean is kept; None = the parameters'.
+        nesterov: whether the mean looks one step ahead; see `nadamw`.
 
     Returns:
-        A rule; `apply` is one fused kernel per dtype and mask value.
+        A rule; `apply` is one fused kernel per dtype and mask value, unless one of the last three arguments is given.
 
     Raises:
-        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point; (on use) the mask or the
+            state does not match the params.
 
     Example:
         >>> tx = adamw(0.1, mask=lambda params: {"w": True, "b": False})
@@ -162,7 +189,10 @@ def adamw(
     """
     check_rate("adamw", learning_rate)
     decay = add_decayed_weights(weight_decay, mask)
-    pure = chain(scale_by_adam(b1, b2, eps), decay, scale_by_learning_rate(learning_rate))
+    moments = scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
+    pure = chain(moments, decay, scale_by_learning_rate(learning_rate))
+    if not _is_plain(eps_root, mu_dtype, nesterov):
+        return pure
     tx = _fused(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
 
     def decide(params: Params) -> GradientTransformation:
@@ -171,20 +201,83 @@ def adamw(
     return tx._replace(needs=Needs("element", decide=decide))
 
 
+@explains_keywords(**MEANT)
+def nadamw(
+    learning_rate: LearningRate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    mu_dtype: torch.dtype | None = None,
+    weight_decay: Number = 1e-4,
+    mask: Mask = None,
+) -> GradientTransformation:
+    """AdamW with Nesterov's momentum: `adamw(..., nesterov=True)`, with optax's order of arguments and its decay.
+
+    `torch.optim.NAdam` differs: its `b1` changes from step to step, and it does not decay weights by default.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        eps_root: inside the root, >= 0.
+        mu_dtype: the dtype in which the mean is kept; None = the parameters'.
+        weight_decay: factor of the decay, >= 0; it is multiplied by the learning rate.
+        mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+
+    Returns:
+        A rule.
+
+    Raises:
+        ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point; (on use) the mask or the
+            state does not match the params.
+
+    Example:
+        >>> tx = nadamw(0.1, weight_decay=0.0)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]), [torch.zeros(1)])[0]
+        [tensor([-0.1474])]
+
+    References:
+        Dozat, Incorporating Nesterov Momentum into Adam, 2016, https://openreview.net/pdf?id=OM0jvwB8jIp57ZJjtNEZ
+    """
+    more = {"eps_root": eps_root, "mu_dtype": mu_dtype, "nesterov": True}
+    return adamw(learning_rate, b1, b2, eps, weight_decay, mask, **more)
+
+
+def _is_plain(eps_root: Number, mu_dtype: torch.dtype | None, nesterov: bool) -> bool:
+    """Whether torch's fused kernel computes the rule."""
+    return is_zero(eps_root) and mu_dtype is None and not nesterov
+
+
 def _direction(
-    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, c1: Tensor, c2: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The update of one leaf, and its next moments, in the dtype that they are kept in."""
-    dtype = mu.dtype
+    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
+    ahead: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The update of one leaf, and its next moments, in the dtypes that they are kept in."""
+    kept, dtype = mu.dtype, nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
-    u = (mu / c1) / (root(nu / c2) + eps)
-    return u.to(dtype), mu.to(dtype), nu.to(dtype)
+    u = corrected_mean(g, mu, b1, c1, ahead) / (corrected_root(nu, c2, eps_root) + eps)
+    return u.to(dtype), mu.to(kept), nu.to(dtype)
 
 
 def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
     """The next moments, in the dtype of the arithmetic."""
-    g = wide(g).to(wide(mu).dtype)
-    return b1 * wide(mu) + (1 - b1) * g, b2 * wide(nu) + (1 - b2) * g.square()
+    dtype = wide(nu).dtype
+    g = g.to(dtype)
+    return b1 * mu.to(dtype) + (1 - b1) * g, b2 * nu.to(dtype) + (1 - b2) * g.square()
+
+
+def corrected_mean(g: Tensor, mu: Tensor, b1: Number, c1: Tensor, ahead: Tensor | None) -> Tensor:
+    """`mu` without its bias, or Nesterov's mean, where `ahead` is the correction of the next step."""
+    if ahead is None:
+        return mu / c1
+    return b1 * (mu / ahead) + (1 - b1) * (g.to(mu.dtype) / c1)
+
+
+def corrected_root(nu: Tensor, c2: Tensor, eps_root: Number) -> Tensor:
+    """The root of `nu` without its bias."""
+    return root(nu / c2 if is_zero(eps_root) else nu / c2 + eps_root)
 
 
 def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:

@@ -1,4 +1,4 @@
-"""`chain`: rules one after another."""
+"""`chain` and `named_chain`: rules one after another."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -85,6 +85,67 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         return rule._replace(init=init)
 
     return GradientTransformation(init, update, apply, needs._replace(specialize=on))
+
+
+def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTransformation:
+    """`chain` of named rules, whose state is a dict: name -> the rule's state.
+
+    Args:
+        *args: pairs (name, rule), first applied first.
+
+    Returns:
+        A rule.
+
+    Raises:
+        TypeError: an argument is not such a pair.
+        ValueError: there is none, or two have one name; (on use) the state is not a dict of these names.
+
+    Example:
+        >>> from shardfn.optim import scale_by_learning_rate, trace
+        >>> tx = named_chain(("momentum", trace(0.9)), ("rate", scale_by_learning_rate(0.5)))
+        >>> updates, state = tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))
+        >>> updates, state["momentum"].trace
+        ([tensor([-0.5000])], [tensor([1.])])
+    """
+    wrong = [repr(x) for x in args if not (isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str))]
+    if wrong:
+        raise TypeError(f"named_chain takes pairs (name, rule), but was given {', '.join(wrong)}.")
+    names = tuple(name for name, _ in args)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"named_chain needs rules of different names, but was given {list(names)}.")
+    return _named(names, chain(*(tx for _, tx in args)))
+
+
+def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTransformation:
+    """A chain whose state has names."""
+
+    def of(state: OptState) -> tuple[OptState, ...]:
+        if not isinstance(state, dict) or set(state) != set(names):
+            own = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"
+            raise ValueError(
+                f"named_chain keeps the states {sorted(names)}, but was given {own}; pass the state that init(params)"
+                " returned."
+            )
+        return tuple(state[name] for name in names)
+
+    def named(states: OptState) -> dict[str, OptState]:
+        return dict(zip(names, states, strict=True))
+
+    def init(params: Params) -> OptState:
+        return named(inner.init(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        updates, states = inner.update(updates, of(state), params, specs=specs)
+        return updates, named(states)
+
+    def apply(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        params, states = inplace(inner)(grads, of(state), params, specs=specs)
+        return params, named(states)
+
+    needs = join_needs([inner], lambda rule: _named(names, rule), states=lambda state: (of(state),))
+    return GradientTransformation(init, update, apply, needs._replace(ascends=inner.needs.ascends))
 
 
 def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:

@@ -7,6 +7,7 @@ at.
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardfn.core import a_kind
@@ -35,6 +36,13 @@ def finite(who: str, **values: Any) -> None:
 def num_steps(who: str, **values: Any) -> None:
     """Each value is an int >= 1."""
     _require(who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to have none, leave that piece out")
+
+
+def float_dtype(who: str, **values: Any) -> None:
+    """Each value is a dtype of floating point, or None."""
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise ValueError(f"{who}: {name}={value!r} must be a dtype of floating point, such as torch.bfloat16.")
 
 
 def _require(who: str, values: dict[str, Any], ok: Any, need: str) -> None:

@@ -1,26 +1,25 @@
 """LAMB: Adam's direction, each leaf scaled by the ratio of its norm to its update's."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import P, PyTree, explains_keywords, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, explains_keywords, tree_flatten
 
-from ._adam import bias_corrections, moments, moments_like
-from ._base import GradientTransformation, Needs, stateless
+from ._adam import bias_corrections, moments, moments_like, scale_by_adam
+from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
 from ._checks import decay_rate, not_negative
 from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolved
-from ._hyper import beside, leafwise, number, root
+from ._hyper import is_zero, leafwise, number, root
 from ._kernels import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
 from ._learning_rate import check_rate, next_rate, scale_by_learning_rate
 from ._leaves import (
     blocks,
-    check_params,
     check_shapes,
     check_state,
     everywhere,
@@ -32,7 +31,7 @@ from ._leaves import (
     zeros_like,
 )
 from ._no_rule import MEANT
-from ._norm import squares_of
+from ._trust_ratio import scale_by_trust_ratio, trust_ratios
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
 
 
@@ -96,44 +95,6 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     return GradientTransformation(init, update, needs=Needs("element", ascends=True))
 
 
-def scale_by_trust_ratio(min_coeff: float | int = 0.01, max_coeff: float | int = 10.0) -> GradientTransformation:
-    """Scales each leaf by `c = clamp(|p| / |u|, min_coeff, max_coeff)`; c = 1 where a norm is 0.
-
-    The norms are of the whole leaf, over all its blocks: one psum for both.
-
-    Args:
-        min_coeff: lower bound, >= 0.
-        max_coeff: upper bound, >= `min_coeff`.
-
-    Returns:
-        A rule without memory.
-
-    Raises:
-        ValueError: the bounds are out of range; (on use) params are missing or do not match.
-
-    Example:
-        >>> scale_by_trust_ratio().update([torch.tensor([2.0])], (), [torch.tensor([1.0])])[0]
-        [tensor([1.])]
-
-    References:
-        You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2019,
-        https://arxiv.org/abs/1904.00962
-    """
-    not_negative("scale_by_trust_ratio", min_coeff=min_coeff, max_coeff=max_coeff)
-    if max_coeff < min_coeff:
-        raise ValueError(f"scale_by_trust_ratio: max_coeff={max_coeff!r} is less than min_coeff={min_coeff!r}.")
-
-    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
-        check_params("scale_by_trust_ratio", params)
-        ps, treedef = tree_flatten(params)
-        us = leaves_like(updates, treedef, "updates", "params")
-        check_shapes(treedef, ps, updates=us)
-        cuts = None if specs is None else spec_leaves(specs, params)
-        return tree_unflatten(treedef, scaled(us, trust_ratios(ps, us, cuts, min_coeff, max_coeff), cuts))
-
-    return stateless(update)._replace(needs=Needs("leaf", ascends=True))
-
-
 def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTransformation:
     """Adam's two corrections as one factor: `u = g * sqrt(1 - b2^t) / (1 - b1^t)`.
 
@@ -179,13 +140,16 @@ def lamb(
     weight_decay: Number = 0.0,
     mask: Mask = None,
     *,
+    eps_root: Number = 0.0,
     min_coeff: float | int = 0.01,
     max_coeff: float | int = 10.0,
+    bias_correction: Literal["step", "moments"] = "step",
 ) -> GradientTransformation:
     """LAMB: `u = mu / (sqrt(nu) + eps) + weight_decay * p`, `p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u`.
 
     The trust ratio c is `scale_by_trust_ratio`'s. The rule is that of the common fused kernels: bias correction scales
-    the whole step, decay included, where the paper corrects the moments inside u.
+    the whole step, decay included, where the paper corrects the moments inside u; `bias_correction="moments"` does so.
+    The rule of `optax.lamb(lr)` is `lamb(lr, eps=1e-6, bias_correction="moments", min_coeff=0.0, max_coeff=math.inf)`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -194,14 +158,17 @@ def lamb(
         eps: outside the root, >= 0.
         weight_decay: factor of the decay inside u, >= 0.
         mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
+        eps_root: inside the root, >= 0; only with `bias_correction="moments"`.
         min_coeff: lower bound of the trust ratio.
-        max_coeff: upper bound of the trust ratio.
+        max_coeff: upper bound of the trust ratio; may be infinite.
+        bias_correction: "step": a factor of the whole step; "moments": of each moment, before the trust ratio.
 
     Returns:
         A rule.
 
     Raises:
-        ValueError: a number is out of range; (on use) the mask or the state does not match the params.
+        ValueError: a number is out of range, or `eps_root` would have no effect; (on use) the mask or the state does
+            not match the params.
 
     Example:
         >>> tx = lamb(0.1)
@@ -213,6 +180,11 @@ def lamb(
         https://arxiv.org/abs/1904.00962
     """
     check_rate("lamb", learning_rate)
+    _check_correction(bias_correction, eps_root)
+    if bias_correction == "moments":
+        direction, decay = scale_by_adam(b1, b2, eps, eps_root), add_decayed_weights(weight_decay, mask)
+        trust = scale_by_trust_ratio(min_coeff, max_coeff)
+        return chain(direction, decay, trust, scale_by_learning_rate(learning_rate))
     pure = chain(
         scale_by_moment_ratio(b1, b2, eps),
         add_decayed_weights(weight_decay, mask),
@@ -226,10 +198,17 @@ def lamb(
         return step(grads, state, params, specs=specs)[:2]
 
     def decide(params: Params) -> GradientTransformation:
-        bounds = {"min_coeff": min_coeff, "max_coeff": max_coeff}
-        return lamb(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"), **bounds)
+        on = resolved(mask, params, bool, "mask")
+        return lamb(learning_rate, b1, b2, eps, weight_decay, on, min_coeff=min_coeff, max_coeff=max_coeff)
 
     return GradientTransformation(pure.init, pure.update, apply, Needs("leaf", decide=decide))
+
+
+def _check_correction(bias_correction: str, eps_root: Number) -> None:
+    if bias_correction not in ("step", "moments"):
+        raise ValueError(f'lamb: bias_correction={bias_correction!r} must be "step" or "moments".')
+    if bias_correction == "step" and not is_zero(eps_root):
+        raise ValueError(f'lamb: eps_root={eps_root!r} has no effect without bias_correction="moments".')
 
 
 @explains_keywords(**MEANT)
@@ -279,32 +258,6 @@ def bias_factor(
     c1, c2 = bias_corrections(count, b1, b2)
     c2 = c2 if since is None else bias_corrections(since, b1, b2)[1]
     return c2.sqrt() / c1
-
-
-def trust_ratios(
-    ps: list[Tensor], us: list[Tensor], specs: list[P] | None, min_coeff: float | int, max_coeff: float | int
-) -> Float[Tensor, " num_leaves"]:
-    """`clamp(|p| / |u|)` of each leaf, 1 where a norm is 0; norms of float64 leaves are float64, others float32."""
-
-    def ratios(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
-        own = [column[i] for column in (ps, us) for i in index]
-        cuts = None if specs is None else [specs[i] for i in index] * 2
-        squares = squares_of(own, cuts, dtype)
-        p, u = root(squares[: len(index)]), root(squares[len(index) :])
-        return torch.where((p > 0) & (u > 0), (p / torch.where(u > 0, u, 1.0)).clamp(min_coeff, max_coeff), 1.0)
-
-    narrow, wide = ([i for i, p in enumerate(ps) if (p.dtype == torch.float64) is w] for w in (False, True))
-    if not (narrow and wide):
-        return ratios(narrow or wide, torch.float64 if wide else torch.float32)
-    found = dict(zip(narrow, ratios(narrow, torch.float32).double(), strict=True))
-    found |= zip(wide, ratios(wide, torch.float64), strict=True)
-    return torch.stack([found[i] for i in range(len(ps))])
-
-
-def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
-    """Each leaf by its ratio."""
-    rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
-    return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]
 
 
 def _direction(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number) -> tuple[Tensor, Tensor, Tensor]:

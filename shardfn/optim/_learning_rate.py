@@ -1,5 +1,6 @@
-"""`scale_by_learning_rate`: the last rule of an optimizer, `u = -lr * g`."""
+"""Factors of updates: `scale_by_learning_rate`, the last rule of an optimizer, `u = -lr * g`; and of any sign."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from shardfn.core import PyTree, explains_keywords, not_scalar, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs, stateless
-from ._checks import not_negative
+from ._checks import finite, not_negative
 from ._hyper import beside
 from ._leaves import check_state, zero_count
 from ._no_rule import MEANT, no_rate
@@ -24,6 +25,55 @@ class ScaleByScheduleState(NamedTuple):
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+
+
+def scale(step_size: Number) -> GradientTransformation:
+    """Scales updates: `u = step_size * g`. The sign is kept, so an optimizer ends with a negative scale.
+
+    Args:
+        step_size: any finite number, or a 0-d tensor.
+
+    Returns:
+        A rule without memory.
+
+    Raises:
+        ValueError: the number is not finite.
+
+    Example:
+        >>> scale(-0.5).update([torch.tensor([2.0])], ())[0]
+        [tensor([-1.])]
+    """
+    finite("scale", step_size=step_size)
+    ascends = not isinstance(step_size, Tensor) and step_size > 0  # the sign of a tensor is not looked at
+    rule = stateless(lambda updates, params, specs: _scaled(updates, step_size, specs))
+    return rule._replace(needs=Needs("element", ascends=ascends))
+
+
+def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
+    """Scales updates by a schedule: `u = step_size_fn(count) * g`, where count is 0 at the first step.
+
+    The sign is kept, so a learning rate that comes in this way is negative, or `scale(-1.0)` follows it;
+    `scale_by_learning_rate` changes the sign itself.
+
+    Args:
+        step_size_fn: a schedule, whose values may be negative.
+
+    Returns:
+        A rule with a `ScaleByScheduleState`.
+
+    Raises:
+        TypeError: `step_size_fn` is not a function; (on use) it does not return a number.
+
+    Example:
+        >>> tx = scale_by_schedule(lambda count: -0.5 * (count + 1))
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
+        [tensor([-0.5000])]
+    """
+    if not callable(step_size_fn):
+        raise TypeError(
+            f"scale_by_schedule: step_size_fn={step_size_fn!r} is not a function of the count; use optim.scale(x)."
+        )
+    return _by_schedule("scale_by_schedule", step_size_fn, _scaled)
 
 
 @explains_keywords(**MEANT)
@@ -46,7 +96,10 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     check_rate("scale_by_learning_rate", learning_rate)
     if not callable(learning_rate):
         return stateless(lambda updates, params, specs: _descend(updates, learning_rate, specs), "element")
+    return _by_schedule("scale_by_learning_rate", learning_rate, _descend)
 
+
+def _by_schedule(who: str, schedule: Schedule, step: Callable[[Updates, Any, Specs], PyTree]) -> GradientTransformation:
     def init(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(zero_count(params))
 
@@ -54,11 +107,16 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         del params
-        check_state("scale_by_learning_rate", state, ScaleByScheduleState)
-        rate = scheduled(learning_rate, state.count)
-        return _descend(updates, rate, specs), ScaleByScheduleState(state.count + 1)
+        check_state(who, state, ScaleByScheduleState)
+        return step(updates, scheduled(schedule, state.count), specs), ScaleByScheduleState(state.count + 1)
 
     return GradientTransformation(init, update, needs=Needs("element"))
+
+
+def _scaled(updates: Updates, by: Any, specs: Specs) -> PyTree:
+    gs, treedef = tree_flatten(updates)
+    rows = zip(gs, beside(gs, by, updates, specs), strict=True)
+    return tree_unflatten(treedef, [(x * g).to(g.dtype) for g, x in rows])
 
 
 def _descend(updates: Updates, rate: Any, specs: Specs) -> PyTree:
@@ -89,7 +147,7 @@ def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
     rate = schedule(count)
     if (problem := not_scalar(rate)) is not None:
         raise TypeError(
-            f"the learning-rate schedule {getattr(schedule, '__name__', schedule)!r} returned {problem};"
+            f"the schedule {getattr(schedule, '__name__', schedule)!r} returned {problem};"
             " schedule(count) returns a number or a 0-d tensor."
         )
     return rate

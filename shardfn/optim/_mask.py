@@ -131,6 +131,29 @@ def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], lab
     return _ByLabel({k: as_transformation(tx) for k, tx in transforms.items()}, labels, str, "labels").rule()
 
 
+def partition(transforms: Mapping[str, GradientTransformation | Pair], param_labels: Mask) -> GradientTransformation:
+    """`multi_transform` by the name that optax gives it now. It has nothing to do with `shardfn.partition`.
+
+    Args:
+        transforms: label -> rule.
+        param_labels: a tree (or prefix) of labels, or a function from params to one, of structure and shapes only.
+
+    Returns:
+        A rule whose state is a `MultiTransformState`.
+
+    Raises:
+        ValueError: (on use) a label has no rule, or the labels do not match the params.
+
+    Example:
+        >>> from shardfn.optim import sgd
+        >>> tx = partition({"train": sgd(1.0), "keep": set_to_zero()}, {"a": "train", "b": "keep"})
+        >>> params = {"a": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'a': tensor([-1.]), 'b': tensor([0.])}
+    """
+    return multi_transform(transforms, param_labels)
+
+
 @dataclass(frozen=True, eq=False)
 class _ByLabel:
     """Rules by label, each applied to the leaves that have it; leaves of a label without a rule take `u = g`.
@@ -241,4 +264,4 @@ def _check_labels(tree: PyTree, names: tuple[Any, ...], rules: dict[Any, Gradien
     if not set(names) <= rules.keys():
         rows = zip(tree_paths(tree, "params"), names, strict=True)
         wrong = [f"{path} is labelled {k!r}.{did_you_mean(k, rules)}" for path, k in rows if k not in rules]
-        raise_all(ValueError, f"multi_transform has rules for {sorted(rules)} only:", wrong)
+        raise_all(ValueError, f"there are rules for {sorted(rules)} only:", wrong)

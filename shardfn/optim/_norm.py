@@ -5,6 +5,7 @@ those: an axis that replicates a leaf must not count it twice. Leaves cut over t
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -52,7 +53,7 @@ def squares_of(
     dtype = dtype or dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros(0, dtype=dtype)
-    if _EXACT.innermost():
+    if is_exact():
         return _exact_squares(leaves, specs).to(dtype)
     local = _local(leaves, dtype)
     return local if specs is None else over_blocks(local, specs)
@@ -75,12 +76,17 @@ def summing_exactly() -> Iterator[None]:
         yield
 
 
+def is_exact() -> bool:
+    """Whether `summing_exactly` is active."""
+    return bool(_EXACT.innermost())
+
+
 _EXACT = Ambient[bool]("whether sums of squares are exact")
 
 
 def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor, " num_leaves"]:
     top = torch.stack([largest(x) for x in leaves])
-    top = top if specs is None else over_blocks(top, specs, pmax)
+    top = top if specs is None else over_blocks(top, specs, pmax_or_nan)
     limbs = [exact_limbs(x, m) for x, m in zip(leaves, top.unbind(), strict=True)]
     if specs is not None:
         limbs = list(over_blocks(torch.stack(limbs), specs).unbind())
@@ -102,7 +108,7 @@ def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
         x: any shape.
         top: float64, 0-d: at least the largest absolute value.
     """
-    scale = torch.ldexp(torch.ones_like(top), -_exponent(top))
+    scale = exact_scale(top)
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
     for piece in x.detach().reshape(-1).split(1 << 20):
         square = (piece.double() * scale).square() * float(1 << 30)
@@ -111,7 +117,12 @@ def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
     return total
 
 
-def of_limbs(limbs: Int64[Tensor, "2"], top: Tensor) -> Float[Tensor, ""]:
+def exact_scale(top: Tensor) -> Tensor:
+    """The power of two by which elements are multiplied, so that the largest absolute value `top` is at most 1."""
+    return torch.ldexp(torch.ones_like(top), -_exponent(top))
+
+
+def of_limbs(limbs: Int64[Tensor, "2 *units"], top: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
     """The sum that `exact_limbs` has taken, float64; not finite where `top` is not."""
     high, low = limbs.double().unbind()
     exact = (high + low / float(1 << 30)) / float(1 << 30)
@@ -127,21 +138,46 @@ def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
 
 
-def global_norm(tree: PyTree, specs: Specs = None) -> Float[Tensor, ""]:
-    """The Euclidean norm of a whole tree: `sqrt(sum over leaves and blocks of x^2)`.
+def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
+    """The norm of a whole tree, as of one vector: Euclidean, the sum of absolute values, or the largest one.
 
     Args:
         tree: tree of tensors, each the local block of a leaf.
         specs: tree (or prefix) of `P`: how the blocks are cut; None = leaves are whole.
+        ord: 2 or None: `sqrt(sum over leaves and blocks of x^2)`; 1: `sum |x|`; `math.inf` or "inf": `max |x|`, which
+            cannot be differentiated over several ranks.
 
     Returns:
-        0-d: float32, or float64 where a leaf is float64.
+        0-d: float32, or float64 where a leaf is float64; NaN where an element is.
+
+    Raises:
+        ValueError: `ord` is another order, or `specs` do not match `tree`.
 
     Example:
-        >>> global_norm([torch.tensor(3.0), torch.tensor(4.0)])
-        tensor(5.)
+        >>> tree = [torch.tensor(3.0), torch.tensor(-4.0)]
+        >>> global_norm(tree), global_norm(tree, ord=1), global_norm(tree, ord="inf")
+        (tensor(5.), tensor(7.), tensor(4.))
     """
-    return sum_squares(tree, specs).sum().sqrt()
+    if ord is None or ord == 2:
+        return sum_squares(tree, specs).sum().sqrt()
+    if ord not in (1, math.inf, "inf", "infinity"):
+        raise ValueError(f'global_norm: ord={ord!r} must be None, 1, 2, math.inf or "inf".')
+    leaves = tree_leaves(tree)
+    dtype = dtype_of_squares(leaves)
+    if not leaves:
+        return torch.zeros((), dtype=dtype)
+    cuts = None if specs is None else spec_leaves(specs, tree)
+    if ord == 1:
+        local = torch.stack([wide(x).abs().sum(dtype=torch.float64).to(leaves[0].device) for x in leaves])
+        return (local if cuts is None else over_blocks(local, cuts)).sum().to(dtype)
+    top = torch.stack([largest(x).to(leaves[0].device) for x in leaves])
+    return (top if cuts is None else over_blocks(top, cuts, pmax_or_nan)).max().to(dtype)
+
+
+def pmax_or_nan(x: Float[Tensor, "..."], axes: tuple[str, ...]) -> Float[Tensor, "..."]:
+    """The maximum over ranks of values >= 0, NaN where a rank has NaN: backends differ in the maximum of NaN."""
+    top, found = pmax(torch.stack([x.nan_to_num(0.0, torch.inf), x.isnan().to(x.dtype)]), axes).unbind()
+    return torch.where(found > 0, torch.nan, top)
 
 
 def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:

@@ -20,15 +20,7 @@ from ._compressed import averaging, written
 from ._decay import add_decayed_weights
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
 from ._hyper import rounded_root
-from ._lamb import (
-    bias_factor,
-    lamb_in_place,
-    scale_by_bias_correction,
-    scale_by_moment_ratio,
-    scale_by_trust_ratio,
-    scaled,
-    trust_ratios,
-)
+from ._lamb import bias_factor, lamb_in_place, scale_by_bias_correction, scale_by_moment_ratio
 from ._learning_rate import scale_by_learning_rate
 from ._leaves import spec_leaves, wide, zeros_like
 from ._no_rule import MEANT
@@ -36,6 +28,7 @@ from ._norm import over_blocks, sum_squares
 from ._onebit_adam import SIGN, StepNumbers
 from ._onebit_messages import messages_of, split
 from ._phased import Phased
+from ._trust_ratio import scale_by_trust_ratio, scaled, trust_ratios
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 

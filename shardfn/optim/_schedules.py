@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardfn.core import explains_keywords
 
-from ._checks import finite, not_negative, num_steps
+from ._checks import finite, not_negative, num_steps, positive
 from ._types import Count, Number, Schedule
 
 # Keywords of other libraries, and what they are called here.
-_MEANT = {
+MEANT_BY_SCHEDULES = {
     "lr": "init_value= or peak_value={value!r}",
     "learning_rate": "init_value= or peak_value={value!r}",
     "peak_lr": "peak_value={value!r}",
@@ -40,10 +40,10 @@ def constant_schedule(value: Number) -> Schedule:
         tensor(0.5000)
     """
     finite("constant_schedule", value=value)
-    return lambda count: (_float(count) * 0 + value).float()
+    return lambda count: (float_count(count) * 0 + value).float()
 
 
-@explains_keywords(**_MEANT)
+@explains_keywords(**MEANT_BY_SCHEDULES)
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
@@ -67,13 +67,86 @@ def linear_schedule(
     not_negative("linear_schedule", transition_begin=transition_begin)
 
     def schedule(count: Count) -> Float[Tensor, ""]:
-        done = ((_float(count) - transition_begin) / transition_steps).clamp(0, 1)
+        done = ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
         return (init_value * (1 - done) + end_value * done).float()
 
     return schedule
 
 
-@explains_keywords(**_MEANT)
+@explains_keywords(**MEANT_BY_SCHEDULES)
+def polynomial_schedule(
+    init_value: Number, end_value: Number, power: Number, transition_steps: int, transition_begin: int = 0
+) -> Schedule:
+    """A power of a line: `(init - end) * (1 - clamp((count - begin) / steps, 0, 1)) ** power + end`.
+
+    Args:
+        init_value: the value up to `transition_begin`.
+        end_value: the value from `transition_begin + transition_steps` on.
+        power: > 0; 1 is `linear_schedule`.
+        transition_steps: length of the transition, >= 1.
+        transition_begin: where it starts, >= 0.
+
+    Raises:
+        ValueError: a length is None, 0 or negative, the power is not positive, or a value is not finite.
+
+    Example:
+        >>> polynomial_schedule(1.0, 0.0, 2, 4)(2)
+        tensor(0.2500)
+    """
+    finite("polynomial_schedule", init_value=init_value, end_value=end_value)
+    positive("polynomial_schedule", power=power)
+    num_steps("polynomial_schedule", transition_steps=transition_steps)
+    not_negative("polynomial_schedule", transition_begin=transition_begin)
+
+    def schedule(count: Count) -> Float[Tensor, ""]:
+        left = 1 - ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
+        return ((init_value - end_value) * left**power + end_value).float()
+
+    return schedule
+
+
+@explains_keywords(**MEANT_BY_SCHEDULES)
+def exponential_decay(
+    init_value: Number,
+    transition_steps: int,
+    decay_rate: float | int,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: Number | None = None,
+) -> Schedule:
+    """Exponential decay or growth: `init * decay_rate ** (max(count - begin, 0) / steps)`.
+
+    Args:
+        init_value: the value up to `transition_begin`.
+        transition_steps: the steps after which the value is multiplied by `decay_rate`, >= 1.
+        decay_rate: > 0; above 1 the value grows.
+        transition_begin: where it starts, >= 0.
+        staircase: whether the exponent is rounded down, so that the value changes every `transition_steps` only.
+        end_value: the bound of the value: a lower one if `decay_rate < 1`, else an upper one; None = there is none.
+
+    Raises:
+        ValueError: a length is None, 0 or negative, the rate is not positive, or a value is not finite.
+
+    Example:
+        >>> exponential_decay(1.0, 2, 0.25)(1)
+        tensor(0.5000)
+    """
+    finite("exponential_decay", init_value=init_value, **({} if end_value is None else {"end_value": end_value}))
+    positive("exponential_decay", decay_rate=decay_rate)
+    num_steps("exponential_decay", transition_steps=transition_steps)
+    not_negative("exponential_decay", transition_begin=transition_begin)
+
+    def schedule(count: Count) -> Float[Tensor, ""]:
+        times = (float_count(count) - transition_begin).clamp(min=0) / transition_steps
+        value = init_value * decay_rate ** (times.floor() if staircase else times)
+        if end_value is not None:
+            value = value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
+        return value.float()
+
+    return schedule
+
+
+@explains_keywords(**MEANT_BY_SCHEDULES)
 def cosine_decay_schedule(
     init_value: Number, decay_steps: int, alpha: Number = 0.0, exponent: Number = 1.0
 ) -> Schedule:
@@ -100,14 +173,14 @@ def cosine_decay_schedule(
     num_steps("cosine_decay_schedule", decay_steps=decay_steps)
 
     def schedule(count: Count) -> Float[Tensor, ""]:
-        done = (_float(count) / decay_steps).clamp(0, 1)
+        done = (float_count(count) / decay_steps).clamp(0, 1)
         cosine = ((1 + torch.cos(math.pi * done)) / 2) ** exponent
         return (init_value * ((1 - alpha) * cosine + alpha)).float()
 
     return schedule
 
 
-@explains_keywords(**_MEANT)
+@explains_keywords(**MEANT_BY_SCHEDULES)
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
     """A line from `init_value` at 0 to `peak_value` at `warmup_steps`, then constant.
 
@@ -122,7 +195,7 @@ def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_step
     return linear_schedule(init_value, peak_value, warmup_steps)
 
 
-@explains_keywords(**_MEANT)
+@explains_keywords(**MEANT_BY_SCHEDULES)
 def warmup_linear_decay_schedule(
     init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0
 ) -> Schedule:
@@ -148,7 +221,7 @@ def warmup_linear_decay_schedule(
     return join_schedules([up, down], [warmup_steps])
 
 
-@explains_keywords(**_MEANT)
+@explains_keywords(**MEANT_BY_SCHEDULES)
 def warmup_cosine_decay_schedule(
     init_value: Number,
     peak_value: Number,
@@ -210,13 +283,14 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     def schedule(count: Count) -> Float[Tensor, ""]:
         value = schedules[0](count)
         for start, piece in zip(boundaries, schedules[1:], strict=True):
-            value = torch.where(_float(count) < start, value, piece(count - start))
+            value = torch.where(float_count(count) < start, value, piece(count - start))
         return value
 
     return schedule
 
 
-def _float(count: Count) -> Float[Tensor, ""]:
+def float_count(count: Count) -> Float[Tensor, ""]:
+    """A count in the dtype that schedules compute in."""
     return torch.as_tensor(count).to(torch.float64)
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import optim
+from shardfn.collectives import bind_mesh
 from shardfn.core import tree_leaves
 from shardfn.engine import Chunks, tree_sum
+from shardfn.engine._canonical import summed_squares
 from shardfn.models import gpt
 from shardfn.testing import distributed
 
@@ -56,6 +58,7 @@ RULES: dict[str, Callable[[], Any]] = {
     "adamw": lambda: optim.adamw(1e-2),
     "lamb": lambda: optim.lamb(1e-2),
     "clip": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
+    "units": lambda: optim.chain(optim.clip_by_block_rms(0.01), optim.adaptive_grad_clip(0.01), optim.adamw(1e-2)),
 }
 LOSSES: dict[str, Callable[[], Any]] = {
     "mean": lambda: _loss,
@@ -87,6 +90,7 @@ def _trained(rule: str, loss: str, stage: int, steps: int) -> list[Tensor]:
 
 
 CASES = [("adamw", "mean", 0), ("clip", "weighted", 3), ("lamb", "shared", 1), ("lamb", "bf16", 3), ("clip", "bf16", 2)]
+CASES += [("units", "mean", 3)]
 
 
 def _all(cases: Any = CASES, steps: int = 4) -> list[list[Tensor]]:
@@ -174,6 +178,15 @@ def test_exact_sums_of_squares() -> None:
         assert optim.sum_squares([torch.zeros(3), torch.zeros(0)]).tolist() == [0, 0]
         assert not optim.sum_squares([torch.tensor([1.0, torch.inf])]).isfinite().any()
         assert optim.sum_squares([torch.tensor([1.0, torch.nan])]).isnan().all()
+
+
+@distributed(world=[2, 3])
+def test_a_nan_on_one_rank_is_in_the_norm(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    for bad in range(world):
+        x = torch.full((3,), torch.nan if dist.get_rank() == bad else 1.0)
+        with bind_mesh(mesh):
+            assert summed_squares([x], ("dp",)).isnan()
 
 
 def test_what_it_does_not_do_is_said() -> None:

@@ -278,6 +278,12 @@ def test_hypergradients_of_other_optimizers(world: int) -> None:
         "lion": lambda x: optim.lion(x[0] * 0.1, weight_decay=x[2]),
         "lamb": lambda x: optim.lamb(x[0], weight_decay=x[2]),
         "schedule": lambda x: optim.adam(optim.warmup_constant_schedule(x[2], x[0], 2)),
+        "nadam": lambda x: optim.adam(x[0], x[1], eps_root=x[2] * 1e-3, nesterov=True),
+        "radam": lambda x: optim.radam(x[0] * 1e-4, x[1], eps=x[2]),
+        "rmsprop": lambda x: optim.rmsprop(x[0], x[1], x[2], 0.5, centered=True, momentum=x[1]),
+        "adagrad": lambda x: optim.adagrad(x[0], 0.5, x[2]),
+        "lars": lambda x: optim.lars(x[0], x[2], trust_coefficient=0.1, momentum=x[1]),
+        "clips": lambda x: optim.chain(optim.clip_by_block_rms(0.1), optim.adaptive_grad_clip(0.1), optim.scale(-x[0])),
     }
     at = torch.tensor([0.05, 0.5, 0.1])
     for maker, stage in itertools.product(makers.values(), (0, 1, 3)):

@@ -52,6 +52,8 @@ JOINS: list[tuple[Any, tuple[Any, ...]]] = [
     (optim.chain(ELEMENT, NORM), ("tree", None, None, False)),
     (optim.chain(NORM, NORM), ("tree", sums, True, False)),
     (optim.chain(optim.chain(NORM, ELEMENT), ELEMENT), ("element", sums, True, False)),
+    (optim.named_chain(("a", NORM), ("b", LEAF)), ("leaf", sums, True, False)),
+    (optim.named_chain(("a", PAIR)), ("tree", None, None, True)),
     (optim.chain(PAIR, ELEMENT), ("tree", None, None, True)),
     (beside(ELEMENT, LEAF), ("leaf", None, None, False)),
     (beside(NORM, ELEMENT), ("element", sums, False, False)),
@@ -80,10 +82,18 @@ def test_a_chain_ascends_until_a_rule_descends() -> None:
     clip, adam = optim.clip_by_global_norm(1.0), optim.scale_by_adam()
     trust = optim.scale_by_trust_ratio(), optim.scale_by_moment_ratio(), optim.scale_by_bias_correction()
     kept = optim.clip(1.0), optim.add_decayed_weights(0.1), optim.trace(0.9), optim.scale_by_lion(), optim.identity()
-    for rule in (clip, adam, *trust, *kept, optim.chain(), optim.chain(clip, optim.chain(adam))):
+    more = optim.scale_by_radam(), optim.scale_by_rms(), optim.scale_by_stddev(), optim.scale_by_rss(), optim.scale(0.1)
+    leaf = optim.clip_by_block_rms(1.0), optim.adaptive_grad_clip(1.0), optim.named_chain(("a", adam), ("b", clip))
+    for rule in (clip, adam, *trust, *kept, *more, *leaf, optim.chain(), optim.chain(clip, optim.chain(adam))):
         assert rule.needs.ascends
         assert not optim.chain(rule, optim.scale_by_learning_rate(0.1)).needs.ascends
-    for rule in (optim.sgd(0.1), optim.adamw(0.1), optim.lamb(0.1), optim.lion(0.1), ELEMENT, around(clip)):
+    down = (
+        optim.scale(-1.0),
+        optim.scale_by_schedule(optim.constant_schedule(-1.0)),
+        optim.lars(0.1),
+        optim.adagrad(0.1),
+    )
+    for rule in (optim.sgd(0.1), optim.adamw(0.1), optim.lamb(0.1), optim.lion(0.1), *down, ELEMENT, around(clip)):
         assert not rule.needs.ascends and not optim.chain(clip, rule).needs.ascends
 
 
@@ -133,6 +143,7 @@ def test_what_reads_a_state_is_shown_its_own() -> None:
     for tx in (
         OWN,
         optim.chain(ELEMENT, OWN),
+        optim.named_chain(("z", ELEMENT), ("a", OWN)),
         optim.master_weights(optim.chain(ELEMENT, optim.chain(OWN))),
         around(OWN),
     ):

@@ -40,10 +40,34 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
         {"w": "fast", "blocks": ["slow", "fast"], "scale": "off", "none": "off", "empty": "slow"},
     ),
     "masters": lambda: optim.master_weights(optim.adamw(SCHEDULE)),
+    "adam mu": lambda: optim.adam(SCHEDULE, eps_root=1e-6, mu_dtype=torch.bfloat16, nesterov=True),
+    "nadamw mask": lambda: optim.nadamw(0.02, weight_decay=0.1, mask=MASK),
+    "radam": lambda: optim.radam(0.02, b2=0.9),
+    "rmsprop": lambda: optim.rmsprop(SCHEDULE, eps=1e-3, centered=True, momentum=0.5, bias_correction=True),
+    "adagrad": lambda: optim.adagrad(0.2),
+    "lamb moments, mask": lambda: optim.lamb(0.02, mask=MASK, max_coeff=math.inf, bias_correction="moments"),
+    "lars mask": lambda: optim.lars(SCHEDULE, 0.1, MASK, 0.5),
+    "clips, named": lambda: optim.named_chain(
+        ("rms", optim.clip_by_block_rms(0.5)), ("units", optim.adaptive_grad_clip(0.5)), ("step", optim.sgd(0.1))
+    ),
+    "scales": lambda: optim.chain(optim.scale_by_rms(), optim.scale_by_schedule(SCHEDULE), optim.scale(-1.0)),
     "by hand": lambda: optim.chain(
         optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(SCHEDULE)
     ),
 }
+# Rules without an in-place form of their own.
+PURE = [
+    "clip, freeze",
+    "masked",
+    "by hand",
+    "adam mu",
+    "nadamw mask",
+    "radam",
+    "rmsprop",
+    "adagrad",
+    "lamb moments, mask",
+]
+PURE += ["lars mask", "scales"]
 every = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
@@ -154,7 +178,7 @@ def test_apply_equals_update(name: str, dtype: torch.dtype, tol: float) -> None:
     tx, params = OPTIMIZERS[name](), make_params(dtype)
     pure, in_place = (run(tx, params, 20, in_place=flag) for flag in (False, True))
     # Norms and schedules are float32 whatever the leaves are, and so is the learning rate in them.
-    tol = max(tol, 1e-6) if any(word in name for word in ("lamb", "multi", "clip")) else tol
+    tol = max(tol, 1e-6) if any(word in name for word in ("lamb", "multi", "clip", "lars")) else tol
     assert_close(in_place[0], pure[0], rtol=tol, atol=tol)
     assert_close(in_place[1], pure[1], rtol=tol, atol=tol)
 
@@ -166,7 +190,7 @@ def test_apply_equals_update_in_half_precision(name: str) -> None:
     assert_close(in_place[0], pure[0], rtol=2**-6, atol=2**-7)
 
 
-@all_but("clip, freeze", "masked", "by hand")
+@all_but(*PURE)
 def test_apply_reuses_every_buffer(name: str) -> None:
     tx, params = OPTIMIZERS[name](), make_params()
     state = tx.init(params)

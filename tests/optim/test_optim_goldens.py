@@ -1,6 +1,7 @@
 """Covers the update rules against values computed by hand in double precision, and against torch.optim."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,6 +143,10 @@ TORCH: dict[str, tuple[GradientTransformation, Callable[..., torch.optim.Optimiz
         optim.adamw(0.01, weight_decay=0.3),
         functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3),
     ),
+    "rmsprop": (
+        optim.rmsprop(0.01, 0.99, eps_in_sqrt=False, momentum=0.9),
+        functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.9),
+    ),
 }
 
 
@@ -224,6 +229,21 @@ def test_a_schedule_starts_at_0(make: Callable[..., GradientTransformation], in_
         (lambda: optim.adamw(0.1, weight_decay=-0.1), "weight_decay=-0.1"),
         (lambda: optim.lamb(0.1, min_coeff=2.0, max_coeff=1.0), "max_coeff=1.0 is less than min_coeff=2.0"),
         (lambda: optim.lion(0.1, b1=2.0), "b1=2.0"),
+        (lambda: optim.lamb(0.1, eps_root=1e-8), "eps_root=1e-08 has no effect"),
+        (lambda: optim.scale_by_trust_ratio(math.inf, math.inf), "min_coeff=inf"),
+        (lambda: optim.adam(0.1, eps_root=-1.0), "eps_root=-1.0"),
+        (lambda: optim.adam(0.1, mu_dtype=torch.int8), "mu_dtype=torch.int8 must be a dtype of floating point"),
+        (lambda: optim.radam(0.1, threshold=-1.0), "threshold=-1.0"),
+        (lambda: optim.rmsprop(0.1, decay=1.0), "decay=1.0"),
+        (lambda: optim.rmsprop(0.1, nesterov=True), "nesterov=True has no effect"),
+        (lambda: optim.lars(0.1, momentum=0.0, nesterov=True), "nesterov=True has no effect"),
+        (lambda: optim.lars(0.1, trust_coefficient=-1.0), "trust_coefficient=-1.0"),
+        (lambda: optim.adagrad(0.1, -1.0), "initial_accumulator_value=-1.0"),
+        (lambda: optim.scale(math.nan), "step_size=nan"),
+        (lambda: optim.clip_by_block_rms(0.0), "threshold=0.0"),
+        (lambda: optim.adaptive_grad_clip(0.0), "clipping=0.0"),
+        (lambda: optim.named_chain(), r"different names, but was given \[\]"),
+        (lambda: optim.named_chain(("a", optim.sgd(0.1)), ("a", optim.sgd(0.1))), r"\['a', 'a'\]"),
         (lambda: optim.clip(0.0), "max_delta=0.0"),
         (lambda: optim.clip_by_global_norm(-1.0), "max_norm=-1.0"),
     ],
@@ -237,3 +257,22 @@ def test_decay_needs_params() -> None:
     tx = optim.adamw(0.1)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update([torch.ones(1)], tx.init([torch.ones(1)]))
+
+
+def test_a_state_of_other_names_is_refused() -> None:
+    tx, w = optim.named_chain(("clip", optim.clip(1.0)), ("step", optim.sgd(0.1))), [torch.ones(1)]
+    for state in ({"clip": optim.EmptyState()}, tx.init(w)["clip"]):
+        with pytest.raises(ValueError, match=r"named_chain keeps the states \['clip', 'step'\]"):
+            tx.update(w, state, w)
+    with pytest.raises(TypeError, match="named_chain"):
+        optim.named_chain(optim.clip(1.0))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="scale_by_schedule"):
+        optim.scale_by_schedule(0.1)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_centered_moment_below_0_by_rounding_is_0() -> None:
+    tx, w = optim.rmsprop(0.1, eps=1e-8, centered=True), [torch.zeros(100)]
+    state = tx.init(w)
+    for _ in range(200):
+        updates, state = tx.update([torch.linspace(99.0, 101.0, 100)], state, w)
+        assert updates[0].isfinite().all()

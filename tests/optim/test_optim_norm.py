@@ -10,8 +10,10 @@ from torch import Tensor
 
 from shardfn import optim
 from shardfn.collectives import bind_mesh, current_mesh
-from shardfn.core import Mesh, P, all_coords, block_slices, tree_leaves, tree_map
+from shardfn.core import Mesh, P, all_coords, block_slices, make_mesh, tree_leaves, tree_map
 from shardfn.optim import _norm as norm_module
+from shardfn.optim import _unit_norm as unit_module
+from shardfn.testing import distributed
 
 
 def test_values_and_order() -> None:
@@ -140,7 +142,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, f: Callable[[dict[str, int]], Any]
 
     out = []
     for psum in (record, answer):
-        monkeypatch.setattr(norm_module, "psum", psum)
+        for module in (norm_module, unit_module):
+            monkeypatch.setattr(module, "psum", psum)
         for coords in every:
             mesh = Mesh(SHAPE, torch.device("cpu"))
             mesh._coords = coords
@@ -161,6 +164,75 @@ def test_sum_squares_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(x) for _, x in sent[0]] == [1, 2, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norms_of_other_orders(dtype: torch.dtype) -> None:
+    tree = {"a": torch.randn(70_001).to(dtype), "b": [torch.tensor(-9.0, dtype=dtype), torch.zeros(0, dtype=dtype)]}
+    flat = torch.cat([x.double().reshape(-1) for x in tree_leaves(tree)])
+    for ord, want in ((1, flat.abs().sum()), (2, flat.norm()), (math.inf, flat.abs().max())):
+        norm = optim.global_norm(tree, ord=ord)
+        assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(norm.double(), want, rtol=1e-6, atol=0)
+    assert optim.global_norm(tree, ord="inf") == optim.global_norm(tree, ord=math.inf)
+    assert [optim.global_norm({}, ord=ord).item() for ord in (1, math.inf)] == [0, 0]
+    tree["b"][0].fill_(math.nan)
+    assert all(optim.global_norm(tree, ord=ord).isnan() for ord in (1, math.inf))
+    with pytest.raises(ValueError, match=r"ord=3 must be None, 1, 2, math.inf"):
+        optim.global_norm(tree, ord=3)
+
+
+@distributed(world=[2, 3])
+def test_norms_of_other_orders_of_blocks(world: int) -> None:
+    mesh, tree = make_mesh({"dp": world}), {"a": torch.randn(7, 2, generator=torch.Generator().manual_seed(0))}
+    specs = {"a": P("dp"), "b": P()}
+    tree["b"] = tree["a"][:2] / 2
+    for bad in (None, 0, 6):  # a NaN on the first rank, and on the last
+        if bad is not None:
+            tree["a"][bad] = math.nan
+        sizes = {"dp": world}
+        block = tree["a"][block_slices((7, 2), P("dp"), sizes, mesh.coords)]
+        with bind_mesh(mesh):
+            for ord in (1, 2, math.inf):
+                got, want = optim.global_norm({**tree, "a": block}, specs, ord=ord), optim.global_norm(tree, ord=ord)
+                torch.testing.assert_close(got, want, equal_nan=True)
+            with optim.summing_exactly():
+                exact = optim.sum_squares({**tree, "a": block}, specs)
+                assert torch.equal(exact.isnan(), torch.tensor([bad is not None, False]))
+        tree["a"].nan_to_num_()
+
+
+@distributed(world=[2, 3])
+def test_units_are_summed_to_the_bit_where_sums_are_exact(world: int) -> None:
+    mesh, g = make_mesh({"dp": world}), torch.Generator().manual_seed(0)
+    params, grads = ({k: torch.randn(s, generator=g) for k, s in (("w", (2, 9)), ("v", (7,)))} for _ in range(2))
+    tx = optim.decided(optim.adaptive_grad_clip(0.1), params)
+    cut = lambda tree: {k: x[block_slices(tuple(x.shape), P("dp"), mesh.shape, mesh.coords)] for k, x in tree.items()}  # noqa: E731
+    with optim.summing_exactly(), bind_mesh(mesh):
+        want, _ = tx.update(grads, optim.EmptyState(), params)
+        got, _ = tx.update(cut(grads), optim.EmptyState(), cut(params), specs=P("dp"))
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(got), tree_leaves(cut(want)), strict=True))
+    torch.testing.assert_close(want, tx.update(grads, optim.EmptyState(), params)[0])
+
+
+def test_units_are_those_of_whole_leaves() -> None:
+    # A block of one row of a matrix is not a vector: undecided, a rule of units refuses blocks.
+    tx, x = optim.adaptive_grad_clip(0.1), [torch.ones(1, 3)]
+    with (
+        bind_mesh(Mesh({"dp": 2}, torch.device("cpu"))),
+        pytest.raises(ValueError, match=r"adaptive_grad_clip is a function of whole leaves"),
+    ):
+        tx.update(x, optim.EmptyState(), x, specs=[P("dp")])
+
+
+def test_leaves_without_such_units_are_named() -> None:
+    params = {"w": torch.ones(2, 3), "b": torch.ones(3), "deep": torch.ones(1, 1, 1, 2, 2, 2)}
+    for axis, names in ((None, ["deep"]), (1, ["b"]), ((0, -2), ["b"])):
+        with pytest.raises(ValueError, match="adaptive_grad_clip needs leaves") as caught:
+            optim.adaptive_grad_clip(0.1, axis=axis).update(params, optim.EmptyState(), params)
+        assert [name for name in params if f"params['{name}']" in str(caught.value)] == names
+    with pytest.raises(ValueError, match="needs the parameters"):
+        optim.adaptive_grad_clip(0.1).update(params, optim.EmptyState())
+
+
 def test_a_prefix_of_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     tree: Any = {"x": torch.randn(6, 2), "y": [torch.randn(6)]}
     cut = lambda coords: tree_map(lambda x: x[block_slices(tuple(x.shape), P("dp"), SHAPE, coords)], tree)  # noqa: E731
@@ -176,6 +248,12 @@ def matrices(params: Any) -> Any:
 CLIPPED = {"a": True, "b": True, "c": False, "e": True, "s": True}
 OPTIMIZERS = {
     "lamb": lambda: optim.lamb(0.1, weight_decay=0.1, mask=matrices),
+    "lamb moments": lambda: optim.lamb(0.1, mask=matrices, bias_correction="moments"),
+    "lars": lambda: optim.lars(0.1, 0.1, matrices, 0.5, trust_ratio_mask=matrices),
+    "block rms": lambda: optim.chain(optim.clip_by_block_rms(0.3), optim.sgd(0.1)),
+    "units": lambda: optim.chain(optim.adaptive_grad_clip(0.3), optim.sgd(0.1)),
+    "units, axis": lambda: optim.chain(optim.masked(optim.adaptive_grad_clip(0.3, axis=-1), matrices), optim.sgd(0.1)),
+    "rmsprop": lambda: optim.named_chain(("clip", optim.clip_by_global_norm(0.5)), ("step", optim.rmsprop(0.1))),
     "clip": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9)),
     "masked": lambda: optim.masked(optim.clip_by_global_norm(0.5), CLIPPED),
     "multi": lambda: optim.multi_transform(

@@ -70,6 +70,12 @@ SCHEDULES = [
     optim.warmup_constant_schedule(0.0, 0.3, 3),
     optim.warmup_linear_decay_schedule(0.0, 0.3, 3, 9),
     optim.warmup_cosine_decay_schedule(0.0, 0.3, 3, 9),
+    optim.polynomial_schedule(0.3, 0.0, 2, 7),
+    optim.exponential_decay(0.3, 2, 0.5, staircase=True, end_value=0.01),
+    optim.piecewise_constant_schedule(0.3, {2: 0.5, 8: 0.1}),
+    optim.sgdr_schedule([{"init_value": 0.0, "peak_value": 0.3, "warmup_steps": n, "decay_steps": 4} for n in (1, 0)]),
+    optim.linear_onecycle_schedule(20, 0.3),
+    optim.cosine_onecycle_schedule(20, 0.3),
 ]
 
 
@@ -99,6 +105,11 @@ def test_counts_beyond_float32() -> None:
         lambda size: optim.warmup_cosine_decay_schedule(0.0, 1.0, size, 10),
         lambda size: optim.warmup_cosine_decay_schedule(0.0, 1.0, 3, size),
         lambda size: optim.join_schedules([optim.constant_schedule(1.0)] * 2, [size]),
+        lambda size: optim.polynomial_schedule(0.0, 1.0, 2, size),
+        lambda size: optim.exponential_decay(1.0, size, 0.5),
+        lambda size: optim.piecewise_constant_schedule(1.0, {size: 0.5}),
+        lambda size: optim.linear_onecycle_schedule(size, 1.0),
+        lambda size: optim.cosine_onecycle_schedule(size, 1.0),
     ],
 )
 def test_sizes_below_1_are_refused(make: Callable[[object], Schedule], size: object) -> None:
@@ -124,5 +135,15 @@ def test_other_refusals() -> None:
         optim.join_schedules([optim.constant_schedule(1.0)] * 3, [5])
     with pytest.raises(ValueError, match="value=nan"):
         optim.constant_schedule(math.nan)
+    with pytest.raises(ValueError, match=r"polynomial_schedule: power=-1 must be a finite number > 0"):
+        optim.polynomial_schedule(1.0, 0.0, -1, 5)
+    with pytest.raises(ValueError, match=r"exponential_decay: decay_rate=0.0 must be a finite number > 0"):
+        optim.exponential_decay(1.0, 5, 0.0)
+    with pytest.raises(ValueError, match=r"the scale at 3=-0.5 must be a finite number >= 0"):
+        optim.piecewise_constant_schedule(1.0, {3: -0.5})
+    with pytest.raises(ValueError, match="there are no cycles"):
+        optim.sgdr_schedule([])
+    with pytest.raises(ValueError, match=r"would end at the counts \[0, 0, 1\], which must increase"):
+        optim.linear_onecycle_schedule(1, 1.0)
     with pytest.raises(ValueError, match="transition_begin=-1"):
         optim.linear_schedule(0.0, 1.0, 3, -1)

@@ -45,6 +45,12 @@ ELEMENT: dict[str, Callable[[], GradientTransformation]] = {
     "trace": lambda: optim.chain(optim.trace(0.9), optim.scale_by_lion(), optim.scale_by_learning_rate(0.01)),
     "delayed": lambda: optim.chain(CLIP, optim.delayed(optim.adamw(SCHEDULE, mask=large), warmup=1)),
     "delayed norm": lambda: optim.delayed(optim.chain(CLIP, optim.adamw(SCHEDULE, mask=large)), warmup=1),
+    "nadamw": lambda: optim.chain(CLIP, optim.nadamw(SCHEDULE, weight_decay=0.1, mask=large)),
+    "adam mu": lambda: optim.adam(0.02, mu_dtype=torch.bfloat16, nesterov=True),
+    "radam": lambda: optim.radam(SCHEDULE, b2=0.8),
+    "rmsprop": lambda: optim.rmsprop(0.02, centered=True, momentum=0.9, bias_correction=True),
+    "adagrad": lambda: optim.named_chain(("clip", CLIP), ("step", optim.adagrad(SCHEDULE))),
+    "scales": lambda: optim.chain(optim.scale_by_rms(), optim.scale_by_schedule(SCHEDULE), optim.scale(-1.0)),
     "delayed at once": lambda: optim.delayed(optim.chain(CLIP, optim.sgd(0.1))),
 }  # fmt: skip
 LEAF: dict[str, Callable[[], GradientTransformation]] = {
@@ -54,6 +60,10 @@ LEAF: dict[str, Callable[[], GradientTransformation]] = {
         optim.scale_by_moment_ratio(), optim.scale_by_trust_ratio(), optim.scale_by_bias_correction(),
         optim.scale_by_learning_rate(0.02),
     ),
+    "lamb moments": lambda: optim.lamb(SCHEDULE, mask=large, bias_correction="moments"),
+    "lars": lambda: optim.lars(SCHEDULE, 0.1, large, trust_ratio_mask=large),
+    "block rms": lambda: optim.chain(optim.clip_by_block_rms(0.5), optim.adam(0.02)),
+    "units": lambda: optim.named_chain(("clip", optim.adaptive_grad_clip(0.5)), ("step", optim.sgd(SCHEDULE))),
     "multi lamb": lambda: optim.multi_transform({"a": optim.lamb(0.02), "b": optim.set_to_zero()}, labels),
 }  # fmt: skip
 TREE: dict[str, Callable[[], GradientTransformation]] = {

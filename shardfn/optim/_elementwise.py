@@ -1,0 +1,74 @@
+"""`elementwise`: a rule from the mathematics of one leaf, for rules that step every element by itself."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import tree_map
+
+from ._base import GradientTransformation, Needs
+from ._hyper import leafwise
+from ._leaves import check_state, zero_count, zeros_like
+from ._types import OptState, Params, Specs, Updates
+
+
+def elementwise(
+    who: str,
+    kind: type,
+    step: Callable[..., tuple[Tensor, ...]],
+    start: Mapping[str, Callable[[Tensor], Tensor]],
+    numbers: Callable[[Any], dict[str, Any]],
+    counts: bool = True,
+) -> GradientTransformation:
+    """The rule `u, *new = step(g, **old, **numbers(count))` of each leaf, whose updates point along the gradient.
+
+    Args:
+        who: the rule's name, for errors.
+        kind: the named tuple of the state, with a field for each key of `start`, and `count` if the rule counts.
+        step: returns the update of one leaf, then its new trees in the order of `start`.
+        start: field of the state -> function from a leaf of zeros to the leaf at the first step.
+        numbers: the hyperparameters of a step from its count, which is 1 at the first; the count is None if the rule
+            does not count.
+        counts: whether the state has a count.
+
+    Example:
+        >>> from shardfn.optim import TraceState
+        >>> add = lambda g, trace, by: (g + by * trace,) * 2
+        >>> tx = elementwise("heavy", TraceState, add, {"trace": torch.Tensor.clone}, lambda count: {"by": 0.5}, False)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))
+        ([tensor([1.])], TraceState(trace=[tensor([1.])]))
+    """
+
+    def init(params: Params) -> OptState:
+        # Each tree has memory of its own.
+        trees = {name: tree_map(first, zeros_like(params)) for name, first in start.items()}
+        return kind(**trees, **({"count": zero_count(params)} if counts else {}))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params
+        check_state(who, state, kind)
+        count = state.count + 1 if counts else None
+        old = {name: getattr(state, name) for name in start}
+        us, *new = leafwise(step, 1 + len(start), updates, of=old, specs=specs, **numbers(count))
+        return us, kind(**dict(zip(start, new, strict=True)), **({"count": count} if counts else {}))
+
+    return GradientTransformation(init, update, needs=Needs("element", ascends=True))
+
+
+def same(zeros: Tensor) -> Tensor:
+    """For `start`: zeros of the parameter's dtype."""
+    return zeros
+
+
+def filled(value: Any) -> Callable[[Tensor], Tensor]:
+    """For `start`: `value` everywhere.
+
+    Example:
+        >>> filled(0.5)(torch.zeros(1))
+        tensor([0.5000])
+    """
+    return lambda zeros: zeros + value if isinstance(value, Tensor) else torch.full_like(zeros, value)

@@ -1,0 +1,124 @@
+"""RAdam: Adam whose step is rectified while its second moment rests on few gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import explains_keywords
+
+from ._adam import ScaleByAdamState, bias_corrections, corrected_mean, corrected_root, moments
+from ._base import GradientTransformation
+from ._chain import chain
+from ._checks import decay_rate, not_negative
+from ._elementwise import elementwise, same
+from ._learning_rate import check_rate, scale_by_learning_rate
+from ._no_rule import MEANT
+from ._types import LearningRate, Number
+
+
+def scale_by_radam(
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    threshold: Number = 5.0,
+    *,
+    nesterov: bool = False,
+) -> GradientTransformation:
+    """Rectified Adam: `u = r * mu_hat / (sqrt(nu_hat + eps_root) + eps)`, and `u = mu_hat` at the first steps.
+
+    With `rho_inf = 2 / (1 - b2) - 1` and `rho = rho_inf - 2 t b2^t / (1 - b2^t)`, the factor is
+    `r^2 = (rho - 4) (rho - 2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho)`; the first steps are those with
+    `rho < threshold`. The moments are those of `scale_by_adam`.
+
+    Args:
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        eps_root: inside the root, >= 0.
+        threshold: of rho, >= 0; RAdam needs more than 4.
+        nesterov: whether the mean looks one step ahead.
+
+    Returns:
+        A rule with a `ScaleByAdamState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = scale_by_radam()
+        >>> tx.update([torch.tensor([0.5])], tx.init([torch.zeros(1)]))[0]
+        [tensor([0.5000])]
+
+    References:
+        Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, 2019, https://arxiv.org/abs/1908.03265
+    """
+    decay_rate("scale_by_radam", b1=b1, b2=b2)
+    not_negative("scale_by_radam", eps=eps, eps_root=eps_root, threshold=threshold)
+
+    def numbers(count: Tensor) -> dict[str, Any]:
+        c1, c2 = bias_corrections(count, b1, b2)
+        ahead = bias_corrections(count + 1, b1, b2)[0] if nesterov else None
+        most = 2 / (1 - b2) - 1
+        rho = most - 2 * count * (1 - c2) / c2
+        # At the first steps the factor is not used, and has no root.
+        x = torch.where(rho >= threshold, rho, most)
+        r = ((x - 4) * (x - 2) * most / ((most - 4) * (most - 2) * x)).sqrt()
+        more = {"c1": c1, "c2": c2, "ahead": ahead, "rho": rho, "r": r}
+        return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "threshold": threshold} | more
+
+    return elementwise("scale_by_radam", ScaleByAdamState, _direction, {"mu": same, "nu": same}, numbers)
+
+
+@explains_keywords(**MEANT)
+def radam(
+    learning_rate: LearningRate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    threshold: Number = 5.0,
+    *,
+    nesterov: bool = False,
+) -> GradientTransformation:
+    """RAdam: `p = p - lr * u`; see `scale_by_radam`. It needs no warm-up of the learning rate.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        b1: rate of the mean, in [0, 1).
+        b2: rate of the squares, in [0, 1).
+        eps: outside the root, >= 0.
+        eps_root: inside the root, >= 0.
+        threshold: the length of the average from which the step is rectified, >= 0.
+        nesterov: whether the mean looks one step ahead.
+
+    Returns:
+        A rule.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = radam(0.1)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
+        [tensor([-0.1000])]
+
+    References:
+        Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, 2019, https://arxiv.org/abs/1908.03265
+    """
+    check_rate("radam", learning_rate)
+    direction = scale_by_radam(b1, b2, eps, eps_root, threshold, nesterov=nesterov)
+    return chain(direction, scale_by_learning_rate(learning_rate))
+
+
+def _direction(
+    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
+    ahead: Tensor | None, rho: Tensor, threshold: Number, r: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The update of one leaf, and its next moments."""
+    dtype = nu.dtype
+    mu, nu = moments(g, mu, nu, b1, b2)
+    mean = corrected_mean(g, mu, b1, c1, ahead)
+    rectified = r * mean / (corrected_root(nu, c2, eps_root) + eps)
+    return torch.where(rho >= threshold, rectified, mean).to(dtype), mu.to(dtype), nu.to(dtype)

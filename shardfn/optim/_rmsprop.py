@@ -1,0 +1,257 @@
+"""RMSProp and Adagrad: the gradient over the root of its mean, or summed, square."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from shardfn.core import PyTree, explains_keywords
+
+from ._adam import bias_corrections
+from ._base import GradientTransformation
+from ._chain import chain
+from ._checks import decay_rate, not_negative
+from ._elementwise import elementwise, filled, same
+from ._hyper import is_zero, root
+from ._learning_rate import check_rate, scale_by_learning_rate
+from ._leaves import wide
+from ._no_rule import MEANT
+from ._sgd import trace
+from ._types import LearningRate, Number
+
+
+class ScaleByRmsState(NamedTuple):
+    """The moments of RMSProp.
+
+    Attributes:
+        nu: tree like params: mean of the squares of the gradients.
+        mu: tree like params: mean of the gradients; `()` unless the rule is centered.
+        count: int32, 0-d: steps taken; `()` unless the rule corrects the bias of its moments.
+    """
+
+    nu: PyTree
+    mu: PyTree = ()
+    count: Int[Tensor, ""] | tuple[()] = ()  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+
+
+class ScaleByRssState(NamedTuple):
+    """The sums of Adagrad.
+
+    Attributes:
+        sum_of_squares: tree like params: of the gradients of all steps.
+    """
+
+    sum_of_squares: PyTree
+
+
+def scale_by_rms(
+    decay: Number = 0.9,
+    eps: Number = 1e-8,
+    initial_scale: Number = 0.0,
+    eps_in_sqrt: bool = True,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """Divides the gradient by its root mean square: `nu = decay nu + (1 - decay) g^2; u = g / sqrt(nu + eps)`.
+
+    Args:
+        decay: rate of the squares, in [0, 1).
+        eps: >= 0.
+        initial_scale: the first value of `nu`, >= 0.
+        eps_in_sqrt: whether `eps` is added inside the root; if not, `u = g / (sqrt(nu) + eps)`, as torch has it.
+        bias_correction: whether `nu` is divided by `1 - decay^t`.
+
+    Returns:
+        A rule with a `ScaleByRmsState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = scale_by_rms(decay=0.75)
+        >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
+        [tensor([2.])]
+
+    References:
+        Hinton et al., Overview of mini-batch gradient descent, 2012,
+        https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf
+    """
+    return _scale("scale_by_rms", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
+
+
+def scale_by_stddev(
+    decay: Number = 0.9,
+    eps: Number = 1e-8,
+    initial_scale: Number = 0.0,
+    eps_in_sqrt: bool = True,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """Divides the gradient by its standard deviation: `u = g / sqrt(nu - mu^2 + eps)`.
+
+    The moments are `mu = decay mu + (1 - decay) g` and `nu = decay nu + (1 - decay) g^2`. Where rounding makes
+    `nu - mu^2` negative, it is taken as 0.
+
+    Args:
+        decay: rate of both moments, in [0, 1).
+        eps: >= 0.
+        initial_scale: the first value of `nu`, >= 0.
+        eps_in_sqrt: whether `eps` is added inside the root; if not, it is added to the root, as torch has it.
+        bias_correction: whether the moments are divided by `1 - decay^t`.
+
+    Returns:
+        A rule with a `ScaleByRmsState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = scale_by_stddev(decay=0.5)
+        >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
+        [tensor([2.])]
+
+    References:
+        Graves, Generating Sequences With Recurrent Neural Networks, 2013, https://arxiv.org/abs/1308.0850
+    """
+    return _scale("scale_by_stddev", decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
+
+
+def _scale(
+    who: str, decay: Number, eps: Number, initial_scale: Number, eps_in_sqrt: bool, corrects: bool, centered: bool
+) -> GradientTransformation:
+    decay_rate(who, decay=decay)
+    not_negative(who, eps=eps, initial_scale=initial_scale)
+
+    def numbers(count: Any) -> dict[str, Any]:
+        c = bias_corrections(count, decay, decay)[0] if corrects else 1.0
+        return {"decay": decay, "eps": eps, "c": c}
+
+    def step(g: Tensor, nu: Tensor, decay: Number, eps: Number, c: Any, mu: Tensor | None = None) -> tuple[Tensor, ...]:
+        dtype = nu.dtype
+        g, nu = g.to(wide(nu).dtype), wide(nu)
+        new, rest = decay * nu + (1 - decay) * g.square(), []
+        square = new / c
+        if mu is not None:
+            mean = decay * wide(mu) + (1 - decay) * g
+            square, rest = (square - (mean / c).square()).clamp(min=0), [mean.to(dtype)]
+        below = root(square + eps) if eps_in_sqrt else root(square) + eps
+        return ((g / below).to(dtype), new.to(dtype), *rest)
+
+    start = {"nu": filled(initial_scale)} | ({"mu": same} if centered else {})
+    return elementwise(who, ScaleByRmsState, step, start, numbers, corrects)
+
+
+@explains_keywords(**MEANT)
+def rmsprop(
+    learning_rate: LearningRate,
+    decay: Number = 0.9,
+    eps: Number = 1e-8,
+    initial_scale: Number = 0.0,
+    eps_in_sqrt: bool = True,
+    centered: bool = False,
+    momentum: Number | None = None,
+    nesterov: bool = False,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """RMSProp: `t = -lr * g / sqrt(nu + eps) + momentum * t; p = p + t`; see `scale_by_rms`.
+
+    The defaults are optax's. `rmsprop(lr, 0.99, eps_in_sqrt=False)` takes the steps of `torch.optim.RMSprop(lr=lr)`.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        decay: rate of the squares, in [0, 1).
+        eps: >= 0.
+        initial_scale: the first value of `nu`, >= 0.
+        eps_in_sqrt: whether `eps` is added inside the root.
+        centered: whether the gradient is divided by its standard deviation; see `scale_by_stddev`.
+        momentum: in [0, 1); None keeps no trace.
+        nesterov: whether the trace looks one step ahead; needs momentum.
+        bias_correction: whether the moments are divided by `1 - decay^t`.
+
+    Returns:
+        A rule.
+
+    Raises:
+        ValueError: a number is out of range, or `nesterov` is given without momentum.
+
+    Example:
+        >>> tx = rmsprop(0.1, decay=0.75)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
+        [tensor([-0.2000])]
+
+    References:
+        Hinton et al., Overview of mini-batch gradient descent, 2012,
+        https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf
+    """
+    check_rate("rmsprop", learning_rate)
+    if nesterov and is_zero(momentum):
+        raise ValueError(f"rmsprop: nesterov=True has no effect with momentum={momentum!r}; give a momentum > 0.")
+    scale = scale_by_stddev if centered else scale_by_rms
+    rules = [scale(decay, eps, initial_scale, eps_in_sqrt, bias_correction), scale_by_learning_rate(learning_rate)]
+    return chain(*rules, *([] if momentum is None else [trace(momentum, nesterov)]))
+
+
+def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) -> GradientTransformation:
+    """Divides the gradient by the root of the sum of its squares: `s = s + g^2; u = g / sqrt(s + eps)`, 0 where s is 0.
+
+    Args:
+        initial_accumulator_value: the first value of s, >= 0.
+        eps: inside the root, >= 0.
+
+    Returns:
+        A rule with a `ScaleByRssState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = scale_by_rss(0.0)
+        >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
+        [tensor([1.])]
+
+    References:
+        Duchi et al., Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, 2011,
+        https://jmlr.org/papers/v12/duchi11a.html
+    """
+    not_negative("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
+
+    def step(g: Tensor, sum_of_squares: Tensor, eps: Number) -> tuple[Tensor, Tensor]:
+        dtype = sum_of_squares.dtype
+        g = g.to(wide(sum_of_squares).dtype)
+        new = wide(sum_of_squares) + g.square()
+        u = g / root(torch.where(new > 0, new + eps, 1.0))  # where it is 0, so is g
+        return u.to(dtype), new.to(dtype)
+
+    start = {"sum_of_squares": filled(initial_accumulator_value)}
+    return elementwise("scale_by_rss", ScaleByRssState, step, start, lambda count: {"eps": eps}, counts=False)
+
+
+@explains_keywords(**MEANT)
+def adagrad(
+    learning_rate: LearningRate, initial_accumulator_value: Number = 0.1, eps: Number = 1e-7
+) -> GradientTransformation:
+    """Adagrad: `s = s + g^2; p = p - lr * g / sqrt(s + eps)`; see `scale_by_rss`.
+
+    The defaults are optax's; torch's Adagrad begins with s = 0, and adds its eps outside the root.
+
+    Args:
+        learning_rate: a number >= 0, or a schedule.
+        initial_accumulator_value: the first value of s, >= 0.
+        eps: inside the root, >= 0.
+
+    Returns:
+        A rule.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> tx = adagrad(0.1, initial_accumulator_value=3.0)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
+        [tensor([-0.0500])]
+
+    References:
+        Duchi et al., Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, 2011,
+        https://jmlr.org/papers/v12/duchi11a.html
+    """
+    check_rate("adagrad", learning_rate)
+    return chain(scale_by_rss(initial_accumulator_value, eps), scale_by_learning_rate(learning_rate))

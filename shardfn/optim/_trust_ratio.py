@@ -1,0 +1,101 @@
+"""The trust ratio: each leaf scaled by its norm over that of its update, in LAMB and LARS."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.core import P, tree_flatten, tree_unflatten
+
+from ._base import GradientTransformation, Needs, stateless
+from ._checks import not_negative
+from ._hyper import beside, root
+from ._leaves import check_params, check_shapes, leaves_like, spec_leaves
+from ._norm import squares_of
+from ._types import Params, Specs, Updates
+
+
+def scale_by_trust_ratio(
+    min_coeff: float | int = 0.01,
+    max_coeff: float | int = 10.0,
+    *,
+    min_norm: float | int = 0.0,
+    trust_coefficient: float | int = 1.0,
+    eps: float | int = 0.0,
+) -> GradientTransformation:
+    """Scales each leaf by `c = clamp(trust_coefficient |p| / (|u| + eps), min_coeff, max_coeff)`; 1 where a norm is 0.
+
+    The norms are of the whole leaf, over all its blocks: one psum for both. optax's rule has no bounds:
+    `scale_by_trust_ratio(0.0, math.inf)`.
+
+    Args:
+        min_coeff: lower bound, >= 0.
+        max_coeff: upper bound, >= `min_coeff`; may be infinite.
+        min_norm: both norms are at least this, >= 0.
+        trust_coefficient: factor of the ratio, >= 0.
+        eps: added to the norm of the update, >= 0.
+
+    Returns:
+        A rule without memory.
+
+    Raises:
+        ValueError: the bounds are out of range; (on use) params are missing or do not match.
+
+    Example:
+        >>> scale_by_trust_ratio().update([torch.tensor([2.0])], (), [torch.tensor([1.0])])[0]
+        [tensor([1.])]
+
+    References:
+        You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2019,
+        https://arxiv.org/abs/1904.00962
+    """
+    bounds = {"min_coeff": min_coeff} | ({} if max_coeff == math.inf else {"max_coeff": max_coeff})
+    not_negative("scale_by_trust_ratio", **bounds, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps)
+    if max_coeff < min_coeff:
+        raise ValueError(f"scale_by_trust_ratio: max_coeff={max_coeff!r} is less than min_coeff={min_coeff!r}.")
+
+    def update(updates: Updates, params: Params, specs: Specs) -> Updates:
+        check_params("scale_by_trust_ratio", params)
+        ps, treedef = tree_flatten(params)
+        us = leaves_like(updates, treedef, "updates", "params")
+        check_shapes(treedef, ps, updates=us)
+        cuts = None if specs is None else spec_leaves(specs, params)
+        ratios = trust_ratios(ps, us, cuts, min_coeff, max_coeff, min_norm, trust_coefficient, eps)
+        return tree_unflatten(treedef, scaled(us, ratios, cuts))
+
+    return stateless(update)._replace(needs=Needs("leaf", ascends=True))
+
+
+def trust_ratios(
+    ps: list[Tensor],
+    us: list[Tensor],
+    specs: list[P] | None,
+    min_coeff: float | int,
+    max_coeff: float | int,
+    min_norm: float | int = 0.0,
+    trust_coefficient: float | int = 1.0,
+    eps: float | int = 0.0,
+) -> Float[Tensor, " num_leaves"]:
+    """The ratio of `scale_by_trust_ratio` for each leaf; norms of float64 leaves are float64, others float32."""
+
+    def ratios(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+        own = [column[i] for column in (ps, us) for i in index]
+        cuts = None if specs is None else [specs[i] for i in index] * 2
+        squares = squares_of(own, cuts, dtype)
+        p, u = (root(x).clamp(min=min_norm) for x in (squares[: len(index)], squares[len(index) :]))
+        ratio = trust_coefficient * p / (torch.where(u > 0, u, 1.0) + eps)
+        return torch.where((p > 0) & (u > 0), ratio.clamp(min_coeff, max_coeff), 1.0)
+
+    narrow, wide = ([i for i, p in enumerate(ps) if (p.dtype == torch.float64) is w] for w in (False, True))
+    if not (narrow and wide):
+        return ratios(narrow or wide, torch.float64 if wide else torch.float32)
+    found = dict(zip(narrow, ratios(narrow, torch.float32).double(), strict=True))
+    found |= zip(wide, ratios(wide, torch.float64), strict=True)
+    return torch.stack([found[i] for i in range(len(ps))])
+
+
+def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
+    """Each leaf by its ratio."""
+    rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
+    return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]
