@@ -24,7 +24,10 @@ from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_s
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
+from ._matrix_dims import MatrixDims as MatrixDims, hidden_matrices as hidden_matrices
+from ._muon import ScaleByMuonState as ScaleByMuonState, muon as muon, scale_by_muon as scale_by_muon
 from ._needs import ascending as ascending, decided as decided, given as given, join_needs as join_needs
+from ._newton_schulz import NewtonSchulz as NewtonSchulz
 from ._norm import (
     dtype_of_squares as dtype_of_squares,
     exact_limbs as exact_limbs,

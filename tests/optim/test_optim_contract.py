@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
         {"w": "fast", "blocks": ["slow", "fast"], "scale": "off", "none": "off", "empty": "slow"},
     ),
     "masters": lambda: optim.master_weights(optim.adamw(SCHEDULE)),
+    "muon": lambda: optim.muon(0.02, optim.adamw(0.02)),
     "by hand": lambda: optim.chain(
         optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(SCHEDULE)
     ),
@@ -166,7 +167,7 @@ def test_apply_equals_update_in_half_precision(name: str) -> None:
     assert_close(in_place[0], pure[0], rtol=2**-6, atol=2**-7)
 
 
-@all_but("clip, freeze", "masked", "by hand")
+@all_but("clip, freeze", "masked", "by hand", "muon")
 def test_apply_reuses_every_buffer(name: str) -> None:
     tx, params = OPTIMIZERS[name](), make_params()
     state = tx.init(params)
