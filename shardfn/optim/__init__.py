@@ -2,6 +2,7 @@
 
 from ._adam import ScaleByAdamState as ScaleByAdamState
 from ._adam import adam as adam, adamw as adamw, scale_by_adam as scale_by_adam
+from ._average_params import AverageParamsState as AverageParamsState, average_params as average_params
 from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
 from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as Phases
 from ._base import identity as identity, stateless as stateless
@@ -18,6 +19,7 @@ from ._lamb import scale_by_moment_ratio as scale_by_moment_ratio, scale_by_trus
 from ._learning_rate import ScaleByScheduleState as ScaleByScheduleState
 from ._learning_rate import scale_by_learning_rate as scale_by_learning_rate
 from ._lion import ScaleByLionState as ScaleByLionState, lion as lion, scale_by_lion as scale_by_lion
+from ._lookahead import LookaheadState as LookaheadState, lookahead as lookahead
 from ._loss_scale import DynamicScaleState as DynamicScaleState, LossScale as LossScale
 from ._loss_scale import StaticScaleState as StaticScaleState
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_scale as static_loss_scale
@@ -45,6 +47,8 @@ from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as one
 from ._pair import as_transformation as as_transformation
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._rebalance import check_in_round as check_in_round, compresses as compresses, rebalanced as rebalanced
+from ._schedule_free import ScheduleFreeState as ScheduleFreeState, schedule_free as schedule_free
+from ._schedule_free import schedule_free_eval_params as schedule_free_eval_params
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule
 from ._schedules import warmup_constant_schedule as warmup_constant_schedule

@@ -42,7 +42,19 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
     # Rates that are small: Newton-Schulz makes a rounding in a small singular value 500 times larger, in each step.
     torch_linear = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
     some = {"w": torch_linear, "v": torch_linear, "u": None, "b": None}
+    warm = optax.warmup_constant_schedule(0.0, 0.0625, 16)
+    average = optax.contrib.schedule_free_eval_params
+    free = optax.chain(
+        optax.scale_by_rms(0.99, 1e-8, eps_in_sqrt=False, bias_correction=True), optax.scale_by_learning_rate(warm)
+    )
     return {
+        "average": lambda: run(averaging(optax.adam(0.02), 0.1), seen=lambda params, state: state[1]),
+        "lookahead": lambda: run(optax.lookahead(optax.adam(0.05), 5, 0.5), pairs=True),
+        "lookahead reset": lambda: run(optax.lookahead(optax.adam(0.05), 6, 0.3, reset_state=True), pairs=True),
+        "schedule free": lambda: run(optax.contrib.schedule_free(optax.sgd(0.1), 0.1)),
+        "schedule free average": lambda: run(
+            optax.contrib.schedule_free(free, warm, b1=0.95), seen=lambda params, state: average(state, params)
+        ),
         "muon": lambda: run(
             optax.contrib.muon(0.005, weight_decay=0.1, nesterov=False, muon_weight_dimension_numbers=some)
         ),
@@ -52,26 +64,42 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
     }
 
 
+def averaging(tx: Any, step_size: float) -> Any:
+    """A rule that keeps a moving average of the parameters, by optax's `incremental_update`."""
+    import jax  # pyright: ignore[reportMissingImports]
+    import optax  # pyright: ignore[reportMissingImports]
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        updates, inner = tx.update(grads, state[0], params)
+        new = optax.apply_updates(params, updates)
+        return updates, (inner, optax.incremental_update(new, state[1], step_size))
+
+    return optax.GradientTransformation(lambda params: (tx.init(params), jax.tree.map(lambda x: x, params)), update)
+
+
 def run(
     tx: Any,
     *,
+    pairs: bool = False,
     only: str = "wvub",
     broken: bool = False,
     seen: Callable[[Any, Any], Any] = lambda params, state: params,
 ) -> Any:
-    """Where a rule leads: by step the parameters, or what `seen` makes of them."""
+    """Where a rule leads: by step the parameters, fast and slow ones, or what `seen` makes of them."""
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     import optax  # pyright: ignore[reportMissingImports]
 
     params = jax.tree.map(jnp.asarray, {k: x for k, x in first().items() if k in only})
+    params = optax.LookaheadParams.init_synced(params) if pairs else params
     state, update, out = tx.init(params), jax.jit(tx.update), {}
     for step in range(1, STEPS + 1):
-        grads = jax.tree.map(jnp.asarray, grad(params, step, broken=broken))
+        grads = jax.tree.map(jnp.asarray, grad(params.fast if pairs else params, step, broken=broken))
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         if step in KEPT:
-            out[str(step)] = {k: np.asarray(x).ravel().tolist() for k, x in seen(params, state).items()}
+            found = {f"{k} of {n}": x for n, p in params._asdict().items() for k, x in p.items()} if pairs else None
+            out[str(step)] = {k: np.asarray(x).ravel().tolist() for k, x in (found or seen(params, state)).items()}
     return out
 
 

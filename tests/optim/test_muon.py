@@ -58,8 +58,8 @@ def test_a_zero_matrix_stays_zero_and_small_ones_are_not_lost() -> None:
 
 def test_hidden_matrices_of_names() -> None:
     names = {
-        "model.embed_tokens.weight": False, "wte": False, "lm_head.weight": False, "head": False, "blocks_norm_w": False,
-        "layers.0.input_layernorm.weight": False, "bq": False, "b_up": True, "wq": True,
+        "model.embed_tokens.weight": False, "wte": False, "lm_head.weight": False, "head": False,
+        "blocks_norm_w": False, "layers.0.input_layernorm.weight": False, "bq": False, "b_up": True, "wq": True,
         "attn.multi_head_attention.in_proj_weight": True, "mlp.gate_proj.weight": True,
     }  # fmt: skip
     found = optim.hidden_matrices({k: torch.zeros(4, 4) for k in names})
@@ -88,6 +88,7 @@ def test_leaves_that_are_no_matrices_are_refused() -> None:
         tx.init({"b": torch.zeros(3)})
     with pytest.raises(ValueError, match="params"):
         optim.muon(0.1, matrices={"b": True}).init({"w": torch.zeros(3, 3)})
+    bad: Any
     for bad in ({"beta": 1.0}, {"consistent_rms": 0.0}, {"weight_decay": -1.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             optim.muon(0.1, **bad)
@@ -141,7 +142,7 @@ def test_matrices_cut_by_tensor_parallelism_are_computed_whole() -> None:
 @distributed(world=[3, 4])
 def test_matrices_cut_by_both_are_computed_whole(world: int) -> None:
     mesh = sf.make_mesh({"tp": 3} if world == 3 else {"dp": 2, "tp": 2})
-    for stage in (0, 1, 3):
+    for stage in (0,) if world == 3 else (0, 1, 3):
         zero = sf.Zero(stage=stage, persist_elements=0)
         for f in (tp_loss, sf.jit(tp_loss, backend="graph")):
             assert_parity(f, rule(), params(), batches(), mesh=mesh, reference=loss, specs=SPECS, zero=zero)

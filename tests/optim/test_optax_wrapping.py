@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 import pytest
 import torch
 from torch import Tensor
@@ -40,8 +39,22 @@ def run(tx: Any, *, only: str = "wvub", broken: bool = False, seen: Callable[[An
     return out
 
 
+def fast_and_slow(params: Any, state: Any) -> Any:
+    return {f"{k} of {n}": x for n, p in (("fast", params), ("slow", state.slow)) for k, x in p.items()}
+
+
 SOME = {"w": True, "v": True, "u": False, "b": False}
+# Rates that float32 has exactly, as schedules are float32 here.
+WARM = optim.warmup_constant_schedule(0.0, 0.0625, 16)
 OURS: dict[str, Callable[[], Any]] = {
+    "average": lambda: run(optim.average_params(optim.adam(0.02), 0.9), seen=lambda params, state: state.average),
+    "lookahead": lambda: run(optim.lookahead(optim.adam(0.05), 5, 0.5), seen=fast_and_slow),
+    "lookahead reset": lambda: run(optim.lookahead(optim.adam(0.05), 6, 0.3, reset_state=True), seen=fast_and_slow),
+    "schedule free": lambda: run(optim.schedule_free(optim.sgd(0.1), 0.1)),
+    "schedule free average": lambda: run(
+        optim.schedule_free(optim.adam(WARM, b1=0.0, b2=0.99), WARM, b1=0.95),
+        seen=lambda params, state: optim.schedule_free_eval_params(state, params),
+    ),
     "muon": lambda: run(optim.muon(0.005, optim.adam(0.005), SOME, nesterov=False, weight_decay=0.1)),
     "muon nesterov": lambda: run(optim.muon(0.005, consistent_rms=0.2), only="wvu"),
 }
