@@ -1,15 +1,20 @@
 """Optimizers: pure `(init, update)` pairs, with an in-place reading. No gradient is computed here."""
 
+from ._adafactor import adafactor as adafactor
 from ._adam import ScaleByAdamState as ScaleByAdamState
 from ._adam import adam as adam, adamw as adamw, scale_by_adam as scale_by_adam
+from ._apply_if_finite import ApplyIfFiniteState as ApplyIfFiniteState, apply_if_finite as apply_if_finite
 from ._average_params import AverageParamsState as AverageParamsState, average_params as average_params
 from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
 from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as Phases
 from ._base import identity as identity, stateless as stateless
 from ._chain import chain as chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
+from ._constraints import clamp_params as clamp_params, keep_params_nonnegative as keep_params_nonnegative
+from ._constraints import project_params as project_params
 from ._decay import add_decayed_weights as add_decayed_weights
 from ._delayed import DelayedState as DelayedState, delayed as delayed
+from ._factored import FactoredState as FactoredState, scale_by_factored_rms as scale_by_factored_rms
 from ._freeze import FreezeState as FreezeState, VarianceStability as VarianceStability
 from ._inplace import apply_updates as apply_updates, inplace as inplace
 from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
@@ -27,6 +32,7 @@ from ._mask import MultiTransformState as MultiTransformState, freeze as freeze,
 from ._mask import multi_transform as multi_transform, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
 from ._matrix_dims import MatrixDims as MatrixDims, hidden_matrices as hidden_matrices
+from ._moving_average import EmaState as EmaState, ema as ema
 from ._muon import ScaleByMuonState as ScaleByMuonState, muon as muon, scale_by_muon as scale_by_muon
 from ._needs import ascending as ascending, decided as decided, given as given, join_needs as join_needs
 from ._newton_schulz import NewtonSchulz as NewtonSchulz

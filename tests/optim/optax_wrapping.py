@@ -5,6 +5,7 @@
 What the tests share with it needs numpy only.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def grad(params: dict[str, np.ndarray], step: int, *, broken: bool = False) -> d
 
 def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
     import optax  # pyright: ignore[reportMissingImports]
+    from optax._src import factorized  # pyright: ignore[reportMissingImports]
 
     # Rates that are small: Newton-Schulz makes a rounding in a small singular value 500 times larger, in each step.
     torch_linear = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -47,7 +49,26 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
     free = optax.chain(
         optax.scale_by_rms(0.99, 1e-8, eps_in_sqrt=False, bias_correction=True), optax.scale_by_learning_rate(warm)
     )
+    # optax computes this decay in float32 whatever the parameters are.
+    exact = functools.partial(factorized.scale_by_factored_rms, decay_rate_fn=lambda i, e: 1 - (i + 1.0) ** -e)
+    factorized.scale_by_factored_rms = exact
+    small = {"min_dim_size_to_factor": 3, "decay_rate": 0.7}
     return {
+        "adafactor": lambda: run(optax.adafactor(0.05, **small)),
+        "adafactor momentum": lambda: run(
+            optax.adafactor(
+                0.05,
+                momentum=0.9,
+                weight_decay_rate=0.01,
+                multiply_by_parameter_scale=False,
+                factored=True,
+                **small,
+                dtype_momentum="float64",
+            )
+        ),
+        "ema": lambda: run(optax.chain(optax.ema(0.9), optax.scale(-0.1))),
+        "if finite": lambda: run(optax.apply_if_finite(optax.adam(0.02), 2), broken=True),
+        "nonnegative": lambda: run(optax.chain(optax.adam(0.02), optax.keep_params_nonnegative())),
         "average": lambda: run(averaging(optax.adam(0.02), 0.1), seen=lambda params, state: state[1]),
         "lookahead": lambda: run(optax.lookahead(optax.adam(0.05), 5, 0.5), pairs=True),
         "lookahead reset": lambda: run(optax.lookahead(optax.adam(0.05), 6, 0.3, reset_state=True), pairs=True),

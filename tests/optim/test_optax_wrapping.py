@@ -46,7 +46,21 @@ def fast_and_slow(params: Any, state: Any) -> Any:
 SOME = {"w": True, "v": True, "u": False, "b": False}
 # Rates that float32 has exactly, as schedules are float32 here.
 WARM = optim.warmup_constant_schedule(0.0, 0.0625, 16)
+SMALL: Any = {"min_dim_size_to_factor": 3, "decay_rate": 0.7}
 OURS: dict[str, Callable[[], Any]] = {
+    "adafactor": lambda: run(optim.adafactor(0.05, **SMALL)),
+    "adafactor momentum": lambda: run(
+        optim.adafactor(
+            0.05,
+            momentum=0.9,
+            weight_decay_rate=0.01,
+            multiply_by_parameter_scale=False,
+            **SMALL,
+        )
+    ),
+    "ema": lambda: run(optim.chain(optim.ema(0.9), optim.scale_by_learning_rate(0.1))),
+    "if finite": lambda: run(optim.apply_if_finite(optim.adam(0.02), 2), broken=True),
+    "nonnegative": lambda: run(optim.chain(optim.adam(0.02), optim.keep_params_nonnegative())),
     "average": lambda: run(optim.average_params(optim.adam(0.02), 0.9), seen=lambda params, state: state.average),
     "lookahead": lambda: run(optim.lookahead(optim.adam(0.05), 5, 0.5), seen=fast_and_slow),
     "lookahead reset": lambda: run(optim.lookahead(optim.adam(0.05), 6, 0.3, reset_state=True), seen=fast_and_slow),
