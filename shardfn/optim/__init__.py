@@ -51,6 +51,7 @@ from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pair import as_transformation as as_transformation
+from ._per_leaf import per_leaf as per_leaf
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._rebalance import check_in_round as check_in_round, compresses as compresses, rebalanced as rebalanced
 from ._schedule_free import ScheduleFreeState as ScheduleFreeState, schedule_free as schedule_free

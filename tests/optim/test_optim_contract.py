@@ -41,6 +41,13 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
     ),
     "masters": lambda: optim.master_weights(optim.adamw(SCHEDULE)),
     "muon": lambda: optim.muon(0.02, optim.adamw(0.02)),
+    "adafactor": lambda: optim.adafactor(0.05, 3, momentum=0.9),
+    "if finite": lambda: optim.apply_if_finite(optim.adamw(0.02), 2),
+    "average": lambda: optim.average_params(optim.adamw(0.02), 0.9),
+    "lookahead": lambda: optim.lookahead(optim.adamw(0.02), 2, 0.5),
+    "schedule free": lambda: optim.schedule_free(optim.adamw(0.02, b1=0.0), 0.02),
+    "per leaf": lambda: optim.per_leaf(optim.adamw(SCHEDULE)),
+    "nonnegative": lambda: optim.chain(optim.adamw(0.02), optim.keep_params_nonnegative()),
     "by hand": lambda: optim.chain(
         optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(SCHEDULE)
     ),
