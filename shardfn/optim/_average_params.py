@@ -82,7 +82,7 @@ class _AverageParams:
 
     def init(self, params: Params) -> AverageParamsState:
         # Copies: they must not share the memory of parameters that are written.
-        average = tree_map(lambda p: p.to(wide(p).dtype, copy=True), params)
+        average = tree_map(lambda p: p.detach().to(wide(p).dtype, copy=True), params)
         return AverageParamsState(zero_count(params), average, self.tx.init(params))
 
     def update(

@@ -90,7 +90,7 @@ class _Lookahead:
         return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
 
     def init(self, params: Params) -> LookaheadState:
-        return LookaheadState(self.tx.init(params), zero_count(params), tree_map(torch.clone, params))
+        return LookaheadState(self.tx.init(params), zero_count(params), tree_map(lambda p: p.detach().clone(), params))
 
     def update(
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None

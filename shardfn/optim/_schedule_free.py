@@ -100,7 +100,7 @@ class _ScheduleFree:
         count = zero_count(params)
         number = torch.zeros((), dtype=dtype_of_squares(tree_leaves(params)), device=count.device)
         b1 = torch.full_like(number, self.b1)
-        z = tree_map(torch.clone, params)
+        z = tree_map(lambda p: p.detach().clone(), params)
         return ScheduleFreeState(count, b1, number, number.clone(), self.tx.init(params), z)
 
     def update(
