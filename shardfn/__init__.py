@@ -48,6 +48,7 @@ from shardfn.core import (
     tree_structure as tree_structure,
     tree_unflatten as tree_unflatten,
 )
+from shardfn.interop import eval_state as eval_state
 from shardfn.interop import export as export, from_deepspeed_config as from_deepspeed_config
 from shardfn.interop import master_params as master_params, to_module as to_module
 from shardfn.nn import scan as scan

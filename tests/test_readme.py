@@ -66,6 +66,8 @@ DOCS = [
     "docs/memory.md",
     "docs/kernels.md",
     "docs/optimizers.md",
+    "docs/averages.md",
+    "docs/unfreezing.md",
     "docs/activations.md",
     "docs/zero_plus_plus.md",
     "docs/plan.md",

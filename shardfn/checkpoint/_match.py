@@ -97,6 +97,7 @@ def matched(
     partial: bool,
     cast: bool,
     but: Recuts,
+    keep: Sequence[str] = (),
 ) -> tuple[list[Source | None], list[str]]:
     """The source of each leaf of the tree, None for those that stay as they are; and what does not fit.
 
@@ -108,8 +109,12 @@ def matched(
         partial: whether leaves that only one side has are passed over.
         cast: whether values may be rounded.
         but: leaves that are none of its business.
+        keep: what the paths of leaves that stay as they are begin with; what the checkpoint has there is passed over.
     """
-    problems: list[str] = []
+    problems = [
+        f"keep={k!r} begins no path of the tree" for k in keep if not any(t.path.startswith(k) for t in targets)
+    ]
+    rename = keeping(rename, keep)
     sources = [None if i in but.at else source_of(t, manifest, rename) for i, t in enumerate(targets)]
     used = but.paths.union(path for x in sources if isinstance(x, Source) for path in x.paths)
     free = [p for p in manifest.leaves if p not in used]
@@ -121,11 +126,18 @@ def matched(
                 problems.append(f"{target.path} is not in the checkpoint, as {found}.{did_you_mean(found, free)}")
         elif found is not None:
             problems += _unlike(target, found, cast)
-    extra = [p for p in free if p.startswith(at)]
+    extra = [p for p in free if p.startswith(at) and not p.startswith(tuple(keep))]
     if not partial:
         problems += _layers_left(sources)
         problems += [f"{p} of the checkpoint has no place in the tree" for p in extra]
     return out, problems
+
+
+def keeping(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
+    """`rename`, for a tree of which some leaves stay as they are."""
+    if not keep:
+        return rename
+    return lambda path: None if path.startswith(tuple(keep)) else path if rename is None else rename(path)
 
 
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:

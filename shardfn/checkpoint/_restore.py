@@ -26,7 +26,7 @@ from shardfn.state import check_alive
 
 from ._contents import mesh_of
 from ._located import check_directory, located
-from ._match import Rename, Source, Target, matched
+from ._match import Rename, Source, Target, keeping, matched
 from ._place import read_manifest
 from ._read import BoxReader, ChunkReader
 from ._recut import recut
@@ -68,6 +68,7 @@ def restore(
     step: int | None = None,
     at: str = "",
     rename: Rename | None = None,
+    keep: str | Sequence[str] = (),
     partial: bool = False,
     cast: bool = False,
     donate: bool = True,
@@ -87,6 +88,8 @@ def restore(
         step: the checkpoint of a run; default the newest.
         at: a prefix of the tree's paths, such as "params" for `state.params`.
         rename: from a path of the tree to the path in the checkpoint; None = the leaf stays as it is.
+        keep: what the paths of leaves that stay as they are in `like` begin with: "opt_state" goes on with another
+            optimizer. What the checkpoint has there is ignored.
         partial: whether leaves that only one side has are ignored; those of `like` stay unchanged.
         cast: whether values may be rounded to a leaf's dtype. Casts that lose nothing are always made.
         donate: whether the memory of `like` is reused; `like` cannot be used afterwards. If False, the result has its
@@ -130,8 +133,9 @@ def restore(
         manifest = read_manifest(place)
         leaves, treedef = tree_flatten(like)
         targets = targets_of(like, at)
-        recuts = recut(like, targets, manifest, rename)
-        sources, problems = matched(targets, manifest, at, rename, partial=partial, cast=cast, but=recuts)
+        kept = [keep] if isinstance(keep, str) else keep
+        recuts = recut(like, targets, manifest, keeping(rename, kept))
+        sources, problems = matched(targets, manifest, at, rename, partial=partial, cast=cast, but=recuts, keep=kept)
         problems += recuts.problems
         problems = problems or nowhere(targets, leaves, sources, pool, recuts.at)
         raise_all(ValueError, f"the checkpoint {place} does not fit:", problems)

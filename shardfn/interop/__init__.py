@@ -11,5 +11,6 @@ from ._ds_job import DeepSpeedJob as DeepSpeedJob
 from ._ds_restore import restore_deepspeed as restore_deepspeed
 from ._ds_save import save_deepspeed as save_deepspeed
 from ._checkpoint_weights import export_checkpoint as export_checkpoint, import_weights as import_weights
+from ._eval_state import eval_state as eval_state
 from ._trained import export as export, master_params as master_params, to_module as to_module
 from ._hf_sequence import causal_lm_batch as causal_lm_batch, causal_lm_loss as causal_lm_loss

@@ -2,14 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import PyTree, did_you_mean, raise_all, tree_entries, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.optim import MasterState
-from shardfn.state import TrainState, check_alive, check_passed
+from shardfn.core import PyTree, did_you_mean, raise_all, tree_leaves
+from shardfn.state import TrainState, check_alive, check_passed, widest
 
 from ._gathered_leaf import is_writer, whole
 from ._hf_module import module_to_hf, parameter_names
@@ -38,14 +36,7 @@ def master_params(state: TrainState) -> PyTree:
         (tensor([1.], dtype=torch.bfloat16), tensor([0.9990]))
     """
     check_alive(state)
-    nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, MasterState))
-    wide: dict[Any, Any] = {}
-    for node in nodes:
-        if isinstance(node, MasterState):
-            wide |= dict(zip(tree_entries(node.master), tree_leaves(node.master), strict=True))
-    leaves, treedef = tree_flatten(state.params)
-    pairs = zip(tree_entries(state.params), leaves, strict=True)
-    return tree_unflatten(treedef, [wide.get(path, x) for path, x in pairs])
+    return widest(state)
 
 
 def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False) -> None:

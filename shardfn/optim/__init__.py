@@ -1,7 +1,10 @@
 """Optimizers: pure `(init, update)` pairs, with an in-place reading. No gradient is computed here."""
 
+from ._adafactor import adafactor as adafactor
 from ._adam import ScaleByAdamState as ScaleByAdamState
 from ._adam import adam as adam, adamw as adamw, nadamw as nadamw, scale_by_adam as scale_by_adam
+from ._apply_if_finite import ApplyIfFiniteState as ApplyIfFiniteState, apply_if_finite as apply_if_finite
+from ._average_params import AverageParamsState as AverageParamsState, average_params as average_params
 from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
 from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as Phases
 from ._base import identity as identity, stateless as stateless
@@ -11,8 +14,11 @@ from ._clip_leaves import adaptive_grad_clip as adaptive_grad_clip, clip_by_bloc
 from ._cycles import cosine_onecycle_schedule as cosine_onecycle_schedule
 from ._cycles import linear_onecycle_schedule as linear_onecycle_schedule
 from ._cycles import piecewise_constant_schedule as piecewise_constant_schedule, sgdr_schedule as sgdr_schedule
+from ._constraints import clamp_params as clamp_params, keep_params_nonnegative as keep_params_nonnegative
+from ._constraints import project_params as project_params
 from ._decay import add_decayed_weights as add_decayed_weights
 from ._delayed import DelayedState as DelayedState, delayed as delayed
+from ._factored import FactoredState as FactoredState, scale_by_factored_rms as scale_by_factored_rms
 from ._freeze import FreezeState as FreezeState, VarianceStability as VarianceStability
 from ._inplace import apply_updates as apply_updates, inplace as inplace
 from ._lamb import ScaleByBiasCorrectionState as ScaleByBiasCorrectionState
@@ -23,13 +29,18 @@ from ._lars import lars as lars
 from ._learning_rate import ScaleByScheduleState as ScaleByScheduleState, scale as scale
 from ._learning_rate import scale_by_learning_rate as scale_by_learning_rate, scale_by_schedule as scale_by_schedule
 from ._lion import ScaleByLionState as ScaleByLionState, lion as lion, scale_by_lion as scale_by_lion
+from ._lookahead import LookaheadState as LookaheadState, lookahead as lookahead
 from ._loss_scale import DynamicScaleState as DynamicScaleState, LossScale as LossScale
 from ._loss_scale import StaticScaleState as StaticScaleState
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_scale as static_loss_scale
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, partition as partition, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
+from ._matrix_dims import MatrixDims as MatrixDims, hidden_matrices as hidden_matrices
+from ._moving_average import EmaState as EmaState, ema as ema
+from ._muon import ScaleByMuonState as ScaleByMuonState, muon as muon, scale_by_muon as scale_by_muon
 from ._needs import ascending as ascending, decided as decided, given as given, join_needs as join_needs
+from ._newton_schulz import NewtonSchulz as NewtonSchulz
 from ._norm import (
     dtype_of_squares as dtype_of_squares,
     exact_limbs as exact_limbs,
@@ -46,12 +57,15 @@ from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pair import as_transformation as as_transformation
+from ._per_leaf import per_leaf as per_leaf
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._radam import radam as radam, scale_by_radam as scale_by_radam
 from ._rebalance import check_in_round as check_in_round, compresses as compresses, rebalanced as rebalanced
 from ._rmsprop import ScaleByRmsState as ScaleByRmsState, ScaleByRssState as ScaleByRssState
 from ._rmsprop import adagrad as adagrad, rmsprop as rmsprop, scale_by_rms as scale_by_rms
 from ._rmsprop import scale_by_rss as scale_by_rss, scale_by_stddev as scale_by_stddev
+from ._schedule_free import ScheduleFreeState as ScheduleFreeState, schedule_free as schedule_free
+from ._schedule_free import schedule_free_eval_params as schedule_free_eval_params
 from ._schedules import constant_schedule as constant_schedule, cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import exponential_decay as exponential_decay, polynomial_schedule as polynomial_schedule
 from ._schedules import join_schedules as join_schedules, linear_schedule as linear_schedule

@@ -18,7 +18,7 @@ from ._leaves import spec_leaves
 from ._types import Specs
 
 
-def per_leaf(prefix: Any, kind: type, name: str) -> Callable[..., tuple[Any, ...]]:
+def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[..., tuple[Any, ...]]:
     """A function from a flattened tree to the value that `prefix` has for each leaf: `f(tree, leaves, treedef, specs)`.
 
     `prefix` is a prefix tree, or a function that makes one from the tree. The last answer is kept: a prefix is a
@@ -35,7 +35,7 @@ def per_leaf(prefix: Any, kind: type, name: str) -> Callable[..., tuple[Any, ...
     def resolve(tree: PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
         key: Any = treedef
         if callable(prefix):
-            _check_whole(name, tree, specs)
+            check_whole(name, tree, specs)
             key = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in memo:
             full = prefix(_shapes(name, tree)) if callable(prefix) else prefix
@@ -62,7 +62,7 @@ class Resolved:
         return tuple(v for v, x in zip(self.says.values(), slots, strict=True) if x is not None)
 
 
-def resolved(prefix: Any, params: PyTree, kind: type, name: str) -> Any:
+def resolved(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: str) -> Any:
     """`prefix` as a `Resolved`; None stays None.
 
     Args:
@@ -128,7 +128,12 @@ def _shapes(name: str, tree: PyTree) -> PyTree:
     return tree_unflatten(treedef, [_Shape(x, name, path) for x, path in pairs])
 
 
-def _check_whole(name: str, tree: PyTree, specs: Specs) -> None:
+def check_whole(name: str, tree: PyTree, specs: Specs) -> None:
+    """Refuses blocks, where only whole leaves will do.
+
+    Raises:
+        ValueError: `specs` cut leaves; lists them.
+    """
     if specs is None:
         return
     mesh = current_mesh()

@@ -182,7 +182,8 @@ class _ByLabel:
     def ascends(self) -> bool | Callable[[Params], Sequence[bool]]:
         """What is the same for all rules, and for leaves without one; else by leaf."""
         said = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
-        return said[0] if isinstance(said[0], bool) and all(x is said[0] for x in said) else self.ascending
+        alike = bool(said) and isinstance(said[0], bool) and all(x is said[0] for x in said)
+        return said[0] if alike else self.ascending
 
     def ascending(self, params: Params) -> list[bool]:
         """Of each leaf what its own rule says; without a rule its update is the gradient."""

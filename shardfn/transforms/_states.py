@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardfn.collectives import bind_mesh
-from shardfn.core import PyTree, tree_leaves, tree_paths
+from shardfn.collectives import GlobalTensor, bind_mesh
+from shardfn.core import PyTree, tree_leaves, tree_map, tree_paths
 from shardfn.engine import (
     Agreement,
     Plan,
@@ -30,6 +30,8 @@ from shardfn.engine import (
     told_before,
 )
 from shardfn.state import TrainState
+
+from ._adopt import blocks_for, check_movable, merged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,36 @@ class StepStates:
         with bind_mesh(mesh), losing_no_peer(comms):
             state = first_state(plan, optimizer, own_blocks(plan, leaves), self.key, self._scale())
             state = state._replace(model_state=kept)
+            begin(plan, state, comms.control)
+            together(plan, comms.control)
+        return state
+
+    def adopted(self, plan: Plan, old: TrainState, *, fresh: bool) -> TrainState:
+        """Of the state of another step, as `ShardedStep.adopt`."""
+        mesh, comms = self.planner.mesh, comms_of(self.planner.mesh)
+        with told_before(comms.control):
+            check_movable(old)
+            check_trains(plan, self.planner.trainable)
+            check_phases(plan, self.parts.optimizer)
+            check_leaves_descend(plan, self.parts.optimizer)
+        self.agreement.agree(comms, "adopt", plan)
+        blocks = blocks_for(plan, old)
+        with bind_mesh(mesh), losing_no_peer(comms):
+            state = first_state(plan, self.parts.optimizer, blocks.__getitem__, self.key, self._scale())
+        if not fresh:
+            with told_before(comms.control):
+                opt_state = merged(state.opt_state, old, state.params)
+            state = state._replace(opt_state=opt_state)
+        state = state._replace(step=old.step.clone(), model_state=old.model_state)
+        state = state._replace(key=old.key if isinstance(old.key, Tensor) and self.key is not None else state.key)
+        state = state._replace(loss_scale=old.loss_scale if state.loss_scale and old.loss_scale else state.loss_scale)
+        # Leaves that stay where they are have new names: the old ones are consumed.
+        kept = {id(x): x.with_block(x.held) for x in tree_leaves(state) if isinstance(x, GlobalTensor)}
+        state = tree_map(lambda x: kept.get(id(x), x), state)
+        for x in tree_leaves(old):
+            if isinstance(x, GlobalTensor):
+                x.donate()
+        with bind_mesh(mesh), losing_no_peer(comms):
             begin(plan, state, comms.control)
             together(plan, comms.control)
         return state

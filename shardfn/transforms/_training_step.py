@@ -67,7 +67,7 @@ from shardfn.engine import (
 )
 from shardfn.graph import Cluster
 from shardfn.optim import Phase
-from shardfn.state import TrainState, check_alive, check_passed
+from shardfn.state import TrainState, check_alive, check_passed, widest
 
 from ._described import described
 from ._evaluate import Measures, check_batches
@@ -170,6 +170,43 @@ class ShardedStep(Transform):
         """
         plan = drawn(self._planner, params, args)[1]
         return self._states.resume(plan, model_state)
+
+    def adopt(self, state: TrainState, *, opt_state: str = "keep") -> TrainState:
+        """The state of another step, to go on with this one: with other frozen leaves, ZeRO stage, mesh or optimizer.
+
+        Parameters (their master copies, where there are some), step number, key, model state and loss scale go on. So
+        does the optimizer's state of parameters that both steps train, with its counters. That of parameters which only
+        this step trains is as `init` makes it: moments are zero. `optim.per_leaf` gives these counters of their own.
+        Collective.
+
+        Args:
+            state: what the other step returned; consumed. Its ranks are those of this step's mesh.
+            opt_state: "keep", or "new" to begin with a new state of this step's optimizer, which may be any other.
+
+        Returns:
+            A state of this step.
+
+        Raises:
+            ValueError: the optimizers keep other things, with each of them; or the state is on disk.
+            DonatedError: a step has consumed `state`.
+
+        Example:
+            >>> import torch
+            >>> import shardfn as sf
+            >>> loss = lambda p, x: (p["a"] * p["b"] * x).sum()
+            >>> make = lambda trainable: sf.sharded_step(loss, sf.optim.adam(0.1), trainable=trainable)
+            >>> head, both = make({"a": False, "b": True}), make(True)
+            >>> state, _ = head(head.init({"a": torch.ones(1), "b": torch.ones(1)}), torch.ones(1))
+            >>> state, _ = both(both.adopt(state), torch.ones(1))
+            >>> state.step, state.opt_state[0].count.full_tensor()
+            (tensor(2), tensor(2, dtype=torch.int32))
+        """
+        check_passed(state, call="step.adopt(state)")
+        check_alive(state)
+        if opt_state not in ("keep", "new"):
+            raise ValueError(f"adopt(opt_state={opt_state!r}): it is 'keep' or 'new'.")
+        leaves, treedef = tree_flatten(widest(state))
+        return self._states.adopted(self._planner.plan(treedef, leaves), state, fresh=opt_state == "new")
 
     def close(self) -> None:
         """Releases the step's directory on disk; states that are there can then only be resumed."""

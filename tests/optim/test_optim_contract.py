@@ -51,6 +51,14 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
         ("rms", optim.clip_by_block_rms(0.5)), ("units", optim.adaptive_grad_clip(0.5)), ("step", optim.sgd(0.1))
     ),
     "scales": lambda: optim.chain(optim.scale_by_rms(), optim.scale_by_schedule(SCHEDULE), optim.scale(-1.0)),
+    "muon": lambda: optim.muon(0.02, optim.adamw(0.02)),
+    "adafactor": lambda: optim.adafactor(0.05, 3, momentum=0.9),
+    "if finite": lambda: optim.apply_if_finite(optim.adamw(0.02), 2),
+    "average": lambda: optim.average_params(optim.adamw(0.02), 0.9),
+    "lookahead": lambda: optim.lookahead(optim.adamw(0.02), 2, 0.5),
+    "schedule free": lambda: optim.schedule_free(optim.adamw(0.02, b1=0.0), 0.02),
+    "per leaf": lambda: optim.per_leaf(optim.adamw(SCHEDULE)),
+    "nonnegative": lambda: optim.chain(optim.adamw(0.02), optim.keep_params_nonnegative()),
     "by hand": lambda: optim.chain(
         optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(SCHEDULE)
     ),
@@ -152,7 +160,7 @@ def test_layouts_are_kept(name: str, in_place: bool, dtype: torch.dtype) -> None
         assert [(x.shape, x.dtype) for x in leaves_of(new)] == [(x.shape, x.dtype) for x in leaves_of(old)]
 
 
-@every
+@all_but("if finite", "lookahead")
 def test_counters_are_int32_and_count(name: str) -> None:
     tx = OPTIMIZERS[name]()
     for in_place in (False, True):
@@ -190,7 +198,7 @@ def test_apply_equals_update_in_half_precision(name: str) -> None:
     assert_close(in_place[0], pure[0], rtol=2**-6, atol=2**-7)
 
 
-@all_but(*PURE)
+@all_but(*PURE, "muon", "adafactor", "lookahead", "schedule free", "nonnegative")
 def test_apply_reuses_every_buffer(name: str) -> None:
     tx, params = OPTIMIZERS[name](), make_params()
     state = tx.init(params)
@@ -259,7 +267,7 @@ def test_trees_without_leaves(name: str) -> None:
         assert tx.update(params, tx.init(params), params)[0] == params
 
 
-@all_but("clip, freeze", "multi", "masked")
+@all_but("clip, freeze", "multi", "masked", "if finite")
 def test_a_nan_gradient_is_seen(name: str) -> None:
     tx, params = OPTIMIZERS[name](), make_params()
     grads = make_grads(params, 0)

@@ -1,0 +1,86 @@
+"""`eval_state`: the state with the parameters that an averaging optimizer evaluates."""
+
+from typing import Any
+
+import torch
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import PyTree, tree_entries, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.memory import DiskTensor
+from shardfn.optim import AverageParamsState, LookaheadState, MasterState, ScheduleFreeState, schedule_free_eval_params
+from shardfn.state import TrainState, check_alive, check_passed
+from shardfn.transforms import reshard
+
+from ._trained import master_params
+
+_KINDS = (AverageParamsState, LookaheadState, ScheduleFreeState)
+
+
+@torch.no_grad()
+def eval_state(state: TrainState) -> TrainState:
+    """The state to evaluate, export or save, whose parameters are those that the optimizer averages.
+
+    They are the average of `optim.average_params`, the slow parameters of `optim.lookahead`, and the average x of
+    `optim.schedule_free`; leaves that none of them trains are the state's own. The parameters have the layout, memory
+    and dtype of the state's; unrounded ones, where there are master copies, are what `export` and `to_module` write.
+    It has no other optimizer state, so that it cannot be trained. Collective.
+
+    Args:
+        state: what a step returned.
+
+    Returns:
+        A state for `step.evaluate`, `step.apply`, `export`, `to_module` and `checkpoint.save`. It may share leaves with
+        `state`: use it before the next step consumes that.
+
+    Raises:
+        ValueError: the optimizer averages no parameters.
+        DonatedError: the state was consumed by a step.
+
+    Example:
+        >>> import torch
+        >>> import shardfn as sf
+        >>> optimizer = sf.optim.average_params(sf.optim.sgd(1.0), decay=0.5)
+        >>> step = sf.sharded_step(lambda w, x: (w * x).sum(), optimizer)
+        >>> state, _ = step(step.init(torch.zeros(1)), torch.ones(1))
+        >>> state.params.full_tensor(), step.evaluate(eval_state(state), [torch.ones(1)])
+        (tensor([-1.]), {'loss': -0.5})
+    """
+    check_passed(state, call="sf.eval_state(state)")
+    check_alive(state)
+    nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, _KINDS))
+    trained = _by_path(master_params(state))
+    found: dict[Any, GlobalTensor] = {}
+    for node in nodes:
+        if isinstance(node, _KINDS):
+            found |= _evaluated(node, trained)
+    if not found:
+        raise ValueError(
+            "eval_state: the optimizer averages no parameters; wrap it, as in optim.average_params(optim.adamw(1e-3)),"
+            " or evaluate the state itself."
+        )
+    leaves, treedef = tree_flatten(state.params)
+    own = [found.get(path) for path in tree_entries(state.params)]
+    to = [x.placement for x in leaves]
+    pool = next((x.held.pool for x in leaves if isinstance(x.held, DiskTensor)), None)
+    params = reshard([p if x is None else x for p, x in zip(leaves, own, strict=True)], to, pool=pool)
+    wide = [x if x is not None and x.dtype != p.dtype else None for p, x in zip(leaves, own, strict=True)]
+    masters = MasterState(tree_unflatten(treedef, wide), ()) if any(x is not None for x in wide) else ()
+    return state._replace(params=tree_unflatten(treedef, params), opt_state=masters)
+
+
+def _by_path(tree: PyTree) -> dict[Any, Any]:
+    return dict(zip(tree_entries(tree), tree_leaves(tree), strict=True))
+
+
+def _evaluated(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:
+    """By path, the parameters that the state of an averaging rule stands for."""
+    if isinstance(node, AverageParamsState):
+        return _by_path(node.average)
+    if isinstance(node, LookaheadState):
+        return _by_path(node.slow)
+    out = {}
+    for path, z in _by_path(node.z).items():
+        here, there = (reshard(x, z.spec) for x in (trained[path], z))
+        own = node._replace(b1=node.b1.local, z=there.local)
+        out[path] = GlobalTensor(schedule_free_eval_params(own, here.local), here.shape, here.spec, here.mesh)
+    return out

@@ -1,0 +1,156 @@
+"""`apply_if_finite`: steps are left out where a gradient is not finite."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn.collectives import transforming
+from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ._base import GradientTransformation, Measure, Phase
+from ._hyper import beside
+from ._inplace import apply_updates, inplace
+from ._leaves import check_state, spec_leaves, zero_count
+from ._needs import given, join_needs, refuse_phases
+from ._norm import over_blocks
+from ._pair import as_transformation
+from ._types import OptState, Pair, Params, Specs, Updates
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """Counts of gradients that were not finite.
+
+    Attributes:
+        notfinite_count: int32, 0-d: those in a row until now.
+        last_finite: bool, 0-d: whether the last gradient was finite.
+        total_notfinite: int32, 0-d: all of them.
+        inner_state: the state of the rule.
+    """
+
+    notfinite_count: Int[Tensor, ""]
+    last_finite: Bool[Tensor, ""]
+    total_notfinite: Int[Tensor, ""]
+    inner_state: OptState
+
+
+def apply_if_finite(inner: GradientTransformation | Pair, max_consecutive_errors: int) -> GradientTransformation:
+    """Leaves out a step, the state of `inner` included, if an element of the gradient is infinite or NaN.
+
+    After `max_consecutive_errors` steps in a row that were left out, the next is made all the same, so that a run that
+    has failed is seen to fail. All ranks decide alike: elements that are not finite are counted over all blocks. A clip
+    goes inside; before it, the norm would make every element NaN, which leaves out the same steps.
+
+    `sharded_step(skip_nonfinite=True)` also looks at the loss, leaves out any number of steps, and counts none.
+
+    Args:
+        inner: the rule.
+        max_consecutive_errors: how many steps in a row may be left out, >= 0.
+
+    Returns:
+        A rule with an `ApplyIfFiniteState`.
+
+    Raises:
+        ValueError: the number is no int >= 0, or the rule averages gradients for itself.
+
+    Example:
+        >>> from shardfn.optim import sgd
+        >>> tx, w = apply_if_finite(sgd(1.0), max_consecutive_errors=1), [torch.zeros(1)]
+        >>> bad, state = [torch.tensor([torch.nan])], tx.init(w)
+        >>> first, state = tx.update(bad, state, w)
+        >>> first, tx.update(bad, state, w)[0]
+        ([tensor([0.])], [tensor([nan])])
+    """
+    most = max_consecutive_errors
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise ValueError(f"apply_if_finite: max_consecutive_errors={most!r} must be an int >= 0.")
+    tx = as_transformation(inner)
+    refuse_phases("apply_if_finite", tx)
+    return _ApplyIfFinite(tx, most).rule()
+
+
+def count_not_finite(block: Tensor) -> Tensor:
+    """How many elements of a leaf's block are infinite or NaN."""
+    return (~block.isfinite()).sum().float()
+
+
+@dataclass(frozen=True, eq=False)
+class _ApplyIfFinite:
+    """The rule, in a step in which `bad` elements of all gradients are not finite; None = that is still to be counted.
+
+    Compared by identity, as a tensor has no equality.
+    """
+
+    tx: GradientTransformation
+    most: int
+    bad: Tensor | None = None
+
+    def rule(self) -> GradientTransformation:
+        """As an optimizer."""
+        needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner_state,))
+        needs = needs._replace(ascends=self.tx.needs.ascends, specialize=self.given)
+        if self.tx.needs.measure is None:
+            needs = needs._replace(measure=Measure(count_not_finite, additive=True))
+        else:  # two things would be measured
+            needs = needs._replace(measure=None, granularity="tree")
+        return GradientTransformation(self.init, self.update, self.apply, needs)
+
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+        bad = None if stats is None else stats.sum()
+        return replace(self, tx=given(self.tx, params, None, phase), bad=bad).rule()
+
+    def init(self, params: Params) -> ApplyIfFiniteState:
+        count = zero_count(params)
+        finite = torch.ones((), dtype=torch.bool, device=count.device)
+        return ApplyIfFiniteState(count, finite, count.clone(), self.tx.init(params))
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        finite, steps, counts = self._counted(updates, state, specs)
+        us, inner = self.tx.update(updates, state.inner_state, params, specs=specs)
+        leaves, treedef = tree_flatten(us)
+        rows = zip(leaves, beside(leaves, steps, us, specs), strict=True)
+        us = tree_unflatten(treedef, [torch.where(s, u, 0.0).to(u.dtype) for u, s in rows])
+        inner = tree_map(lambda new, old: torch.where(steps, new, old), inner, state.inner_state)
+        return us, ApplyIfFiniteState(counts[0], finite, counts[1], inner)
+
+    @torch.no_grad()
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        finite, steps, counts = self._counted(grads, state, specs)
+        inner = state.inner_state
+        if transforming() or isinstance(steps, FakeTensor) or steps.is_meta:  # nobody can read it
+            params, inner = self._chosen(grads, state, params, specs)
+        elif bool(steps):
+            params, inner = inplace(self.tx)(grads, inner, params, specs=specs)
+        old = (state.notfinite_count, state.last_finite, state.total_notfinite)
+        for x, new in zip(old, (counts[0], finite, counts[1]), strict=True):
+            x.copy_(new)
+        return params, state._replace(inner_state=inner)
+
+    def _chosen(self, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
+        """The pure update, written into the buffers that were given."""
+        us, new = self.update(grads, state, params, specs=specs)
+        fresh = tree_leaves((apply_updates(params, us), new.inner_state))
+        for x, y in zip(tree_leaves((params, state.inner_state)), fresh, strict=True):
+            x.copy_(y)
+        return params, state.inner_state
+
+    def _counted(self, grads: Updates, state: OptState, specs: Specs) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Whether the gradients are finite, whether the step is made, and the new counts."""
+        check_state("apply_if_finite", state, ApplyIfFiniteState)
+        bad = self._bad(grads, specs) if self.bad is None else self.bad
+        finite = (bad == 0).to(state.notfinite_count.device)
+        row = torch.where(finite, 0, state.notfinite_count + 1)
+        total = state.total_notfinite + (~finite).to(torch.int32)
+        return finite, finite | (row > self.most), (row, total)
+
+    def _bad(self, grads: Updates, specs: Specs) -> Tensor:
+        leaves: list[Any] = tree_leaves(grads)
+        if not leaves:
+            return torch.zeros(())
+        local = torch.stack([count_not_finite(g) for g in leaves])
+        return (local if specs is None else over_blocks(local, spec_leaves(specs, grads))).sum()

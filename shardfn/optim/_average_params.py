@@ -1,0 +1,116 @@
+"""`average_params`: a moving average of the parameters, kept beside the rule that trains them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
+
+from ._base import GradientTransformation
+from ._checks import decay_rate
+from ._hyper import beside
+from ._inplace import apply_updates, inplace
+from ._leaves import check_params, check_state, leaves_like, wide, zero_count
+from ._needs import join_needs
+from ._pair import as_transformation
+from ._types import Number, OptState, Pair, Params, Specs, Updates
+
+Decay = Number | Callable[[Tensor], Any]
+
+
+class AverageParamsState(NamedTuple):
+    """The average, and the state of the rule that trains.
+
+    Attributes:
+        count: int32, 0-d: steps taken.
+        average: tree like params, float32 at least.
+        inner: the state of the rule.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # as in all states
+    average: PyTree
+    inner: OptState
+
+
+def average_params(inner: GradientTransformation | Pair, decay: Decay = 0.999) -> GradientTransformation:
+    """Trains by `inner` and averages the parameters: `a = decay a + (1 - decay) p`, with `a` = the first parameters.
+
+    The average is a part of the optimizer's state: sharded, offloaded, saved and restored with it. With master copies
+    it is the average of these. `sf.eval_state(state)` is the state to evaluate and export. Put it outermost, so that it
+    sees the parameters as they are after the step.
+
+    Args:
+        inner: the rule.
+        decay: a number in [0, 1), or a function of the number of steps taken before: `lambda t: t / (t + 1)` gives the
+            mean of the parameters after each step.
+
+    Returns:
+        A rule with an `AverageParamsState`.
+
+    Raises:
+        ValueError: `decay` is outside [0, 1).
+
+    Example:
+        >>> from shardfn.optim import sgd
+        >>> tx, w = average_params(sgd(1.0), decay=0.5), [torch.zeros(1)]
+        >>> w, state = tx.apply([torch.ones(1)], tx.init(w), w)
+        >>> w, state.average
+        ([tensor([-1.])], [tensor([-0.5000])])
+
+    References:
+        Polyak & Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992;
+        Izmailov et al., Averaging Weights Leads to Wider Optima, 2018, https://arxiv.org/abs/1803.05407
+    """
+    if not callable(decay):
+        decay_rate("average_params", decay=decay)
+    return _AverageParams(as_transformation(inner), decay).rule()
+
+
+@dataclass(frozen=True, eq=False)
+class _AverageParams:
+    tx: GradientTransformation
+    decay: Decay
+
+    def rule(self) -> GradientTransformation:
+        """As an optimizer."""
+        needs = join_needs([self.tx], lambda tx: _AverageParams(tx, self.decay).rule(), states=lambda s: (s.inner,))
+        return GradientTransformation(self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends))
+
+    def init(self, params: Params) -> AverageParamsState:
+        # Copies: they must not share the memory of parameters that are written.
+        average = tree_map(lambda p: p.detach().to(wide(p).dtype, copy=True), params)
+        return AverageParamsState(zero_count(params), average, self.tx.init(params))
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        check_params("average_params", params)
+        old = self._columns(state, params)[0]
+        updates, inner = self.tx.update(updates, state.inner, params, specs=specs)
+        new, treedef = tree_flatten(apply_updates(params, updates))
+        rows = zip(old, new, self._rates(state, params, specs), strict=True)
+        average = [(d * a + (1 - d) * p.to(a.dtype)).to(a.dtype) for a, p, d in rows]
+        return updates, AverageParamsState(state.count + 1, tree_unflatten(treedef, average), inner)
+
+    @torch.no_grad()
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        old, treedef = self._columns(state, params)
+        rates = self._rates(state, params, specs)
+        params, inner = inplace(self.tx)(grads, state.inner, params, specs=specs)
+        for a, p, d in zip(old, leaves_like(params, treedef, "params", "params"), rates, strict=True):
+            a.mul_(d).add_((1 - d) * p.to(a.dtype))
+        return params, AverageParamsState(state.count.add_(1), state.average, inner)
+
+    def _columns(self, state: OptState, params: Params) -> tuple[list[Tensor], Any]:
+        check_state("average_params", state, AverageParamsState)
+        treedef = tree_flatten(params)[1]
+        return leaves_like(state.average, treedef, "state.average", "params"), treedef
+
+    def _rates(self, state: AverageParamsState, params: Params, specs: Specs) -> list[Any]:
+        """The decay beside each leaf."""
+        decay = self.decay(state.count.clone()) if callable(self.decay) else self.decay
+        return beside(tree_flatten(params)[0], decay, params, specs)

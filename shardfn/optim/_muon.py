@@ -1,0 +1,279 @@
+"""Muon: momentum of matrices, made orthogonal."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from shardfn.core import (
+    P,
+    PyTree,
+    explains_keywords,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+from ._adam import adamw, bias_corrections
+from ._base import GradientTransformation, Needs
+from ._chain import chain
+from ._checks import decay_rate, not_negative, positive
+from ._decay import add_decayed_weights
+from ._decide import Resolved, check_whole, per_leaf, resolved
+from ._hyper import leafwise
+from ._inplace import inplace
+from ._learning_rate import check_rate, scale_by_learning_rate
+from ._leaves import check_state, spec_leaves, wide, zero_count, zeros_like
+from ._mask import multi_transform
+from ._matrix_dims import MatrixDims, all_matrices, as_matrices, default_dims, hidden_matrices
+from ._needs import ascending, decided
+from ._newton_schulz import NewtonSchulz
+from ._no_rule import MEANT
+from ._pair import as_transformation
+from ._types import LearningRate, Mask, Number, OptState, Pair, Params, Specs, Updates
+from ._whole_matrices import Matrices, on_whole_matrices
+
+
+class ScaleByMuonState(NamedTuple):
+    """The momentum.
+
+    Attributes:
+        count: int32, 0-d: steps taken.
+        mu: tree like params: mean of the gradients.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+    mu: PyTree
+
+
+def scale_by_muon(
+    beta: Number = 0.95,
+    nesterov: bool = True,
+    *,
+    bias_correction: bool = True,
+    consistent_rms: float | None = None,
+    newton_schulz: NewtonSchulz = NewtonSchulz(),  # noqa: B008  # a value
+    matrices: Mask = None,
+) -> GradientTransformation:
+    """Makes the momentum of each matrix orthogonal: `mu = beta mu + (1 - beta) g`, `u = scale * newton_schulz(m)`.
+
+    With Nesterov `m = beta mu / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t)`, else `m = mu / (1 - beta^t)`. Where a
+    leaf is cut along rows or columns, each of its matrices is sent to one rank, which computes it, and back.
+
+    Args:
+        beta: rate of the mean, in [0, 1).
+        nesterov: look ahead.
+        bias_correction: divide by `1 - beta^t`, as optax does. Without it the first steps are those of torch.
+        consistent_rms: None scales by `sqrt(max(1, rows / columns))`; a number by `sqrt(max(rows, columns))` times it,
+            so that updates have this root mean square. 0.2 is about that of AdamW.
+        newton_schulz: the iterations.
+        matrices: which dims make a matrix: a tree (or prefix) of `MatrixDims`, or a function from params to one; None =
+            those of `hidden_matrices`, of every leaf.
+
+    Returns:
+        A rule with a `ScaleByMuonState`, for trees whose leaves all are matrices.
+
+    Raises:
+        ValueError: a number is out of range; (on use) a leaf is not made of matrices.
+
+    Example:
+        >>> import torch
+        >>> tx = scale_by_muon()
+        >>> tx.update([torch.eye(2)], tx.init([torch.zeros(2, 2)]))[0]
+        [tensor([[1.1081, 0.0000],
+                [0.0000, 1.1081]])]
+
+    References:
+        Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024,
+        https://kellerjordan.github.io/posts/muon/;
+        Liu et al., Muon is Scalable for LLM Training, 2025, https://arxiv.org/abs/2502.16982
+    """
+    decay_rate("scale_by_muon", beta=beta)
+    if consistent_rms is not None:
+        positive("scale_by_muon", consistent_rms=consistent_rms)
+    return _ScaleByMuon(beta, nesterov, bias_correction, consistent_rms, newton_schulz, matrices).rule()
+
+
+@explains_keywords(**MEANT)
+def muon(
+    learning_rate: LearningRate,
+    others: GradientTransformation | Pair | None = None,
+    matrices: Mask = None,
+    *,
+    beta: Number = 0.95,
+    nesterov: bool = True,
+    weight_decay: Number = 0.0,
+    consistent_rms: float | None = None,
+    newton_schulz: NewtonSchulz = NewtonSchulz(),  # noqa: B008  # a value
+) -> GradientTransformation:
+    """Muon for hidden matrices, and another rule for the rest: `p = p - lr * (scale_by_muon(g) + weight_decay * p)`.
+
+    Args:
+        learning_rate: of the matrices: a number >= 0, or a schedule.
+        others: the rule for embeddings, heads, norms and biases; None = `adamw(learning_rate, weight_decay=0.0)`, as
+            optax has it. They often want a smaller rate, such as `adamw(3e-4)`, or `consistent_rms=0.2`.
+        matrices: which leaves are matrices: a tree (or prefix) of bools and `MatrixDims`, or a function from params to
+            one; None = `hidden_matrices`. A module whose head is not called one, such as the last layer of a
+            `Sequential`, needs this.
+        beta: rate of the momentum, in [0, 1).
+        nesterov: look ahead.
+        weight_decay: factor of the decay of matrices, >= 0; it is multiplied by the learning rate.
+        consistent_rms: see `scale_by_muon`.
+        newton_schulz: the iterations.
+
+    Returns:
+        A rule whose state is a `MultiTransformState` of "muon" and "others".
+
+    Raises:
+        ValueError: a number is out of range; (on use) `matrices` does not match the params.
+
+    Example:
+        >>> import torch
+        >>> tx, params = muon(0.1, adamw(0.01)), {"w": torch.eye(2), "bias": torch.ones(2)}
+        >>> tx.update(params, tx.init(params), params)[0]
+        {'w': tensor([[-0.1108, -0.0000],
+                [-0.0000, -0.1108]]), 'bias': tensor([-0.0101, -0.0101])}
+
+    References:
+        Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024,
+        https://kellerjordan.github.io/posts/muon/
+    """
+    check_rate("muon", learning_rate)
+    not_negative("muon", weight_decay=weight_decay)
+    others = as_transformation(adamw(learning_rate, weight_decay=0.0) if others is None else others)
+    how: dict[str, Any] = {"consistent_rms": consistent_rms, "newton_schulz": newton_schulz}
+    scale_by_muon(beta, nesterov, **how)
+
+    def of_matrices(dims: Mask) -> GradientTransformation:
+        return chain(
+            scale_by_muon(beta, nesterov, matrices=dims, **how),
+            add_decayed_weights(weight_decay),
+            scale_by_learning_rate(learning_rate),
+        )
+
+    return _Muon(of_matrices, others, hidden_matrices if matrices is None else matrices).rule()
+
+
+@dataclass(frozen=True, eq=False)
+class _Muon:
+    """Compared by identity, as `matrices` may be a tree.
+
+    Attributes:
+        of_matrices: the rule of the matrices, from their dims.
+        others: the rule of the other leaves.
+        matrices: which leaves are matrices.
+    """
+
+    of_matrices: Callable[[Mask], GradientTransformation]
+    others: GradientTransformation
+    matrices: Mask
+
+    def rule(self) -> GradientTransformation:
+        """As an optimizer."""
+        rules = {"muon": self.of_matrices(None), "others": self.others}
+        ascends = self.others.needs.ascends and (lambda params: ascending(self.on(params), params))
+        needs = multi_transform(rules, "muon").needs._replace(decide=self.decide, specialize=None, ascends=ascends)
+        return GradientTransformation(self.init, self.update, self.apply, needs)
+
+    @functools.cached_property
+    def resolve(self) -> Callable[..., tuple[Any, ...]]:
+        """From a tree to the dims of each leaf, or a bool."""
+        return per_leaf(self.matrices, (bool, MatrixDims), "matrices")
+
+    def on(self, tree: PyTree, specs: Specs = None) -> GradientTransformation:
+        """The rule for one tree."""
+        leaves, treedef = tree_flatten(tree)
+        found = self.resolve(tree, leaves, treedef, specs)
+        dims = [default_dims(x) if found is True else found for x, found in zip(leaves, found, strict=True)]
+        labels = tree_unflatten(treedef, ["others" if d is False else "muon" for d in dims])
+        slots = iter(dims)
+        whole = tree_map(lambda x: next(slots), tree)
+        of = resolved(whole, tree, (bool, MatrixDims), "matrices")
+        return multi_transform({"muon": self.of_matrices(of), "others": self.others}, labels)
+
+    def decide(self, params: Params) -> GradientTransformation:
+        return decided(self.on(params), params)
+
+    def init(self, params: Params) -> OptState:
+        return self.on(params).init(params)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        return self.on(updates, specs).update(updates, state, params, specs=specs)
+
+    @torch.no_grad()
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        return inplace(self.on(params, specs))(grads, state, params, specs=specs)
+
+
+@dataclass(frozen=True, eq=False)
+class _ScaleByMuon:
+    """The rule; `leaves` has the `Matrices` of each leaf of the tree that it was decided on."""
+
+    beta: Number
+    nesterov: bool
+    bias_correction: bool
+    consistent_rms: float | None
+    newton_schulz: NewtonSchulz
+    dims: Mask
+    leaves: Resolved | None = None
+
+    def rule(self) -> GradientTransformation:
+        """As an optimizer."""
+        needs = Needs("leaf", decide=self.decide if self.leaves is None else None, ascends=True)
+        return GradientTransformation(self.init, self.update, needs=needs)
+
+    def decide(self, params: Params) -> GradientTransformation:
+        return replace(self, leaves=self._found(params)).rule()
+
+    def _found(self, tree: PyTree) -> Resolved:
+        dims = resolved(all_matrices if self.dims is None else self.dims, tree, MatrixDims, "matrices")
+        slots = tree_flatten(tree, none_is_leaf=True)[0]
+        paths = zip(dims.says, slots, strict=True)
+        own = iter(dims.of(tree))
+        return Resolved({path: None if x is None else as_matrices(path, x, next(own)) for path, x in paths})
+
+    def init(self, params: Params) -> ScaleByMuonState:
+        self._matrices(params)
+        return ScaleByMuonState(zero_count(params), zeros_like(params))
+
+    def _matrices(self, tree: PyTree, specs: Specs = None) -> Sequence[Matrices]:
+        if self.leaves is None:
+            check_whole("muon", tree, specs)
+        return (self.leaves or self._found(tree)).of(tree)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params
+        check_state("scale_by_muon", state, ScaleByMuonState)
+        count = state.count + 1
+        now, ahead = (bias_corrections(t, self.beta, self.beta)[0] for t in (count, count + 1))
+        by = {"beta": self.beta, "c_g": now, "c_mu": ahead if self.nesterov else now}
+        ms, mu = leafwise(self._momentum, 2, updates, of={"mu": state.mu}, specs=specs, **by)
+        ms, treedef = tree_flatten(ms)
+        cuts = [P()] * len(ms) if specs is None else spec_leaves(specs, updates)
+        leaves = self._matrices(updates, specs)
+        us = on_whole_matrices(self.newton_schulz, ms, leaves, cuts)
+        us = [(self._scale(leaf) * u).to(m.dtype) for u, leaf, m in zip(us, leaves, tree_leaves(mu), strict=True)]
+        return tree_unflatten(treedef, us), ScaleByMuonState(count, mu)
+
+    def _momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
+        """The momentum, in the dtype of the arithmetic, and the mean as it is kept."""
+        new, now = beta * wide(mu) + (1 - beta) * wide(g), wide(g)
+        mean, now = (new / c_mu, now / c_g) if self.bias_correction else (new, now)
+        m = beta * mean + (1 - beta) * now if self.nesterov else mean
+        return m, new.to(mu.dtype)
+
+    def _scale(self, leaf: Matrices) -> float:
+        rows, columns = leaf.size
+        if self.consistent_rms is not None:
+            return math.sqrt(max(rows, columns)) * self.consistent_rms
+        return math.sqrt(max(1.0, rows / max(columns, 1)))

@@ -1,0 +1,202 @@
+"""A function of whole matrices, applied to leaves that are cut: each matrix is computed by one rank, its owner.
+
+    blocks of matrices --all_to_all--> whole matrices --f--> whole matrices --all_to_all--> blocks
+
+A rank sends its blocks once and gets them back once. Dims that count matrices may be cut over other axes: ranks along
+these have other matrices and send each other nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import all_to_all, current_mesh
+from shardfn.core import P, block_slices
+
+from ._leaves import wide
+
+OnMatrix = Callable[[Tensor], Tensor]
+
+
+class Matrices(NamedTuple):
+    """How a leaf is made of matrices.
+
+    Attributes:
+        shape: of the whole leaf.
+        rows: the dims that make the rows of a matrix.
+        columns: those that make its columns. All other dims count matrices.
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The dims of one matrix."""
+        return (*self.rows, *self.columns)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All dims, those that count first."""
+        return (*(d for d in range(len(self.shape)) if d not in self.inner), *self.inner)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of a matrix."""
+        return math.prod(self.shape[d] for d in self.rows), math.prod(self.shape[d] for d in self.columns)
+
+
+def on_whole_matrices(
+    f: OnMatrix, blocks: Sequence[Tensor], leaves: Sequence[Matrices], specs: Sequence[P]
+) -> list[Tensor]:
+    """`f` of each matrix of each leaf. Collective over the axes that cut rows or columns.
+
+    Args:
+        f: from a matrix [rows, columns] to one of the same shape.
+        blocks: this rank's block of each leaf.
+        leaves: how each leaf is made of matrices.
+        specs: how each leaf is cut.
+
+    Returns:
+        This rank's block of each result, in the dtype of its leaf.
+    """
+    mesh = current_mesh()
+    cuts = [_Cut(leaf, spec, mesh.shape) for leaf, spec in zip(leaves, specs, strict=True)]
+    lines: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
+    for i, (cut, x) in enumerate(zip(cuts, blocks, strict=True)):
+        if math.prod(cut.leaf.shape):
+            lines.setdefault((cut.axes, wide(x).dtype), []).append(i)
+    out = list(blocks)
+    for (axes, _), index in lines.items():
+        units = [(cuts[i], wide(m)) for i in index for m in _matrices(blocks[i], cuts[i].leaf)]
+        found = iter(_exchanged(f, units, axes) if axes else [cut.apply(f, x) for cut, x in units])
+        for i in index:
+            out[i] = _leaf(found, blocks[i], cuts[i].leaf)
+    return out
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How each matrix of a leaf is cut over a line of ranks.
+
+    Attributes:
+        leaf: the leaf.
+        spec: how the whole leaf is cut.
+        sizes: of the mesh axes.
+    """
+
+    leaf: Matrices
+    spec: P
+    sizes: Mapping[str, int]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut rows or columns, in the order of the mesh."""
+        own = {a for d in self.leaf.inner for a in self.spec.dim_axes(d)}
+        return tuple(a for a, n in self.sizes.items() if a in own and n > 1)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The place of a rank of the line."""
+        out = {}
+        for axis in reversed(self.axes):
+            rank, out[axis] = divmod(rank, self.sizes[axis])
+        return out
+
+    def box(self, rank: int) -> tuple[slice, ...]:
+        """The block of a matrix that a rank of the line has."""
+        cuts = block_slices(self.leaf.shape, self.spec, self.sizes, self.coords(rank))
+        return tuple(cuts[d] for d in self.leaf.inner)
+
+    def block_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of that block. The first rank's is the largest."""
+        return tuple(s.stop - s.start for s in self.box(rank))
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """A matrix from its blocks, in the order of the line."""
+        axes = [[a for a in self.spec.dim_axes(d) if self.sizes.get(a, 1) > 1] for d in self.leaf.inner]
+        at = [self.coords(k) for k in range(len(blocks))]
+        order = sorted(range(len(blocks)), key=lambda k: [[at[k][a] for a in own] for own in axes])
+        parts = [blocks[k] for k in order]
+        for d in reversed(range(len(axes))):
+            num = math.prod(self.sizes[a] for a in axes[d])
+            parts = [torch.cat(parts[k : k + num], d) for k in range(0, len(parts), num)]
+        return parts[0]
+
+    def apply(self, f: OnMatrix, whole: Tensor) -> Tensor:
+        """`f` of a whole matrix, which has the dims of the leaf."""
+        return f(whole.reshape(self.leaf.size)).to(whole.dtype).reshape(whole.shape)
+
+
+def _matrices(block: Tensor, leaf: Matrices) -> Sequence[Tensor]:
+    """The matrices of a leaf, or this rank's blocks of them, each with the dims of one matrix."""
+    x = block.permute(leaf.order)
+    num = x.ndim - len(leaf.inner)
+    return x.reshape(math.prod(x.shape[:num]), *x.shape[num:]).unbind(0)
+
+
+def _leaf(found: Iterator[Tensor], like: Tensor, leaf: Matrices) -> Tensor:
+    """The leaf from its matrices, which are the next of `found`."""
+    x = like.permute(leaf.order)
+    num = math.prod(x.shape[: x.ndim - len(leaf.inner)])
+    if not num:
+        return like
+    back = sorted(range(x.ndim), key=lambda d: leaf.order[d])
+    return torch.stack([next(found) for _ in range(num)]).reshape(x.shape).permute(back).to(like.dtype)
+
+
+def _exchanged(f: OnMatrix, units: Sequence[tuple[_Cut, Tensor]], axes: tuple[str, ...]) -> list[Tensor]:
+    """This rank's blocks of the results, from its blocks of the matrices."""
+    if not units:
+        return []
+    mesh = current_mesh()
+    n, mine = mesh.axis_size(axes), mesh.axis_index(axes)
+    rooms = [math.prod(cut.block_shape(0)) for cut, _ in units]
+    owned = _owned([math.prod(cut.leaf.size) * min(cut.leaf.size) for cut, _ in units], n)
+    width = max(sum(rooms[k] for k in own) for own in owned)
+    like = units[0][1].reshape(-1)
+    sent = [_row([units[k][1] for k in own], [rooms[k] for k in own], width, like) for own in owned]
+    got = all_to_all(torch.stack(sent), axes, split_dim=0, concat_dim=0)
+    here, at = list[tuple[_Cut, Tensor]](), 0
+    for k in owned[mine]:
+        cut = units[k][0]
+        blocks = [_block(got[j], at, cut.block_shape(j)) for j in range(n)]
+        here.append((cut, cut.apply(f, cut.joined(blocks))))
+        at += rooms[k]
+    mine_rooms = [rooms[k] for k in owned[mine]]
+    # Every row is made of what came, so that both exchanges have a transpose on a rank that owns nothing, too.
+    back = [_row([x[cut.box(j)] for cut, x in here], mine_rooms, width, got[j]) for j in range(n)]
+    done = all_to_all(torch.stack(back), axes, split_dim=0, concat_dim=0)
+    out: dict[int, Tensor] = {}
+    for row, own in zip(done, owned, strict=True):
+        at = 0
+        for k in own:
+            out[k] = _block(row, at, tuple(units[k][1].shape))
+            at += rooms[k]
+    return [out[k] for k in range(len(units))]
+
+
+def _owned(costs: Sequence[int], num: int) -> list[list[int]]:
+    """The matrices of each owner: the largest go first, each to the owner that has least."""
+    owned, load = [list[int]() for _ in range(num)], [0] * num
+    for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
+        owner = load.index(min(load))
+        owned[owner].append(k)
+        load[owner] += costs[k]
+    return owned
+
+
+def _row(blocks: Sequence[Tensor], rooms: Sequence[int], width: int, like: Tensor) -> Tensor:
+    """Flat blocks, each padded to its room, padded to a width."""
+    parts = [like[:0]]
+    for x, room in zip(blocks, rooms, strict=True):
+        parts += [x.reshape(-1), like.new_zeros(room - x.numel())]
+    return torch.cat([*parts, like.new_zeros(width - sum(rooms))])
+
+
+def _block(row: Tensor, at: int, shape: tuple[int, ...]) -> Tensor:
+    return row[at : at + math.prod(shape)].reshape(shape)
