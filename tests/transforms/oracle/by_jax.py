@@ -1,0 +1,116 @@
+"""Programs under `jax.shard_map`, in float64: values, gradients, jvps and vmaps, or why JAX refuses them.
+
+    JAX_PYTHON -m tests.transforms.oracle.by_jax OUT.npz 2:psum_psum 2:17 3:17
+"""
+
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lax.parallel import all_gather_invariant
+
+from .named import named
+from .programs import Program, Results, save
+
+jax.config.update("jax_enable_x64", True)
+# The last one is how JAX fails while it words the first, where the function's result is a tuple under a transform.
+REFUSALS = (
+    r"replication which can't be statically inferred|Unsupported pcast|Differentiation rule for 'pmax'"
+    r"|broadcast_prefix prefix_tree"
+)
+
+
+# The library of a body.
+LIBRARY = SimpleNamespace(
+    **{name: getattr(jnp, name) for name in ("tanh", "sqrt", "exp", "sum", "mean", "transpose", "where")},
+    **{name: getattr(lax, name) for name in ("psum", "pmean", "pmax", "ppermute")},
+    atan=jnp.arctan,
+    concat=jnp.concatenate,
+    literal=jnp.array,
+    softmax=jax.nn.softmax,
+    detach=lax.stop_gradient,
+    remat=jax.checkpoint,
+    axis_index=lambda axis: lax.axis_index(axis).astype(float),
+    pvary=lambda a, axis: lax.pcast(a, axis, to="varying"),
+    all_gather=lambda a, axis, dim: lax.all_gather(a, axis, axis=dim, tiled=True),
+    all_gather_invariant=lambda a, axis, dim: all_gather_invariant(a, axis, axis=dim, tiled=True),
+    psum_scatter=lambda a, axis, dim: lax.psum_scatter(a, axis, scatter_dimension=dim, tiled=True),
+    all_to_all=lambda a, axis, dim, to: lax.all_to_all(a, axis, dim, to, tiled=True),
+    size=lax.axis_size,
+)
+
+
+def function(program: Program) -> Callable[..., tuple[Any, ...]]:
+    """The program as a function of whole arrays."""
+    shape, names = tuple(program.mesh.values()), tuple(program.mesh)
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names), devices=_devices(shape))
+
+    def specs(of: Any) -> Any:
+        return tuple(jax.P(*spec) for spec in of)
+
+    def whole(*args: Any) -> tuple[Any, ...]:
+        given, closed = args[: len(program.shapes)], args[len(program.shapes) :]
+        mapped = jax.shard_map(
+            lambda *blocks: program.body(LIBRARY, *blocks, *closed),
+            mesh=mesh,
+            in_specs=specs(program.in_specs),
+            out_specs=specs(program.out_specs),
+        )
+        return mapped(*given)
+
+    return whole
+
+
+def _devices(shape: tuple[int, ...]) -> Any:
+    return jax.devices()[: int(np.prod(shape))]
+
+
+def quantities(program: Program) -> dict[str, Callable[..., Any]]:
+    """What is compared, each as a function of the arguments."""
+    f = function(program)
+
+    def weighted(*args: Any) -> Any:
+        out = f(*args)
+        weights = program.draw("weights", [y.shape for y in out])
+        return sum(jnp.sum(y * w) for y, w in zip(out, weights, strict=True))
+
+    def rows(*args: Any) -> Any:
+        return jax.vmap(f)(*(jnp.stack([a, b]) for a, b in zip(args, program.draw("other arguments"), strict=True)))
+
+    return {
+        "value": f,
+        "grad": jax.grad(weighted, argnums=tuple(range(len(program.draw("arguments"))))),
+        "jvp": lambda *args: jax.jvp(f, args, tuple(map(jnp.asarray, program.draw("tangents"))))[1],
+        "vmap": rows,
+    }
+
+
+def results(program: Program) -> dict[str, "np.ndarray | str"]:
+    """The numbers of each quantity, or why it is refused."""
+    args, found = [jnp.asarray(a) for a in program.draw("arguments")], dict[str, np.ndarray | str]()
+    for name, quantity in quantities(program).items():
+        try:
+            found[name] = np.concatenate([np.ravel(y) for y in jax.tree.leaves(jax.jit(quantity)(*args))])
+        except (ValueError, NotImplementedError) as error:
+            refusal = re.search(REFUSALS, str(error))
+            if refusal is None:
+                error.add_note(f"{program.name}\n    {program.text}")
+                raise
+            found[name] = refusal[0]
+    return found
+
+
+if __name__ == "__main__":
+    everything: Results = {program.name: results(program) for program in map(named, sys.argv[2:])}
+    save(everything, pathlib.Path(sys.argv[1]))

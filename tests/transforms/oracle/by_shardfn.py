@@ -1,0 +1,143 @@
+"""Programs under `shardfn.shard_map`, on real ranks, in float64; and how their results compare with JAX's."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P
+from shardfn.testing import distributed
+
+from .named import named
+from .programs import Axes, Program, Results
+
+TOLERANCE = 1e-10
+
+
+def _sum(a: Tensor, dim: int | None = None) -> Tensor:
+    return a.sum() if dim is None else a.sum(dim)
+
+
+# The library of a body. `sf.axis_index` is a plain number, which has no type; so a tensor made of it is cast by hand.
+LIBRARY = SimpleNamespace(
+    **{name: getattr(torch, name) for name in ("tanh", "atan", "sqrt", "exp", "mean", "where")},
+    **{name: getattr(sf, name) for name in ("psum", "pmean", "pmax", "ppermute", "pvary", "remat")},
+    sum=_sum,
+    concat=torch.cat,
+    literal=lambda a: torch.tensor(a, dtype=torch.float64),
+    transpose=lambda a: a.movedim(0, -1) if a.ndim > 1 else a,
+    softmax=lambda a: a.softmax(-1),
+    detach=lambda a: a.detach(),
+    axis_index=lambda axis: sf.pvary(torch.tensor(float(sf.axis_index(axis)), dtype=torch.float64), axis),
+    all_gather=lambda a, axis, dim: sf.all_gather(a, axis, dim=dim),
+    all_gather_invariant=lambda a, axis, dim: sf.all_gather_invariant(a, axis, dim=dim),
+    psum_scatter=lambda a, axis, dim: sf.psum_scatter(a, axis, dim=dim),
+    all_to_all=lambda a, axis, dim, to: sf.all_to_all(a, axis, split_dim=dim, concat_dim=to),
+    size=sf.axis_size,
+)
+
+
+def function(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+    """The program as a function of whole tensors."""
+    mesh = sf.make_mesh(program.mesh)
+
+    def whole(*args: Tensor) -> tuple[Tensor, ...]:
+        given, closed = args[: len(program.shapes)], args[len(program.shapes) :]
+        mapped = sf.shard_map(
+            lambda *blocks: program.body(LIBRARY, *blocks, *closed),
+            mesh=mesh,
+            in_specs=tuple(P(*spec) for spec in program.in_specs),
+            out_specs=tuple(P(*spec) for spec in program.out_specs),
+        )
+        return mapped(*given)
+
+    return whole
+
+
+def quantities(program: Program) -> dict[str, Callable[..., Any]]:
+    """What is compared, each as a function of the arguments; "func grad" is the gradient by `torch.func`."""
+    f = function(program)
+
+    def weighted(*args: Tensor) -> Tensor:
+        out = f(*args)
+        weights = map(torch.from_numpy, program.draw("weights", [tuple(y.shape) for y in out]))
+        return sum((y * w).sum() for y, w in zip(out, weights, strict=True))  # type: ignore[return-value]
+
+    def grad(*args: Tensor) -> tuple[Tensor, ...]:
+        leaves = [a.clone().requires_grad_() for a in args]
+        total = weighted(*leaves)
+        if not total.requires_grad:
+            return tuple(torch.zeros_like(a) for a in args)
+        return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+
+    def rows(*args: Tensor) -> tuple[Tensor, ...]:
+        others = map(torch.from_numpy, program.draw("other arguments"))
+        return torch.func.vmap(f)(*(torch.stack([a, b]) for a, b in zip(args, others, strict=True)))
+
+    tangents = tuple(map(torch.from_numpy, program.draw("tangents")))
+    return {
+        "value": f,
+        "grad": grad,
+        "func grad": torch.func.grad(weighted, argnums=tuple(range(len(program.draw("arguments"))))),
+        "jvp": lambda *args: torch.func.jvp(f, args, tangents)[1],
+        "vmap": rows,
+    }
+
+
+def results(program: Program) -> dict[str, "np.ndarray | str"]:
+    """The numbers of each quantity; or the error, in words."""
+    args, found = tuple(map(torch.from_numpy, program.draw("arguments"))), dict[str, np.ndarray | str]()
+    for name, quantity in quantities(program).items():
+        try:
+            found[name] = np.concatenate([y.detach().numpy().ravel() for y in quantity(*args)])
+        except Exception as error:
+            kind = "refused" if isinstance(error, ValueError | TypeError | NotImplementedError) else "FAILED"
+            found[name] = f"{kind}: {type(error).__name__}: {error}"
+    return found
+
+
+@distributed(world=[1, 2, 3, 4], timeout=300)
+def on_ranks(names: list[str]) -> Results:
+    """This rank's results."""
+    return {name: results(named(name)) for name in names}
+
+
+def verdicts(names: list[str], jax: Results, world: int) -> dict[str, dict[str, str]]:
+    """For each program and quantity: "equal", "refused by both", or the difference, in words."""
+    ranks = on_ranks(names, world=world)
+    return {
+        name: {q: _verdict(jax[name][q.removeprefix("func ")], [rank[name][q] for rank in ranks]) for q in ranks[0][name]}
+        for name in names
+    }
+
+
+def good(verdict: str) -> bool:
+    """Whether a verdict is one of agreement."""
+    return verdict in ("equal", "refused by both")
+
+
+def _verdict(want: "np.ndarray | str", ranks: "list[np.ndarray | str]") -> str:
+    refused = [r for r in ranks if isinstance(r, str)]
+    if refused and isinstance(want, str):
+        return "refused by both" if all(r.startswith("refused") for r in ranks if isinstance(r, str)) else refused[0]
+    if refused:
+        return f"only shardfn, on {len(refused)} of {len(ranks)} ranks: {refused[0]}"
+    if isinstance(want, str):
+        return f"only JAX refused: {want}"
+    if any(r.shape != want.shape for r in ranks):
+        return f"WRONG: {len(ranks[0])} numbers for {len(want)}"
+    size = max(1.0, float(np.abs(want).max(initial=0)))
+    worst = [float(np.abs(r - want).max(initial=0)) / size for r in ranks]
+    if max(worst) <= TOLERANCE:
+        return "equal"
+    rank = int(np.argmax(worst))
+    return f"WRONG by {worst[rank]:.1e} (rank {rank}): {_some(ranks[rank])} for {_some(want)}"
+
+
+def _some(numbers: "np.ndarray | str") -> str:
+    assert not isinstance(numbers, str)
+    return np.array2string(numbers[:4], precision=4, suppress_small=True)
