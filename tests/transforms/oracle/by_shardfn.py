@@ -1,5 +1,6 @@
 """Programs under `shardfn.shard_map`, on real ranks, in float64; and how their results compare with JAX's."""
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ LIBRARY = SimpleNamespace(
     sum=_sum,
     concat=torch.cat,
     literal=lambda a: torch.tensor(a, dtype=torch.float64),
-    transpose=lambda a: a.movedim(0, -1) if a.ndim > 1 else a,
+    transpose=lambda a: a.permute(tuple(reversed(range(a.ndim)))),
     softmax=lambda a: a.softmax(-1),
     detach=lambda a: a.detach(),
     axis_index=lambda axis: sf.pvary(torch.tensor(float(sf.axis_index(axis)), dtype=torch.float64), axis),
@@ -41,9 +42,8 @@ LIBRARY = SimpleNamespace(
 )
 
 
-def function(program: Program) -> Callable[..., tuple[Tensor, ...]]:
+def function(program: Program, mesh: sf.Mesh) -> Callable[..., tuple[Tensor, ...]]:
     """The program as a function of whole tensors."""
-    mesh = sf.make_mesh(program.mesh)
 
     def whole(*args: Tensor) -> tuple[Tensor, ...]:
         given, closed = args[: len(program.shapes)], args[len(program.shapes) :]
@@ -58,9 +58,9 @@ def function(program: Program) -> Callable[..., tuple[Tensor, ...]]:
     return whole
 
 
-def quantities(program: Program) -> dict[str, Callable[..., Any]]:
+def quantities(program: Program, mesh: sf.Mesh) -> dict[str, Callable[..., Any]]:
     """What is compared, each as a function of the arguments; "func grad" is the gradient by `torch.func`."""
-    f = function(program)
+    f = function(program, mesh)
 
     def weighted(*args: Tensor) -> Tensor:
         out = f(*args)
@@ -88,10 +88,10 @@ def quantities(program: Program) -> dict[str, Callable[..., Any]]:
     }
 
 
-def results(program: Program) -> dict[str, "np.ndarray | str"]:
+def results(program: Program, mesh: sf.Mesh) -> dict[str, "np.ndarray | str"]:
     """The numbers of each quantity; or the error, in words."""
     args, found = tuple(map(torch.from_numpy, program.draw("arguments"))), dict[str, np.ndarray | str]()
-    for name, quantity in quantities(program).items():
+    for name, quantity in quantities(program, mesh).items():
         try:
             found[name] = np.concatenate([y.detach().numpy().ravel() for y in quantity(*args)])
         except Exception as error:
@@ -102,15 +102,21 @@ def results(program: Program) -> dict[str, "np.ndarray | str"]:
 
 @distributed(world=[1, 2, 3, 4], timeout=300)
 def on_ranks(names: list[str]) -> Results:
-    """This rank's results."""
-    return {name: results(named(name)) for name in names}
+    """This rank's results of programs over one mesh."""
+    programs = [named(name) for name in names]
+    mesh = sf.make_mesh(programs[0].mesh)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch.jit", DeprecationWarning)  # torch's own, of some jvps
+        return {program.name: results(program, mesh) for program in programs}
 
 
 def verdicts(names: list[str], jax: Results, world: int) -> dict[str, dict[str, str]]:
     """For each program and quantity: "equal", "refused by both", or the difference, in words."""
     ranks = on_ranks(names, world=world)
     return {
-        name: {q: _verdict(jax[name][q.removeprefix("func ")], [rank[name][q] for rank in ranks]) for q in ranks[0][name]}
+        name: {
+            q: _verdict(jax[name][q.removeprefix("func ")], [rank[name][q] for rank in ranks]) for q in ranks[0][name]
+        }
         for name in names
     }
 
@@ -135,9 +141,5 @@ def _verdict(want: "np.ndarray | str", ranks: "list[np.ndarray | str]") -> str:
     if max(worst) <= TOLERANCE:
         return "equal"
     rank = int(np.argmax(worst))
-    return f"WRONG by {worst[rank]:.1e} (rank {rank}): {_some(ranks[rank])} for {_some(want)}"
-
-
-def _some(numbers: "np.ndarray | str") -> str:
-    assert not isinstance(numbers, str)
-    return np.array2string(numbers[:4], precision=4, suppress_small=True)
+    got, worst_at = ranks[rank], np.argmax(np.abs(ranks[rank] - want))
+    return f"WRONG by {worst[rank]:.1e} (rank {rank}): {got[worst_at]:.6g} for {want[worst_at]:.6g} at {worst_at}"

@@ -139,7 +139,8 @@ def shapes(mesh: dict[str, int]) -> SimpleNamespace:
 
     return SimpleNamespace(
         **{name: same for name in ("psum", "pmean", "pmax", "ppermute", "pvary", "detach")},
-        **{name: getattr(np, name) for name in ("tanh", "sqrt", "exp", "sum", "mean", "transpose", "where")},
+        **{name: getattr(np, name) for name in ("tanh", "sqrt", "exp", "mean", "transpose", "where")},
+        sum=lambda a, *dim: np.take(a, 0, *dim) if a.ndim else a[dim],  # numpy has a dim 0 of scalars
         atan=np.arctan,
         concat=np.concatenate,
         literal=np.array,
@@ -162,6 +163,7 @@ class Generator:
         self.values: list[np.ndarray] = []
         self.varies: list[set[str]] = []
         self.statements: list[Statement] = []
+        self.used = set[int]()
 
     def program(self) -> Program:
         """The program of this seed."""
@@ -171,7 +173,8 @@ class Generator:
         length = draw.choice((4, 8, 12))
         while len(self.statements) < length:
             self._append()
-        out = [self._output() for _ in range(draw.choice((1, 1, 2)))]
+        unused = [i for i in range(len(self.values)) if i not in self.used]
+        out = [self._output(i) for i in unused[-draw.choice((1, 2, 3)) :]]
         first, statements = len(inputs) + len(closed), tuple(self.statements)
 
         def body(s: Any, *blocks: Any) -> tuple[Any, ...]:
@@ -230,6 +233,7 @@ class Generator:
         body, self.statements = tuple(self.statements), statements
         last, varies = self.values[-1], self.varies[-1]
         del self.values[first:], self.varies[first:]
+        self.used = {i for i in self.used if i < first}
         self.values.append(last)
         self.varies.append(varies)
         used = sorted({i for s in _flat(body) for i in s.refs if i < first})
@@ -247,22 +251,24 @@ class Generator:
             params["perm"] = tuple(enumerate(ends))[: draw.choice((n, n, n - 1))]
         axes = {axis} if isinstance(axis, str) else set(axis)
         varies = set().union(*(self.varies[i] for i in refs))
-        if op == "pvary" and axes & varies and draw.random() < 0.9:
+        refused = axes & varies if op == "pvary" else len(axes) > 1 and axes - varies
+        if refused and draw.random() < 0.9:
             return None  # JAX refuses it
         try:
-            value = OPS[op](self.s, *(self.values[i] for i in refs), **params)
+            value = np.asarray(OPS[op](self.s, *(self.values[i] for i in refs), **params))
         except (ValueError, IndexError):
             return None
         if value.size > 72 or 0 in value.shape:
             return None
+        self.used.update(refs)
         self.values.append(value)
         self.varies.append(varies - axes if op in TO_INVARIANT else varies | axes if op in TO_VARYING else varies)
         return Statement(op, refs, params)
 
     def _ref(self) -> int:
-        """A value, more often a late one."""
-        n = len(self.values)
-        return self.draw.choice((self.draw.randrange(n), max(0, n - 1 - self.draw.randrange(3))))
+        """A value, more often one that nothing uses so far."""
+        unused = [i for i in range(len(self.values)) if i not in self.used]
+        return self.draw.choice(unused if unused and self.draw.random() < 0.75 else range(len(self.values)))
 
     def _param(self, name: str) -> Any:
         if name == "axis":
@@ -270,9 +276,8 @@ class Generator:
             return tuple(self.mesh) if both else self.draw.choice(list(self.mesh))
         return self.draw.randrange(2)
 
-    def _output(self) -> tuple[int, Spec]:
-        """A late value and a spec: one that JAX accepts, in nine of ten cases."""
-        i = self._ref()
+    def _output(self, i: int) -> tuple[int, Spec]:
+        """A value and a spec: one that JAX accepts, in nine of ten cases."""
         axes = [a for a in self.mesh if self.draw.random() < (0.95 if a in self.varies[i] else 0.1)]
         if self.values[i].ndim == 0 and axes:
             self.statements.append(Statement("new", (i,), {}))
