@@ -53,7 +53,8 @@ class Statement:
 
     def __str__(self) -> str:
         inside = f" {{{'; '.join(map(str, self.body))}}}" if self.body else ""
-        return f"{self.op}({', '.join([*(f'v{i}' for i in self.refs), *(f'{k}={v}' for k, v in self.params.items())])}){inside}"
+        given = [*(f"v{i}" for i in self.refs), *(f"{name}={value}" for name, value in self.params.items())]
+        return f"{self.op}({', '.join(given)}){inside}"
 
 
 OPS: dict[str, Callable[..., Any]] = {
