@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Programs under `jax.shard_map`, in float64: values, gradients, jvps and vmaps, or why JAX refuses them.
 
 JAX_PYTHON -m tests.transforms.oracle.by_jax OUT.npz 2:psum_psum 2:17 3:17
@@ -15,7 +16,7 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # pyright: ignore[reportMissingImports]
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -54,21 +55,25 @@ LIBRARY = SimpleNamespace(
 
 def function(program: Program) -> Callable[..., tuple[Any, ...]]:
     """The program as a function of whole arrays."""
+    return mapped(program, lambda *values: program.body(LIBRARY, *values), program.out_specs)
+
+
+def mapped(program: Program, body: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+    """A body under `shard_map`, as a function of whole arrays."""
     shape, names = tuple(program.mesh.values()), tuple(program.mesh)
     mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names), devices=_devices(shape))
 
     def specs(of: Any) -> Any:
         return tuple(jax.P(*spec) for spec in of)
 
-    def whole(*args: Any) -> tuple[Any, ...]:
+    def whole(*args: Any) -> Any:
         given, closed = args[: len(program.shapes)], args[len(program.shapes) :]
-        mapped = jax.shard_map(
-            lambda *blocks: program.body(LIBRARY, *blocks, *closed),
+        return jax.shard_map(
+            lambda *blocks: body(*blocks, *closed),
             mesh=mesh,
             in_specs=specs(program.in_specs),
-            out_specs=specs(program.out_specs),
-        )
-        return mapped(*given)
+            out_specs=specs(out_specs),
+        )(*given)
 
     return whole
 
@@ -89,11 +94,17 @@ def quantities(program: Program) -> dict[str, Callable[..., Any]]:
     def rows(*args: Any) -> Any:
         return jax.vmap(f)(*(jnp.stack([a, b]) for a, b in zip(args, program.draw("other arguments"), strict=True)))
 
+    def mean_loss(*args: Any) -> Any:
+        return mapped(program, lambda *values: (lax.pmean(program.loss(LIBRARY, *values), "x"),), ((),))(*args)[0]
+
+    parameters = program.parameters()
+    step = {} if parameters is None else {"step": jax.value_and_grad(mean_loss, argnums=tuple(parameters))}
     return {
         "value": f,
         "grad": jax.grad(weighted, argnums=tuple(range(len(program.draw("arguments"))))),
         "jvp": lambda *args: jax.jvp(f, args, tuple(map(jnp.asarray, program.draw("tangents"))))[1],
         "vmap": rows,
+        **step,
     }
 
 

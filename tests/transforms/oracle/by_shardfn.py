@@ -78,6 +78,9 @@ def quantities(program: Program, mesh: sf.Mesh) -> dict[str, Callable[..., Any]]
         others = map(torch.from_numpy, program.draw("other arguments"))
         return torch.func.vmap(f)(*(torch.stack([a, b]) for a, b in zip(args, others, strict=True)))
 
+    training = (
+        {} if program.parameters() is None else {"step": step(program, mesh), "jit step": step(program, mesh, True)}
+    )
     tangents = tuple(map(torch.from_numpy, program.draw("tangents")))
     return {
         "value": f,
@@ -85,13 +88,39 @@ def quantities(program: Program, mesh: sf.Mesh) -> dict[str, Callable[..., Any]]
         "func grad": torch.func.grad(weighted, argnums=tuple(range(len(program.draw("arguments"))))),
         "jvp": lambda *args: torch.func.jvp(f, args, tangents)[1],
         "vmap": rows,
+        **training,
     }
 
 
-def results(program: Program, mesh: sf.Mesh) -> dict[str, "np.ndarray | str"]:
+def step(program: Program, mesh: sf.Mesh, jit: bool = False) -> Callable[..., Any]:
+    """The loss and its gradients as a training step of the program finds them."""
+    parameters = program.parameters() or []
+
+    def loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        values = params | batch
+        return program.loss(LIBRARY, *(values[str(i)] for i in range(len(values))))
+
+    def take(*args: Tensor) -> tuple[Tensor, ...]:
+        params = {str(i): args[i] for i in parameters}
+        n, index = mesh.axis_size("x"), mesh.axis_index("x")
+        batch = {str(i): a.chunk(n)[index] for i, a in enumerate(args) if i not in parameters}
+        specs = {str(i): P(*(program.in_specs[i] if i < len(program.in_specs) else ())) for i in parameters}
+        made = sf.jit(loss, backend="graph") if jit else loss
+        training = sf.sharded_step(made, sf.optim.sgd(1.0), mesh=mesh, specs=specs, batch=P("x"))
+        before = [x.clone() for x in params.values()]
+        state, metrics = training(training.init(params), batch)
+        after = sf.unshard(state.params).values()
+        return metrics["loss"][None], *(a - b for a, b in zip(before, after, strict=True))
+
+    return take
+
+
+def results(program: Program, mesh: sf.Mesh, jit: bool) -> dict[str, "np.ndarray | str"]:
     """The numbers of each quantity; or the error, in words."""
     args, found = tuple(map(torch.from_numpy, program.draw("arguments"))), dict[str, np.ndarray | str]()
     for name, quantity in quantities(program, mesh).items():
+        if name.startswith("jit") and not jit:
+            continue
         try:
             found[name] = np.concatenate([y.detach().numpy().ravel() for y in quantity(*args)])
         except Exception as error:
@@ -101,22 +130,23 @@ def results(program: Program, mesh: sf.Mesh) -> dict[str, "np.ndarray | str"]:
 
 
 @distributed(world=[1, 2, 3, 4], timeout=300)
-def on_ranks(names: list[str]) -> Results:
+def on_ranks(names: list[str], jit: bool) -> Results:
     """This rank's results of programs over one mesh."""
     programs = [named(name) for name in names]
     mesh = sf.make_mesh(programs[0].mesh)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch.jit", DeprecationWarning)  # torch's own, of some jvps
-        return {program.name: results(program, mesh) for program in programs}
+        return {program.name: results(program, mesh, jit) for program in programs}
 
 
-def verdicts(names: list[str], jax: Results, world: int) -> dict[str, dict[str, str]]:
-    """For each program and quantity: "equal", "refused by both", or the difference, in words."""
-    ranks = on_ranks(names, world=world)
+def verdicts(names: list[str], jax: Results, world: int, jit: bool = True) -> dict[str, dict[str, str]]:
+    """For each program and quantity: "equal", "refused by both", or the difference, in words.
+
+    Without `jit` no step is captured, which takes long.
+    """
+    ranks = on_ranks(names, jit, world=world)
     return {
-        name: {
-            q: _verdict(jax[name][q.removeprefix("func ")], [rank[name][q] for rank in ranks]) for q in ranks[0][name]
-        }
+        name: {q: _verdict(jax[name][q.split()[-1]], [rank[name][q] for rank in ranks]) for q in ranks[0][name]}
         for name in names
     }
 

@@ -20,7 +20,6 @@ import numpy as np
 Axes = str | tuple[str, ...]
 Spec = tuple[Any, ...]  # the entries of a PartitionSpec
 MESHES: dict[int, dict[str, int]] = {2: {"x": 2}, 3: {"x": 3}, 4: {"x": 2, "y": 2}}
-QUANTITIES = ("value", "grad", "jvp", "vmap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +34,23 @@ class Program:
     out_specs: tuple[Spec, ...]
     body: Callable[..., tuple[Any, ...]]  # body(s, *blocks, *closed)
     text: str = ""
+
+    def parameters(self) -> list[int] | None:
+        """The arguments that a training step may take as parameters, where the others are rows along "x"; or None."""
+        specs = self._specs()
+        rows = [i for i, spec in enumerate(specs) if spec[:1] == ("x",) and not any(spec[1:])]
+        others = [i for i in range(len(specs)) if i not in rows]
+        whole = [i for i in others if not any(specs[i])]
+        return others if rows and whole and not any("x" in str(specs[i]) for i in others) else None
+
+    def loss(self, s: Any, *values: Any) -> Any:
+        """A rank's loss, for a training step: a term of its own rows, and what the program computes."""
+        own = next(x for x, spec in zip(values, self._specs(), strict=True) if spec[:1] == ("x",))
+        weights = sum(s.mean(x) for x, spec in zip(values, self._specs(), strict=True) if not any(spec))
+        return s.mean(s.tanh(own * weights)) + sum(s.mean(s.tanh(y)) for y in self.body(s, *values))
+
+    def _specs(self) -> list[Spec]:
+        return [*self.in_specs, *((),) * len(self.closed)]
 
     def draw(self, what: str, shapes: Iterable[tuple[int, ...]] | None = None) -> list[np.ndarray]:
         """Standard normal values named `what`, one for each shape; by default those of all arguments."""
@@ -165,6 +181,7 @@ class Generator:
         self.varies: list[set[str]] = []
         self.statements: list[Statement] = []
         self.used = set[int]()
+        self.trains = self.draw.random() < 0.6  # whether a training step could take the arguments
 
     def program(self) -> Program:
         """The program of this seed."""
@@ -200,7 +217,9 @@ class Generator:
 
     def _input(self) -> tuple[tuple[int, ...], Spec]:
         block, axes = self._shape(), [axis for axis in self.mesh if self.draw.random() < 0.65]
-        spec = self._spec(len(block), axes)
+        if self.trains and "x" in axes:  # the rows of a batch
+            axes = ["x"]
+        spec = ("x", *[None] * (len(block) - 1)) if self.trains and "x" in axes else self._spec(len(block), axes)
         cuts = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
         self._add(block, axes)
         return tuple(d * math.prod(self.mesh[a] for a in cut) for d, cut in zip(block, cuts, strict=True)), spec
