@@ -1,0 +1,321 @@
+"""Covers random compositions over all axes of a mesh: each part of a training program equals one device.
+
+A case trains a small GPT for a step, goes on under another mesh from a checkpoint, and evaluates and differentiates the
+loss there. It is a function of its seed: `SHARDFN_FUZZ=<seed>:<number>` runs as many as that from there on. Each night
+begins at a seed of its own.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import random
+import re
+import secrets
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P, checkpoint, nn, optim
+from shardfn.core import MemoryKind, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+from shardfn.models import gpt
+from shardfn.testing import RTOL, distributed, one_device
+from shardfn.testing._parity import own_rows
+
+WORLDS, CASES, PART = (2, 3, 4), 300, 10
+# What may be refused, and why: a part of the message each.
+REFUSALS = {
+    r"on disk.*so torch's transforms cannot reach it": "torch.func of leaves on disk",
+    r"has no effect": "an option that would do nothing here",
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt2": {"tie_embeddings": True},
+    "llama": {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False},
+    "bloom": {"position": "alibi", "embedding_norm": True},
+}
+BODIES: dict[str, Callable[[int], Any]] = {
+    "ulysses": lambda T: nn.Ulysses("sp", T),
+    "ring": lambda T: nn.Ring("sp", T, block=2),
+    "zigzag": lambda T: nn.Ring("sp", T, zigzag=True, block=4),
+    "chunked": lambda T: nn.Chunked(4, "sp", T),
+}
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optim.adamw(0.01, eps=1e-2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a program runs: what may change between a save and a restore."""
+
+    mesh: dict[str, int]
+    tensor: str  # "hand": the model's own collectives; "partition"
+    body: str
+    sequence: bool
+    schedule: str
+    stage: int
+    params: MemoryKind
+    optimizer: MemoryKind
+    remat: str  # "", "layer", "loss"
+    jit: bool
+
+    @staticmethod
+    def of(draw: random.Random, world: int) -> "Layout":
+        """A layout over so many ranks."""
+        mesh = dict.fromkeys(("dp", "tp", "pp", "sp"), 1)
+        for factor in (2, 2) if world == 4 and draw.random() < 0.8 else (world,):
+            mesh[draw.choice(list(mesh))] *= factor
+        tensor = draw.choice(("hand", "hand", "partition")) if mesh["sp"] == 1 else "hand"
+        kinds: tuple[MemoryKind, ...] = ("device", "device", "host", "disk")
+        return Layout(
+            mesh=mesh,
+            tensor=tensor,
+            body=draw.choice(sorted(BODIES)) if mesh["sp"] > 1 else "",
+            sequence=tensor == "hand" and draw.random() < 0.3,
+            schedule=draw.choice(("gpipe", "1f1b", "zb-h1")),
+            stage=draw.randrange(4) if mesh["dp"] * mesh["sp"] > 1 else 0,
+            params=draw.choice(kinds) if mesh["dp"] * mesh["sp"] > 1 else "device",
+            optimizer=draw.choice(kinds) if mesh["dp"] * mesh["sp"] > 1 else "device",
+            remat=draw.choice(("", "layer", "loss")),
+            jit=draw.random() < 0.25,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, how its loss is made, and two layouts; every field is plain, so that its repr is the report's line."""
+
+    seed: int
+    world: int
+    style: str
+    layers: int
+    heads: int
+    tokens: int
+    rows: int
+    microbatches: int
+    pipeline: str  # "", "stacked" layers, or a list of "functions"
+    optimizer: str
+    layouts: tuple[Layout, Layout]
+
+    @staticmethod
+    def of(seed: int) -> "Case":
+        """The case of a seed."""
+        draw = random.Random(seed)
+        world = draw.choice(WORLDS)
+        return Case(
+            seed=seed,
+            world=world,
+            style=draw.choice(sorted(STYLES)),
+            layers=draw.choice((4, 5)),
+            heads=draw.choice((2, 3)),
+            tokens=draw.choice((5, 7, 8)),
+            rows=draw.choice((1, 2)),
+            microbatches=draw.choice((1, 2, 3)),
+            pipeline=draw.choice(("", "stacked", "functions")),
+            optimizer=draw.choice(sorted(OPTIMIZERS)),
+            layouts=(Layout.of(draw, world), Layout.of(draw, world)),
+        )
+
+    @property
+    def config(self) -> gpt.Config:
+        """Of the model on one device."""
+        sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 4 * self.heads, "d_ff": 10, "max_len": 9}
+        return gpt.Config(
+            num_layers=self.layers,
+            num_heads=self.heads,
+            per_head=True,
+            stacked=self.pipeline == "stacked",
+            **sizes,
+            **STYLES[self.style],
+        )
+
+    def params(self) -> Any:
+        """Far enough from their start that no bias is 0 and no scale is 1."""
+        leaves, treedef = tree_flatten(gpt.init(self.config, sf.key(self.seed)))
+        g = torch.Generator().manual_seed(self.seed)
+        noise = [torch.randn(x.shape, generator=g, dtype=torch.float64) for x in leaves]
+        return tree_unflatten(treedef, [x.double() + 0.2 * n for x, n in zip(leaves, noise, strict=True)])
+
+    def trainable(self) -> Any:
+        """All leaves but the bias of keys, whose gradient is 0 without rotation."""
+        params = gpt.init(self.config, sf.key(0))
+        keep = [self.config.position == "rope" or "'bk'" not in path for path in tree_paths(params)]
+        return tree_unflatten(tree_flatten(params)[1], keep)
+
+    def batches(self) -> list[Any]:
+        """Global batches, of which some targets do not count."""
+        g, out = torch.Generator().manual_seed(self.seed), []
+        rows = 12 * self.rows  # each mesh's ranks and microbatches divide it
+        for _ in range(2):
+            tokens = torch.randint(self.config.vocab_size, (rows, self.tokens + 1), generator=g)
+            batch = gpt.shifted({"tokens": tokens})
+            skipped = torch.rand(batch["targets"].shape, generator=g) < 0.2
+            out.append(batch | {"targets": batch["targets"].masked_fill(skipped, -100)})
+        return out
+
+
+class Program:
+    """A case under a layout."""
+
+    def __init__(self, case: Case, layout: Layout, directory: str) -> None:
+        self.case, self.mesh = case, sf.make_mesh(layout.mesh)
+        body = BODIES[layout.body](case.tokens) if layout.body else nn.Dense()
+        self.order = nn.sequence_order(body, case.tokens, layout.mesh["sp"]) if layout.body else slice(None)
+        self.batch = P("dp", "sp") if layout.body else P("dp")
+        pp = "pp" if case.pipeline == "stacked" and layout.mesh["pp"] > 1 else None
+        options: dict[str, Any] = {"directory": directory} if "disk" in (layout.params, layout.optimizer) else {}
+        axes = tuple(axis for axis in ("dp", "sp") if layout.mesh[axis] > 1)
+        plain = (layout.stage, layout.params, layout.optimizer) == (0, "device", "device")
+        self.step = sf.sharded_step(
+            self._loss(layout, dataclasses.replace(case.config, attention=body)),
+            OPTIMIZERS[case.optimizer](),
+            mesh=self.mesh,
+            specs=gpt.specs(case.config, tp="tp", pp=pp),
+            batch=self.batch,
+            trainable=case.trainable(),
+            zero=None
+            if plain
+            else sf.Zero.flat(
+                stage=layout.stage,
+                axis=axes,
+                persist_elements=0,
+                params=layout.params,
+                optimizer=layout.optimizer,
+                **options,
+            ),
+        )
+
+    def _loss(self, layout: Layout, config: gpt.Config) -> Any:
+        case, hand = self.case, layout.tensor == "hand"
+        how: dict[str, Any] = {"axis": "tp", "sequence": layout.sequence} if hand else {}
+        how["wrap"] = sf.remat if layout.remat == "layer" else lambda f: f
+        if case.pipeline:
+            first, layer, last = gpt.stages(dataclasses.replace(config, stacked=True), **how)
+            blocks = layer if case.pipeline == "stacked" else [layer] * case.layers
+            loss: Any = sf.pipeline(first, blocks, last, num_microbatches=case.microbatches, schedule=layout.schedule)
+        else:
+            loss = functools.partial(gpt.loss, config, **how)
+            loss = sf.remat(loss) if layout.remat == "loss" else loss
+        loss = loss if hand else sf.partition(loss)
+        loss = sf.accumulate(loss, case.microbatches) if case.microbatches > 1 and not case.pipeline else loss
+        return sf.jit(loss, backend="graph") if layout.jit else loss
+
+    def rows(self, batch: Any) -> Any:
+        """This rank's rows."""
+        return own_rows(tree_map(lambda x: x[:, self.order], batch), self.batch, self.mesh)
+
+
+def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The parts of a training program, in order; each raises where it does not equal one device."""
+    params, batches, plain = case.params(), case.batches(), functools.partial(gpt.loss, case.config)
+    found: dict[str, Any] = {}
+
+    def mean() -> Tensor:
+        whole = plain(found["params"], batches[0])
+        return whole.total / whole.weight
+
+    def want(num: int) -> Any:
+        return one_device(plain, OPTIMIZERS[case.optimizer](), params, batches[:num], trainable=case.trainable())
+
+    def train() -> None:
+        program = Program(case, case.layouts[0], f"{directory}/a")
+        state, metrics = program.step(program.step.init(tree_map(torch.clone, params)), program.rows(batches[0]))
+        _same(sf.unshard(state.params), want(1).params)
+        _same(metrics["loss"], want(1).metrics[0]["loss"])
+        found["state"] = state
+
+    def restore() -> None:
+        checkpoint.save(f"{directory}/saved", found["state"], 1)
+        program = Program(case, case.layouts[1], f"{directory}/b")
+        like = program.step.init(tree_map(torch.zeros_like, params))
+        state = checkpoint.restore(f"{directory}/saved", like).tree
+        state, _ = program.step(state, program.rows(batches[1]))
+        _same(sf.unshard(state.params), want(2).params)
+        found.update(state=state, step=program.step, rows=program.rows(batches[0]), params=want(2).params)
+
+    def evaluate() -> None:
+        got = found["step"].evaluate(found["state"], [found["rows"]])["loss"]
+        _same(torch.tensor(got, dtype=torch.float64), mean())
+
+    def loss() -> None:
+        _same(found["step"].loss(found["state"].params, found["rows"]), mean())
+
+    def gradient(of: Callable[..., Any]) -> None:
+        got = of(found["step"].loss)(found["state"].params, found["rows"])
+        _same(sf.unshard(got), sf.grad(plain)(found["params"], batches[0]))
+
+    yield from (("train", train), ("restore", restore), ("evaluate", evaluate), ("step.loss", loss))
+    yield "grad", functools.partial(gradient, sf.grad)
+    yield "torch.func.grad", functools.partial(gradient, torch.func.grad)
+
+
+def _same(got: Any, want: Any) -> None:
+    for path, a, b in zip(tree_paths(want, ""), tree_leaves(got), tree_leaves(want), strict=True):
+        if "'bk'" in path:
+            continue  # not trained, and its gradient is rounding
+        error, size = (a.double() - b.double()).abs().max(), max(1e-3, b.double().abs().max())
+        assert error <= 100 * RTOL[b.dtype] * size, f"{path or 'loss'}: off by {error:.2g} of {size:.2g}"
+
+
+def outcome(case: Case, directory: str) -> dict[str, str]:
+    """For each part "equal", "refused: ..." with the reason, or the error; nothing after a part that cannot go on."""
+    said: dict[str, str] = {}
+    for name, run in parts(case, directory):
+        try:
+            run()
+            said[name] = "equal"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            known = next((why for part, why in REFUSALS.items() if re.search(part, text)), None)
+            if known is not None and isinstance(error, ValueError | NotImplementedError):
+                said[name] = f"refused: {known}"
+            else:
+                trace = traceback.format_exception(error)[-6:] if not isinstance(error, AssertionError) else []
+                said[name] = f"{text[:800]}\n{''.join(trace)[-1500:]}"
+            if name in ("train", "restore"):
+                break
+    return said
+
+
+@distributed(world=WORLDS, timeout=600)
+def fuzz(cases: list[Case], tmp_path: pathlib.Path) -> dict[int, dict[str, str]]:
+    torch.set_num_threads(1)
+    return {case.seed: outcome(case, str(tmp_path / str(case.seed))) for case in cases}
+
+
+def check(cases: list[Case], tmp_path: pathlib.Path) -> None:
+    """Raises for cases of one world, with what is wrong in each."""
+    ranks, lines = fuzz(cases, tmp_path, world=cases[0].world), []
+    for case in cases:
+        for name in ranks[0][case.seed]:
+            said = [rank[case.seed].get(name, "did not get so far") for rank in ranks]
+            bad = [f"rank {r}: {x}" for r, x in enumerate(said) if x != "equal" and not x.startswith("refused: ")]
+            if bad:
+                lines.append(f"SHARDFN_FUZZ={case.seed}  {name}  {case}\n    {bad[0]}")
+    assert not lines, f"{len(lines)} parts of {len(cases)} programs:\n" + "\n".join(lines)
+
+
+FIRST = os.environ.get("SHARDFN_FUZZ", f"{secrets.randbelow(1 << 31)}:{CASES}")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(CASES // PART))
+def test_random_programs_equal_one_device(part: int, tmp_path: pathlib.Path) -> None:
+    first, _, number = FIRST.partition(":")
+    seeds = range(int(first), int(first) + int(number or 1))[part :: CASES // PART]
+    print(f"\nSHARDFN_FUZZ={FIRST}, part {part}")
+    for world in WORLDS:
+        cases = [case for case in map(Case.of, seeds) if case.world == world]
+        if cases:
+            check(cases, tmp_path)
+
+
+def test_a_program_is_a_function_of_its_seed() -> None:
+    assert [Case.of(seed) for seed in range(50)] == [Case.of(seed) for seed in range(50)]
+    assert {Case.of(seed).world for seed in range(50)} == set(WORLDS)
