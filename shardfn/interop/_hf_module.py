@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardfn.core import Draw, did_you_mean, raise_all
+from shardfn.core import Draw, did_you_mean, frozen, raise_all
 
 from ._archive import Archive, ArchiveWriter
 from ._gathered_leaf import WrittenByFirst, whole
@@ -49,12 +49,14 @@ def module_from_hf(
     """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
 
     They are deferred: `step.init(params)` reads what this rank is to hold, leaf by leaf. The module's own parameters
-    are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it.
+    are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those
+    with `requires_grad=False` are frozen, as from `from_module`.
 
     Args:
-        module: for names, shapes and tied parameters.
+        module: for names, shapes, tied and frozen parameters.
         directory: where the files are.
-        dtype: what to convert to; default each tensor's own.
+        dtype: what to convert to; default float32 for tensors of 16 bits, which small updates would not change, and
+            each tensor's own for others. `Policy.bf16()` rounds them to bfloat16 and keeps these as master copies.
 
     Returns:
         name -> deferred tensor; a tied parameter once, under its first name.
@@ -92,7 +94,8 @@ def module_from_hf(
     with torch.no_grad():
         for name, x in buffers.items():
             x.copy_(archive.box(name, [(0, n) for n in x.shape]))
-    return {first: _deferred(archive, at, dtype) for first, at in found.items() if at is not None}
+    out = {first: _deferred(archive, at, dtype) for first, at in found.items() if at is not None}
+    return {name: x if module.get_parameter(name).requires_grad else frozen(x) for name, x in out.items()}
 
 
 def module_to_hf(
@@ -166,10 +169,11 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
 
 def _deferred(archive: Archive, name: str, dtype: torch.dtype | None) -> Draw:
     kept = archive[name]
+    to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 
     def block(slices: tuple[slice, ...]) -> Tensor:
         rest = (slice(None),) * (len(kept.shape) - len(slices))
         box = [s.indices(n)[:2] for s, n in zip((*slices, *rest), kept.shape, strict=True)]
-        return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(dtype or kept.dtype)
+        return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(to)
 
-    return Draw(block, kept.shape, dtype or kept.dtype, torch.device("cpu"))
+    return Draw(block, kept.shape, to, torch.device("cpu"))

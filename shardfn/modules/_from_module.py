@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardfn.core import Axes
+from shardfn.core import Axes, frozen
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Body
 
@@ -360,7 +360,7 @@ def from_module(
             a document.
 
     Returns:
-        `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
+        `(params, apply)`: params by name, detached (those with `requires_grad=False` are marked as frozen), and `apply(params, *args, **kwargs)` = the module's forward. With
         `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
         the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0.
 
@@ -377,7 +377,7 @@ def from_module(
     """
     check_module(module)
     route = None if attention is None else AttentionRoute(module, attention)
-    params = {name: p.detach() for name, p in module.named_parameters()}
+    params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in module.named_parameters()}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")

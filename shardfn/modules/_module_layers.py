@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, raise_all
+from shardfn.core import Ambient, frozen, raise_all
 
 from ._absent import NeedsValue, is_absent
 from ._layers_run import Ended, LayerSpan, LayersRun
@@ -210,9 +210,22 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
             if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
         ]
     raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they are not alike:", problems)
+    raise_all(
+        ValueError,
+        f"{path!r} has layers that are frozen and layers that are not, and a stacked leaf is trained as a whole; set"
+        " requires_grad alike in all layers, or leave out layers=:",
+        [
+            f"{path}.{i}.{name}.requires_grad is {x.requires_grad}, {path}.0.{name}.requires_grad is {y.requires_grad}"
+            for i, leaves in enumerate(own)
+            for name, x in leaves.items()
+            if x.requires_grad is not (y := first[name]).requires_grad
+        ],
+    )
     others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
     stack = {name: torch.stack([leaves[name].detach() for leaves in own]) for name in first}
-    return {**others, path: stack}, list(first)
+    return {**others, path: {name: x if first[name].requires_grad else frozen(x) for name, x in stack.items()}}, list(
+        first
+    )
 
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
