@@ -67,7 +67,8 @@ class GlobalTensor:
         spec: layout over the mesh.
         mesh: the mesh.
         memory_kind: the memory of the block: "device", "host" or "disk".
-        frozen: whether it began as a parameter with `requires_grad=False`; a step without `trainable=` leaves it as it is.
+        frozen: whether it began as a parameter with `requires_grad=False`, which a step trains only if `trainable=`
+            includes it.
 
     Example:
         >>> from shardfn.core import as_mesh

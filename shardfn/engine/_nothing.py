@@ -33,9 +33,10 @@ def check_trains(plan: Plan, trainable: PyTree) -> None:
         )
     if trainable is None:
         raise ValueError(
-            f"every parameter of floating point has requires_grad=False, so there is nothing to train. There are {shown}."
-            " Unfreeze some before from_module, module.requires_grad_(True), or include them in sharded_step(trainable=),"
-            " a tree of bools like params; a step that is to leave all as they are takes trainable=False."
+            "every parameter of floating point has requires_grad=False, so there is nothing to train. There are"
+            f" {shown}. Unfreeze some before from_module, module.requires_grad_(True), or include them in"
+            " sharded_step(trainable=), a tree of bools like params; a step that is to leave all as they are takes"
+            " trainable=False."
         )
     raise ValueError(
         f"trainable is True of no parameter of floating point, so there is nothing to train. There are {shown}. Say"

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ def module_to_hf(
     *,
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
+    buffers: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Writes parameters under the module's names, its buffers, and its `config` if it has one, for `from_pretrained`.
 
@@ -116,9 +118,10 @@ def module_to_hf(
         directory: where to; made if missing.
         dtype: what to convert parameters to; default that of the leaves.
         file_bytes: from when on another file begins, with an index of all.
+        buffers: by name, those to write in place of the module's own, sharded or not, as `state.model_state` has them.
 
     Raises:
-        ValueError: the names or shapes are not those of the module; lists all.
+        ValueError: the names or shapes are not those of the module, or a buffer is on `meta`; lists all.
         OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
 
     Example:
@@ -133,11 +136,14 @@ def module_to_hf(
     problems += [f"{n} is no parameter of the module.{did_you_mean(n, shapes)}" for n in params if n not in shapes]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
     problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
-    raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
     kept = module.state_dict().keys()
-    buffers = {name: x for name, x in module.named_buffers() if name in kept}
+    written = {name: buffers.get(name, x) for name, x in module.named_buffers() if name in kept}
+    problems += [
+        f"{n} is a buffer on meta; pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
+    ]
+    raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
     entries = {name: (dtype or x.dtype, tuple(x.shape)) for name, x in params.items()}
-    entries |= {name: (x.dtype, tuple(x.shape)) for name, x in buffers.items()}
+    entries |= {name: (x.dtype, tuple(x.shape)) for name, x in written.items()}
 
     def described() -> None:
         config: Any = getattr(module, "config", None)
@@ -154,8 +160,8 @@ def module_to_hf(
     ) as out:
         for name, x in params.items():
             out.put(name, whole(x).to(entries[name][0]))
-        for name, x in buffers.items():
-            out.put(name, x)
+        for name, x in written.items():
+            out.put(name, whole(x))
 
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:

@@ -360,9 +360,10 @@ def from_module(
             a document.
 
     Returns:
-        `(params, apply)`: params by name, detached (those with `requires_grad=False` are marked as frozen), and `apply(params, *args, **kwargs)` = the module's forward. With
+        `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
         `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
         the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0.
+        Parameters with `requires_grad=False` are frozen: steps train them only if `trainable=` includes them.
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,

@@ -12,8 +12,10 @@ from shardfn.core import deferred, frozen, is_frozen, ones
 
 @pytest.mark.parametrize(
     "copied",
-    [torch.clone, Tensor.detach, Tensor.double, Tensor.bfloat16, Tensor.contiguous, copy.deepcopy]
-    + [lambda x: x.to("meta"), lambda x: x.clone().detach().to(torch.float64)],
+    [
+        *(torch.clone, Tensor.detach, Tensor.double, Tensor.bfloat16, Tensor.contiguous, copy.deepcopy),
+        *(lambda x: x.to("meta"), lambda x: x.clone().detach().to(torch.float64)),
+    ],
 )
 def test_copies_and_conversions_stay_frozen(copied: object) -> None:
     assert callable(copied)
