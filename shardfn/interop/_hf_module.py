@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardfn.core import Draw, did_you_mean, frozen, raise_all
+from shardfn.core import (
+    Draw,
+    did_you_mean,
+    frozen,
+    named_buffers,
+    named_parameters,
+    raise_all,
+    state_names,
+    uncompiled,
+)
 
 from ._archive import Archive, ArchiveWriter
 from ._gathered_leaf import WrittenByFirst, whole
@@ -76,10 +85,11 @@ def module_from_hf(
         >>> torch.equal(params["weight"].full(), module.weight)
         True
     """
+    module = uncompiled(module)
     archive, names = Archive(directory), parameter_names(module)
-    buffers = {name: x for name, x in module.named_buffers() if name in archive}
+    buffers = {name: x for name, x in named_buffers(module) if name in archive}
     found = {first: next((name for name in every if name in archive), None) for first, every in names.items()}
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     known = {name for every in names.values() for name in every} | buffers.keys()
     problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
     problems += [f"{n} is left over.{did_you_mean(n, known)}" for n in archive if n not in known]
@@ -88,7 +98,7 @@ def module_from_hf(
     problems += [f"{n} is {there} in the file, but {here} in the module" for n, there, here in pairs if there != here]
     problems += [
         f"buffer {n} is on meta; make the module under `without_weights()`, which leaves buffers as they are"
-        for n, x in module.named_buffers()
+        for n, x in named_buffers(module)
         if x.is_meta
     ]
     raise_all(ValueError, f"the files of {archive.directory} do not fit the {type(module).__name__}:", problems)
@@ -131,13 +141,14 @@ def module_to_hf(
         >>> sorted(Archive(directory))
         ['bias', 'weight']
     """
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    module = uncompiled(module)
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     problems = [f"{n} is missing.{did_you_mean(n, params)}" for n in shapes if n not in params]
     problems += [f"{n} is no parameter of the module.{did_you_mean(n, shapes)}" for n in params if n not in shapes]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
     problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
-    kept = module.state_dict().keys()
-    written = {name: buffers.get(name, x) for name, x in module.named_buffers() if name in kept}
+    kept = set(state_names(module))
+    written = {name: buffers.get(name, x) for name, x in named_buffers(module) if name in kept}
     problems += [
         f"{n} is a buffer on meta; pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
     ]
@@ -166,9 +177,9 @@ def module_to_hf(
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     """First name -> all names of a parameter."""
-    firsts = {id(p): name for name, p in module.named_parameters()}
+    firsts = {id(p): name for name, p in named_parameters(module)}
     out: dict[str, list[str]] = {name: [] for name in firsts.values()}
-    for name, p in module.named_parameters(remove_duplicate=False):
+    for name, p in named_parameters(module, remove_duplicate=False):
         out[firsts[id(p)]].append(name)
     return out
 

@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import PyTree, did_you_mean, raise_all, tree_entries, tree_flatten, tree_leaves, tree_unflatten
+from shardfn.core import (
+    PyTree,
+    did_you_mean,
+    named_buffers,
+    named_parameters,
+    raise_all,
+    tree_entries,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    uncompiled,
+)
 from shardfn.optim import MasterState
 from shardfn.state import TrainState, check_alive, check_passed
 
@@ -75,10 +86,11 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
         True
     """
     check_passed(state, module, call="sf.to_module(state, module)")
+    module = uncompiled(module)
     params = master_params(state)
-    names, buffers = parameter_names(module), dict(module.named_buffers())
+    names, buffers = parameter_names(module), dict(named_buffers(module))
     changed = {name: x for name, x in _model_state(state).items() if name in buffers}
-    _check(params, {name: tuple(p.shape) for name, p in module.named_parameters()}, type(module).__name__)
+    _check(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
     writes = not rank0_only or is_writer(tree_leaves(params))
     for name, x in params.items():
         value = whole(x)
@@ -105,7 +117,7 @@ def export(
 
     Args:
         state: of a step over the parameters that `from_module(module)` gave.
-        module: for names, its `config`, and buffers that are not in `state.model_state`; its parameters may be on `meta`.
+        module: for names, its `config`, and buffers that `state.model_state` lacks; its parameters may be on `meta`.
         directory: where to; made if missing.
         dtype: what to convert to; default that of the master copies.
         file_bytes: from when on another file begins.
@@ -126,8 +138,9 @@ def export(
         ['bias', 'weight']
     """
     check_passed(state, module, call="sf.export(state, module, directory)")
+    module = uncompiled(module)
     params = master_params(state)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     _check(params, shapes, type(module).__name__)
     module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=_model_state(state))
 

@@ -11,12 +11,13 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardfn.core import Axes, frozen
+from shardfn.core import Axes, frozen, named_buffers, named_parameters, state_names
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Body
 
 from ._module_attention import AttentionRoute, RoutedCall
 from ._module_checks import check_cache, check_keyed, check_module
+from ._module_compiled import original, running_as_written
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
 from ._module_layers import LayeredFunction, layered
@@ -225,18 +226,18 @@ class _ModuleCall:
     def again(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, with the draws that it would make here, and the buffers that the forward has assigned up to here."""
         assert self._placed is not None
-        count, overrides = self._draws.count, self._placed.overrides()
+        mark, overrides = self._draws.mark, self._placed.overrides()
         # Copies, as the forward goes on to write to its own.
         state = {name: x.clone() for name, x in self._now().items()}
 
         @functools.wraps(f)
         def rerun(*args: Any, **kwargs: Any) -> Any:
-            before, self._draws.count = self._draws.count, count
+            before, self._draws.mark = self._draws.mark, mark
             try:
                 with self._running(state, overrides):
                     return f(*args, **kwargs)
             finally:
-                self._draws.count = before
+                self._draws.mark = before
 
         return rerun
 
@@ -250,7 +251,7 @@ class _ModuleCall:
         if path is None:
             return False
         dot = f"{path}." if path else ""
-        for name, x in (*sub.named_parameters(), *sub.named_buffers()):
+        for name, x in (*named_parameters(sub), *named_buffers(sub)):
             # A lazy leaf need not be gathered for it.
             old = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is LazyLeaf else x
             with torch.no_grad():
@@ -273,7 +274,12 @@ class _ModuleCall:
         _, module = self._parts.unique[0]
         own = {name: x.clone() for name, x in state.items()}
         given = GivenTensors(self._given.params, self._given.buffers | own)
-        with one_thread(module, self._caller), Placed(self._parts, given) as placed, self._at(placed):
+        with (
+            one_thread(module, self._caller),
+            running_as_written(module),
+            Placed(self._parts, given) as placed,
+            self._at(placed),
+        ):
             slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
             mode = ModuleMode(placed, self._draws, slots, self._axis)
             placed.override(overrides)
@@ -281,7 +287,13 @@ class _ModuleCall:
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
             routed = contextlib.nullcontext() if self._routed is None else self._routed.running()
-            with running_module(self), shadowed(forwards(self._parts, self._found)), routed, mode:
+            with (
+                running_module(self),
+                shadowed(forwards(self._parts, self._found)),
+                shadowed(self._draws.forwards()),
+                routed,
+                mode,
+            ):
                 yield
             if assigned := placed.assigned_params():
                 raise ValueError(
@@ -377,8 +389,9 @@ def from_module(
         (['weight'], torch.Size([3, 1]))
     """
     check_module(module)
+    module = original(module)
     route = None if attention is None else AttentionRoute(module, attention)
-    params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in module.named_parameters()}
+    params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
@@ -386,8 +399,8 @@ def from_module(
         return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route), layers, names)
     if not has_state:
         return params, ModuleFunction(module, keep_dtype, route=route)
-    kept = module.state_dict().keys()
-    state = {name: x.detach().clone() for name, x in module.named_buffers() if name in kept}
+    kept = set(state_names(module))
+    state = {name: x.detach().clone() for name, x in named_buffers(module) if name in kept}
     if not state and not any(isinstance(sub, _BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, frozen, raise_all
+from shardfn.core import Ambient, frozen, named_modules, named_parameters, raise_all
 
 from ._absent import NeedsValue, is_absent
 from ._layers_run import Ended, LayerSpan, LayersRun
@@ -191,9 +191,9 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
     except AttributeError:
         layers = None
     if not isinstance(layers, nn.ModuleList) or not path or not len(layers):
-        found = [p for p, sub in module.named_modules() if isinstance(sub, nn.ModuleList) and len(sub)]
+        found = [p for p, sub in named_modules(module) if isinstance(sub, nn.ModuleList) and len(sub)]
         raise ValueError(f"layers={path!r} is no list of layers of this {type(module).__name__}; it has {found}.")
-    own = [dict(layer.named_parameters()) for layer in layers]
+    own = [dict(named_parameters(layer)) for layer in layers]
     first = own[0]
     problems = []
     for i, leaves in enumerate(own):
@@ -230,5 +230,5 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
     """Where a layer's parameter is in the module besides that layer."""
-    names = (name for name, y in module.named_parameters(remove_duplicate=False) if y is x)
+    names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
     return next((name for name in names if not name.startswith(f"{layer}.")), None)
