@@ -24,16 +24,23 @@ from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
 from ._module_parts import GivenTensors, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
+from ._module_routers import warn_of_asked_balance, warn_of_own_balance
 
 
 class ModuleFunction:
-    """A module's forward as a function of its parameters; made by `from_module`."""
+    """A module's forward as a function of its parameters; made by `from_module`.
+
+    Attributes:
+        trainable: by name, whether a parameter had `requires_grad`: for `sharded_step(trainable=)`, which needs it only
+            where the state begins with other tensors than those from `from_module` or `module_from_hf`.
+    """
 
     def __init__(
         self, module: nn.Module, keep_dtype: Sequence[str], axis: Axes = None, route: AttentionRoute | None = None
     ) -> None:
         self.module, self._keep_dtype, self._axis, self._route = module, tuple(keep_dtype), axis, route
         self._firsts = first_names(module)
+        self.trainable = {name: p.requires_grad for name, p in named_parameters(module)}
         # By the dtypes that were given: a module's structure does not change.
         self._casts: dict[Any, Casts] = {}
 
@@ -124,6 +131,7 @@ class ModuleFunction:
         `forward` runs in the place of the module, and calls it.
         """
         check_cache()
+        warn_of_asked_balance(self.module, kwargs)
         # At each call: between calls the module is its owner's, who may have moved or replaced what is in it.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
@@ -145,10 +153,15 @@ class ModuleFunction:
 
 
 class StatefulFunction:
-    """A module's forward as a function of its parameters and of its buffers; made by `from_module(has_state=True)`."""
+    """A module's forward as a function of its parameters and of its buffers; made by `from_module(has_state=True)`.
+
+    Attributes:
+        trainable: as of a `ModuleFunction`.
+    """
 
     def __init__(self, function: ModuleFunction, like: Mapping[str, Tensor]) -> None:
         self._function, self._names = function, set(like)
+        self.trainable = function.trainable
 
     def __call__(
         self, params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
@@ -390,6 +403,7 @@ def from_module(
     """
     check_module(module)
     module = original(module)
+    warn_of_own_balance(module)
     route = None if attention is None else AttentionRoute(module, attention)
     params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:

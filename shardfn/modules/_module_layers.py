@@ -33,6 +33,7 @@ class RunsModule(Protocol):
     """What `from_module` makes of a module without naming its layers: `ModuleFunction`."""
 
     module: nn.Module
+    trainable: Mapping[str, bool]
 
     def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
         """Makes what gives one call its random numbers."""
@@ -64,11 +65,15 @@ class LayeredFunction:
         needs_params: whether something besides the first layer's first argument is needed of what comes before it, and
             depends on parameters; found when a stage runs.
         returns: what a layer returns besides, and the structure; None until a stage has asked one.
+        trainable: as of a `ModuleFunction`, a tree like the parameters.
     """
 
     def __init__(self, function: RunsModule, path: str, names: Iterable[str]) -> None:
         self._function, self.module, self.path, self._names = function, function.module, path, frozenset(names)
         self.num_layers = len(self.layers)
+        flags, (first, *_) = function.trainable, self.layers
+        self.trainable: dict[str, Any] = {k: v for k, v in flags.items() if not k.startswith(f"{path}.")}
+        self.trainable[path] = {name: p.requires_grad for name, p in named_parameters(first)}
         self.needs_params = False
         self.returns: tuple[list[Any], Any] | None = None
 

@@ -184,3 +184,34 @@ def test_the_parity_harness_knows_the_default() -> None:
     loss: Any = lambda p, x: apply(p, x).square().mean()  # noqa: E731
     run = sf.testing.assert_parity(loss, sf.optim.adamw(1e-2), params, [X, X], mesh=None)
     assert torch.equal(run.params["0.weight"], params["0.weight"])
+
+
+def test_weights_from_elsewhere_take_the_flags_of_the_function() -> None:
+    module = _module()
+    params, apply = sf.from_module(module)
+    elsewhere = {name: x.detach().clone() for name, x in module.named_parameters()}
+    _assert_same(_run(_step(apply, trainable=apply.trainable), elsewhere), module)
+    assert apply.trainable == {name: name not in FROZEN for name in params}
+    layered = Layered()
+    layered.layers.requires_grad_(False)
+    _, apply = sf.from_module(layered, layers="layers")
+    assert apply.trainable == {
+        "layers": {"weight": False, "bias": False},
+        "last.weight": True,
+        "last.bias": True,
+    }
+
+
+def test_an_unfrozen_leaf_begins_as_at_init_and_the_others_go_on(tmp_path: pathlib.Path) -> None:
+    params, apply = sf.from_module(_module())
+    state = _run(_step(apply), params)
+    sf.checkpoint.save(tmp_path, state)
+    unfrozen = _step(apply, trainable=True)
+    now = sf.checkpoint.restore(tmp_path, unfrozen.init(params), partial=True).tree
+    assert int(now.step) == 2
+    found = dict(zip(sf.core.tree_paths(now.opt_state, ""), sf.tree_leaves(sf.unshard(now.opt_state)), strict=True))
+    kept = dict(zip(sf.core.tree_paths(state.opt_state, ""), sf.tree_leaves(sf.unshard(state.opt_state)), strict=True))
+    assert found.keys() > kept.keys() and all(torch.equal(x, found[path]) for path, x in kept.items())
+    assert all(not x.any() for path, x in found.items() if path not in kept)
+    now, _ = unfrozen(now, X)
+    assert not any(torch.equal(now.params[name].full_tensor(), params[name]) for name in FROZEN)
