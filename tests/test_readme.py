@@ -84,6 +84,7 @@ DOCS = [
     "docs/from_trainer.md",
     "docs/training_loop.md",
     "docs/lora.md",
+    "docs/frozen.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]

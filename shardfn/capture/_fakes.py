@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardfn.core import frozen, is_frozen
 from shardfn.graph import known_op
 
 
@@ -45,4 +46,5 @@ def fakes(inputs: Sequence[Any], device: torch.device | str = "meta") -> list[Te
 def fake(x: Any, device: torch.device | str) -> Tensor:
     """One of `fakes`, in the mode that is active."""
     where = device if x.device.type == "meta" else x.device
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where)
+    return frozen(out) if is_frozen(x) else out

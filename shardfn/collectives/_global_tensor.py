@@ -67,6 +67,8 @@ class GlobalTensor:
         spec: layout over the mesh.
         mesh: the mesh.
         memory_kind: the memory of the block: "device", "host" or "disk".
+        frozen: whether it began as a parameter with `requires_grad=False`, which a step trains only if `trainable=`
+            includes it.
 
     Example:
         >>> from shardfn.core import as_mesh
@@ -75,7 +77,7 @@ class GlobalTensor:
         tensor([1., 1., 1.])
     """
 
-    __slots__ = ("_coming", "_local", "memory_kind", "mesh", "shape", "spec")
+    __slots__ = ("_coming", "_local", "frozen", "memory_kind", "mesh", "shape", "spec")
 
     def __init__(
         self,
@@ -85,6 +87,7 @@ class GlobalTensor:
         mesh: Mesh,
         memory_kind: MemoryKind = "device",
         coming: Sequence[Arrival] = (),
+        frozen: bool = False,
     ) -> None:
         # What is still being written to the block; whoever reads that waits.
         self._coming = coming
@@ -93,6 +96,7 @@ class GlobalTensor:
         self.spec = spec
         self.mesh = mesh
         self.memory_kind: MemoryKind = memory_kind
+        self.frozen = frozen
 
     @property
     def local(self) -> Tensor:
@@ -183,7 +187,7 @@ class GlobalTensor:
 
     def with_block(self, block: Tensor | Stored) -> "GlobalTensor":
         """The same leaf with another block, in the same memory; what that is rounded to, the block says."""
-        return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind)
+        return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind, frozen=self.frozen)
 
     @property
     def ndim(self) -> int:
@@ -389,7 +393,8 @@ def stack(trees: Sequence[PyTree]) -> PyTree:
         if not isinstance(leaves[0], GlobalTensor):
             return torch.stack(leaves)
         first = leaves[0]
-        return GlobalTensor(torch.stack([x.local for x in leaves]), first.shape, first.spec, first.mesh)
+        block = torch.stack([x.local for x in leaves])
+        return GlobalTensor(block, first.shape, first.spec, first.mesh, frozen=first.frozen)
 
     out = tree_map(join, *trees)
     raise_all(ValueError, "leaves of the members differ:", problems)
@@ -409,7 +414,9 @@ def member(tree: PyTree, index: int) -> PyTree:
     """
 
     def take(x: Any) -> Any:
-        return GlobalTensor(x.local[index], x.shape, x.spec, x.mesh) if isinstance(x, GlobalTensor) else x[index]
+        if not isinstance(x, GlobalTensor):
+            return x[index]
+        return GlobalTensor(x.local[index], x.shape, x.spec, x.mesh, frozen=x.frozen)
 
     return tree_map(take, tree)
 
@@ -426,15 +433,17 @@ def transforming() -> bool:
 
 # torch also puts things that are no tensors in the places of leaves, so property and constructor are passed by.
 
+_Context = tuple[torch.Size, P, Mesh, MemoryKind, bool]
 
-def _flatten(x: GlobalTensor) -> tuple[list[Any], tuple[torch.Size, P, Mesh, MemoryKind]]:
+
+def _flatten(x: GlobalTensor) -> tuple[list[Any], _Context]:
     held = x._local if not x._coming else x.held
     if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
         raise ValueError(
             f"{x!r} is no tensor, so torch.func cannot differentiate or map it; sf.value_and_grad(f) reads it. Or keep"
             " the parameters in another memory: Zero(params='host')."
         )
-    return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind)
+    return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind, x.frozen)
 
 
 def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
@@ -442,9 +451,9 @@ def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return [(torch_pytree.GetAttrKey("local"), children[0])], context
 
 
-def _unflatten(children: Any, context: tuple[torch.Size, P, Mesh, MemoryKind]) -> GlobalTensor:
+def _unflatten(children: Any, context: _Context) -> GlobalTensor:
     x = object.__new__(GlobalTensor)
-    (x._local,), (x.shape, x.spec, x.mesh, x.memory_kind) = children, context
+    (x._local,), (x.shape, x.spec, x.mesh, x.memory_kind, x.frozen) = children, context
     x._coming = ()
     return x
 

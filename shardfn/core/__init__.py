@@ -40,6 +40,10 @@ from ._draw import drawn_as_shapes as drawn_as_shapes
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
 from ._draw import stack_draws as stack_draws
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros
+from ._frozen_parameter import frozen as frozen, is_frozen as is_frozen
+from ._module_names import named_buffers as named_buffers, named_modules as named_modules
+from ._module_names import named_parameters as named_parameters, state_names as state_names
+from ._module_names import uncompiled as uncompiled
 from ._pending import Pending as Pending
 from ._stored import Absent as Absent, Stored as Stored
 from ._shown import as_html as as_html, columns as columns, size as size

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from ._ambient import Ambient
+from ._frozen_parameter import COPIES, frozen, is_frozen
 from ._key import threefry2x32
 from ._tree import tree_map
 
@@ -348,8 +349,9 @@ class Draw(Tensor):
         if isinstance(kwargs.get("out"), Draw) or (_writes(name) and isinstance(args[0], Draw)):
             raise TypeError(f"{name} would write into a deferred draw, which is immutable; call .full() on it first.")
         call: Any = (tuple(args), kwargs)
-        args, kwargs = tree_map(lambda x: x.full() if isinstance(x, Draw) else x, call)
-        return func(*args, **kwargs)
+        whole, kwargs = tree_map(lambda x: x.full() if isinstance(x, Draw) else x, call)
+        out = func(*whole, **kwargs)
+        return frozen(out) if func in COPIES and is_frozen(args[0]) else out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -42,6 +42,7 @@ from ._proposed import SpecSearch as SpecSearch, Unplaced as Unplaced
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, stage_axes as stage_axes
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
+from ._narrow import warn_of_narrow_updates as warn_of_narrow_updates
 from ._nothing import check_trains as check_trains
 from ._padded import padded as padded, unpadded as unpadded
 from ._pipelined_functions import PipelinedFunctions as PipelinedFunctions

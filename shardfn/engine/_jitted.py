@@ -198,7 +198,7 @@ class ResultSlot(NamedTuple):
 def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
     """A leaf with another block; what was on disk has been read."""
     kind = "host" if leaf.memory_kind == "disk" else leaf.memory_kind
-    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind)
+    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind, frozen=leaf.frozen)
 
 
 def slot_of(x: Any) -> Any:

@@ -1,5 +1,6 @@
 """From a step's annotations to the plan of each parameter tree that it meets."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from shardfn.core import (
     Zero,
     broadcast_prefix,
     chunk_bounds,
+    is_frozen,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -61,7 +63,7 @@ class Planner:
         specs: prefix tree of compute specs.
         batch: prefix tree of the batch's specs.
         zero: the ZeRO rule.
-        trainable: prefix tree of bools.
+        trainable: prefix tree of bools; None = all but frozen leaves.
         policy: the precision; None = each leaf's own dtype.
         stage_axes: the axis along which ranks have different layers of stacked leaves: that of a pipeline, or none.
     """
@@ -91,9 +93,10 @@ class Planner:
             ValueError: specs do not fit; every leaf is listed.
         """
         shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
-        if (treedef, shapes, dtypes) not in self._plans:
-            self._plans[treedef, shapes, dtypes] = self._make(treedef, shapes, dtypes)
-        return self._plans[treedef, shapes, dtypes]
+        key = treedef, shapes, dtypes, tuple(map(is_frozen, like))
+        if key not in self._plans:
+            self._plans[key] = self._make(*key)
+        return self._plans[key]
 
     @property
     def plans(self) -> list[Plan]:
@@ -168,11 +171,15 @@ class Planner:
         rows = num // zero.reduction_chunks
         return slice(start * rows, stop * rows)
 
-    def _make(self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...]) -> Plan:
+    def _make(
+        self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...], frozen: tuple[bool, ...]
+    ) -> Plan:
         tree = tree_unflatten(treedef, list(range(len(shapes))))
         paths = tree_paths(tree, "params")
         specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
-        train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
+        train = [not f for f in frozen]
+        if self.trainable is not None:
+            train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.
         homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
@@ -209,6 +216,7 @@ class Planner:
             )
             for (p, s, d, c, t, h), k in zip(rows, stacked, strict=True)
         ]
+        leaves = [dataclasses.replace(x, frozen=True) if f else x for x, f in zip(leaves, frozen, strict=True)]
         leaves = with_ratio(leaves, self.zero.optimizer_fraction)
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
@@ -241,6 +249,8 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
     mesh = plan.mesh
     for x, leaf in zip(leaves, plan.leaves, strict=True):
         if type(x) is not GlobalTensor or x.spec is not leaf.param or x.mesh is not mesh or x.shape != leaf.shape:
+            return False
+        if x.frozen is not leaf.frozen:
             return False
         held = x.memory
         code = None if isinstance(held, Tensor) else held.code

@@ -72,7 +72,8 @@ class Transit:
 
     def made(self, held: Tensor | Stored) -> GlobalTensor:
         """The new leaf, made of its block."""
-        return GlobalTensor(held, self.x.shape, self.dst.spec, self.mesh, self.dst.memory_kind)
+        dst = self.dst
+        return GlobalTensor(held, self.x.shape, dst.spec, self.mesh, dst.memory_kind, frozen=self.x.frozen)
 
     def elsewhere(self) -> GlobalTensor:
         """The leaf on a rank that its mesh is not of."""

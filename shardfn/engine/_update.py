@@ -211,13 +211,13 @@ def wrap(plan: Plan, blocks: Sequence[Tensor | Stored], coming: Mapping[int, Arr
     """This rank's blocks as a tree of global tensors, of which some layers may still be coming."""
     if not coming:
         pairs = zip(blocks, plan.leaves, strict=True)
-        whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home) for x, leaf in pairs]
+        whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home, frozen=leaf.frozen) for x, leaf in pairs]
         return tree_unflatten(plan.treedef, whole)
     out, first = list[GlobalTensor](), 0
     for block, leaf in zip(blocks, plan.leaves, strict=True):
         layers = range(first, first := first + (len(leaf.layers) or 1))
         late = [coming[i] for i in layers] if layers[0] in coming else ()
-        out.append(GlobalTensor(block, leaf.shape, leaf.param, plan.mesh, leaf.home, late))
+        out.append(GlobalTensor(block, leaf.shape, leaf.param, plan.mesh, leaf.home, late, leaf.frozen))
     return tree_unflatten(plan.treedef, out)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardfn.core import did_you_mean, raise_all
+from shardfn.core import did_you_mean, named_parameters, raise_all, state_names
 
 from ._ds_config import DeepSpeedRecipe, from_deepspeed_config
 from ._hf_module import parameter_names
@@ -145,7 +145,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     recipe = from_deepspeed_config(config, ranks=job.ranks)
     zero = dict(config.get("zero_optimization") or {})
     names = parameter_names(job.module)
-    leaves = dict(job.module.named_parameters())
+    leaves = dict(named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
     # DeepSpeed gives none without elements to its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
@@ -162,7 +162,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
         job.ranks,
         dtype,
         recipe.rows_per_step,
-        tuple(job.module.state_dict()),
+        tuple(state_names(job.module)),
         names,
         shapes,
         owners,

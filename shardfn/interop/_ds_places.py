@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import did_you_mean, raise_all
+from shardfn.core import did_you_mean, named_buffers, named_parameters, raise_all, state_names
 
 from ._ds_job import Partition
 from ._ds_parts import StatePart, key_of
@@ -39,7 +39,7 @@ def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) ->
         if StatePart("buffer", name) not in parts
     ]
     problems = [f"buffer {x.part.name} of the module is on meta, and the state has none" for x in out if x.leaf.is_meta]
-    loose = {name for name, _ in module.named_buffers()} - buffers.keys()
+    loose = {name for name, _ in named_buffers(module)} - buffers.keys()
     for part, x in parts.items():
         if part.kind == "buffer":
             if part.name in buffers:
@@ -82,8 +82,9 @@ def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     """What the module saves besides parameters."""
-    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    rest = {name: x for name, x in module.state_dict().items() if name not in weights}
+    weights = {name for name, _ in named_parameters(module, remove_duplicate=False)}
+    kept = zip(state_names(module), module.state_dict().values(), strict=True)
+    rest = {name: x for name, x in kept if name not in weights}
     odd = [name for name, x in rest.items() if not isinstance(x, Tensor)]
     raise_all(ValueError, "the module saves what is no tensor, of which the state has nothing:", odd)
     return rest

@@ -4,13 +4,23 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardfn.core import Draw, did_you_mean, raise_all
+from shardfn.core import (
+    Draw,
+    did_you_mean,
+    frozen,
+    named_buffers,
+    named_parameters,
+    raise_all,
+    state_names,
+    uncompiled,
+)
 
 from ._archive import Archive, ArchiveWriter
 from ._gathered_leaf import WrittenByFirst, whole
@@ -49,12 +59,14 @@ def module_from_hf(
     """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
 
     They are deferred: `step.init(params)` reads what this rank is to hold, leaf by leaf. The module's own parameters
-    are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it.
+    are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those
+    with `requires_grad=False` are frozen, as from `from_module`.
 
     Args:
-        module: for names, shapes and tied parameters.
+        module: for names, shapes, tied and frozen parameters.
         directory: where the files are.
-        dtype: what to convert to; default each tensor's own.
+        dtype: what to convert to; default float32 for tensors of 16 bits, which small updates would not change, and
+            each tensor's own for others. `Policy.bf16()` rounds them to bfloat16 and keeps these as master copies.
 
     Returns:
         name -> deferred tensor; a tied parameter once, under its first name.
@@ -73,10 +85,11 @@ def module_from_hf(
         >>> torch.equal(params["weight"].full(), module.weight)
         True
     """
+    module = uncompiled(module)
     archive, names = Archive(directory), parameter_names(module)
-    buffers = {name: x for name, x in module.named_buffers() if name in archive}
+    buffers = {name: x for name, x in named_buffers(module) if name in archive}
     found = {first: next((name for name in every if name in archive), None) for first, every in names.items()}
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     known = {name for every in names.values() for name in every} | buffers.keys()
     problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
     problems += [f"{n} is left over.{did_you_mean(n, known)}" for n in archive if n not in known]
@@ -85,14 +98,15 @@ def module_from_hf(
     problems += [f"{n} is {there} in the file, but {here} in the module" for n, there, here in pairs if there != here]
     problems += [
         f"buffer {n} is on meta; make the module under `without_weights()`, which leaves buffers as they are"
-        for n, x in module.named_buffers()
+        for n, x in named_buffers(module)
         if x.is_meta
     ]
     raise_all(ValueError, f"the files of {archive.directory} do not fit the {type(module).__name__}:", problems)
     with torch.no_grad():
         for name, x in buffers.items():
             x.copy_(archive.box(name, [(0, n) for n in x.shape]))
-    return {first: _deferred(archive, at, dtype) for first, at in found.items() if at is not None}
+    out = {first: _deferred(archive, at, dtype) for first, at in found.items() if at is not None}
+    return {name: x if module.get_parameter(name).requires_grad else frozen(x) for name, x in out.items()}
 
 
 def module_to_hf(
@@ -102,6 +116,7 @@ def module_to_hf(
     *,
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
+    buffers: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Writes parameters under the module's names, its buffers, and its `config` if it has one, for `from_pretrained`.
 
@@ -113,9 +128,10 @@ def module_to_hf(
         directory: where to; made if missing.
         dtype: what to convert parameters to; default that of the leaves.
         file_bytes: from when on another file begins, with an index of all.
+        buffers: by name, those to write in place of the module's own, sharded or not, as `state.model_state` has them.
 
     Raises:
-        ValueError: the names or shapes are not those of the module; lists all.
+        ValueError: the names or shapes are not those of the module, or a buffer is on `meta`; lists all.
         OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
 
     Example:
@@ -125,16 +141,20 @@ def module_to_hf(
         >>> sorted(Archive(directory))
         ['bias', 'weight']
     """
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    module = uncompiled(module)
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     problems = [f"{n} is missing.{did_you_mean(n, params)}" for n in shapes if n not in params]
     problems += [f"{n} is no parameter of the module.{did_you_mean(n, shapes)}" for n in params if n not in shapes]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
     problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
+    kept = set(state_names(module))
+    written = {name: buffers.get(name, x) for name, x in named_buffers(module) if name in kept}
+    problems += [
+        f"{n} is a buffer on meta; pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
+    ]
     raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
-    kept = module.state_dict().keys()
-    buffers = {name: x for name, x in module.named_buffers() if name in kept}
     entries = {name: (dtype or x.dtype, tuple(x.shape)) for name, x in params.items()}
-    entries |= {name: (x.dtype, tuple(x.shape)) for name, x in buffers.items()}
+    entries |= {name: (x.dtype, tuple(x.shape)) for name, x in written.items()}
 
     def described() -> None:
         config: Any = getattr(module, "config", None)
@@ -151,25 +171,26 @@ def module_to_hf(
     ) as out:
         for name, x in params.items():
             out.put(name, whole(x).to(entries[name][0]))
-        for name, x in buffers.items():
-            out.put(name, x)
+        for name, x in written.items():
+            out.put(name, whole(x))
 
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     """First name -> all names of a parameter."""
-    firsts = {id(p): name for name, p in module.named_parameters()}
+    firsts = {id(p): name for name, p in named_parameters(module)}
     out: dict[str, list[str]] = {name: [] for name in firsts.values()}
-    for name, p in module.named_parameters(remove_duplicate=False):
+    for name, p in named_parameters(module, remove_duplicate=False):
         out[firsts[id(p)]].append(name)
     return out
 
 
 def _deferred(archive: Archive, name: str, dtype: torch.dtype | None) -> Draw:
     kept = archive[name]
+    to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 
     def block(slices: tuple[slice, ...]) -> Tensor:
         rest = (slice(None),) * (len(kept.shape) - len(slices))
         box = [s.indices(n)[:2] for s, n in zip((*slices, *rest), kept.shape, strict=True)]
-        return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(dtype or kept.dtype)
+        return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(to)
 
-    return Draw(block, kept.shape, dtype or kept.dtype, torch.device("cpu"))
+    return Draw(block, kept.shape, to, torch.device("cpu"))

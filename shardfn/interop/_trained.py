@@ -6,7 +6,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import PyTree, did_you_mean, raise_all, tree_leaves
+from shardfn.core import (
+    PyTree,
+    did_you_mean,
+    named_buffers,
+    named_parameters,
+    raise_all,
+    tree_leaves,
+    uncompiled,
+)
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
 from ._gathered_leaf import is_writer, whole
@@ -66,11 +74,11 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
         True
     """
     check_passed(state, module, call="sf.to_module(state, module)")
+    module = uncompiled(module)
     params = master_params(state)
-    names, buffers = parameter_names(module), dict(module.named_buffers())
-    kept = state.model_state if isinstance(state.model_state, Mapping) else {}
-    changed = {name: x for name, x in kept.items() if name in buffers}
-    _check(params, {name: tuple(p.shape) for name, p in module.named_parameters()}, type(module).__name__)
+    names, buffers = parameter_names(module), dict(named_buffers(module))
+    changed = {name: x for name, x in _model_state(state).items() if name in buffers}
+    _check(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
     writes = not rank0_only or is_writer(tree_leaves(params))
     for name, x in params.items():
         value = whole(x)
@@ -97,7 +105,7 @@ def export(
 
     Args:
         state: of a step over the parameters that `from_module(module)` gave.
-        module: for names, buffers and its `config`; its parameters may be on `meta`.
+        module: for names, its `config`, and buffers that `state.model_state` lacks; its parameters may be on `meta`.
         directory: where to; made if missing.
         dtype: what to convert to; default that of the master copies.
         file_bytes: from when on another file begins.
@@ -118,10 +126,15 @@ def export(
         ['bias', 'weight']
     """
     check_passed(state, module, call="sf.export(state, module, directory)")
+    module = uncompiled(module)
     params = master_params(state)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     _check(params, shapes, type(module).__name__)
-    module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes)
+    module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=_model_state(state))
+
+
+def _model_state(state: TrainState) -> Mapping[str, Any]:
+    return state.model_state if isinstance(state.model_state, Mapping) else {}
 
 
 def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:

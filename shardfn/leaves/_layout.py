@@ -35,6 +35,8 @@ class LeafLayout:
         layers: of a stacked leaf, the layouts of this rank's layers, which enter the loss and travel one by one; else
             empty.
         apart: of such a layer, the axes along which other ranks have other layers.
+        frozen: whether it is a parameter with `requires_grad=False`, which a step trains only if `trainable=` includes
+            it.
     """
 
     path: str
@@ -47,6 +49,7 @@ class LeafLayout:
     numel: int
     layers: tuple["LeafLayout", ...] = ()
     apart: tuple[str, ...] = ()
+    frozen: bool = False
 
     @functools.cached_property
     def ways(self) -> Ways:

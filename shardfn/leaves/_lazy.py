@@ -233,6 +233,8 @@ class LazyLeaf(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=_DYNAMO)
         if func == _REQUIRES_GRAD:  # made anew at each look
             return args[0].handle.requires_grad
         if func in TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
@@ -271,6 +273,11 @@ class LazyLeaf(torch.Tensor):
         return _SavedLeaf(self._layers or (self,), bool(self._layers))
 
 
+_DYNAMO = (
+    "torch.compile cannot trace a parameter that a step gathers when it is used (ZeRO stage 3), so this operation runs"
+    ' outside of its graph, which fullgraph=True refuses. Compile the whole step, sf.jit(loss, backend="inductor"), or'
+    " leave out fullgraph=True."
+)
 _TENSOR: Any = torch.Tensor
 _REQUIRES_GRAD = _TENSOR.requires_grad.__get__
 _METADATA = {

@@ -10,28 +10,36 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardfn.core import Again, Axes
+from shardfn.core import Again, Axes, frozen, named_buffers, named_parameters, state_names
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Body
 
 from ._module_attention import AttentionRoute, RoutedCall
 from ._module_checks import check_cache, check_keyed, check_module
+from ._module_compiled import original, running_as_written
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
 from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
 from ._module_parts import GivenTensors, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
+from ._module_routers import warn_of_asked_balance, warn_of_own_balance
 
 
 class ModuleFunction:
-    """A module's forward as a function of its parameters; made by `from_module`."""
+    """A module's forward as a function of its parameters; made by `from_module`.
+
+    Attributes:
+        trainable: by name, whether a parameter had `requires_grad`: for `sharded_step(trainable=)`, which needs it only
+            where the state begins with other tensors than those from `from_module` or `module_from_hf`.
+    """
 
     def __init__(
         self, module: nn.Module, keep_dtype: Sequence[str], axis: Axes = None, route: AttentionRoute | None = None
     ) -> None:
         self.module, self._keep_dtype, self._axis, self._route = module, tuple(keep_dtype), axis, route
         self._firsts = first_names(module)
+        self.trainable = {name: p.requires_grad for name, p in named_parameters(module)}
         # By the dtypes that were given: a module's structure does not change.
         self._casts: dict[Any, Casts] = {}
 
@@ -122,6 +130,7 @@ class ModuleFunction:
         `forward` runs in the place of the module, and calls it.
         """
         check_cache()
+        warn_of_asked_balance(self.module, kwargs)
         # At each call: between calls the module is its owner's, who may have moved or replaced what is in it.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
@@ -143,10 +152,15 @@ class ModuleFunction:
 
 
 class StatefulFunction:
-    """A module's forward as a function of its parameters and of its buffers; made by `from_module(has_state=True)`."""
+    """A module's forward as a function of its parameters and of its buffers; made by `from_module(has_state=True)`.
+
+    Attributes:
+        trainable: as of a `ModuleFunction`.
+    """
 
     def __init__(self, function: ModuleFunction, like: Mapping[str, Tensor]) -> None:
         self._function, self._names = function, set(like)
+        self.trainable = function.trainable
 
     def __call__(
         self, params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
@@ -224,18 +238,18 @@ class _ModuleCall:
     def again(self) -> Again:
         """Runs what follows with the draws that it would make here, and the buffers that the forward has assigned."""
         assert self._placed is not None
-        count, overrides = self._draws.count, self._placed.overrides()
+        mark, overrides = self._draws.mark, self._placed.overrides()
         # Copies, as the forward goes on to write to its own.
         state = {name: x.clone() for name, x in self._now().items()}
 
         @contextlib.contextmanager
         def entered() -> Iterator[None]:
-            before, self._draws.count = self._draws.count, count
+            before, self._draws.mark = self._draws.mark, mark
             try:
                 with self._running(state, overrides):
                     yield
             finally:
-                self._draws.count = before
+                self._draws.mark = before
 
         return entered
 
@@ -249,7 +263,7 @@ class _ModuleCall:
         if path is None:
             return False
         dot = f"{path}." if path else ""
-        for name, x in (*sub.named_parameters(), *sub.named_buffers()):
+        for name, x in (*named_parameters(sub), *named_buffers(sub)):
             # A lazy leaf need not be gathered for it.
             old = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is LazyLeaf else x
             with torch.no_grad():
@@ -272,7 +286,12 @@ class _ModuleCall:
         _, module = self._parts.unique[0]
         own = {name: x.clone() for name, x in state.items()}
         given = GivenTensors(self._given.params, self._given.buffers | own)
-        with one_thread(module, self._caller), Placed(self._parts, given) as placed, self._at(placed):
+        with (
+            one_thread(module, self._caller),
+            running_as_written(module),
+            Placed(self._parts, given) as placed,
+            self._at(placed),
+        ):
             slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
             mode = ModuleMode(placed, self._draws, slots, self._axis)
             placed.override(overrides)
@@ -280,7 +299,13 @@ class _ModuleCall:
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
             routed = contextlib.nullcontext() if self._routed is None else self._routed.running()
-            with running_module(self), shadowed(forwards(self._parts, self._found)), routed, mode:
+            with (
+                running_module(self),
+                shadowed(forwards(self._parts, self._found)),
+                shadowed(self._draws.forwards()),
+                routed,
+                mode,
+            ):
                 yield
             if assigned := placed.assigned_params():
                 raise ValueError(
@@ -362,6 +387,7 @@ def from_module(
         `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
         `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
         the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0.
+        Parameters with `requires_grad=False` are frozen: steps train them only if `trainable=` includes them.
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
@@ -375,8 +401,10 @@ def from_module(
         (['weight'], torch.Size([3, 1]))
     """
     check_module(module)
+    module = original(module)
+    warn_of_own_balance(module)
     route = None if attention is None else AttentionRoute(module, attention)
-    params = {name: p.detach() for name, p in module.named_parameters()}
+    params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
@@ -384,8 +412,8 @@ def from_module(
         return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route), layers, names)
     if not has_state:
         return params, ModuleFunction(module, keep_dtype, route=route)
-    kept = module.state_dict().keys()
-    state = {name: x.detach().clone() for name, x in module.named_buffers() if name in kept}
+    kept = set(state_names(module))
+    state = {name: x.detach().clone() for name, x in named_buffers(module) if name in kept}
     if not state and not any(isinstance(sub, _BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."

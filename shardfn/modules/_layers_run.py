@@ -8,12 +8,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardfn.core import uncompiled
+
 from ._absent import AbsentTensor, NeedsValue, is_absent
 from ._module_draws import Draws
 from ._module_parts import ModuleParts
-
-# Draws are numbered by where they are: in front of the layers, in each of them, and behind them.
-_DRAWS_EACH = 1 << 20
 
 
 @dataclasses.dataclass
@@ -89,7 +88,8 @@ class LayersRun:
         layers = of.layers
         own = layers._modules
         stand_ins = {
-            name: _StandIn(i, layer, self._at) for i, (name, layer) in enumerate(zip(own, layers, strict=True))
+            name: _StandIn(i, uncompiled(layer), self._at)
+            for i, (name, layer) in enumerate(zip(own, layers, strict=True))
         }
         layers._modules = stand_ins  # pyright: ignore[reportAttributeAccessIssue]
         elsewhere: list[tuple[dict[str, Any], str, Any]] = []
@@ -126,7 +126,7 @@ class LayersRun:
         self._give_params()
         if before:  # a last stage without layers
             out = self._returned(layer, args, kwargs, span.given)
-            self._draws.count = _draws_behind(number)
+            self._draws.skip(layer)
             return out
         out = self._own(number, layer, args, kwargs)
         if not span.ends and self._next == self._stop == self._of.num_layers:
@@ -134,24 +134,20 @@ class LayersRun:
         return out
 
     def _own(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer of this rank; its draws have numbers of their own."""
+        """A layer of this rank."""
         if number == self._span.start and self._span.given is not None:
             args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
         if is_absent((args, kwargs)):
             raise NeedsValue(f"layer {number} is given it, besides its first argument")
-        self._draws.count = _draws_behind(number) - _DRAWS_EACH
-        try:
-            return layer(*args, **kwargs)
-        finally:
-            self._draws.count = _draws_behind(number)
+        return layer(*args, **kwargs)
 
     def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
         """What a layer returns that makes `h`; what it returns besides is absent. Found once, without computing it."""
         if self._of.returns is None:
             absent = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs))
-            count = self._draws.count
+            mark = self._draws.mark
             out = layer(*absent[0], **absent[1])
-            self._draws.count = count
+            self._draws.mark = mark
             leaves, treedef = pytree.tree_flatten(out)
             if not leaves or not isinstance(leaves[0], Tensor):
                 self._refuse(f"a layer returns a {type(out).__name__}, which does not begin with a tensor")
@@ -200,11 +196,6 @@ class _StandIn(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self.__dict__["layer"], name)
-
-
-def _draws_behind(number: int) -> int:
-    """The number of the first draw behind a layer; its own begin one range before. Those of a forward all differ."""
-    return (2 * number + 2) * _DRAWS_EACH
 
 
 def _make_absent(owner: nn.Module, name: str, taken: list[tuple[dict[str, Any], str, Any]]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.collectives import axis_size
-from shardfn.core import Ambient, raise_all
+from shardfn.core import Ambient, named_modules, raise_all
 from shardfn.nn import (
     Blockwise,
     Body,
@@ -259,7 +259,7 @@ def _problems(module: nn.Module, models: list[Any], body: Body) -> list[str]:
             out.append("no model in it takes position_ids, so it numbers each rank's tokens from 0")
         out += [
             f"{path} is a {type(m).__name__}, which mixes tokens besides attention"
-            for path, m in module.named_modules()
+            for path, m in named_modules(module)
             if isinstance(m, _OVER_TOKENS)
         ]
     return list(dict.fromkeys(out))

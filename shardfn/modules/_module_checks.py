@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from shardfn.core import raise_all
+from shardfn.core import named_buffers, named_modules, named_parameters, raise_all
 
 HOOKS = (
     "a step keeps parameters elsewhere, and a rank's gradient is a part of the mean; remove the hook, and change the"
@@ -57,7 +57,7 @@ def check_keyed(module: nn.Module, key: Any, index_B: Any) -> None:
         "dropout by sample needs the batch in dim 0:",
         [
             f"{path or 'the module'} is a {type(sub).__name__} with batch_first=False; build it with batch_first=True"
-            for path, sub in module.named_modules()
+            for path, sub in named_modules(module)
             if isinstance(sub, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
             and not sub.self_attn.batch_first
             and any(d.p for d in sub.modules() if isinstance(d, nn.Dropout) and d.training)
@@ -83,13 +83,13 @@ def check_cache() -> None:
 
 
 def _lazy(module: nn.Module) -> Iterator[str]:
-    tensors = (*module.named_parameters(), *module.named_buffers())
+    tensors = (*named_parameters(module), *named_buffers(module))
     for name, _ in ((n, x) for n, x in tensors if is_lazy(x)):
         yield f"{name} has no shape yet; call the module once on a batch before from_module"
 
 
 def _hooks(module: nn.Module) -> Iterator[str]:
-    for name, p in module.named_parameters():
+    for name, p in named_parameters(module):
         kinds = {"register_hook": p._backward_hooks, "register_post_accumulate_grad_hook": _post_hooks(p)}
         for kind, hooks in kinds.items():
             if hooks:
@@ -101,7 +101,7 @@ def _post_hooks(p: Tensor) -> Any:
 
 
 def _embeddings(module: nn.Module) -> Iterator[str]:
-    for path, sub in module.named_modules():
+    for path, sub in named_modules(module):
         if isinstance(sub, nn.Embedding | nn.EmbeddingBag):
             kind = f"{path or 'the module'} is an {type(sub).__name__}"
             if sub.max_norm is not None:
@@ -112,8 +112,8 @@ def _embeddings(module: nn.Module) -> Iterator[str]:
 
 def _shared(module: nn.Module) -> Iterator[str]:
     """Tensors that share memory without being one: a step, which keeps parameters elsewhere, would part them."""
-    params, seen = {name for name, _ in module.named_parameters()}, {}
-    for name, x in (*module.named_parameters(), *module.named_buffers()):
+    params, seen = {name for name, _ in named_parameters(module)}, {}
+    for name, x in (*named_parameters(module), *named_buffers(module)):
         if x.layout != torch.strided or x.device.type == "meta" or type(x.data) is not Tensor or not x.numel():
             continue
         other = seen.setdefault((x.device, x.data_ptr()), name)

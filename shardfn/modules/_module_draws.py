@@ -1,17 +1,19 @@
 """Random numbers of one call of a module: by a key, or refused.
 
 A mask is a function of (key, number of the draw in the forward, global number of the sample, position in the sample):
-the same on any number of ranks, when a part of the forward runs again, and in a captured step.
+the same on any number of ranks, when a part of the forward runs again, and in a captured step. Draws in an element of
+an `nn.ModuleList` have numbers of that element, whatever runs before it on this rank.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import fold_in, uniform
+from shardfn.core import fold_in, named_modules, uncompiled, uniform
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import dropout, dropout_of_rows
 
@@ -21,6 +23,7 @@ KEYED = (
     "apply.keyed(key, index_B)(params, ...), with the key that sharded_step(key=) gives the loss and the global numbers"
     " of this rank's rows"
 )
+_DRAWS_EACH = 1 << 20  # numbers of an element of a list, and as many for what follows it
 _DRAWS = frozenset(
     {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
     | {"multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "normal_", "uniform_", "random_"}
@@ -34,8 +37,7 @@ _DRAWS_IN_TRAINING = frozenset({"rrelu", "rrelu_"})
 class Draws:
     """The random numbers of one call of a module.
 
-    Invariant: `count` is how many draws the forward has made up to here; what runs again starts from the count that it
-    had the first time.
+    Invariant: what runs again starts from the `mark` that it had the first time.
 
     Attributes:
         count: the number of the next draw.
@@ -44,8 +46,49 @@ class Draws:
     def __init__(self, module: nn.Module, key: Tensor | None = None, index_B: Tensor | None = None) -> None:
         self.count = 0
         self._module, self._key, self._index_B = module, key, index_B
+        self._elements = {} if key is None else _elements(module)
+        self._begun = set[int]()
         # This rank's positions and the length of the sequence, where attention cuts it; None until a model is called.
         self._tokens: tuple[Sequence[tuple[int, int]], int] | None = None
+
+    @property
+    def mark(self) -> tuple[int, frozenset[int]]:
+        """The number of the next draw, and the elements of lists that have numbers of their own up to here."""
+        return self.count, frozenset(self._begun)
+
+    @mark.setter
+    def mark(self, mark: tuple[int, frozenset[int]]) -> None:
+        self.count, self._begun = mark[0], set(mark[1])
+
+    def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """The forwards of the elements of lists, whose draws have numbers of their own."""
+        return [(sub, self._numbered(number, sub.forward)) for number, sub in self._elements.values()]
+
+    def _numbered(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def numbered(*args: Any, **kwargs: Any) -> Any:
+            with self._within(number):
+                return forward(*args, **kwargs)
+
+        return numbered
+
+    @contextlib.contextmanager
+    def _within(self, number: int) -> Iterator[None]:
+        if number in self._begun:  # called once more: numbers go on, as a mask is not used twice
+            yield
+            return
+        self._begun.add(number)
+        self.count = (2 * number + 1) * _DRAWS_EACH
+        try:
+            yield
+        finally:
+            self.count = (2 * number + 2) * _DRAWS_EACH
+
+    def skip(self, element: nn.Module) -> None:
+        """Goes on with the numbers that follow an element of a list, without running it."""
+        if id(element) in self._elements:
+            with self._within(self._elements[id(element)][0]):
+                pass
 
     def handler(self, name: str) -> Callable[..., Any] | None:
         """What runs in place of a torch function that draws, called with it and its arguments."""
@@ -109,7 +152,7 @@ class Draws:
 
     def _named(self) -> str:
         found = [
-            n for n, m in self._module.named_modules() if getattr(m, "p", 0) and m.training and "Drop" in str(type(m))
+            n for n, m in named_modules(self._module) if getattr(m, "p", 0) and m.training and "Drop" in str(type(m))
         ]
         return f" ({', '.join(found[:3])}{' and others' if len(found) > 3 else ''})" if found else ""
 
@@ -131,6 +174,13 @@ class Draws:
             return Undrawn(KEYED)
         key, _ = self.take("rand", 0.0)
         return uniform(key, (), dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
+
+
+def _elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
+    """By identity, each element of the lists in a module with its number."""
+    lists = [sub for _, sub in named_modules(module) if isinstance(sub, nn.ModuleList)]
+    unique = {id(sub): sub for one in lists for sub in map(uncompiled, one)}
+    return {k: (number, sub) for number, (k, sub) in enumerate(unique.items())}
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

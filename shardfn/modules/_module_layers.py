@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, raise_all
+from shardfn.core import Ambient, frozen, named_modules, named_parameters, raise_all
 
 from ._absent import NeedsValue, is_absent
 from ._layers_run import Ended, LayerSpan, LayersRun
@@ -33,6 +33,7 @@ class RunsModule(Protocol):
     """What `from_module` makes of a module without naming its layers: `ModuleFunction`."""
 
     module: nn.Module
+    trainable: Mapping[str, bool]
 
     def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
         """Makes what gives one call its random numbers."""
@@ -64,11 +65,15 @@ class LayeredFunction:
         needs_params: whether something besides the first layer's first argument is needed of what comes before it, and
             depends on parameters; found when a stage runs.
         returns: what a layer returns besides, and the structure; None until a stage has asked one.
+        trainable: as of a `ModuleFunction`, a tree like the parameters.
     """
 
     def __init__(self, function: RunsModule, path: str, names: Iterable[str]) -> None:
         self._function, self.module, self.path, self._names = function, function.module, path, frozenset(names)
         self.num_layers = len(self.layers)
+        flags, (first, *_) = function.trainable, self.layers
+        self.trainable: dict[str, Any] = {k: v for k, v in flags.items() if not k.startswith(f"{path}.")}
+        self.trainable[path] = {name: p.requires_grad for name, p in named_parameters(first)}
         self.needs_params = False
         self.returns: tuple[list[Any], Any] | None = None
 
@@ -191,9 +196,9 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
     except AttributeError:
         layers = None
     if not isinstance(layers, nn.ModuleList) or not path or not len(layers):
-        found = [p for p, sub in module.named_modules() if isinstance(sub, nn.ModuleList) and len(sub)]
+        found = [p for p, sub in named_modules(module) if isinstance(sub, nn.ModuleList) and len(sub)]
         raise ValueError(f"layers={path!r} is no list of layers of this {type(module).__name__}; it has {found}.")
-    own = [dict(layer.named_parameters()) for layer in layers]
+    own = [dict(named_parameters(layer)) for layer in layers]
     first = own[0]
     problems = []
     for i, leaves in enumerate(own):
@@ -210,12 +215,25 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
             if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
         ]
     raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they are not alike:", problems)
+    raise_all(
+        ValueError,
+        f"{path!r} has layers that are frozen and layers that are not, and a stacked leaf is trained as a whole; set"
+        " requires_grad alike in all layers, or leave out layers=:",
+        [
+            f"{path}.{i}.{name}.requires_grad is {x.requires_grad}, {path}.0.{name}.requires_grad is {y.requires_grad}"
+            for i, leaves in enumerate(own)
+            for name, x in leaves.items()
+            if x.requires_grad is not (y := first[name]).requires_grad
+        ],
+    )
     others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
     stack = {name: torch.stack([leaves[name].detach() for leaves in own]) for name in first}
-    return {**others, path: stack}, list(first)
+    return {**others, path: {name: x if first[name].requires_grad else frozen(x) for name, x in stack.items()}}, list(
+        first
+    )
 
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
     """Where a layer's parameter is in the module besides that layer."""
-    names = (name for name, y in module.named_parameters(remove_duplicate=False) if y is x)
+    names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
     return next((name for name in names if not name.startswith(f"{layer}.")), None)

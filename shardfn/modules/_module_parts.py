@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import did_you_mean, raise_all
+from shardfn.core import did_you_mean, named_modules, named_parameters, raise_all
 
 _LOCK = threading.Lock()
 _RUNNING: dict[int, tuple[int, int]] = {}  # by id of a module that runs: its thread, and how many calls are under way
@@ -46,7 +46,7 @@ class ModuleParts(NamedTuple):
     def of(module: nn.Module) -> "ModuleParts":
         """Those that the module has now."""
         parts, seen = ModuleParts({}, {}, {}, []), set[int]()
-        for path, sub in module.named_modules(remove_duplicate=False):
+        for path, sub in named_modules(module, remove_duplicate=False):
             parts.modules[path] = sub
             dot = f"{path}." if path else ""
             if id(sub) not in seen:
@@ -59,8 +59,8 @@ class ModuleParts(NamedTuple):
 
 def first_names(module: nn.Module) -> dict[str, str]:
     """Every name of a parameter -> the first name of that parameter."""
-    first = {id(p): name for name, p in module.named_parameters()}
-    return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    first = {id(p): name for name, p in named_parameters(module)}
+    return {name: first[id(p)] for name, p in named_parameters(module, remove_duplicate=False)}
 
 
 class GivenTensors(NamedTuple):

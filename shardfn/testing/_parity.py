@@ -22,6 +22,7 @@ from shardfn.core import (
     block_slices,
     broadcast_prefix,
     fold_in,
+    is_frozen,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -50,7 +51,7 @@ def one_device(
     params: PyTree,
     batches: Sequence[PyTree],
     *,
-    trainable: PyTree = True,
+    trainable: PyTree = None,
     key: Tensor | None = None,
     parts: int = 1,
 ) -> Run:
@@ -61,14 +62,16 @@ def one_device(
         optimizer: the optimizer.
         params: tree of whole tensors; left as it is.
         batches: one global batch a step.
-        trainable: prefix tree of bools.
+        trainable: prefix tree of bools; default: all leaves but frozen ones.
         key: folded with the step's number.
         parts: into how many pieces each batch is cut, whose gradients are added up: as many as there are ranks times
             microbatches, where 16-bit results are to be compared more closely than they are rounded.
     """
     optimizer = as_transformation(optimizer)
     leaves, treedef = tree_flatten(tree_map(torch.clone, params))
-    train = broadcast_prefix(trainable, params, lambda x: isinstance(x, bool), names=("trainable", "params"))
+    train = [not is_frozen(x) for x in leaves]
+    if trainable is not None:
+        train = broadcast_prefix(trainable, params, lambda x: isinstance(x, bool), names=("trainable", "params"))
     train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
     how = _PlainPrecision.of(loss, params)
     leaves = [x.to(d.master) for x, d in zip(leaves, how.dtypes, strict=True)]
@@ -212,7 +215,7 @@ def assert_parity(
     mesh: Mesh | None,
     reference: Callable[..., Any] | None = None,
     parts: int = 1,
-    trainable: PyTree = True,
+    trainable: PyTree = None,
     key: Tensor | None = None,
     zero: Zero | None = None,
     **options: Any,
@@ -229,7 +232,7 @@ def assert_parity(
         mesh: the mesh.
         reference: the plain loss that the one-device loop runs, or `mixed_precision` of one; default `loss`.
         parts: into how many pieces that loop cuts the batch; see `one_device`.
-        trainable: prefix tree of bools.
+        trainable: prefix tree of bools; default: all leaves but frozen ones.
         key: for losses that take one.
         zero: the ZeRO rule.
         **options: further options of `sharded_step`.

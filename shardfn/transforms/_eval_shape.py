@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfn.capture import fake
 from shardfn.collectives import GlobalTensor
-from shardfn.core import drawn_as_shapes, tree_map
+from shardfn.core import drawn_as_shapes, frozen, is_frozen, tree_map
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
@@ -38,5 +38,6 @@ def _meta(x: Any) -> Any:
         return x.with_block(_meta(x.held))
     if isinstance(x, Tensor):
         with torch._C._DisableTorchDispatch():
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return frozen(out) if is_frozen(x) else out
     return x

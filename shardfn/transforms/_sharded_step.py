@@ -71,7 +71,7 @@ def sharded_step(
     state_specs: PyTree = P(),
     donate: bool = True,
     skip_nonfinite: bool = False,
-    trainable: PyTree = True,
+    trainable: PyTree = None,
 ) -> ShardedStep:
     """The training step of `loss` under `optimizer`, on a mesh: `step(state, batch) -> (state, metrics)`.
 
@@ -99,6 +99,7 @@ def sharded_step(
         donate: whether a step reuses the buffers of the state that it takes. That state cannot be used afterwards.
         skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the old state.
         trainable: a prefix tree of bools for params; leaves that are False get no gradient and no optimizer state.
+            Default: all leaves but parameters with `requires_grad=False`, as `from_module` hands them on.
 
     Returns:
         The step. Its metrics are 0-d tensors, the same on all ranks: "loss" (global mean), "grad_norm" (of the averaged

@@ -28,6 +28,7 @@ from shardfn.engine import (
     resumed,
     together,
     told_before,
+    warn_of_narrow_updates,
 )
 from shardfn.state import TrainState
 
@@ -60,7 +61,9 @@ class StepStates:
         check_leaves_descend(plan, optimizer)
         kept = first_kept(plan, self.parts, model_state, self.specs)
         if mesh.abstract or is_abstract(leaves):
-            return self.abstract(plan)._replace(model_state=kept)
+            state = self.abstract(plan)._replace(model_state=kept)
+            self._warn(plan, state)
+            return state
         comms = comms_of(mesh)
         self.agreement.agree(comms, "init", plan)
         check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
@@ -72,6 +75,7 @@ class StepStates:
             state = state._replace(model_state=kept)
             begin(plan, state, comms.control)
             together(plan, comms.control)
+        self._warn(plan, state)
         return state
 
     def adopted(self, plan: Plan, old: TrainState, *, fresh: bool) -> TrainState:
@@ -121,6 +125,9 @@ class StepStates:
     def abstract(self, plan: Plan) -> TrainState:
         """The first one as shapes, but for the model state."""
         return abstract_state(plan, self.parts.optimizer, self.key, self._scale())
+
+    def _warn(self, plan: Plan, state: TrainState) -> None:
+        warn_of_narrow_updates(plan, state.opt_state, has_policy=self.planner.policy is not None)
 
     def _scale(self) -> PyTree:
         return () if self.parts.loss_scale is None else self.parts.loss_scale.init()

@@ -72,3 +72,18 @@ def test_nothing_is_read_before_it_is_used(tmp_path: pathlib.Path, monkeypatch: 
     assert reads == []
     read["0.weight"].block((slice(8, 16),))
     assert reads == [8 * 64 * 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_come_as_master_copies(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    module = nn.Linear(8, 6, bias=False).to(dtype)
+    module_to_hf(module, dict(module.named_parameters()), tmp_path)
+    read: dict[str, Any] = module_from_hf(module, tmp_path)
+    assert torch.equal(read["weight"].full(), module.weight.float())
+    assert module_from_hf(module, tmp_path, dtype=dtype)["weight"].dtype == dtype
+    _, apply = sf.from_module(module)
+    step = sf.sharded_step(lambda p, x: apply(p, x).square().mean(), sf.optim.adamw(1e-5, weight_decay=0.0))
+    state, x = step.init(read), torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(60):
+        state, _ = step(state, x)
+    assert (state.params["weight"].full_tensor() - module.weight.float()).abs().mean() > 4e-4

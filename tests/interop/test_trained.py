@@ -93,3 +93,35 @@ def test_what_does_not_fit_is_listed() -> None:
     step = sf.sharded_step(lambda w, x: (w * x).sum(), sf.optim.sgd(0.1))
     with pytest.raises(ValueError, match="not a dict of names"):
         sf.export(step.init(torch.ones(1)), nn.Linear(1, 1), "nowhere")
+
+
+@distributed(world=[2])
+def test_the_files_have_the_statistics_of_the_state(world: int, tmp_path: pathlib.Path) -> None:
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    module[0].register_buffer("once", torch.ones(2), persistent=False)
+    params, stats, apply = sf.from_module(module, has_state=True)
+
+    def loss(p: Any, s: Any, x: Any) -> Any:
+        out, s = apply(p, s, x)
+        return out.square().mean(), s
+
+    step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, has_state=True)
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    state, _ = step(step.init(params, model_state=stats), x[step.rows(6)])
+    for name, given in (("real", module), ("meta", nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to("meta"))):
+        sf.export(state, given, tmp_path / name)
+        torch.distributed.barrier()
+        archive = sf.interop.Archive(tmp_path / name)
+        assert set(archive) == params.keys() | stats.keys()
+        for buffer, want in sf.unshard(state.model_state).items():
+            read = archive.box(buffer, [(0, n) for n in want.shape])
+            assert torch.equal(read, want) and not torch.equal(read, stats[buffer])
+
+
+def test_a_buffer_without_a_value_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    params, _ = sf.from_module(module.eval())
+    state = sf.sharded_step(lambda p, x: p["0.weight"].sum() * x.sum(), sf.optim.sgd(0.1)).init(params)
+    with pytest.raises(ValueError, match=r"1\.running_mean is a buffer on meta"):
+        sf.export(state, module.to("meta"), tmp_path)

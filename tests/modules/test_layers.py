@@ -40,6 +40,55 @@ def test_no_two_dropouts_of_a_forward_share_a_mask() -> None:
         assert not any(torch.equal(mask, other) for other in module.masks[:i])
 
 
+class _Lists(nn.Module):
+    """Dropout around and in two lists, of which the first runs twice."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.again, self.drop = again, nn.Dropout(0.5)
+        self.others = nn.ModuleList(self._layer() for _ in range(2))
+        self.layers = nn.ModuleList(self._layer() for _ in range(3))
+
+    def _layer(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.others, *self.others]:
+            x = self.drop(layer(self.drop(x)))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)  # pyright: ignore
+        return self.drop(self.drop(x))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_named_list_draws_the_masks_of_the_module(again: bool) -> None:
+    x, keyed = torch.ones(4, 6), (sf.key(0), torch.arange(4))
+    found = []
+    for options in ({}, {"layers": "layers"}):
+        params, apply = from_module(_Lists(again), **options)
+        loss: Any = lambda p, apply=apply: apply.keyed(*keyed)(p, x).square().sum()  # noqa: E731
+        found.append(sf.value_and_grad(loss)(params))
+    (a, left), (b, right) = found
+    assert torch.equal(a, b)
+    for i in range(3):
+        assert torch.equal(left[f"layers.{i}.0.weight"], right["layers"]["0.weight"][i])
+
+
+def test_a_layer_that_runs_twice_draws_two_masks() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([layer(x) for layer in (*self.layers, *self.layers)])
+
+    _, apply = from_module(Twice())
+    masks = apply.keyed(sf.key(0), torch.arange(4))({}, torch.ones(4, 64)).unbind()
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+
+
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

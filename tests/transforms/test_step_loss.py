@@ -136,7 +136,14 @@ BODIES: dict[str, Callable[[], Any]] = {
 @distributed(world=[2, 3])
 def test_sequences_that_are_cut(world: int, name: str, window: int | None, remat: bool) -> None:
     mesh = sf.make_mesh({"sp": world}, device="cpu")
-    sizes: dict[str, Any] = {"vocab_size": 7, "num_layers": 1, "d_model": 12, "num_heads": 3, "max_len": 8, "bias": False}
+    sizes: dict[str, Any] = {
+        "vocab_size": 7,
+        "num_layers": 1,
+        "d_model": 12,
+        "num_heads": 3,
+        "max_len": 8,
+        "bias": False,
+    }
     config = gpt.Config(**sizes, attention=BODIES[name](), window=window)
     params = tree_map(lambda x: x.double() * 10 + 0.1, gpt.init(config, sf.key(0)))
     batch = {"tokens": torch.arange(16).view(2, 8) % 7}

@@ -1,0 +1,50 @@
+"""The names of a module's parts, without the prefix of those that went through `torch.compile`."""
+
+from torch import Tensor, nn
+
+_WRAPPED = "_orig_mod"  # the attribute by which a compiled module holds the original
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself where `module` is what `torch.compile` made of it.
+
+    Example:
+        >>> import torch
+        >>> linear = nn.Linear(2, 1)
+        >>> uncompiled(torch.compile(linear)) is linear is uncompiled(linear)
+        True
+    """
+    while (inner := module._modules.get(_WRAPPED)) is not None:
+        module = inner
+    return module
+
+
+def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
+    """`module.named_modules()`, with originals in the places of compiled modules."""
+    named = module.named_modules(remove_duplicate=remove_duplicate)
+    return [(_plain(path), sub) for path, sub in named if _WRAPPED not in sub._modules]
+
+
+def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
+    """`module.named_parameters()`, under the names that they have without `torch.compile`.
+
+    Example:
+        >>> import torch
+        >>> [name for name, _ in named_parameters(nn.Sequential(torch.compile(nn.Linear(2, 1))))]
+        ['0.weight', '0.bias']
+    """
+    return [(_plain(name), p) for name, p in module.named_parameters(remove_duplicate=remove_duplicate)]
+
+
+def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """`module.named_buffers()`, under the names that they have without `torch.compile`."""
+    return [(_plain(name), x) for name, x in module.named_buffers()]
+
+
+def state_names(module: nn.Module) -> list[str]:
+    """The keys of `module.state_dict()`, as they are without `torch.compile`."""
+    return [_plain(name) for name in module.state_dict()]
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)

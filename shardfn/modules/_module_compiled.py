@@ -1,0 +1,62 @@
+"""Modules that went through `torch.compile`: they run as they were before, as compiled code is of their own tensors."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shardfn.core import uncompiled
+
+_COMPILED = "_compiled_call_impl"  # what `module.compile()` calls in the place of the module
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The module before `torch.compile`; warns where something in it is compiled.
+
+    Args:
+        module: any module.
+    """
+    paths = [path for path, _ in _compiled(module)]
+    if paths:
+        shown = ", ".join(path or "the module" for path in paths[:3]) + (" and others" if len(paths) > 3 else "")
+        warnings.warn(
+            f"from_module runs {shown} without torch.compile, as a step gives the module other tensors; compile the"
+            ' whole step instead: sf.jit(loss, backend="inductor").',
+            UserWarning,
+            stacklevel=3,
+        )
+    return uncompiled(module)
+
+
+@contextlib.contextmanager
+def running_as_written(module: nn.Module) -> Iterator[None]:
+    """Lets a module and the modules in it run without `torch.compile`.
+
+    Args:
+        module: the module, which keeps its compiled parts afterwards.
+    """
+    shadows = []
+    for _, sub in _compiled(module):
+        inner = uncompiled(sub)
+        shadows.append((sub, "forward", inner.__call__) if inner is not sub else (sub, _COMPILED, None))
+    before = [(sub, name, sub.__dict__[name]) for sub, name, _ in shadows]
+    try:
+        _put(shadows)
+        yield
+    finally:
+        _put(before)
+
+
+def _compiled(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (path, sub)
+        for path, sub in module.named_modules()
+        if uncompiled(sub) is not sub or sub.__dict__.get(_COMPILED) is not None
+    ]
+
+
+def _put(values: list[tuple[nn.Module, str, Any]]) -> None:
+    for sub, name, value in values:
+        sub.__dict__[name] = value

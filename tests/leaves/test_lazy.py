@@ -1,0 +1,36 @@
+"""Covers shardfn/leaves/_lazy.py: a lazy leaf under Dynamo."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardfn.leaves import LazyLeaf
+
+
+class _Book:
+    """Has the whole of one leaf."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+
+    def fetch(self, index: int) -> Tensor:
+        del index
+        return self.whole
+
+    def look_after(self, path: str, x: Tensor) -> None:
+        """Nothing is to be freed."""
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_function_opens_it_outside_of_its_graph(fullgraph: bool) -> None:
+    torch._dynamo.reset()  # of the code that the other case has compiled
+    book: Any = _Book(torch.arange(4.0))
+    leaf = LazyLeaf.make(0, "params['w']", torch.zeros(4), book)
+    f = torch.compile(lambda w, x: torch.tanh(w * x).sum(), backend="eager", fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r'sf.jit\(loss, backend="inductor"\), or leave out'):
+            f(leaf, torch.ones(4))
+    else:
+        torch.testing.assert_close(f(leaf, torch.ones(4)), torch.tanh(book.whole).sum())
