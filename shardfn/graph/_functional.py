@@ -56,6 +56,7 @@ class _Walk:
         self._counts: dict[Node, int] = {}  # of the owner of memory, the writes to it
         self._seen: dict[Node, int] = {}  # of a view, how many of them its value has seen
         self._differentiated: set[Node] = set()
+        self._unclear = False  # a gradient that a detached view has got is lost where it is taken again
 
     def visit(self, node: Node) -> str:
         """Takes the next operation; returns the reason why it cannot replace its write, or ""."""
@@ -67,6 +68,8 @@ class _Walk:
             now = self._value(given, node)
             if now is not given:
                 node.replace_input_with(given, now)
+        if self._unclear:
+            return f"takes a detached view that was written, as was what it is a view of; {_REMEDY}"
         if written is not None:
             found = functional(node)
             if found is None:
@@ -94,6 +97,7 @@ class _Walk:
         count = self._counts.get(self._owner(tensor), 0)
         if tensor in self._parents and self._seen[tensor] != count:
             parent = self._value(self._parents[tensor], user)
+            self._unclear |= tensor.target is _ATEN.detach.default and self._values.get(tensor) in self._differentiated
             target: Any = _ATEN.reshape.default if tensor.target in _RESHAPES else tensor.target
             args = map_arg(tensor.args, lambda n: parent)
             self._values[tensor] = self._call(user, tensor, target, args, dict(tensor.kwargs))

@@ -91,13 +91,13 @@ def compare(seed: int) -> bool:
     try:
         want = run(*given)
         want_grads = derivatives(want, given)
-    except RuntimeError:  # of autograd: a value that a backward needs was overwritten, say
+        gm = capture(lambda *xs: run(*[x.requires_grad_() for x in xs]), inputs(), differentiable=True)
+    except RuntimeError:  # of autograd: a value that a backward needs was overwritten, say; or of torch's tracer
         return False
-    gm = capture(lambda *xs: run(*[x.requires_grad_() for x in xs]), inputs(), differentiable=True)
     try:
         gm = prepare(gm)
     except ValueError as error:
-        assert "autograd does not see" in str(error), (seed, error)
+        assert any(x in str(error) for x in ("autograd does not see", "a detached view")), (seed, error)
         return False
     assert not any(known_op(n.target).writes for n in gm.graph.nodes if n.op == "call_function"), seed
     got = torch.fx.Interpreter(gm).run(*given)
@@ -106,7 +106,7 @@ def compare(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(60, 1200, 60))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(40, 1200, 40))])
 def test_a_graph_without_writes_computes_what_torch_does_in_place(first: int) -> None:
-    ran = [compare(seed) for seed in range(first, first + 60)]
-    assert sum(ran) > 15
+    ran = [compare(seed) for seed in range(first, first + 40)]
+    assert sum(ran) > 10
