@@ -102,9 +102,9 @@ class RoutedCall:
 
     def __init__(self, route: AttentionRoute, draws: Draws) -> None:
         self._route, self.body, self._draws = route, route.body, draws
-        # The documents of all tokens, and the positions that the models are called with once the first was: a later
-        # model that is given others begins anew.
-        self._ids_BT: Tensor | None = None
+        # The positions of all tokens that the call gives, and those that the models are called with once the first was:
+        # a later model that is given others begins anew.
+        self._whole_BT: Tensor | None = None
         self._filled: Tensor | None = None
         self.num_calls = 0
 
@@ -127,13 +127,16 @@ class RoutedCall:
                 " AttentionInterface."
             )
 
-    def mask(self, shape: torch.Size, *, causal: bool, window: int | None, chunk: int | None) -> Mask:
-        """Which pairs count, of all tokens; `shape` of the queries is [B, T, ..]."""
+    def mask(self, q_BTHK: Tensor, *, causal: bool, window: int | None, chunk: int | None) -> Mask:
+        """Which pairs count, of all tokens."""
         mask = Window(window - 1) if window is not None else Causal() if causal else Full()
-        if chunk is not None:
-            ids_T = torch.arange(whole_length(self.body, shape[1])) // chunk
-            mask = mask & Segments(ids_T.expand(shape[0], -1))
-        return mask if self._ids_BT is None else mask & Segments(self._ids_BT)
+        if chunk is not None:  # by positions, which begin again with each document
+            at_BT = self._whole_BT
+            if at_BT is None:
+                B, T = q_BTHK.shape[:2]
+                at_BT = torch.arange(whole_length(self.body, T), device=q_BTHK.device).expand(B, -1)
+            mask = mask & Segments(at_BT // chunk)
+        return mask if self._whole_BT is None else mask & Segments(_documents(self._whole_BT))
 
     def dropped(self, rate: float) -> Mask:
         """The dropout of one layer's attention.
@@ -169,7 +172,7 @@ class RoutedCall:
             self._filled = own_positions(self.body, tokens.shape[1], tokens.device)[None]
             return self._filled
         if position_ids is not self._filled:
-            self._ids_BT = _documents(position_ids.expand(tokens.shape[0], -1), self.body)
+            self._whole_BT = whole_sequence(position_ids.expand(tokens.shape[0], -1), self.body)
             self._filled = position_ids
         return position_ids
 
@@ -216,7 +219,7 @@ def routed_attention(
     )
     call.num_calls += 1
     q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
-    mask = call.mask(q_BTHK.shape, causal=causal, window=sliding_window, chunk=_chunk(module))
+    mask = call.mask(q_BTHK, causal=causal, window=sliding_window, chunk=_chunk(module))
     mask = mask & call.dropped(dropout) if dropout else mask
     sinks_H = kwargs.get("s_aux")
     return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, sinks_H=sinks_H, impl=call.body), None
@@ -241,11 +244,19 @@ def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str
     ]
 
 
-def _mask_of_none(*, use_vmap: bool = False, **kwargs: Any) -> None:
+def _mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs: Any) -> None:
     """In place of the mask that transformers would make of this rank's tokens."""
     del kwargs
-    if use_vmap:
+    if use_vmap or _adds_pairs(mask_function):
         raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
+
+
+def _adds_pairs(mask_function: Any) -> bool:
+    """Whether a mask of transformers has pairs besides its layers' kind: those of the tokens of one image, say."""
+    if isinstance(mask_function, tuple):
+        return any(map(_adds_pairs, mask_function))
+    inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    return getattr(mask_function, "__qualname__", "").startswith("or_masks.") or any(map(_adds_pairs, inside))
 
 
 def _register() -> None:
@@ -347,8 +358,7 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
         )
 
 
-def _documents(position_ids: Tensor, body: Body) -> Tensor:
+def _documents(whole_BT: Tensor) -> Tensor:
     """The document of each token of the whole rows: a new one begins where positions do not go on by 1."""
-    whole_BT = whole_sequence(position_ids, body)
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)
